@@ -1,0 +1,167 @@
+"""Scores of merged models, through FusionBench's own task pools, set up once for a whole stream."""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
+from fusion_bench.models.hf_clip import HFCLIPClassifier
+from fusion_bench.taskpool import CLIPVisionModelTaskPool
+from fusion_bench.tasks.clip_classification import get_classnames_and_templates
+from fusion_bench.utils.parameters import count_parameters
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+Report = dict[str, Any]
+
+# FusionBench's continual methods call `taskpool.evaluate` with its `_is_setup` reset, which loads models and data and
+# encodes all prompts again at every step: most of a run's time. The scorers below keep what does not change.
+
+
+class Evaluator:
+    """Evaluates models on some tasks of a FusionBench task pool.
+
+    Args:
+        taskpool: any FusionBench task pool. CLIP vision and v0.1 (Flan-T5) pools are narrowed to the tasks asked for;
+            another pool evaluates all it has and the rest is dropped.
+    """
+
+    def __init__(self, taskpool: Any) -> None:
+        self.taskpool = taskpool
+        self._scorer: _Scorer
+        if type(taskpool).evaluate is CLIPVisionModelTaskPool.evaluate:
+            self._scorer = _CLIPVisionScorer(taskpool)
+        elif isinstance(taskpool, V01TaskPool):
+            self._scorer = _V01Scorer(taskpool)
+        else:
+            self._scorer = _WholePoolScorer(taskpool)
+        self._warned: set[str] = set()
+
+    def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
+        """FusionBench's report of a model.
+
+        Args:
+            model: may be moved to the task pool's device.
+            tasks: what to evaluate; a task that the pool lacks is left out, with a warning.
+            others: also the tasks of the pool that are not among ``tasks``.
+        """
+        trainable, total = count_parameters(model)
+        report: Report = {
+            "model_info": {
+                "trainable_params": trainable,
+                "all_params": total,
+                "trainable_percentage": trainable / total,
+            }
+        }
+        results = self._scorer.evaluate(model, [*tasks, *(self._scorer.others(tasks) if others else ())])
+        for task in tasks:
+            if task not in results and task not in self._warned:
+                self._warned.add(task)
+                log.warning("the task pool has no task '%s': its scores are missing", task)
+        report.update(results)
+        report["average"] = {
+            metric: sum(values) / len(values)
+            for metric in ("accuracy", "loss")
+            if (values := [result[metric] for result in results.values() if metric in result])
+        }
+        return report
+
+
+def score(result: dict[str, float]) -> float:
+    """The one number of a task: accuracy, Spearman's rho for a regression task, else NaN (missing)."""
+    for metric in ("accuracy", "spearman_rho"):
+        if metric in result:
+            return float(result[metric])
+    return math.nan
+
+
+class _Scorer:
+    """Results by task name, for the tasks that the pool has."""
+
+    def __init__(self, taskpool: Any) -> None:
+        self.taskpool = taskpool
+
+    def evaluate(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
+        raise NotImplementedError
+
+    def others(self, tasks: Sequence[str]) -> list[str]:
+        """Tasks of the pool beside these."""
+        raise NotImplementedError
+
+
+class _CLIPVisionScorer(_Scorer):
+    """CLIP vision towers: CLIP model, data and the encoded prompts of every task are kept."""
+
+    def __init__(self, taskpool: CLIPVisionModelTaskPool) -> None:
+        super().__init__(taskpool)
+        self._heads: dict[str, Tensor] = {}
+
+    def evaluate(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
+        pool: CLIPVisionModelTaskPool = self.taskpool
+        if not pool._is_setup:
+            pool.setup()
+        pool.clip_model.vision_model = model
+        classifier = HFCLIPClassifier(pool.clip_model, processor=pool.processor)
+        if pool.move_to_device:
+            classifier = pool.fabric.to_device(classifier)
+        results = {}
+        for task in tasks:
+            if task not in pool.test_dataloaders:
+                continue
+            classnames, templates = get_classnames_and_templates(task)
+            if task not in self._heads:
+                classifier.set_classification_task(classnames, templates)
+                self._heads[task] = classifier.zeroshot_weights
+            classifier.zeroshot_weights = self._heads[task]
+            pool.on_task_evaluation_begin(classifier, task)
+            results[task] = pool._evaluate(
+                classifier, pool.test_dataloaders[task], num_classes=len(classnames), task_name=task
+            )
+            pool.on_task_evaluation_end()
+        return results
+
+    def others(self, tasks: Sequence[str]) -> list[str]:
+        return [name for name in self.taskpool._test_datasets if name not in tasks]
+
+
+class _V01Scorer(_Scorer):
+    """FusionBench's v0.1 pools, Flan-T5 on GLUE among them: each task keeps its data."""
+
+    def __init__(self, taskpool: V01TaskPool) -> None:
+        super().__init__(taskpool)
+        self._tasks: dict[str, Any] = {}
+
+    def evaluate(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
+        fabric = getattr(self.taskpool, "fabric", None)
+        if fabric is not None:
+            model = fabric.setup(model)
+        results = {}
+        for task in tasks:
+            own = next((name for name in self.taskpool.task_names if task in _names_of(name)), None)
+            if own is None:
+                continue
+            if own not in self._tasks:
+                self._tasks[own] = self.taskpool.load_task(own)
+            results[task] = self._tasks[own].evaluate(model)
+        return results
+
+    def others(self, tasks: Sequence[str]) -> list[str]:
+        return [name for name in self.taskpool.task_names if not any(task in _names_of(name) for task in tasks)]
+
+
+def _names_of(task: str) -> tuple[str, str]:
+    """FusionBench's Flan-T5 models are called glue-cola, its tasks cola."""
+    return task, f"glue-{task}"
+
+
+class _WholePoolScorer(_Scorer):
+    """Any other pool: what it reports, as it reports it."""
+
+    def evaluate(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
+        report = self.taskpool.evaluate(model)
+        return {task: report[task] for task in tasks if isinstance(report.get(task), dict)}
+
+    def others(self, tasks: Sequence[str]) -> list[str]:
+        return []

@@ -1,0 +1,99 @@
+"""What a continual run leaves behind: a table for the eye, JSON and CSV for programs, a picture."""
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from .checkpoint import atomic_file, write_text
+from .metrics import AccuracyMatrix
+
+
+def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
+    """Print the accuracy matrix, ACC and BWT in per cent: rows are steps, columns tasks, both in merging order."""
+    table = Table(title=title, caption=summary(matrix))
+    table.add_column("after step")
+    for number, task in enumerate(matrix.tasks, 1):
+        # Twenty names do not fit beside each other; the rows say which number is which.
+        table.add_column(task if len(matrix.tasks) <= 8 else str(number), justify="right", no_wrap=True)
+    for step, task in enumerate(matrix.tasks, 1):
+        row = [_percent(value) for value in matrix.values[step - 1]]
+        table.add_row(f"{step} {task}", *row, style="bold" if step == len(matrix.tasks) else "")
+    console = Console()
+    if not console.is_terminal:  # a pipe has no width of its own, and a cropped table is of no use
+        console = Console(width=Measurement.get(console, console.options.update(max_width=1000), table).maximum)
+    console.print(table)
+
+
+def summary(matrix: AccuracyMatrix) -> str:
+    """ACC and BWT in one line, in per cent, saying what is missing."""
+    line = f"ACC {_percent(matrix.acc)}   BWT {_percent(matrix.bwt, sign=True)}"
+    if matrix.missing and len(matrix.missing) < len(matrix.tasks):
+        measured = len(matrix.tasks) - len(matrix.missing)
+        line += f"   ({measured} of {len(matrix.tasks)} tasks; no score for {', '.join(matrix.missing)})"
+    return line
+
+
+def save_matrix(matrix: AccuracyMatrix, folder: Path, about: dict[str, Any]) -> None:
+    """Write ``accuracy_matrix.json``, ``.csv`` and ``.png``; scores are fractions, missing ones null or empty.
+
+    Args:
+        matrix: the scores.
+        folder: an existing folder.
+        about: what else a reader needs to know (method, seed, versions); goes into the JSON file.
+    """
+    values = [[None if math.isnan(value) else value for value in row] for row in matrix.values.tolist()]
+    content = {
+        **about,
+        "tasks": matrix.tasks,
+        "accuracy_matrix": values,
+        "ACC": _or_none(matrix.acc),
+        "BWT": _or_none(matrix.bwt),
+        "missing": matrix.missing,
+    }
+    write_text(folder / "accuracy_matrix.json", json.dumps(content, indent=2))
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["step", "merged_task", *matrix.tasks])
+    for step, (task, row) in enumerate(zip(matrix.tasks, values, strict=True), 1):
+        writer.writerow([step, task, *row])
+    write_text(folder / "accuracy_matrix.csv", text.getvalue())
+    with atomic_file(folder / "accuracy_matrix.png") as temporary:
+        plot_matrix(matrix, title=str(about.get("method", ""))).savefig(temporary, dpi=150, format="png")
+
+
+def plot_matrix(matrix: AccuracyMatrix, title: str = "") -> Figure:
+    """A heat map of the accuracy matrix, in per cent."""
+    count = len(matrix.tasks)
+    figure = Figure(figsize=(2.4 + 0.62 * count, 2.0 + 0.46 * count), layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(100 * matrix.values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+    for step in range(count):
+        for task in range(count):
+            if not math.isnan(value := 100 * matrix.values[step, task]):
+                color = "white" if value < 60 else "black"
+                axes.text(task, step, f"{value:.0f}", ha="center", va="center", color=color, fontsize=9)
+    axes.set_xticks(range(count), matrix.tasks, rotation=45, ha="right", rotation_mode="anchor")
+    axes.set_yticks(range(count), [f"{step}  + {task}" for step, task in enumerate(matrix.tasks, 1)])
+    axes.set_xlabel("task")
+    axes.set_ylabel("after merging")
+    axes.set_title(f"{title}\n{summary(matrix)}".strip(), fontsize=11)
+    figure.colorbar(image, ax=axes, label="score (%)")
+    return figure
+
+
+def _percent(value: float, *, sign: bool = False) -> str:
+    if math.isnan(value):
+        return "–"
+    return f"{100 * value:+.1f}" if sign else f"{100 * value:.1f}"
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,0 +1,228 @@
+"""One merging step over a dict of layers: filter, adapt, fuse."""
+
+import hashlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from .adapter import Objective, fit_adapter
+from .config import FusionConfig
+from .projector import first_coordinates, null_space_filter, protected_subspace
+from .subspace import subspace_affinity, top_right_singular_vectors
+
+Layers = Mapping[str, Tensor]
+_T, _R = TypeVar("_T"), TypeVar("_R")
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What happened to one layer."""
+
+    shape: tuple[int, int]  # (d_o, d_i)
+    task_norm: float  # Frobenius norm of the new task vector
+    merged_norm: float  # Frobenius norm of the cumulative update before this step
+    protected_rank: float  # directions in the filter: r_p clipped to the numerical rank
+    filtered_share: float  # share of the squared norm of tau that the filter took, in [0, 1]
+    overlap: float  # affinity of the new task's subspace to the protected one, in [0, 1]
+    loss_before: float  # objective where BA = 0
+    loss_after: float  # objective of the fused adapter
+    seconds: float  # wall time, shared evenly by layers solved together
+
+
+def fuse_layers(
+    pretrained: Layers,
+    merged: Layers,
+    task: Layers,
+    config: FusionConfig,
+    *,
+    seed: int = 0,
+    step: int = 1,
+    lora_A: Layers | None = None,
+    progress: Callable[[str], None] | None = None,
+    device: torch.device | str | None = None,
+    batch_bytes: int = 2**30,
+) -> tuple[dict[str, Tensor], dict[str, LayerReport]]:
+    r"""Merge one more task into every layer: :math:`W \leftarrow W + \tau (P + B A)`.
+
+    Layers are independent, and each is computed in float32 at least, whatever it is stored in. A layer into
+    which nothing was merged so far (:math:`W = W_0`) takes the task's weight as it is, or as
+    ``config.first_task`` says.
+
+    Args:
+        pretrained: :math:`\theta_0`, weights ``(d_o, d_i)`` by layer name.
+        merged: the merged model so far, same names and shapes; :math:`\theta_0` before the first task.
+        task: the new fine-tuned model, same names and shapes.
+        config: hyper-parameters.
+        seed: seed of the run.
+        step: number of the task in the stream. The initial A of a layer depends on seed, step and the layer's
+            name, and on nothing else.
+        lora_A: initial A ``(lora_rank, d_i)`` by layer name, instead of drawn ones.
+        progress: called with the name of each finished layer.
+        device: where to compute; default: where ``merged`` lies.
+        batch_bytes: on an accelerator, layers of equal shape are solved together within about this much memory;
+            on a CPU each thread takes one layer at a time.
+
+    Returns:
+        The new weights, with names, order, dtypes and devices of ``merged``, and a report by layer. No
+        argument is changed.
+
+    Raises:
+        ValueError: the three models do not fit or hold non-finite values; names the model, layer and shapes.
+    """
+    check_layers(pretrained, pretrained, model="pretrained")
+    check_layers(pretrained, merged, model="merged")
+    check_layers(pretrained, task, model="task")
+    if device is None:
+        device = next(iter(merged.values())).device if merged else "cpu"
+    where = torch.device(device)
+    if lora_A is None:
+        lora_A = {name: _initial_A(name, like.shape[1], config, seed, step) for name, like in merged.items()}
+
+    def solve(names: list[str]) -> tuple[list[Tensor], list[LayerReport]]:
+        start = time.perf_counter()
+
+        def stack(weights: Layers) -> Tensor:
+            return torch.stack([_widened(weights[name].detach().to(where)) for name in names])
+
+        theta_0, theta, theta_t = stack(pretrained), stack(merged), stack(task)
+        A = stack(lora_A).to(theta.dtype) if config.lora_rank > 0 else None
+        weights, measures = _fuse_stack(theta_0, theta, theta_t, A, config)
+        likes = [merged[name] for name in names]
+        fused = [weight.to(like.device, like.dtype) for weight, like in zip(weights, likes, strict=True)]
+        rows = measures.tolist()  # waits for an accelerator
+        seconds = (time.perf_counter() - start) / len(names)
+        shape = (int(theta.shape[-2]), int(theta.shape[-1]))
+        return fused, [LayerReport(shape, *row, seconds=seconds) for row in rows]
+
+    fused: dict[str, Tensor] = {}
+    reports: dict[str, LayerReport] = {}
+    stacks = list(_stacks(merged, where, batch_bytes))
+    for names, (weights, rows) in zip(stacks, _map(solve, stacks, where), strict=True):
+        fused.update(zip(names, weights, strict=True))
+        reports.update(zip(names, rows, strict=True))
+        if progress is not None:
+            for name in names:
+                progress(name)
+    return {name: fused[name] for name in merged}, {name: reports[name] for name in merged}
+
+
+def check_layers(reference: Layers, layers: Layers, *, model: str) -> None:
+    """Refuse layers that cannot be merged with the reference's.
+
+    Raises:
+        ValueError: a layer is missing, unknown, not a matrix, of another shape, not floating point or not finite;
+            names ``model`` and the layer.
+    """
+    for name, weight in reference.items():
+        if name not in layers:
+            raise ValueError(f"model '{model}' lacks layer '{name}' {tuple(weight.shape)} of the pretrained model")
+        other = layers[name]
+        if other.ndim != 2 or not other.is_floating_point():
+            raise ValueError(
+                f"model '{model}', layer '{name}': expected a floating-point matrix, "
+                f"got shape {tuple(other.shape)} of {other.dtype}"
+            )
+        if other.shape != weight.shape:
+            raise ValueError(
+                f"model '{model}', layer '{name}': shape {tuple(other.shape)} differs from the pretrained "
+                f"model's {tuple(weight.shape)}"
+            )
+        if not torch.isfinite(other).all():
+            raise ValueError(f"model '{model}', layer '{name}': the weight has NaN or infinite values")
+    if extra := layers.keys() - reference.keys():
+        raise ValueError(f"model '{model}' has layers that the pretrained model lacks: {sorted(extra)}")
+
+
+@torch.no_grad()
+def _fuse_stack(
+    theta_0: Tensor, theta: Tensor, theta_t: Tensor, A: Tensor | None, config: FusionConfig
+) -> tuple[Tensor, Tensor]:
+    """One step on n layers ``(n, d_o, d_i)``: new weights, and the numbers of LayerReport ``(n, 7)``."""
+    tau, tau_merged = theta_t - theta_0, theta - theta_0
+    V_t = top_right_singular_vectors(tau, config.task_rank)
+    V_p = protected_subspace(tau_merged, config.null_rank)
+    fresh = (tau_merged == 0).all(dim=-1).all(dim=-1)[:, None, None]
+    if config.first_task == "release":
+        V_p = torch.where(fresh, first_coordinates(tau, config.null_rank), V_p)
+
+    if config.null_space is False:
+        tau_filtered = tau
+    elif config.null_space == "zero":
+        tau_filtered = torch.zeros_like(tau)
+    else:
+        tau_filtered = null_space_filter(tau, V_p)
+    objective = Objective.build(tau, tau_filtered, tau_merged, V_t, V_p)
+
+    weights = theta + tau_filtered
+    first = weights if config.first_task == "release" else theta_t
+    loss_before = loss_after = objective.target_norm2
+    if A is not None and not fresh.all():
+        A, B, losses = fit_adapter(objective, A, lr=config.lr, max_steps=config.max_steps)
+        weights = torch.baddbmm(weights, tau @ B, A)
+        loss_after = losses[:, -1]
+    weights = torch.where(fresh, first, weights)
+
+    def norm2(x: Tensor) -> Tensor:
+        return x.square().sum(dim=(-2, -1))
+
+    tiny = torch.finfo(tau.dtype).tiny
+    measures = [
+        norm2(tau).sqrt(),
+        norm2(tau_merged).sqrt(),
+        norm2(V_p).round(),
+        norm2(tau - tau_filtered) / norm2(tau).clamp_min(tiny),
+        subspace_affinity(V_t, V_p),
+        loss_before,
+        loss_after,
+    ]
+    return weights, torch.stack(measures, dim=-1)
+
+
+def _stacks(layers: Layers, where: torch.device, batch_bytes: int) -> Iterator[list[str]]:
+    """Names of layers to solve together: on a CPU one by one, else as many of a kind as the memory bound allows."""
+    groups: dict[tuple[torch.Size, torch.dtype], list[str]] = defaultdict(list)
+    for name, weight in layers.items():
+        groups[weight.shape, _widened_dtype(weight)].append(name)
+    for (shape, dtype), names in groups.items():
+        # About four matrices like the weight are held (tau, tau_merged, filtered, result) and two of d_i x d_i.
+        layer_bytes = (4 * shape.numel() + 2 * shape[1] ** 2) * dtype.itemsize
+        size = 1 if where.type == "cpu" else max(1, batch_bytes // layer_bytes)
+        yield from (names[i : i + size] for i in range(0, len(names), size))
+
+
+def _map(function: Callable[[_T], _R], items: Sequence[_T], where: torch.device) -> Iterator[_R]:
+    """Results in order; on a CPU a layer per thread, each with single-threaded mathematics.
+
+    That beats parallel mathematics on one layer (eigenvalue solvers hardly scale), does not stall on a busy machine,
+    and makes the result independent of the number of threads, to the last bit.
+    """
+    if where.type != "cpu":
+        yield from map(function, items)
+        return
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield from pool.map(function, items)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _widened_dtype(weight: Tensor) -> torch.dtype:
+    return weight.dtype if weight.dtype == torch.float64 else torch.float32
+
+
+def _widened(weight: Tensor) -> Tensor:
+    return weight.to(_widened_dtype(weight))
+
+
+def _initial_A(name: str, d_i: int, config: FusionConfig, seed: int, step: int) -> Tensor:
+    """A ~ N(0, init_std^2), ``(lora_rank, d_i)``: the same on every device, alone or among other layers."""
+    digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.randn(config.lora_rank, d_i, generator=generator) * config.init_std
