@@ -26,14 +26,14 @@ def select_layers(
     model: nn.Module,
     target_modules: str | Sequence[str] = "auto",
     exclude_modules: str | Sequence[str] | None = None,
-) -> dict[str, nn.Parameter]:
+) -> dict[str, Tensor]:
     """The weights of the linear layers to merge, by state-dict key; a weight shared by modules comes once.
 
-    Patterns follow peft's rules: one string is a regular expression that must match the whole module name; a list
-    names words of the dotted module path, of which one must be found (``q_proj``, ``self_attn``, ``encoder.layers.0``;
-    ``attn`` finds ``self_attn`` too, since words end at dots and underscores). Two words are special: ``all-linear``, every
-    linear layer but the output head, and ``auto``, the paper's layers for CLIP vision towers and T5, else
-    all linear layers in numbered blocks of a decoder, which is logged.
+    Patterns follow peft's rules. One string is a regular expression that must match the whole module name. A list names
+    words of the dotted module path, of which one must be found (``q_proj``, ``self_attn``, ``encoder.layers.0``); words
+    end at dots and underscores, so ``attn`` finds ``self_attn``. Two strings are special: ``all-linear`` is every linear
+    layer but the output head, and ``auto`` the paper's layers for CLIP vision towers and T5, else all linear layers in
+    numbered blocks of a decoder, which is logged.
 
     Args:
         model: any module.
@@ -53,7 +53,7 @@ def select_layers(
             f"target_modules={_plain(target_modules)!r}, exclude_modules={_plain(exclude_modules)!r} leave no linear "
             f"layer of {type(model).__name__} to merge; {_some(linear)}"
         )
-    weights: dict[str, nn.Parameter] = {}
+    weights: dict[str, Tensor] = {}
     for name in chosen:
         if not any(linear[name].weight is weight for weight in weights.values()):
             weights[f"{name}.weight"] = linear[name].weight
@@ -61,7 +61,7 @@ def select_layers(
 
 
 def layer_name(key: str) -> str:
-    """Name of a layer that does not depend on how transformers wraps a CLIP vision tower (its 5.0 dropped the prefix)."""
+    """Name of a layer, the same with and without the prefix of a CLIP vision tower that transformers 5 drops."""
     return key.removeprefix("vision_model.").removesuffix(".weight")
 
 
@@ -81,20 +81,20 @@ def _matching(linear: Mapping[str, nn.Linear], patterns: str | Sequence[str], he
         )
     if isinstance(patterns, str):
         return [name for name in linear if re.fullmatch(patterns, name)]
-    chosen = set()
+    named: set[str] = set()
     for word in patterns:
         found = [name for name in linear if re.search(rf"(^|[._]){re.escape(word)}([._]|$)", name)]
         if not found:
             raise ValueError(f"'{word}' of {_plain(patterns)!r} names no linear layer; {_some(linear)}")
-        chosen.update(found)
-    return [name for name in linear if name in chosen]
+        named.update(found)
+    return [name for name in linear if name in named]
 
 
 def _output_head(model: nn.Module) -> str | None:
     """Name of the output embedding, which peft's ``all-linear`` leaves out too."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
-    return next((name for name, module in model.named_modules() if module is head), None) if head is not None else None
+    return next((name for name, module in model.named_modules() if module is head), None)
 
 
 def _plain(patterns: str | Sequence[str] | None) -> str | list[str] | None:

@@ -50,6 +50,13 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     matrix: AccuracyMatrix  # of the last run
 
+    # set by auto_register_config
+    shuffle_order: bool
+    seed: int
+    evaluate: Evaluate
+    save_on_every_step: bool
+    check_models: bool
+
     def __init__(
         self,
         shuffle_order: bool = True,

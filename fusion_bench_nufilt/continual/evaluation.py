@@ -10,7 +10,7 @@ from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.taskpool import CLIPVisionModelTaskPool
 from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from fusion_bench.utils.parameters import count_parameters
-from torch import Tensor, nn
+from torch import nn
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ class Evaluator:
             if task not in results and task not in self._warned:
                 self._warned.add(task)
                 log.warning("the task pool has no task '%s': its scores are missing", task)
-        report.update(results)
+        # A constant prediction has no rank correlation: NaN, which JSON does not know, is a missing score.
+        report |= {task: {key: _or_none(value) for key, value in result.items()} for task, result in results.items()}
         report["average"] = {
             metric: sum(values) / len(values)
             for metric in ("accuracy", "loss")
@@ -69,12 +70,14 @@ class Evaluator:
         return report
 
 
-def score(result: dict[str, float]) -> float:
+def score(result: dict[str, float | None]) -> float:
     """The one number of a task: accuracy, Spearman's rho for a regression task, else NaN (missing)."""
-    for metric in ("accuracy", "spearman_rho"):
-        if metric in result:
-            return float(result[metric])
-    return math.nan
+    value = result.get("accuracy", result.get("spearman_rho"))
+    return math.nan if value is None else float(value)
+
+
+def _or_none(value: float) -> float | None:
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 class _Scorer:
@@ -96,10 +99,10 @@ class _CLIPVisionScorer(_Scorer):
 
     def __init__(self, taskpool: CLIPVisionModelTaskPool) -> None:
         super().__init__(taskpool)
-        self._heads: dict[str, Tensor] = {}
+        self._heads: dict[str, Any] = {}  # text features, (classes, projection_dim)
 
     def evaluate(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
-        pool: CLIPVisionModelTaskPool = self.taskpool
+        pool = self.taskpool
         if not pool._is_setup:
             pool.setup()
         pool.clip_model.vision_model = model
@@ -111,10 +114,11 @@ class _CLIPVisionScorer(_Scorer):
             if task not in pool.test_dataloaders:
                 continue
             classnames, templates = get_classnames_and_templates(task)
-            if task not in self._heads:
+            if task in self._heads:
+                classifier.zeroshot_weights = self._heads[task]
+            else:
                 classifier.set_classification_task(classnames, templates)
                 self._heads[task] = classifier.zeroshot_weights
-            classifier.zeroshot_weights = self._heads[task]
             pool.on_task_evaluation_begin(classifier, task)
             results[task] = pool._evaluate(
                 classifier, pool.test_dataloaders[task], num_classes=len(classnames), task_name=task

@@ -91,7 +91,7 @@ def plot_matrix(matrix: AccuracyMatrix, title: str = "") -> Figure:
 
 def _percent(value: float, *, sign: bool = False) -> str:
     if math.isnan(value):
-        return "–"
+        return "-"
     return f"{100 * value:+.1f}" if sign else f"{100 * value:.1f}"
 
 

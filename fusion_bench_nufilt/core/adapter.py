@@ -33,9 +33,7 @@ class Objective:
     target_norm2: Tensor  # (n,): ||T||_F^2, the loss where BA = 0
 
     @classmethod
-    def build(
-        cls, tau: Tensor, tau_filtered: Tensor, tau_merged: Tensor, V_t: Tensor, V_p: Tensor
-    ) -> "Objective":
+    def build(cls, tau: Tensor, tau_filtered: Tensor, tau_merged: Tensor, V_t: Tensor, V_p: Tensor) -> "Objective":
         r"""Reduce the objective.
 
         Args:
@@ -53,9 +51,7 @@ class Objective:
         return cls(tau, torch.cat([V_t, V_p], dim=-1), tau.mT @ T, T.square().sum(dim=(-2, -1)))
 
 
-def fit_adapter(
-    objective: Objective, A: Tensor, *, lr: float, max_steps: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def fit_adapter(objective: Objective, A: Tensor, *, lr: float, max_steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Minimise the objective by full-batch Adam from (A, B = 0) for a fixed number of steps.
 
     Fifty steps do not converge: stopping early is part of the method.

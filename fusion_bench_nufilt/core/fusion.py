@@ -17,7 +17,8 @@ from .projector import first_coordinates, null_space_filter, protected_subspace
 from .subspace import subspace_affinity, top_right_singular_vectors
 
 Layers = Mapping[str, Tensor]
-_T, _R = TypeVar("_T"), TypeVar("_R")
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def fuse_layers(
     where = torch.device(device)
     if lora_A is None:
         lora_A = {name: _initial_A(name, like.shape[1], config, seed, step) for name, like in merged.items()}
+    _check_adapters(merged, lora_A, config.lora_rank)
 
     def solve(names: list[str]) -> tuple[list[Tensor], list[LayerReport]]:
         start = time.perf_counter()
@@ -98,7 +100,7 @@ def fuse_layers(
         rows = measures.tolist()  # waits for an accelerator
         seconds = (time.perf_counter() - start) / len(names)
         shape = (int(theta.shape[-2]), int(theta.shape[-1]))
-        return fused, [LayerReport(shape, *row, seconds=seconds) for row in rows]
+        return fused, [LayerReport(shape, *row, seconds) for row in rows]
 
     fused: dict[str, Tensor] = {}
     reports: dict[str, LayerReport] = {}
@@ -137,6 +139,13 @@ def check_layers(reference: Layers, layers: Layers, *, model: str) -> None:
             raise ValueError(f"model '{model}', layer '{name}': the weight has NaN or infinite values")
     if extra := layers.keys() - reference.keys():
         raise ValueError(f"model '{model}' has layers that the pretrained model lacks: {sorted(extra)}")
+
+
+def _check_adapters(layers: Layers, lora_A: Layers, rank: int) -> None:
+    for name, weight in layers.items():
+        expected, got = (rank, weight.shape[1]), tuple(lora_A[name].shape) if name in lora_A else None
+        if rank > 0 and got != expected:
+            raise ValueError(f"lora_A of layer '{name}': expected shape {expected}, got {got}")
 
 
 @torch.no_grad()

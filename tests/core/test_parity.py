@@ -74,4 +74,6 @@ def test_every_loss_on_the_way_agrees(name):
         *_, losses = fit_adapter(
             objective, vectors[f"lora_A_init.{t}"][None], lr=case["lr"], max_steps=case["max_steps"]
         )
-        torch.testing.assert_close(losses[0], vectors[f"loss.{t}"], rtol=TOLERANCE[case["dtype"]], atol=0, check_dtype=False)
+        torch.testing.assert_close(
+            losses[0], vectors[f"loss.{t}"], rtol=TOLERANCE[case["dtype"]], atol=0, check_dtype=False
+        )

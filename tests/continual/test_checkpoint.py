@@ -1,0 +1,66 @@
+"""A file is whole or not there."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import CLIPVisionModel, T5ForConditionalGeneration
+
+from fusion_bench_nufilt.continual.checkpoint import atomic_file, atomic_folder, save_checkpoint, write_text
+from tests.models import Shared, clip, t5
+
+
+def everything_in(folder):
+    return sorted(path.name for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize(("make", "cls"), [(clip, CLIPVisionModel), (t5, T5ForConditionalGeneration)])
+def test_from_pretrained_loads_what_was_saved(tmp_path, make, cls):
+    model = make()
+    save_checkpoint(model, tmp_path / "merged_model_0")
+    assert not [name for name in everything_in(tmp_path) if name.endswith((".bin", ".pt", ".pth"))]
+    loaded = cls.from_pretrained(tmp_path / "merged_model_0").state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in model.state_dict().items())
+
+
+def test_any_module_is_saved_as_safetensors_with_tied_weights_once(tmp_path):
+    save_checkpoint(Shared(), tmp_path / "step")
+    assert everything_in(tmp_path) == ["model.safetensors", "step"]
+    assert len(load_file(tmp_path / "step" / "model.safetensors")) == 2
+
+
+def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path):
+    save_checkpoint(nn.Linear(2, 2), tmp_path / "step")
+    before = load_file(tmp_path / "step" / "model.safetensors")
+
+    def interrupted():
+        with atomic_folder(tmp_path / "step") as folder:
+            (folder / "model.safetensors").write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert everything_in(tmp_path) == ["model.safetensors", "step"]
+    assert all(torch.equal(value, before[key]) for key, value in load_file(tmp_path / "step/model.safetensors").items())
+
+
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
+    write_text(tmp_path / "report.json", "old")
+
+    def interrupted():
+        with atomic_file(tmp_path / "report.json") as file:
+            file.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert everything_in(tmp_path) == ["report.json"]
+    assert (tmp_path / "report.json").read_text() == "old"
+
+
+def test_a_second_save_takes_the_place_of_the_first(tmp_path):
+    for value in (0.0, 1.0):
+        model = nn.Linear(2, 2, bias=False)
+        nn.init.constant_(model.weight, value)
+        save_checkpoint(model, tmp_path / "step")
+    assert load_file(tmp_path / "step" / "model.safetensors")["weight"].min() == 1.0

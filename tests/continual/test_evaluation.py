@@ -1,0 +1,162 @@
+"""Which scores are taken, and that nothing is set up twice."""
+
+import json
+import math
+
+import pytest
+import torch
+from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
+from fusion_bench.taskpool import BaseTaskPool
+from omegaconf import OmegaConf
+from torch import nn
+
+from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
+from fusion_bench_nufilt.continual.evaluation import score
+from fusion_bench_nufilt.continual.report import print_matrix, save_matrix
+from tests.continual.test_metrics import matrix
+
+TASKS = ["a", "b", "c", "d"]
+
+
+class Counter(nn.Linear):
+    """A model whose one weight says how many tasks were merged."""
+
+    def __init__(self):
+        super().__init__(1, 1, bias=False)
+        nn.init.zeros_(self.weight)
+
+
+class Counting(ContinualMergingAlgorithm):
+    """A method that counts."""
+
+    def merge_step(self, step, name, pretrained, merged, task):
+        merged.weight.data += 1
+        return merged
+
+
+class WholePool(BaseTaskPool):
+    """Scores 1 / (tasks merged so far) on its tasks, and remembers being asked."""
+
+    def __init__(self, tasks):
+        super().__init__()
+        self.tasks, self.calls = tasks, []
+
+    def evaluate(self, model):
+        self.calls.append(int(model.weight))
+        return {task: {"accuracy": 1 / model.weight.item(), "loss": 1.0} for task in self.tasks}
+
+
+class V01Pool(V01TaskPool):
+    """A v0.1 pool that counts how often a task is loaded and which are evaluated."""
+
+    def __init__(self, tasks):
+        super().__init__(OmegaConf.create({"tasks": [{"name": task} for task in tasks]}))
+        self.loaded, self.evaluated = [], []
+
+    def load_task(self, name):
+        self.loaded.append(name)
+        pool = self
+
+        class Task:
+            def evaluate(self, model):
+                pool.evaluated.append((int(model.weight), name))
+                return {"accuracy": 1 / model.weight.item()}
+
+        return Task()
+
+
+def run(taskpool, evaluate, names=TASKS):
+    algorithm = Counting(shuffle_order=False, evaluate=evaluate)
+    algorithm.run({"_pretrained_": Counter()} | {name: Counter() for name in names}, taskpool)
+    return algorithm.matrix
+
+
+def test_last_scores_every_task_once_at_the_end():
+    pool = V01Pool(TASKS)
+    result = run(pool, "last")
+    assert pool.evaluated == [(4, task) for task in TASKS]
+    assert result.acc == pytest.approx(0.25)
+    assert math.isnan(result.bwt)
+
+
+def test_diagonal_takes_two_t_minus_one_scores_and_every_task_is_loaded_once():
+    pool = V01Pool(TASKS)
+    result = run(pool, "diagonal")
+    assert pool.evaluated == [(1, "a"), (2, "b"), (3, "c"), *((4, task) for task in TASKS)]
+    assert sorted(pool.loaded) == TASKS
+    assert result.bwt == pytest.approx(((0.25 - 1) + (0.25 - 0.5) + (0.25 - 1 / 3)) / 3)
+
+
+def test_every_step_scores_all_tasks_seen_so_far():
+    pool = V01Pool(TASKS)
+    result = run(pool, "every_step")
+    assert len(pool.evaluated) == 10
+    assert result.values[2].tolist()[:3] == pytest.approx([1 / 3] * 3)
+    assert result.bwt == run(V01Pool(TASKS), "diagonal").bwt
+
+
+def test_a_pool_that_can_not_be_narrowed_is_asked_as_a_whole():
+    pool = WholePool(TASKS)
+    result = run(pool, "diagonal")
+    assert pool.calls == [1, 2, 3, 4]
+    assert result.bwt == pytest.approx(((0.25 - 1) + (0.25 - 0.5) + (0.25 - 1 / 3)) / 3)
+
+
+def test_a_task_that_the_pool_lacks_is_missing_and_the_merge_goes_on(caplog):
+    result = run(V01Pool(["a", "b", "d"]), "diagonal")
+    assert result.missing == ["c"]
+    assert result.acc == pytest.approx(0.25)
+    assert caplog.text.count("no task 'c'") == 1
+
+
+def test_models_named_after_glue_find_their_tasks():
+    assert run(V01Pool(["cola", "stsb"]), "last", names=["glue-cola", "glue-stsb"]).acc == pytest.approx(0.5)
+
+
+def test_tasks_of_the_pool_beyond_the_stream_are_in_the_final_report_only():
+    pool = V01Pool([*TASKS, "unseen"])
+    run(pool, "diagonal")
+    assert [call for call in pool.evaluated if call[1] == "unseen"] == [(4, "unseen")]
+
+
+def test_a_score_is_accuracy_or_spearmans_rho():
+    assert score({"accuracy": 0.5, "loss": 1.0}) == 0.5
+    assert score({"spearman_rho": 0.25}) == 0.25
+    assert math.isnan(score({"loss": 1.0}))
+
+
+def test_a_rank_correlation_that_does_not_exist_is_missing_and_the_report_is_json():
+    class Constant(V01Pool):
+        def load_task(self, name):
+            class Task:
+                def evaluate(self, model):
+                    return {"spearman_rho": float("nan")}
+
+            return Task()
+
+    report = Evaluator(Constant(["stsb"])).report(Counter(), ["stsb"])
+    assert json.loads(json.dumps(report, allow_nan=False))["stsb"] == {"spearman_rho": None}
+    assert math.isnan(score(report["stsb"]))
+
+
+def test_without_a_task_pool_nothing_is_scored():
+    assert torch.isnan(torch.tensor(run(None, "every_step").values)).all()
+
+
+# --- what is left behind ---
+
+
+def test_the_matrix_is_printed_whole_with_acc_and_bwt(capsys):
+    print_matrix(matrix([[0.912], [0.8, 0.7], [0.6, 0.65, 0.5]]), title="method")
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("method", "91.2", "65.0", "ACC 58.3", "BWT -18.1"))
+
+
+def test_files_hold_fractions_and_no_value_where_nothing_was_measured(tmp_path):
+    save_matrix(matrix([[0.9], [math.nan, 0.7], [0.6, 0.65]]), tmp_path, {"method": "m", "seed": 1})
+    content = json.loads((tmp_path / "accuracy_matrix.json").read_text(), parse_constant=lambda word: pytest.fail(word))
+    assert content["accuracy_matrix"] == [[0.9, None, None], [None, 0.7, None], [0.6, 0.65, None]]
+    assert (content["seed"], content["tasks"], content["missing"]) == (1, ["a", "b", "c"], ["c"])
+    assert content["ACC"] == pytest.approx(0.625)
+    assert (tmp_path / "accuracy_matrix.csv").read_text().splitlines()[2] == "2,b,,0.7,"
+    assert (tmp_path / "accuracy_matrix.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,53 @@
+"""ACC and BWT against matrices worked out by hand."""
+
+import math
+
+import pytest
+
+from fusion_bench_nufilt.continual import AccuracyMatrix
+
+
+def matrix(rows, tasks="abc"):
+    result = AccuracyMatrix(tasks)
+    for step, row in enumerate(rows, 1):
+        result.record(step, dict(zip(tasks, row, strict=False)))
+    return result
+
+
+def test_acc_is_the_mean_of_the_last_row_and_bwt_the_mean_change_since_each_tasks_own_step():
+    filled = matrix([[0.9], [0.8, 0.7], [0.6, 0.65, 0.5]])
+    assert filled.acc == pytest.approx((0.6 + 0.65 + 0.5) / 3)
+    assert filled.bwt == pytest.approx(((0.6 - 0.9) + (0.65 - 0.7)) / 2)
+
+
+def test_the_diagonal_and_the_last_row_are_all_that_is_needed():
+    diagonal = matrix([[0.9], [math.nan, 0.7], [0.6, 0.65, 0.5]])
+    assert diagonal.bwt == pytest.approx(((0.6 - 0.9) + (0.65 - 0.7)) / 2)
+
+
+def test_the_last_row_alone_has_acc_but_no_bwt():
+    last = AccuracyMatrix("abc")
+    last.record(3, {"a": 0.6, "b": 0.65, "c": 0.5})
+    assert last.acc == pytest.approx(0.58333333)
+    assert math.isnan(last.bwt)
+
+
+def test_a_missing_task_is_left_out_and_named():
+    missing = matrix([[0.9], [0.8], [0.6]])
+    missing.record(3, {"c": 0.5, "b": math.nan})
+    assert missing.missing == ["b"]
+    assert missing.acc == pytest.approx(0.55)
+    assert missing.bwt == pytest.approx(-0.3)
+
+
+def test_one_task_has_no_backward_transfer():
+    single = matrix([[0.9]], tasks="a")
+    assert single.acc == 0.9
+    assert math.isnan(single.bwt)
+
+
+def test_nothing_measured_is_not_a_number():
+    empty = AccuracyMatrix("ab")
+    assert math.isnan(empty.acc)
+    assert math.isnan(empty.bwt)
+    assert empty.missing == ["a", "b"]

@@ -1,0 +1,81 @@
+"""The reduced objective and its Adam iterates against the plain ones, through autograd."""
+
+import pytest
+import torch
+
+from fusion_bench_nufilt.core.adapter import Objective, fit_adapter
+from fusion_bench_nufilt.core.projector import null_space_filter, protected_subspace
+from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+from tests.core.matrices import random_layer
+
+SHAPES = [(20, 16), (16, 20), (16, 40)]  # the last is wide enough for the direct form of G B
+PROJECTORS = ["filter", "identity", "zero"]
+
+
+def problem(shape, projector, seed=0):
+    theta_0, theta, theta_t = random_layer(*shape, seed)
+    tau, tau_merged = theta_t - theta_0, theta - theta_0
+    V_p, V_t = protected_subspace(tau_merged, 6), top_right_singular_vectors(tau, 3)
+    filtered = {"filter": null_space_filter(tau, V_p), "identity": tau, "zero": torch.zeros_like(tau)}[projector]
+    return tau, filtered, tau_merged, V_t, V_p
+
+
+def plain_loss(tau, filtered, tau_merged, V_t, V_p, A, B):
+    """The two terms as the paper writes them."""
+    after = tau_merged + filtered + tau @ B @ A
+    return ((tau - after) @ V_t).square().sum() + ((tau_merged - after) @ V_p).square().sum()
+
+
+def start_of_a(shape, rank=4):
+    return 0.02 * torch.randn(rank, shape[1], generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("projector", PROJECTORS)
+def test_iterates_and_losses_are_those_of_autograd_and_torch_adam(shape, projector):
+    tau, filtered, tau_merged, V_t, V_p = problem(shape, projector)
+    A = start_of_a(shape).requires_grad_()
+    B = torch.zeros(shape[1], 4, dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([A, B], lr=1e-2)
+    losses = []
+    for _ in range(20):
+        loss = plain_loss(tau, filtered, tau_merged, V_t, V_p, A, B)
+        losses.append(loss.item())
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    losses.append(plain_loss(tau, filtered, tau_merged, V_t, V_p, A, B).item())
+
+    stack = [tensor[None] for tensor in (tau, tau, tau_merged, V_t, V_p)]
+    stack[1] = stack[0] if projector == "identity" else filtered[None]
+    ours_A, ours_B, ours_losses = fit_adapter(Objective.build(*stack), start_of_a(shape)[None], lr=1e-2, max_steps=20)
+    torch.testing.assert_close(ours_A[0], A.detach(), rtol=0, atol=1e-9)
+    torch.testing.assert_close(ours_B[0], B.detach(), rtol=0, atol=1e-9)
+    torch.testing.assert_close(ours_losses[0].tolist(), losses, rtol=1e-9, atol=0)
+
+
+def test_layers_solved_together_are_solved_as_if_alone():
+    problems = [problem((20, 16), "filter", seed) for seed in range(3)]
+    stacked = [torch.stack(tensors) for tensors in zip(*problems, strict=True)]
+    A = start_of_a((20, 16))
+    together = fit_adapter(Objective.build(*stacked), A.expand(3, -1, -1), lr=1e-3, max_steps=10)
+    for i, alone in enumerate(problems):
+        single = fit_adapter(Objective.build(*(tensor[None] for tensor in alone)), A[None], lr=1e-3, max_steps=10)
+        for many, one in zip(together, single, strict=True):
+            torch.testing.assert_close(many[i], one[0], rtol=1e-9, atol=1e-12)
+
+
+def test_no_step_leaves_the_adapter_at_its_start():
+    stack = [tensor[None] for tensor in problem((20, 16), "filter")]
+    A = start_of_a((20, 16))[None]
+    fitted, B, losses = fit_adapter(Objective.build(*stack), A, lr=1e-3, max_steps=0)
+    assert torch.equal(fitted, A)
+    assert B.abs().max() == 0
+    assert losses.shape == (1, 1)
+
+
+def test_the_initial_a_is_not_changed():
+    A = start_of_a((20, 16))[None]
+    before = A.clone()
+    fit_adapter(Objective.build(*(t[None] for t in problem((20, 16), "filter"))), A, lr=1e-3, max_steps=3)
+    assert torch.equal(A, before)

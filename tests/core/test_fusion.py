@@ -1,0 +1,246 @@
+"""Laws of one merging step."""
+
+import dataclasses
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion_bench_nufilt.core import FusionConfig, fuse_layers
+from tests.core.matrices import matrix_with_spectrum, random_layer
+
+CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, lr=1e-2, max_steps=12)
+SHAPES = {"tall": (20, 12), "other": (12, 12), "wide": (8, 30), "tall_too": (20, 12)}
+
+layers = st.builds(random_layer, st.integers(1, 20), st.integers(1, 20), st.integers(0, 2**16))
+
+
+def models(dtype=torch.float64, shapes=SHAPES):
+    drawn = {name: random_layer(*shape, seed, dtype) for seed, (name, shape) in enumerate(shapes.items())}
+    return [{name: layer[i] for name, layer in drawn.items()} for i in range(3)]
+
+
+def fuse_one(theta_0, theta, theta_t, config=CONFIG, **kwargs):
+    fused, reports = fuse_layers({"w": theta_0}, {"w": theta}, {"w": theta_t}, config, **kwargs)
+    return fused["w"], reports["w"]
+
+
+def close(actual, expected, tolerance=1e-10):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+# --- what the result is ---
+
+
+@pytest.mark.parametrize("null_space", [True, False, "zero"])
+@pytest.mark.parametrize("shape", [(20, 12), (8, 30)])
+def test_the_fused_weight_is_w_plus_tau_times_p_plus_ba(shape, null_space):
+    """Everything recomputed here the long way: full SVD, P formed, both gradients by autograd, torch's Adam."""
+    theta_0, theta, theta_t = random_layer(*shape, seed=3)
+    tau, tau_merged = theta_t - theta_0, theta - theta_0
+    A = torch.linspace(-0.05, 0.05, 4 * shape[1], dtype=torch.float64).reshape(4, shape[1])
+
+    V_p, V_t = (torch.linalg.svd(m, full_matrices=False).Vh[:r].mT for m, r in ((tau_merged, 6), (tau, 3)))
+    identity = torch.eye(shape[1], dtype=torch.float64)
+    P = {True: identity - V_p @ V_p.mT, False: identity, "zero": 0 * identity}[null_space]
+    a, b = A.clone().requires_grad_(), torch.zeros(shape[1], 4, dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([a, b], lr=CONFIG.lr)
+    for _ in range(CONFIG.max_steps):
+        after = tau_merged + tau @ (P + b @ a)
+        loss = ((tau - after) @ V_t).square().sum() + ((tau_merged - after) @ V_p).square().sum()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    expected = theta + tau @ (P + b @ a).detach()
+
+    fused, report = fuse_one(theta_0, theta, theta_t, replace(CONFIG, null_space=null_space), lora_A={"w": A})
+    close(fused, expected)
+    assert report.task_norm == pytest.approx(tau.norm().item())
+    assert report.merged_norm == pytest.approx(tau_merged.norm().item())
+    assert report.filtered_share == pytest.approx(((tau - tau @ P).norm() / tau.norm()).item() ** 2, abs=1e-9)
+    assert report.overlap == pytest.approx((V_p.mT @ V_t).square().sum().item() / 3)
+    assert report.protected_rank == min(6, *shape)
+
+
+@given(layers, st.integers(0, 40), st.integers(0, 8), st.integers(0, 40))
+def test_a_layer_without_an_update_takes_the_task_weight_as_it_is(layer, null_rank, lora_rank, task_rank):
+    theta_0, _, theta_t = layer
+    config = replace(CONFIG, null_rank=null_rank, lora_rank=lora_rank, task_rank=task_rank)
+    for step in (1, 5):
+        assert torch.equal(fuse_one(theta_0, theta_0, theta_t, config, step=step)[0], theta_t)
+
+
+@given(layers, st.sampled_from([True, False]))
+def test_an_unchanged_task_changes_nothing(layer, null_space):
+    theta_0, theta, _ = layer
+    fused, report = fuse_one(theta_0, theta, theta_0, replace(CONFIG, null_space=null_space))
+    assert torch.equal(fused, theta)
+    assert report.filtered_share == 0
+
+
+@given(layers)
+def test_without_filter_and_adapter_the_task_vector_is_added(layer):
+    theta_0, theta, theta_t = layer
+    naive = replace(CONFIG, null_space=False, lora_rank=0)
+    close(fuse_one(theta_0, theta, theta_t, naive)[0], theta + theta_t - theta_0)
+
+
+@given(layers)
+def test_under_the_filter_a_task_rank_of_zero_means_no_adapter(layer):
+    without_adapter = fuse_one(*layer, replace(CONFIG, lora_rank=0))[0]
+    assert torch.equal(fuse_one(*layer, replace(CONFIG, task_rank=0))[0], without_adapter)
+
+
+@given(layers)
+def test_ranks_beyond_the_layer_mean_all_of_it(layer):
+    full = min(layer[0].shape)
+    beyond = replace(CONFIG, null_rank=full + 7, task_rank=full + 9)
+    close(fuse_one(*layer, beyond)[0], fuse_one(*layer, replace(CONFIG, null_rank=full, task_rank=full))[0])
+
+
+def test_a_low_rank_update_filters_what_it_has_and_no_more():
+    theta_0, _, theta_t = random_layer(20, 12, seed=0)
+    theta = theta_0 + matrix_with_spectrum(20, 12, torch.tensor([2.0, 1.0]), seed=1)
+    _, report = fuse_one(theta_0, theta, theta_t)
+    assert report.protected_rank == 2
+
+
+@given(layers, st.floats(1e-2, 1e2))
+def test_filter_only_is_linear_in_the_task_vector(layer, scale):
+    theta_0, theta, theta_t = layer
+    filter_only = replace(CONFIG, lora_rank=0)
+    update = fuse_one(theta_0, theta, theta_t, filter_only)[0] - theta
+    scaled = fuse_one(theta_0, theta, theta_0 + scale * (theta_t - theta_0), filter_only)[0] - theta
+    close(scaled, scale * update, tolerance=1e-8 * scale)
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 12), st.integers(2, 12), st.integers(0, 2**16))
+def test_rotating_the_outputs_rotates_the_update(d_o, d_i, seed):
+    """Both Gram matrices, and so the adapter, do not see a rotation Q of the output space: W' = Q W gives Q dW.
+
+    Only up to rounding: where a gradient entry is nearly zero Adam normalises its noise, hence a small max_steps.
+    """
+    theta_0, theta, theta_t = random_layer(d_o, d_i, seed)
+    Q = torch.linalg.qr(random_layer(d_o, d_o, seed + 1)[0]).Q
+    config = replace(CONFIG, max_steps=5)
+    rotated = fuse_one(Q @ theta_0, Q @ theta, Q @ theta_t, config)[0]
+    close(rotated, Q @ fuse_one(theta_0, theta, theta_t, config)[0], tolerance=1e-6)
+
+
+def test_the_released_first_task_is_filtered_by_coordinates_and_has_no_adapter():
+    theta_0, theta, theta_t = random_layer(20, 12, seed=0)
+    config = replace(CONFIG, first_task="release")
+    fused, _ = fuse_one(theta_0, theta_0, theta_t, config)
+    expected = theta_t.clone()
+    expected[:, :6] = theta_0[:, :6]
+    close(fused, expected)
+    close(fuse_one(theta_0, theta, theta_t, config)[0], fuse_one(theta_0, theta, theta_t, CONFIG)[0])
+
+
+# --- what the result does not depend on ---
+
+
+def test_a_layer_does_not_depend_on_its_company_or_order():
+    pretrained, merged, task = models()
+    together, _ = fuse_layers(pretrained, merged, task, CONFIG, seed=1, step=2)
+    backwards = [dict(reversed(list(model.items()))) for model in (pretrained, merged, task)]
+    reordered, _ = fuse_layers(*backwards, CONFIG, seed=1, step=2)
+    assert list(reordered) == list(reversed(together))
+    for name in SHAPES:
+        one = [{name: model[name]} for model in (pretrained, merged, task)]
+        alone, _ = fuse_layers(*one, CONFIG, seed=1, step=2)
+        assert torch.equal(alone[name], together[name])
+        assert torch.equal(reordered[name], together[name])
+
+
+def test_the_number_of_threads_does_not_change_a_bit():
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(fuse_layers(*models(torch.float32), CONFIG)[0])
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for name in SHAPES:
+        assert torch.equal(results[0][name], results[1][name])
+        assert torch.equal(results[0][name], results[2][name])
+
+
+def test_seed_step_and_name_each_draw_another_adapter():
+    layer = random_layer(20, 12, seed=0)
+    base = fuse_one(*layer, seed=1, step=2)[0]
+    assert torch.equal(base, fuse_one(*layer, seed=1, step=2)[0])
+    assert not torch.equal(base, fuse_one(*layer, seed=2, step=2)[0])
+    assert not torch.equal(base, fuse_one(*layer, seed=1, step=3)[0])
+    renamed, _ = fuse_layers({"v": layer[0]}, {"v": layer[1]}, {"v": layer[2]}, CONFIG, seed=1, step=2)
+    assert not torch.equal(base, renamed["v"])
+
+
+def test_no_argument_is_changed():
+    given_models = models()
+    copies = [{name: weight.clone() for name, weight in model.items()} for model in given_models]
+    fuse_layers(*given_models, CONFIG)
+    for model, copy in zip(given_models, copies, strict=True):
+        assert all(torch.equal(model[name], copy[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32_and_cast_back_once(dtype):
+    narrow = models(dtype)
+    wide = [{name: weight.float() for name, weight in model.items()} for model in narrow]
+    fused, _ = fuse_layers(*narrow, CONFIG)
+    expected, _ = fuse_layers(*wide, CONFIG)
+    for name in SHAPES:
+        assert fused[name].dtype == dtype
+        assert torch.equal(fused[name], expected[name].to(dtype))
+
+
+def test_progress_hears_of_every_layer_and_reports_come_in_order():
+    heard = []
+    _, reports = fuse_layers(*models(), CONFIG, progress=heard.append)
+    assert sorted(heard) == sorted(SHAPES)
+    assert list(reports) == list(SHAPES)
+    assert all(report.seconds > 0 and report.loss_after <= report.loss_before for report in reports.values())
+    assert {tuple(dataclasses.asdict(report)["shape"]) for report in reports.values()} == set(SHAPES.values())
+
+
+# --- bad input ---
+
+
+def broken(model, name, weight):
+    changed = dict(model)
+    changed.pop(name)
+    return changed if weight is None else {**changed, name: weight}
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (None, r"model 'task' lacks layer 'wide' \(8, 30\)"),
+        (torch.zeros(8, 31), r"model 'task', layer 'wide': shape \(8, 31\) differs .* \(8, 30\)"),
+        (torch.zeros(8), r"model 'task', layer 'wide': expected a floating-point matrix, got shape \(8,\)"),
+        (torch.zeros(8, 30, dtype=torch.int64), r"model 'task', layer 'wide': expected a floating-point matrix"),
+        (torch.full((8, 30), float("nan")), r"model 'task', layer 'wide': .*NaN or infinite"),
+        (torch.full((8, 30), float("inf")), r"model 'task', layer 'wide': .*NaN or infinite"),
+    ],
+)
+def test_a_bad_layer_is_refused_by_model_name_and_shape(weight, message):
+    pretrained, merged, task = models()
+    with pytest.raises(ValueError, match=message):
+        fuse_layers(pretrained, merged, broken(task, "wide", weight), CONFIG)
+
+
+def test_an_unknown_layer_is_refused():
+    pretrained, merged, task = models()
+    with pytest.raises(ValueError, match=r"model 'task' has layers that the pretrained model lacks: \['new'\]"):
+        fuse_layers(pretrained, merged, {**task, "new": torch.zeros(2, 2)}, CONFIG)
+
+
+def test_an_initial_a_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"lora_A of layer 'w': expected shape \(4, 12\), got \(5, 12\)"):
+        fuse_one(*random_layer(20, 12, seed=0), lora_A={"w": torch.zeros(5, 12)})

@@ -1,0 +1,65 @@
+"""Laws of the null-space projector P = I - V_p V_p^T."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion_bench_nufilt.core.projector import first_coordinates, null_space_filter, protected_subspace
+from tests.core.matrices import random_layer
+
+sizes = st.integers(1, 20)
+layers = st.builds(random_layer, sizes, sizes, st.integers(0, 2**16))
+ranks = st.integers(0, 24)
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+
+
+@given(layers, ranks)
+def test_p_is_an_orthogonal_projector_that_annihilates_v_p(layer, rank):
+    theta_0, theta, _ = layer
+    V_p = protected_subspace(theta - theta_0, rank)
+    P = torch.eye(theta.shape[1], dtype=theta.dtype) - V_p @ V_p.mT
+    close(P @ P, P)
+    close(P.mT, P)
+    close(P @ V_p, torch.zeros_like(V_p))
+
+
+@given(layers, ranks)
+def test_filtering_is_tau_times_p_and_filtering_twice_changes_nothing(layer, rank):
+    theta_0, theta, theta_t = layer
+    tau, V_p = theta_t - theta_0, protected_subspace(theta - theta_0, rank)
+    filtered = null_space_filter(tau, V_p)
+    close(filtered, tau @ (torch.eye(tau.shape[1], dtype=tau.dtype) - V_p @ V_p.mT))
+    close(null_space_filter(filtered, V_p), filtered)
+    assert filtered.norm() <= tau.norm() * (1 + 1e-12)
+
+
+@given(layers, ranks)
+def test_a_zero_update_filters_nothing(layer, rank):
+    theta_0, _, theta_t = layer
+    tau = theta_t - theta_0
+    assert torch.equal(null_space_filter(tau, protected_subspace(torch.zeros_like(tau), rank)), tau)
+
+
+@given(layers, st.floats(1e-3, 1e3), ranks)
+def test_the_filter_does_not_depend_on_the_size_of_the_merged_update(layer, scale, rank):
+    theta_0, theta, _ = layer
+    V, W = (protected_subspace(c * (theta - theta_0), rank) for c in (1.0, scale))
+    torch.testing.assert_close(V @ V.mT, W @ W.mT, rtol=0, atol=1e-7)
+
+
+@given(layers)
+def test_a_rank_that_covers_the_whole_update_leaves_the_merged_model_alone_where_it_acts(layer):
+    theta_0, theta, theta_t = layer
+    tau, tau_merged = theta_t - theta_0, theta - theta_0
+    filtered = null_space_filter(tau, protected_subspace(tau_merged, min(tau.shape)))
+    close(filtered @ tau_merged.mT, torch.zeros(tau.shape[0], tau.shape[0], dtype=tau.dtype))
+
+
+def test_the_released_first_task_drops_the_first_input_coordinates():
+    tau = torch.ones(6, 5)
+    filtered = null_space_filter(tau, first_coordinates(tau, 2))
+    assert torch.equal(filtered, torch.tensor([0.0, 0, 1, 1, 1]).expand(6, 5))
+    assert first_coordinates(torch.ones(3, 5), 9).shape == (5, 3)

@@ -1,0 +1,72 @@
+"""Singular subspaces against a full SVD."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion_bench_nufilt.core.subspace import subspace_affinity, top_right_singular_vectors
+from tests.core.matrices import matrix_with_spectrum
+
+sizes = st.integers(1, 24)
+
+
+def projector(V):
+    return V @ V.mT
+
+
+@given(d_o=sizes, d_i=sizes, rank=st.integers(0, 30), seed=st.integers(0, 2**16))
+def test_spans_what_a_full_svd_spans(d_o, d_i, rank, seed):
+    spectrum = 0.8 ** torch.arange(min(d_o, d_i), dtype=torch.float64)
+    tau = matrix_with_spectrum(d_o, d_i, spectrum, seed)
+    V = top_right_singular_vectors(tau, rank)
+    kept = min(rank, d_o, d_i)
+    expected = torch.linalg.svd(tau, full_matrices=False).Vh[:kept].mT
+    assert V.shape == (d_i, kept)
+    torch.testing.assert_close(projector(V), projector(expected), rtol=0, atol=1e-9)
+
+
+@given(d_o=sizes, d_i=sizes, true_rank=st.integers(0, 12), seed=st.integers(0, 2**16))
+def test_a_deficient_matrix_spans_what_it_has_and_no_more(d_o, d_i, true_rank, seed):
+    true_rank = min(true_rank, d_o, d_i)
+    spectrum = torch.zeros(min(d_o, d_i), dtype=torch.float64)
+    spectrum[:true_rank] = torch.linspace(2, 1, true_rank, dtype=torch.float64)
+    tau = matrix_with_spectrum(d_o, d_i, spectrum, seed)
+    V = top_right_singular_vectors(tau, min(d_o, d_i))
+    assert projector(V).trace().item() == pytest.approx(true_rank, abs=1e-9)
+    torch.testing.assert_close(tau @ projector(V), tau, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40)])
+def test_a_cluster_of_equal_singular_values_is_taken_whole(shape):
+    spectrum = torch.cat([torch.full((6,), 3.0), torch.full((10,), 1.0), torch.zeros(8)]).double()
+    tau = matrix_with_spectrum(*shape, spectrum, seed=0)
+    for rank in (6, 16):
+        expected = torch.linalg.svd(tau, full_matrices=False).Vh[:rank].mT
+        actual = top_right_singular_vectors(tau, rank)
+        torch.testing.assert_close(projector(actual), projector(expected), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(300, 200), (200, 300)])
+def test_float32_is_accurate_to_its_own_precision_where_the_spectrum_has_a_gap(shape):
+    spectrum = torch.cat([torch.linspace(1, 0.1, 32), torch.linspace(0.05, 1e-3, 168)]).double()
+    tau = matrix_with_spectrum(*shape, spectrum, seed=1)
+    expected = torch.linalg.svd(tau, full_matrices=False).Vh[:32].mT
+    actual = top_right_singular_vectors(tau.float(), 32)
+    error = torch.linalg.matrix_norm(projector(actual).double() - projector(expected), 2)
+    assert error < 1e-4
+
+
+def test_a_zero_matrix_spans_nothing():
+    assert top_right_singular_vectors(torch.zeros(5, 4), 3).abs().max() == 0
+
+
+@settings(max_examples=30)
+@given(d=st.integers(2, 16), r=st.integers(1, 8), s=st.integers(1, 8), seed=st.integers(0, 2**16))
+def test_affinity_lies_between_zero_and_one_and_is_one_inside(d, r, s, seed):
+    generator = torch.Generator().manual_seed(seed)
+    V, W = (torch.linalg.qr(torch.randn(d, min(k, d), generator=generator, dtype=torch.float64)).Q for k in (r, s))
+    assert -1e-12 <= subspace_affinity(V, W) <= 1 + 1e-12
+    assert subspace_affinity(V[:, :1], V).item() == pytest.approx(1)
+    complement = torch.linalg.svd(V.mT).Vh[V.shape[1] :].mT
+    assert subspace_affinity(V, complement).item() == pytest.approx(0, abs=1e-12)

@@ -1,0 +1,208 @@
+"""The algorithm on real model classes, without the command line."""
+
+import csv
+import json
+import random
+from copy import deepcopy
+
+import pytest
+import torch
+from lightning import Fabric
+from lightning.fabric.loggers import TensorBoardLogger
+from torch import nn
+
+from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm, fuse_layers
+from fusion_bench_nufilt.targets import layer_name, select_layers
+from tests.models import Shared, clip, finetuned, llama, t5
+
+SMALL = {
+    "null_rank": 6,
+    "lora_rank": 4,
+    "task_rank": 3,
+    "max_steps": 5,
+    "shuffle_order": False,
+    "evaluate": "last",
+}
+FAMILIES = [clip, t5, llama]
+
+
+def pool_of(base, tasks=3):
+    return {"_pretrained_": base} | {f"task{i}": finetuned(base, seed=i) for i in range(1, tasks + 1)}
+
+
+def same(state, other):
+    return all(torch.equal(value, other[key]) for key, value in state.items())
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+def test_a_dict_of_models_is_merged_as_fuse_layers_says(make):
+    models = pool_of(make())
+    before = {name: deepcopy(model.state_dict()) for name, model in models.items()}
+    merged = NufiltContinualMergingAlgorithm(**SMALL, seed=7).run(models).state_dict()
+
+    keys = list(select_layers(models["_pretrained_"]))
+    config = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, max_steps=5)
+    states = {name: {layer_name(key): before[name][key] for key in keys} for name in models}
+    expected = states["_pretrained_"]
+    for step in (1, 2, 3):
+        expected, _ = fuse_layers(states["_pretrained_"], expected, states[f"task{step}"], config, seed=7, step=step)
+    for key, value in merged.items():
+        assert torch.equal(value, expected[layer_name(key)] if key in keys else before["_pretrained_"][key]), key
+    for name, model in models.items():
+        assert same(model.state_dict(), before[name]), f"the user's model {name} was changed"
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+def test_the_first_step_is_the_first_model_on_the_merged_layers(make):
+    models = pool_of(make(), tasks=1)
+    merged = NufiltContinualMergingAlgorithm(**SMALL).run(models)
+    for key in select_layers(models["_pretrained_"]):
+        assert torch.equal(merged.get_parameter(key), models["task1"].get_parameter(key))
+
+
+def test_the_order_is_the_seeds():
+    models = pool_of(clip())
+    algorithm = NufiltContinualMergingAlgorithm(**{**SMALL, "shuffle_order": True}, seed=43)
+    algorithm.run(models)
+    expected = ["task1", "task2", "task3"]
+    random.Random(43).shuffle(expected)
+    assert algorithm.matrix.tasks == expected != sorted(expected)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_other_ones():
+    models = pool_of(clip())
+    results = [NufiltContinualMergingAlgorithm(**SMALL, seed=seed).run(models).state_dict() for seed in (1, 1, 2)]
+    assert same(results[0], results[1])
+    assert not same(results[0], results[2])
+
+
+def test_weights_shared_by_modules_are_merged_once_and_stay_shared():
+    base = Shared()
+    merged = NufiltContinualMergingAlgorithm(**SMALL, target_modules="all-linear").run(pool_of(base))
+    assert merged.first.weight is merged.second.weight
+    assert merged.head.weight is merged.embedding.weight
+    unshared = nn.ModuleDict({"first": nn.Linear(6, 6, bias=False), "head": nn.Linear(6, 10, bias=False)})
+    models = {}
+    for name, model in pool_of(base).items():
+        models[name] = deepcopy(unshared)
+        models[name].first.weight.data.copy_(model.first.weight)
+        models[name].head.weight.data.copy_(model.head.weight)
+    alone = NufiltContinualMergingAlgorithm(**SMALL, target_modules="all-linear").run(models)
+    assert torch.equal(merged.first.weight, alone.first.weight)
+    assert torch.equal(merged.head.weight, alone.head.weight)
+
+
+def test_all_linear_with_the_mean_of_the_rest():
+    models = pool_of(clip())
+    options = {**SMALL, "target_modules": "all-linear", "other_params": "mean"}
+    merged = NufiltContinualMergingAlgorithm(**options).run(models)
+    key = "vision_model.post_layernorm.bias"
+    mean = torch.stack([models[f"task{i}"].get_parameter(key) for i in (1, 2, 3)]).mean(0)
+    torch.testing.assert_close(merged.get_parameter(key), mean)
+
+
+def test_bfloat16_models_stay_bfloat16():
+    merged = NufiltContinualMergingAlgorithm(**SMALL).run(
+        {name: model.bfloat16() for name, model in pool_of(llama()).items()}
+    )
+    assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
+
+
+def test_files_of_a_run_with_a_log_directory(tmp_path):
+    algorithm = NufiltContinualMergingAlgorithm(**SMALL)
+    algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(tmp_path, "", ""))
+    merged = algorithm.run(pool_of(clip()))
+    last = type(merged).from_pretrained(tmp_path / "checkpoints" / "merged_model_2")
+    assert same(merged.state_dict(), last.state_dict())
+    assert json.loads((tmp_path / "model_names.json").read_text()) == ["task1", "task2", "task3"]
+    with open(tmp_path / "layers.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 * 10
+    assert {row["step"] for row in rows} == {"1", "2", "3"}
+    assert all(float(row["filtered_share"]) > 0 for row in rows if row["step"] != "1")
+    assert not [path for path in tmp_path.rglob(".*") if path.is_file()], "temporary files were left behind"
+
+
+def test_the_config_of_an_algorithm_says_everything():
+    config = NufiltContinualMergingAlgorithm(null_rank=5, seed=3).config
+    assert config._target_ == "fusion_bench_nufilt.algorithm.NufiltContinualMergingAlgorithm"
+    assert (config.null_rank, config.lora_rank, config.seed, config.evaluate) == (5, 64, 3, "diagonal")
+
+
+# --- bad input: refused before any work ---
+
+
+def refuse(models, message, **options):
+    algorithm = NufiltContinualMergingAlgorithm(**{**SMALL, **options})
+    steps = []
+    merge_step = algorithm.merge_step
+    algorithm.merge_step = lambda step, *args: steps.append(step) or merge_step(step, *args)
+    with pytest.raises(ValueError, match=message):
+        algorithm.run(models)
+    assert steps == []
+
+
+def test_a_pool_without_a_pretrained_model():
+    models = pool_of(clip())
+    del models["_pretrained_"]
+    refuse(models, r"no '_pretrained_' model, only \['task1', 'task2', 'task3'\]")
+
+
+def test_an_empty_pool():
+    refuse({"_pretrained_": clip()}, "model pool is empty")
+
+
+def test_the_last_model_lacks_a_layer():
+    models = pool_of(clip())
+    del models["task3"].vision_model.encoder.layers[1]
+    refuse(
+        models, r"model 'task3' lacks layer 'vision_model\.encoder\.layers\.1\.self_attn\.k_proj\.weight' \(32, 32\)"
+    )
+
+
+def test_the_last_model_has_another_shape():
+    models = pool_of(clip())
+    models["task3"].vision_model.encoder.layers[0].mlp.fc1 = nn.Linear(32, 65)
+    refuse(
+        models, r"model 'task3', layer '.*fc1\.weight': shape \(65, 32\) differs from the pretrained model's \(64, 32\)"
+    )
+
+
+def test_the_last_model_holds_nan():
+    models = pool_of(clip())
+    models["task3"].vision_model.encoder.layers[0].mlp.fc1.weight.data[0, 0] = float("nan")
+    refuse(models, r"model 'task3', layer '.*fc1\.weight': the weight has NaN or infinite values")
+
+
+def test_the_pretrained_model_holds_nan():
+    models = pool_of(clip())
+    models["_pretrained_"].vision_model.encoder.layers[0].mlp.fc1.weight.data[0, 0] = float("inf")
+    refuse(models, r"model '_pretrained_', layer '.*fc1\.weight': the weight has NaN or infinite values")
+
+
+def test_a_target_that_matches_nothing():
+    refuse(pool_of(clip()), "'fc9' of .* names no linear layer", target_modules=["fc9"])
+
+
+def test_a_bad_model_is_also_refused_when_models_are_not_checked_beforehand():
+    models = pool_of(clip())
+    models["task3"].vision_model.encoder.layers[0].mlp.fc1.weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="model 'task3'"):
+        NufiltContinualMergingAlgorithm(**SMALL, check_models=False).run(models)
+
+
+def test_a_log_directory_that_cannot_be_written(tmp_path, monkeypatch):
+    algorithm = NufiltContinualMergingAlgorithm(**SMALL)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(NufiltContinualMergingAlgorithm, "log_dir", str(tmp_path / "file" / "logs"))
+    with pytest.raises(ValueError, match=r"log directory '.*logs' can't be written"):
+        algorithm.run(pool_of(clip()))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("evaluate", "sometimes"), ("seed", 1.5), ("seed", None), ("shuffle_order", "yes"), ("save_on_every_step", 1)],
+)
+def test_a_protocol_value_out_of_range_is_refused_by_name(key, value):
+    with pytest.raises(ValueError, match=key):
+        NufiltContinualMergingAlgorithm(**{key: value})

@@ -1,0 +1,160 @@
+"""Which layers are merged, and what happens to the rest."""
+
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from fusion_bench_nufilt.targets import check_model, layer_name, merge_other_params, select_layers
+from tests.models import Shared, clip, finetuned, llama, t5
+
+
+def names(model, *args):
+    return [re.sub(r"\.weight$", "", key) for key in select_layers(model, *args)]
+
+
+def ends(model, *args):
+    return sorted({name.rsplit(".", 1)[-1] for name in names(model, *args)})
+
+
+def test_auto_is_attention_and_fc1_of_a_clip_vision_tower():
+    assert ends(clip()) == ["fc1", "k_proj", "out_proj", "q_proj", "v_proj"]
+    assert len(names(clip())) == 2 * 5
+    assert names(clip()) == names(clip(), ["attn", "fc1"])
+
+
+def test_auto_is_attention_and_feed_forward_of_t5():
+    model = t5()
+    assert ends(model) == ["k", "o", "q", "v", "wi_0", "wi_1", "wo"]
+    assert len(names(model)) == 2 * (4 + 3) + 2 * (4 + 4 + 3)
+    assert names(model) == names(model, ["SelfAttention", "EncDecAttention", "DenseReluDense"])
+
+
+def test_auto_is_every_projection_of_a_decoder_and_says_so(caplog):
+    with caplog.at_level(logging.INFO):
+        assert ends(llama()) == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert "target_modules=auto" in caplog.text
+    assert "14 linear layers" in caplog.text
+
+
+def test_all_linear_leaves_out_the_head_as_in_peft():
+    assert "lm_head" not in names(t5(), "all-linear")
+    assert ends(clip(), "all-linear") == ["fc1", "fc2", "k_proj", "out_proj", "q_proj", "v_proj"]
+
+
+def test_a_string_is_one_regular_expression_for_the_whole_name():
+    assert names(clip(), r".*layers\.0\.mlp\.fc[12]") == [
+        "vision_model.encoder.layers.0.mlp.fc1",
+        "vision_model.encoder.layers.0.mlp.fc2",
+    ]
+    with pytest.raises(ValueError, match="no linear layer"):
+        select_layers(clip(), "fc1")
+
+
+def test_words_of_a_list_match_whole_words_only():
+    assert ends(t5(), ["q"]) == ["q"]
+    assert ends(clip(), ["layers.1", "fc1"]) == ["fc1", "fc2", "k_proj", "out_proj", "q_proj", "v_proj"]
+    assert names(clip(), ["layers.1.mlp"]) == [
+        "vision_model.encoder.layers.1.mlp.fc1",
+        "vision_model.encoder.layers.1.mlp.fc2",
+    ]
+
+
+def test_exclude_modules_takes_away():
+    assert ends(clip(), "auto", ["fc1"]) == ["k_proj", "out_proj", "q_proj", "v_proj"]
+    assert len(names(clip(), "auto", r".*layers\.0.*")) == 5
+
+
+@pytest.mark.parametrize(
+    ("target", "exclude", "message"),
+    [
+        (["q_proj", "gate"], None, "'gate' of .* names no linear layer; its linear layers: .*q_proj"),
+        (r"nothing", None, "leave no linear layer of CLIPVisionModel to merge"),
+        ("auto", "all-linear", "leave no linear layer"),
+        ("auto", ["typo"], "'typo' of .* names no linear layer"),
+    ],
+)
+def test_a_target_that_matches_nothing_is_refused_and_told_what_there_is(target, exclude, message):
+    with pytest.raises(ValueError, match=message):
+        select_layers(clip(), target, exclude)
+
+
+def test_auto_refuses_a_model_that_it_does_not_know():
+    with pytest.raises(ValueError, match="name its layers, or say all-linear"):
+        select_layers(Shared())
+    with pytest.raises(ValueError, match="no linear layer"):
+        select_layers(nn.Sequential(nn.Conv2d(3, 3, 1)))
+
+
+def test_a_weight_shared_by_modules_comes_once():
+    assert names(Shared(), "all-linear") == ["first", "head"]
+
+
+def test_the_name_of_a_layer_does_not_depend_on_the_wrapper_of_a_clip_tower():
+    key = "encoder.layers.0.mlp.fc1.weight"
+    assert layer_name(key) == layer_name("vision_model." + key) == "encoder.layers.0.mlp.fc1"
+
+
+# --- checks ---
+
+
+def test_a_model_of_another_size_is_refused_by_name_layer_and_shape():
+    with pytest.raises(ValueError, match=r"model 'svhn' lacks layer .*k_proj"):
+        check_model(clip(), nn.Linear(2, 2), list(select_layers(clip())), name="svhn")
+    other = clip()
+    other.vision_model.encoder.layers[1].mlp.fc1.weight = nn.Parameter(torch.zeros(3, 32))
+    with pytest.raises(ValueError, match=r"model 'svhn', layer '.*layers\.1\.mlp\.fc1.*': shape \(3, 32\)"):
+        check_model(clip(), other, list(select_layers(clip())), name="svhn")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("where", ["mlp.fc1.weight", "layer_norm1.bias"])
+def test_values_that_are_not_finite_are_refused_by_name(value, where):
+    other = clip()
+    other.get_parameter(f"vision_model.encoder.layers.0.{where}").data.view(-1)[3] = value
+    with pytest.raises(ValueError, match=rf"model 'svhn'.*{where}.*NaN or infinite"):
+        check_model(clip(), other, list(select_layers(clip())), name="svhn")
+
+
+# --- other_params ---
+
+
+def run_other_params(option, models, pretrained, keys):
+    merged = finetuned(pretrained, seed=0, scale=0.0)
+    written = [merge_other_params(merged, model, keys, option, step) for step, model in enumerate(models, 1)]
+    return merged.state_dict(), written
+
+
+@pytest.mark.parametrize("option", ["pretrained", "first", "mean"])
+def test_other_params_leaves_the_merged_layers_alone_and_sets_the_rest(option):
+    base = clip()
+    models = [finetuned(base, seed) for seed in (1, 2, 3)]
+    keys = list(select_layers(base))
+    merged, written = run_other_params(option, models, base, keys)
+    rest = [key for key, _ in base.named_parameters() if key not in keys]
+    expected = {
+        "pretrained": lambda key: base.state_dict()[key],
+        "first": lambda key: models[0].state_dict()[key],
+        "mean": lambda key: torch.stack([model.state_dict()[key] for model in models]).mean(0),
+    }[option]
+    for key in keys:
+        assert torch.equal(merged[key], base.state_dict()[key])
+    for key in rest:
+        torch.testing.assert_close(merged[key], expected(key))
+    assert written == {"pretrained": [0, 0, 0], "first": [len(rest), 0, 0], "mean": [len(rest)] * 3}[option]
+
+
+def test_the_mean_writes_a_tied_parameter_once():
+    base = Shared()
+    _, written = run_other_params("mean", [finetuned(base, 1)], base, ["first.weight"])
+    assert written == [1]  # the embedding, which is also the head
+
+
+def test_whole_numbers_such_as_position_ids_stay():
+    base = nn.BatchNorm1d(3)
+    task = finetuned(base, 1)
+    task.num_batches_tracked += 5
+    merge_other_params(base, task, [], "mean", 1)
+    assert base.num_batches_tracked == 0
