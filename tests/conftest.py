@@ -1,6 +1,8 @@
 """Fixtures shared by all tests."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,3 +17,29 @@ def shared_or_skip(part: str) -> Path:
     if not path.exists():
         pytest.skip(f"test material '{part}' is not at hand (looked in {SHARED}; set NUFILT_SHARED)")
     return path
+
+
+@pytest.fixture(scope="session")
+def demo_cache(tmp_path_factory):
+    """An empty cache for the tiny version of the demo, built once for all tests."""
+    return tmp_path_factory.mktemp("demo_cache")
+
+
+@pytest.fixture
+def fusion_bench(tmp_path, demo_cache):
+    """Run FusionBench's command line in an empty folder and return what it did; logs go to ``tmp_path / "logs"``."""
+    folder = tmp_path / "cwd"
+    folder.mkdir()
+    environment = {**os.environ, "NUFILT_DEMO": "tiny", "NUFILT_CACHE": str(demo_cache), "COLUMNS": "200"}
+
+    def run(*overrides, python=sys.executable, launcher=(), check=True):
+        command = [*launcher, python, "-m", "fusion_bench", f"path.log_dir={tmp_path / 'logs'}", *overrides]
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        if check:
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done
+
+    run.folder, run.logs = folder, tmp_path / "logs"
+    return run

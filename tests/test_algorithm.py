@@ -7,12 +7,15 @@ from copy import deepcopy
 
 import pytest
 import torch
+from fusion_bench.utils import instantiate
 from lightning import Fabric
 from lightning.fabric.loggers import TensorBoardLogger
 from torch import nn
 
 from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm, fuse_layers
+from fusion_bench_nufilt.demo.__main__ import compose_run
 from fusion_bench_nufilt.targets import layer_name, select_layers
+from tests.core.test_parity import load_case
 from tests.models import Shared, clip, finetuned, llama, t5
 
 SMALL = {
@@ -206,3 +209,37 @@ def test_a_log_directory_that_cannot_be_written(tmp_path, monkeypatch):
 def test_a_protocol_value_out_of_range_is_refused_by_name(key, value):
     with pytest.raises(ValueError, match=key):
         NufiltContinualMergingAlgorithm(**{key: value})
+
+
+# --- the published stream, through the presets and the algorithm ---
+
+
+@pytest.mark.parametrize(
+    ("preset", "case"),
+    [("nufilt", "tall_f64"), ("nufilt/release", "release_first_task_f64"), ("nufilt/filter_only", "filter_only_f64")],
+)
+def test_a_preset_reproduces_the_published_stream(preset, case, monkeypatch):
+    case, vectors = load_case(case)
+    # The presets hold the paper's ranks; the vectors belong to smaller layers.
+    overrides = [f"method.null_rank={case['null_rank']}", f"method.task_rank={case['task_rank']}"]
+    if case["lora_rank"]:
+        overrides.append(f"method.lora_rank={case['lora_rank']}")
+    method = compose_run([f"method={preset}", "method.shuffle_order=false", *overrides]).method
+    method.target_modules = "all-linear"
+    monkeypatch.setattr(
+        "fusion_bench_nufilt.core.fusion._initial_A",
+        lambda name, d_i, config, seed, step: vectors[f"lora_A_init.{step - 1}"],
+    )
+
+    def model(weight):
+        layer = nn.Linear(*reversed(weight.shape), bias=False, dtype=weight.dtype)
+        layer.weight.data.copy_(weight)
+        return nn.ModuleDict({"layer": layer})
+
+    models = {"_pretrained_": model(vectors["pretrained"])}
+    models |= {f"task{t}": model(vectors[f"task.{t}"]) for t in range(case["tasks"])}
+    merged = instantiate(method).run(models)
+    last = case["tasks"] - 1
+    tau_norm = (vectors[f"task.{last}"] - vectors["pretrained"]).norm()
+    error = (merged["layer"].weight - vectors[f"merged.{last}"]).norm() / tau_norm
+    assert error <= 1e-9

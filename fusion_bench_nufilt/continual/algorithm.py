@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from fusion_bench import BaseAlgorithm, BaseModelPool, auto_register_config
@@ -22,12 +22,9 @@ from .checkpoint import atomic_file, save_checkpoint, write_text
 from .evaluation import Evaluator, Report, score
 from .metrics import AccuracyMatrix
 from .report import print_matrix, save_matrix
-from .stream import task_order
+from .stream import Evaluate, task_order, tasks_to_score
 
 log = logging.getLogger(__name__)
-
-Evaluate = Literal["last", "diagonal", "every_step"]
-
 
 @auto_register_config
 class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm):
@@ -39,8 +36,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     Args:
         shuffle_order: shuffle the models with ``random.Random(seed)``; otherwise they come in the pool's order.
         seed: of the order and of everything drawn.
-        evaluate: ``last`` scores the final model on every task; ``diagonal`` also each task right after its own step,
-            all that ACC and BWT need; ``every_step`` all tasks seen so far after each step.
+        evaluate: ``last``, ``diagonal`` or ``every_step``, see :func:`fusion_bench_nufilt.continual.tasks_to_score`.
         save_on_every_step: keep ``checkpoints/merged_model_{step}`` in the log directory.
         check_models: load every model once before the first step, to refuse a bad one before any work.
 
@@ -48,7 +44,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         ValueError: a value out of its range.
     """
 
-    matrix: AccuracyMatrix  # of the last run
+    # of the last run
+    matrix: AccuracyMatrix
+    merge_seconds: list[float]  # by step, without loading, saving and scoring
 
     # set by auto_register_config
     shuffle_order: bool
@@ -108,7 +106,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
         Args:
             modelpool: FusionBench model pool, or a dict of models; ``_pretrained_`` is the pretrained one.
-            taskpool: FusionBench task pool; default: the program's. Without one nothing is scored.
+            taskpool: FusionBench task pool, or an evaluator that other runs share; default: the program's task pool.
+                Without one nothing is scored.
 
         Returns:
             The merged model. :attr:`matrix` holds the scores.
@@ -125,7 +124,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         if taskpool is None and self._program is not None:
             taskpool = self._program.taskpool
         scored = taskpool is not None and not isinstance(taskpool, DummyTaskPool)
-        evaluator = Evaluator(taskpool) if scored else None
+        evaluator = taskpool if isinstance(taskpool, Evaluator) else Evaluator(taskpool) if scored else None
 
         names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
         self.matrix = AccuracyMatrix(names)
@@ -140,7 +139,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         self._save_json("model_names.json", names)
 
         merged = deepcopy(pretrained)
-        seconds = []
+        self.merge_seconds = []
         for step, name in enumerate(tqdm(names, desc="Merging models", disable=None), 1):
             with self.profile("loading models"):
                 task = modelpool.load_model(name)
@@ -150,8 +149,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             with self.profile("merging"):
                 merged = self.merge_step(step, name, pretrained, merged, task)
             del task
-            seconds.append(time.perf_counter() - begin)
-            log.info("step %d of %d: merged '%s' in %.1f s", step, len(names), name, seconds[-1])
+            self.merge_seconds.append(time.perf_counter() - begin)
+            log.info("step %d of %d: merged '%s' in %.1f s", step, len(names), name, self.merge_seconds[-1])
             if self.save_on_every_step and self.log_dir is not None:
                 with self.profile("saving"):
                     save_checkpoint(merged, Path(self.log_dir) / "checkpoints" / f"merged_model_{step - 1}")
@@ -160,7 +159,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
                     self._evaluate_step(evaluator, step, merged)
 
         if evaluator is not None:
-            self._finish(modelpool, seconds)
+            self._finish(modelpool)
         self.print_profile_summary()
         return merged
 
@@ -180,13 +179,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
                 self.check_model(pretrained, modelpool.load_model(name), name)
 
     def _evaluate_step(self, evaluator: Evaluator, step: int, merged: nn.Module) -> None:
-        names = self.matrix.tasks
-        final = step == len(names)
-        if final or self.evaluate == "every_step":
-            tasks = names[:step]
-        elif self.evaluate == "diagonal":
-            tasks = [names[step - 1]]
-        else:
+        final = step == len(self.matrix.tasks)
+        if not (tasks := tasks_to_score(self.matrix.tasks, step, self.evaluate)):
             return
         report = evaluator.report(merged, tasks, others=final)
         scores = {task: score(report[task]) for task in tasks if task in report}
@@ -199,7 +193,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         if final and self._program is not None:
             self._program.taskpool = _ReportedTaskPool(evaluator.taskpool, merged, report)
 
-    def _finish(self, modelpool: BaseModelPool, seconds: list[float]) -> None:
+    def _finish(self, modelpool: BaseModelPool) -> None:
         method = type(self).__name__
         print_matrix(self.matrix, title=f"{method}: score (%) of each task after each step")
         if self.log_dir is None:
@@ -209,7 +203,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             "method": method,
             "config": OmegaConf.to_container(self.config, resolve=True),
             "models": {name: _describe(modelpool, name) for name in ("_pretrained_", *self.matrix.tasks)},
-            "merge_seconds": seconds,
+            "merge_seconds": self.merge_seconds,
             "versions": {package: importlib.metadata.version(package) for package in packages},
         }
         save_matrix(self.matrix, Path(self.log_dir), about)

@@ -26,6 +26,7 @@ class LayerReport:
     """What happened to one layer."""
 
     shape: tuple[int, int]  # (d_o, d_i)
+    seconds: float  # wall time, shared evenly by layers solved together
     task_norm: float  # Frobenius norm of the new task vector
     merged_norm: float  # Frobenius norm of the cumulative update before this step
     protected_rank: float  # directions in the filter: r_p clipped to the numerical rank
@@ -33,7 +34,6 @@ class LayerReport:
     overlap: float  # affinity of the new task's subspace to the protected one, in [0, 1]
     loss_before: float  # objective where BA = 0
     loss_after: float  # objective of the fused adapter
-    seconds: float  # wall time, shared evenly by layers solved together
 
 
 def fuse_layers(
@@ -100,7 +100,7 @@ def fuse_layers(
         rows = measures.tolist()  # waits for an accelerator
         seconds = (time.perf_counter() - start) / len(names)
         shape = (int(theta.shape[-2]), int(theta.shape[-1]))
-        return fused, [LayerReport(shape, *row, seconds) for row in rows]
+        return fused, [LayerReport(shape, seconds, *row) for row in rows]
 
     fused: dict[str, Tensor] = {}
     reports: dict[str, LayerReport] = {}

@@ -1,0 +1,34 @@
+# make demo   merge eight small models, with NUFILT and with FusionBench's own continual methods
+# make test   lint, types and tests
+# Both set up everything they need in .venv first.
+
+PYTHON ?= python3
+VENV ?= .venv
+# The release that everything here was tested and measured with. On a machine without a GPU, install the CPU build
+# into $(VENV) beforehand to save a large download.
+TORCH ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(BIN)/python -m fusion_bench_nufilt.demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist outputs

@@ -1,0 +1,179 @@
+"""The command lines that users type, in processes of their own."""
+
+import json
+import subprocess
+import sys
+import sysconfig
+import venv
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, CLIPVisionModel
+
+from fusion_bench_nufilt.demo.__main__ import compose_run
+from tests.conftest import REPO, shared_or_skip
+
+DEMO = ("method=nufilt", "modelpool=nufilt_demo", "method.max_steps=3")
+TASKS = ["digits", "letters", "typefaces", "shapes", "textures", "colours", "counts", "arrows"]
+
+
+def matrix_of(logs):
+    return json.loads((logs / "accuracy_matrix.json").read_text())
+
+
+def test_the_bare_command_merges_and_evaluates_beside_a_config_folder_of_the_users(fusion_bench):
+    (fusion_bench.folder / "config").mkdir()
+    done = fusion_bench(*DEMO)
+    result = matrix_of(fusion_bench.logs)
+    assert sorted(result["tasks"]) == sorted(TASKS)
+    assert result["config"]["null_rank"] == 128
+    assert 0 <= result["ACC"] <= 1
+    assert -1 <= result["BWT"] <= 1
+    measured = [[score is not None for score in row] for row in result["accuracy_matrix"]]
+    assert measured == [[t == 7 or t == i for i in range(8)] for t in range(8)]
+    assert "ACC" in done.stdout
+    for name in ("accuracy_matrix.csv", "accuracy_matrix.png", "layers.csv", *(f"report_{i}.json" for i in range(8))):
+        assert (fusion_bench.logs / name).stat().st_size > 0, name
+    last = CLIPVisionModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_7")
+    assert all(torch.isfinite(parameter).all() for parameter in last.parameters())
+    # FusionBench's own evaluation after the run is the one already made, not a second one.
+    program = json.loads((fusion_bench.logs / "program_report.json").read_text())
+    assert program == json.loads((fusion_bench.logs / "report_7.json").read_text())
+    assert not (fusion_bench.logs / "report.json").exists()
+
+
+def test_an_explicit_task_pool_wins_and_a_missing_task_is_shown_as_missing(fusion_bench):
+    done = fusion_bench(*DEMO, "taskpool=nufilt_demo", "~taskpool.test_datasets.digits", "method.evaluate=last")
+    result = matrix_of(fusion_bench.logs)
+    assert result["missing"] == ["digits"]
+    assert result["ACC"] is not None
+    assert "no score for digits" in done.stdout
+    assert (fusion_bench.logs / "checkpoints" / "merged_model_7" / "model.safetensors").exists()
+
+
+def test_an_explicit_placeholder_means_no_evaluation(fusion_bench):
+    fusion_bench(*DEMO, "taskpool=dummy", "method.save_on_every_step=false")
+    assert not (fusion_bench.logs / "accuracy_matrix.json").exists()
+    assert not (fusion_bench.logs / "checkpoints").exists()
+
+
+PRESETS = {
+    "naive": {"null_space": False, "lora_rank": 0},
+    "filter_only": {"null_space": True, "lora_rank": 0},
+    "adapter_only": {"null_space": False, "lora_rank": 64},
+    "adapter_alone": {"null_space": "zero", "lora_rank": 64},
+    "release": {"first_task": "release"},
+    "all_linear": {"target_modules": "all-linear", "other_params": "mean"},
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_changes_what_it_says_and_nothing_else(preset):
+    default, changed = (compose_run([f"method={name}"]).method for name in ("nufilt", f"nufilt/{preset}"))
+    assert {key: value for key, value in changed.items() if value != default[key]} == {
+        key: value for key, value in PRESETS[preset].items() if value != default[key]
+    }
+    assert changed.keys() == default.keys()
+
+
+POOLS = [
+    f"clip-vit-{m}_{t}" for m in ("base-patch32", "base-patch16", "large-patch14") for t in ("TA8", "TALL14", "TALL20")
+]
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_clip_setting_brings_its_models_and_its_task_pool(pool):
+    model, tasks = pool.split("_")
+    config = compose_run([f"modelpool={pool}"]).modelpool
+    count = int(tasks.removeprefix("TALL").removeprefix("TA"))
+    assert len(config.models) == count + 1
+    assert config.models._pretrained_ == f"openai/{model}"
+    assert all(f"{model}_" in path for name, path in config.models.items() if name != "_pretrained_")
+    assert config.taskpool.base_model == f"openai/{model}"
+    assert set(config.taskpool.test_datasets) == set(config.models) - {"_pretrained_"}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("method.null_rank=-1", "null_rank must be a whole number >= 0, got -1"),
+        ("method.target_modules=[fc9]", "'fc9' of ['fc9'] names no linear layer"),
+        ("~modelpool.models._pretrained_", "has no '_pretrained_' model"),
+    ],
+)
+def test_bad_input_ends_with_its_message_and_leaves_no_result(fusion_bench, override, message):
+    done = fusion_bench(*DEMO, override, check=False)
+    assert done.returncode != 0
+    assert message in done.stdout + done.stderr
+    assert not (fusion_bench.logs / "checkpoints").exists()
+
+
+def test_a_log_directory_that_is_a_file_is_refused(fusion_bench, tmp_path):
+    (tmp_path / "logs").touch()
+    done = fusion_bench(*DEMO, check=False)
+    assert done.returncode != 0
+    assert "logs" in done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def wheel_python(tmp_path_factory):
+    """Python of an environment with the built wheel, all its requirements, and no trace of the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, REPO]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "venv", with_pip=False)
+    python = folder / "venv" / "bin" / "python"
+    query = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip()
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True, capture_output=True)
+    # The requirements come from this environment; a path file does not read the path files there, so not its checkout.
+    with open(f"{site}/requirements.pth", "w") as file:
+        file.write(sysconfig.get_path("purelib"))
+    return str(python)
+
+
+def test_the_wheel_brings_its_configs_and_runs(fusion_bench, wheel_python):
+    (fusion_bench.folder / "config").mkdir()
+    where = [wheel_python, "-c", "import fusion_bench_nufilt; print(fusion_bench_nufilt.__file__)"]
+    location = subprocess.run(where, check=True, capture_output=True, text=True, cwd=fusion_bench.folder).stdout
+    assert str(REPO) not in location
+    fusion_bench(*DEMO, "method.evaluate=last", python=wheel_python)
+    assert matrix_of(fusion_bench.logs)["ACC"] is not None
+
+
+# --- under the public names, against a stand-in for the model hub ---
+
+
+@pytest.fixture(scope="session")
+def hub(tmp_path_factory):
+    """Serve tiny checkpoints and data sets under their public names; gives the command that runs another inside."""
+    tools = shared_or_skip("tools/local_hub")
+    root = tmp_path_factory.mktemp("hub")
+    options = ["--size", "tiny", "--models", "clip-vit-base-patch32,flan-t5-base", "--tasks", "TA8,glue"]
+    build = [sys.executable, tools / "build_hub.py", "--root", root, *options, "--rows", "16", "--glue-rows", "4"]
+    subprocess.run(build, check=True, capture_output=True)
+    return (sys.executable, str(tools / "serve_hub.py"), "--root", str(root), "--")
+
+
+def test_clip_on_eight_tasks_with_the_command_of_the_readme(fusion_bench, hub):
+    fusion_bench("method=nufilt", "modelpool=clip-vit-base-patch32_TA8", launcher=hub)
+    result = matrix_of(fusion_bench.logs)
+    assert result["tasks"] == ["eurosat", "svhn", "mnist", "dtd", "resisc45", "gtsrb", "sun397", "stanford-cars"]
+    assert result["missing"] == []
+    assert result["BWT"] is not None
+    CLIPVisionModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_7")
+
+
+def test_flan_t5_on_glue_with_the_command_of_the_readme(fusion_bench, hub):
+    command = ("method=nufilt", "modelpool=flan-t5-base_glue", "method.shuffle_order=false")
+    fusion_bench(*command, launcher=hub)
+    result = matrix_of(fusion_bench.logs)
+    assert result["tasks"][0] == "glue-cola"
+    assert set(result["missing"]) <= {"glue-stsb"}  # random models predict a constant: no rank correlation
+    report = json.loads((fusion_bench.logs / "report_7.json").read_text())
+    assert "spearman_rho" in report["glue-stsb"]
+    saved = fusion_bench.logs / "checkpoints" / "merged_model_7"
+    assert (saved / "model.safetensors").exists()
+    AutoModelForSeq2SeqLM.from_pretrained(saved)
