@@ -13,7 +13,6 @@ from fusion_bench_nufilt.targets import select_layers
 from tests.conftest import REPO
 from tests.models import clip, finetuned
 
-
 STAND_IN = """#!/bin/sh
 echo "$@" >> calls
 for argument in "$@"; do case $argument in path.log_dir=*) folder=${argument#*=};; esac; done

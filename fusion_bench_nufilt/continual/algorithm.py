@@ -26,6 +26,7 @@ from .stream import Evaluate, task_order, tasks_to_score
 
 log = logging.getLogger(__name__)
 
+
 @auto_register_config
 class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm):
     """Merges a stream of models one after another, scores the result, saves every step.

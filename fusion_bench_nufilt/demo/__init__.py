@@ -1,0 +1,42 @@
+"""The embedded default: eight small tasks and a tiny CLIP, made on the spot, nothing downloaded.
+
+The first load draws the pictures, pretrains the CLIP and fine-tunes it eight times, in a minute or
+two, into a cache folder; every later one reads from there. `config/modelpool/nufilt_demo.yaml` and
+`config/taskpool/nufilt_demo.yaml` hand the loaders to FusionBench's own CLIP pools.
+"""
+
+from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
+
+from fusion_bench_nufilt.demo.build import demo_folder
+from fusion_bench_nufilt.demo.loaders import (
+    Pictures,
+    load_clip,
+    load_processor,
+    load_test_dataset,
+    load_vision_model,
+    to_pixels,
+)
+from fusion_bench_nufilt.demo.tasks import TASKS, Task
+
+__all__ = [
+    "TASKS",
+    "Pictures",
+    "Task",
+    "demo_folder",
+    "load_clip",
+    "load_processor",
+    "load_test_dataset",
+    "load_vision_model",
+    "to_pixels",
+]
+
+# FusionBench's task pool asks this registry for class names and prompts. Given these two alone,
+# `register_dataset` misspells a key (0.2.33), so they are passed as `dataset_info` too.
+for _name, _task in TASKS.items():
+    _classes, _templates = list(_task.classes), [_task.template.format]
+    CLIPTemplateFactory.register_dataset(
+        _name,
+        dataset_info={"classnames": _classes, "templates": _templates},
+        classnames=_classes,
+        templates=_templates,
+    )

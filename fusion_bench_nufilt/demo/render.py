@@ -1,0 +1,194 @@
+"""Drawing small pictures: stamps, a pen that places them, a painter that colours the result.
+
+A picture is made in two steps. First a *mask*, a float32 array (32, 32) in [0, 1] that says where
+there is ink. Then :func:`paint` lays ink of one colour over a background of others. What a picture
+means lies in its mask or, for the task about colours, in its ink. The rest is to be ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import matplotlib
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+SIDE = 32
+"""Width and height of a picture, in pixels."""
+
+STAMP = 64
+"""Width and height of a stamp: twice what it is placed at, so that edges come out smooth."""
+
+T = TypeVar("T")
+Mask = NDArray[np.float32]
+Point = tuple[float, float]
+
+_TYPEFACES = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+
+
+# --- stamps: what can be placed ---------------------------------------------------------------
+
+
+@cache
+def text_stamp(text: str, typeface: str) -> Image.Image:
+    """`text` in one of the typefaces that come with matplotlib, as large as a stamp allows."""
+    font = ImageFont.truetype(_TYPEFACES / f"{typeface}.ttf", size=STAMP)
+    left, top, right, bottom = font.getbbox(text)
+    width, height = right - left, bottom - top
+    sheet = Image.new("L", (math.ceil(width), math.ceil(height)))
+    ImageDraw.Draw(sheet).text((-left, -top), text, fill=255, font=font)
+    zoom = STAMP / max(width, height)
+    sheet = sheet.resize((max(1, round(width * zoom)), max(1, round(height * zoom))))
+    stamp = Image.new("L", (STAMP, STAMP))
+    stamp.paste(sheet, ((STAMP - sheet.width) // 2, (STAMP - sheet.height) // 2))
+    return stamp
+
+
+@cache
+def shape_stamp(name: str) -> Image.Image:
+    """One of :data:`SHAPES`, filled."""
+    stamp = Image.new("L", (4 * STAMP, 4 * STAMP))
+    pixel = [((x + 1) * 2 * STAMP, (y + 1) * 2 * STAMP) for x, y in SHAPES[name]()]
+    ImageDraw.Draw(stamp).polygon(pixel, fill=255)
+    return stamp.resize((STAMP, STAMP), Image.Resampling.BOX)
+
+
+def handwriting_stamp(scan: NDArray[np.floating]) -> Image.Image:
+    """A scan of 8 by 8 grey values in 0..16, as scikit-learn's `load_digits` has them, enlarged."""
+    grey = Image.fromarray(np.rint(scan * (255 / 16)).astype(np.uint8))
+    return grey.resize((STAMP, STAMP), Image.Resampling.BICUBIC)
+
+
+def _ring(corners: int, radius: Callable[[int], float], start: float = -math.pi / 2) -> list[Point]:
+    angles = [start + 2 * math.pi * i / corners for i in range(corners)]
+    return [(radius(i) * math.cos(a), radius(i) * math.sin(a)) for i, a in enumerate(angles)]
+
+
+def _heart() -> list[Point]:
+    turns = [2 * math.pi * i / 60 for i in range(60)]
+    heights = [sum(a * math.cos(k * t) for k, a in enumerate((0, 13, -5, -2, -1))) for t in turns]
+    return [(math.sin(t) ** 3, -y / 17) for t, y in zip(turns, heights, strict=True)]
+
+
+def _moon() -> list[Point]:
+    outer = [math.radians(d) for d in range(50, 311, 10)]
+    inner = [math.radians(d) for d in range(290, 69, -10)]
+    return [(0.3 + math.cos(a), math.sin(a)) for a in outer] + [
+        (0.62 + 0.8 * math.cos(a), 0.8 * math.sin(a)) for a in inner
+    ]
+
+
+SHAPES: dict[str, Callable[[], list[Point]]] = {
+    "circle": lambda: _ring(60, lambda i: 0.9),
+    "triangle": lambda: _ring(3, lambda i: 1.0),
+    "square": lambda: _ring(4, lambda i: 1.0, start=math.pi / 4),
+    "star": lambda: _ring(10, lambda i: 0.38 if i % 2 else 1.0),
+    "heart": _heart,
+    "moon": _moon,
+    "cross": lambda: [
+        (x * sx, y * sy)
+        for sx, sy, way in ((1, -1, 1), (1, 1, -1), (-1, 1, 1), (-1, -1, -1))
+        for x, y in ((0.28, 0.95), (0.28, 0.28), (0.95, 0.28))[::way]
+    ],
+    "bar": lambda: [(-1, -0.28), (1, -0.28), (1, 0.28), (-1, 0.28)],
+    "arrow": lambda: [
+        (-0.95, -0.2), (0.1, -0.2), (0.1, -0.7), (0.95, 0), (0.1, 0.7), (0.1, 0.2), (-0.95, 0.2)
+    ],
+    "chevron": lambda: [(-0.6, -0.8), (-0.1, -0.8), (0.7, 0), (-0.1, 0.8), (-0.6, 0.8), (0.2, 0)],
+    "dart": lambda: [(-0.8, -0.7), (0.95, 0), (-0.8, 0.7), (-0.4, 0)],
+}  # fmt: skip
+"""Outlines in the square [-1, 1]², y down."""
+
+
+# --- the pen ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Pen:
+    """Draws one picture after another. All chance comes from `rng`.
+
+    `held_out` says whether pictures are for testing: material that is not drawn but collected
+    (handwriting) must not appear on both sides. `turn` counts how often each class was drawn.
+    """
+
+    rng: np.random.Generator
+    held_out: bool = False
+    turn: int = 0
+
+    def pick(self, *choices: T) -> T:
+        return choices[self.rng.integers(len(choices))]
+
+    def place(
+        self,
+        stamp: Image.Image,
+        size: tuple[float, float],
+        angle: float = 0.0,
+        sway: float = 0.0,
+        at: Point | None = None,
+    ) -> Mask:
+        """The mask of a stamp, `size` pixels wide (drawn from that range), near the middle or `at`.
+
+        It is turned by `angle` degrees (counter-clockwise), give or take `sway`. `at` is in pixels.
+        """
+        width = self.rng.uniform(*size)
+        tilt = math.radians(angle + self.rng.uniform(-sway, sway))
+        play = min((SIDE - width) / 2, 2.0)
+        x, y = at if at is not None else SIDE / 2 + self.rng.uniform(-play, play, size=2)
+        zoom = STAMP / width
+        c, s = zoom * math.cos(tilt), zoom * math.sin(tilt)
+        middle = STAMP / 2
+        inverse = (c, -s, middle - c * x + s * y, s, c, middle - s * x - c * y)
+        placed = stamp.transform((SIDE, SIDE), Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR)
+        return np.asarray(placed, dtype=np.float32) / np.float32(255)
+
+    def grid(self, wavelength: tuple[float, float], sway: float = 180.0) -> tuple[Mask, Mask]:
+        """Coordinates (u, v) of every pixel, in periods, turned at random and shifted."""
+        tilt = math.radians(self.rng.uniform(-sway, sway))
+        period = self.rng.uniform(*wavelength)
+        y, x = np.mgrid[0:SIDE, 0:SIDE].astype(np.float32) - SIDE / 2
+        du, dv = self.rng.uniform(0, 1, size=2)
+        u = (math.cos(tilt) * x + math.sin(tilt) * y) / period + du
+        v = (math.cos(tilt) * y - math.sin(tilt) * x) / period + dv
+        return u.astype(np.float32), v.astype(np.float32)
+
+
+# --- the painter ------------------------------------------------------------------------------
+
+
+def blobs(rng: np.random.Generator, n: int, cells: int, channels: int) -> NDArray[np.float32]:
+    """Smooth noise in [0, 1], (n, 32, 32, channels): `cells`² random values, blended between."""
+    knots = rng.random((n, cells, cells, channels), dtype=np.float32)
+    where = np.linspace(0, cells - 1, SIDE)
+    hat = np.maximum(0, 1 - np.abs(where[:, None] - np.arange(cells))).astype(np.float32)
+    return np.einsum("yi,nijc,xj->nyxc", hat, knots, hat, optimize=True)
+
+
+def paint(
+    rng: np.random.Generator, masks: Mask, *, bright: bool, ink: NDArray[np.float32] | None = None
+) -> NDArray[np.uint8]:
+    """Masks (n, 32, 32) → RGB pictures (n, 32, 32, 3): ink over a mottled background, with noise.
+
+    The ink is brighter than the background, or else darker; its colour is random, or `ink` (n, 3)
+    in [0, 1], and the background then far from it.
+    """
+    n = len(masks)
+    if ink is None:
+        grey = rng.uniform(0.65, 0.9, size=(n, 2)) * (1, 0.3)
+        grey[:, 1] += rng.uniform(-0.1, 0.1, size=n)
+        tint = rng.uniform(-0.15, 0.15, size=(2, n, 3))
+        tint -= tint.mean(axis=2, keepdims=True)
+        ground, ink = (grey.T if not bright else grey.T[::-1])[..., None] + tint
+    else:
+        ground = (ink + rng.uniform(0.35, 0.65, size=(n, 3))) % 1
+    ground = ground[:, None, None, :] + 0.3 * (blobs(rng, n, 4, 3) - 0.5)
+    ink = ink[:, None, None, :] + 0.1 * (blobs(rng, n, 3, 1) - 0.5)
+    cover = masks[..., None]
+    picture = ground * (1 - cover) + ink * cover
+    picture += rng.uniform(0.01, 0.05, size=(n, 1, 1, 1)) * rng.standard_normal(picture.shape)
+    return np.rint(255 * picture.clip(0, 1)).astype(np.uint8, order="C")

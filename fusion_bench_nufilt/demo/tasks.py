@@ -1,0 +1,219 @@
+"""The eight tasks of the demo: what is drawn for each class, and the words for it."""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from fusion_bench_nufilt.demo.render import (
+    SHAPES,
+    SIDE,
+    Mask,
+    Pen,
+    blobs,
+    handwriting_stamp,
+    paint,
+    shape_stamp,
+    text_stamp,
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A classification task: classes, the sentence that names one, and how to draw one."""
+
+    classes: tuple[str, ...]
+    template: str
+    draw: Callable[[Pen, str], Mask]
+    bright: bool = False
+    ink: Callable[[Pen, str], tuple[float, float, float]] | None = None
+
+    def prompts(self) -> list[str]:
+        """One sentence a class, in the order of the labels."""
+        return [self.template.format(name) for name in self.classes]
+
+
+# --- one drawing function a task: (pen, class) → mask -----------------------------------------
+
+
+@cache
+def _handwriting(held_out: bool) -> dict[str, list[Image.Image]]:
+    """Real digits, by class. Every fifth scan of a digit is held out for testing."""
+    from sklearn.datasets import load_digits
+
+    scans = load_digits()
+    return {
+        name: [
+            handwriting_stamp(scan)
+            for i, scan in enumerate(scans.images[scans.target == digit])
+            if (i % 5 == 0) == held_out
+        ]
+        for digit, name in enumerate(DIGITS)
+    }
+
+
+def draw_digit(pen: Pen, name: str) -> Mask:
+    scans = _handwriting(pen.held_out)[name]  # each in turn: they are few, and none is wasted
+    return pen.place(scans[pen.turn % len(scans)], size=(28, 31), sway=8)
+
+
+def draw_letter(pen: Pen, name: str) -> Mask:
+    typeface = pen.pick("DejaVuSans-Bold", "DejaVuSerif-Bold", "STIXGeneralBol")
+    return pen.place(text_stamp(name.upper(), typeface), size=(22, 27), sway=5)
+
+
+def draw_typeface(pen: Pen, name: str) -> Mask:
+    text = pen.pick(*"aegknr")
+    return pen.place(text_stamp(text, TYPEFACES[name]), size=(26, 31), sway=2)
+
+
+def draw_shape(pen: Pen, name: str) -> Mask:
+    return pen.place(shape_stamp(name), size=(20, 27), sway=30)
+
+
+def draw_texture(pen: Pen, name: str) -> Mask:
+    return TEXTURES[name](pen).astype(np.float32)
+
+
+def draw_count(pen: Pen, name: str) -> Mask:
+    stamp = shape_stamp(pen.pick("circle", "square"))
+    centres: list[NDArray[np.floating]] = []
+    mask = np.zeros((SIDE, SIDE), dtype=np.float32)
+    while len(centres) <= NUMBERS.index(name):
+        centre = pen.rng.uniform(5, SIDE - 5, size=2)
+        if all(np.hypot(*(centre - other)) > 10.5 for other in centres):
+            centres.append(centre)
+            mask = np.maximum(mask, pen.place(stamp, (8, 9.5), sway=45, at=tuple(centre)))
+    return mask
+
+
+def draw_arrow(pen: Pen, name: str) -> Mask:
+    stamp = shape_stamp(pen.pick("arrow", "chevron", "dart"))
+    return pen.place(stamp, size=(20, 28), angle=45 * DIRECTIONS.index(name), sway=10)
+
+
+def draw_anything(pen: Pen, name: str) -> Mask:
+    return draw_shape(pen, pen.pick(*SHAPES))
+
+
+def mix_colour(pen: Pen, name: str) -> tuple[float, float, float]:
+    hue, saturation, value = COLOURS[name]
+    return colorsys.hsv_to_rgb(
+        (hue + pen.rng.uniform(-8, 8)) / 360 % 1,
+        saturation * pen.rng.uniform(0.8, 1),
+        value * pen.rng.uniform(0.85, 1),
+    )
+
+
+# --- the classes ------------------------------------------------------------------------------
+
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+NUMBERS = ("one", "two", "three", "four")
+DIRECTIONS = ("right", "up right", "up", "up left", "left", "down left", "down", "down right")
+
+TYPEFACES = {
+    "sans": "DejaVuSans",
+    "bold": "DejaVuSans-Bold",
+    "serif": "DejaVuSerif",
+    "italic": "STIXGeneralItalic",
+    "oblique": "DejaVuSans-Oblique",
+    "typewriter": "cmtt10",
+}
+
+COLOURS = {  # hue in degrees, saturation, value
+    "red": (0, 0.95, 0.85),
+    "orange": (28, 0.95, 1.0),
+    "yellow": (57, 0.9, 1.0),
+    "green": (120, 0.85, 0.65),
+    "cyan": (182, 0.75, 0.95),
+    "blue": (228, 0.9, 0.9),
+    "purple": (280, 0.8, 0.65),
+    "pink": (330, 0.45, 1.0),
+    "brown": (25, 0.75, 0.45),
+    "white": (0, 0.03, 1.0),
+}
+
+
+def _bricks(pen: Pen) -> NDArray[np.bool_]:
+    u, v = pen.grid((9, 14), sway=15)
+    row = 2 * v
+    return ((row % 1) < 0.25) | (((u + 0.5 * np.floor(row % 2)) % 1) < 0.13)
+
+
+def _zigzag(pen: Pen) -> NDArray[np.bool_]:
+    u, v = pen.grid((8, 11))
+    return ((1.6 * v + 1.2 * np.abs(u % 1 - 0.5)) % 1) < 0.5
+
+
+def _rings(pen: Pen) -> NDArray[np.bool_]:
+    u, v = pen.grid((5, 8))
+    return (np.hypot(u - u.mean(), v - v.mean()) + pen.rng.random()) % 1 < 0.5
+
+
+def _rays(pen: Pen) -> NDArray[np.bool_]:
+    u, v = pen.grid((8, 8))
+    spokes = pen.rng.integers(5, 9)
+    return np.sin(spokes * np.arctan2(v - v.mean(), u - u.mean())) > 0
+
+
+def _lattice(pen: Pen, draw: Callable[[Mask, Mask], NDArray[np.bool_]]) -> NDArray[np.bool_]:
+    u, v = pen.grid((6, 10))
+    return draw(u % 1 - 0.5, v % 1 - 0.5)
+
+
+TEXTURES: dict[str, Callable[[Pen], NDArray[np.bool_]]] = {
+    "striped": lambda pen: _lattice(pen, lambda u, v: np.abs(u) < 0.25),
+    "checked": lambda pen: _lattice(pen, lambda u, v: u * v > 0),
+    "dotted": lambda pen: _lattice(pen, lambda u, v: np.hypot(u, v) < 0.3),
+    "meshed": lambda pen: _lattice(pen, lambda u, v: (np.abs(u) > 0.36) | (np.abs(v) > 0.36)),
+    "bricked": _bricks,
+    "zigzag": _zigzag,
+    "ringed": _rings,
+    "radiant": _rays,
+    "clouded": lambda pen: blobs(pen.rng, 1, 6, 1)[0, :, :, 0] > 0.5,
+    "speckled": lambda pen: pen.rng.random((SIDE, SIDE)) < 0.4,
+}
+
+TASKS: dict[str, Task] = {
+    "digits": Task(DIGITS, "a handwritten digit {}", draw_digit),
+    "letters": Task(tuple("abcdefghkmrstxyz"), "a printed letter {}", draw_letter, bright=True),
+    "typefaces": Task(tuple(TYPEFACES), "a letter set in {} type", draw_typeface),
+    "shapes": Task(
+        ("circle", "triangle", "square", "star", "heart", "moon", "cross", "bar"),
+        "the shape of a {}",
+        draw_shape,
+        bright=True,
+    ),
+    "textures": Task(tuple(TEXTURES), "a {} pattern", draw_texture),
+    "colours": Task(tuple(COLOURS), "something painted {}", draw_anything, ink=mix_colour),
+    "counts": Task(NUMBERS, "a group of {}", draw_count, bright=True),
+    "arrows": Task(DIRECTIONS, "an arrow pointing {}", draw_arrow),
+}
+"""In the order in which they are reported."""
+
+
+def render(task: str, n: int, *, held_out: bool, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """`n` pictures (n, 32, 32, 3) of a task and their labels (n,), the classes taking turns.
+
+    Training pictures and held-out ones come from different streams of chance, and the handwriting
+    among them from different scans.
+    """
+    spec = TASKS[task]
+    rng = np.random.default_rng([seed, list(TASKS).index(task), held_out])
+    pen = Pen(rng, held_out)
+    labels = np.arange(n) % len(spec.classes)
+    masks = np.zeros((n, SIDE, SIDE), dtype=np.float32)
+    inks = np.zeros((n, 3), dtype=np.float32)
+    for i, label in enumerate(labels):
+        name = spec.classes[label]
+        pen.turn = i // len(spec.classes)
+        masks[i] = spec.draw(pen, name)
+        if spec.ink:
+            inks[i] = spec.ink(pen, name)
+    return paint(rng, masks, bright=spec.bright, ink=inks if spec.ink else None), labels

@@ -1,0 +1,244 @@
+"""Training the demo's models: a tiny CLIP on all tasks, then its vision tower once per task.
+
+As with the CLIP models of the merging literature, the pretrained model sees much and names it
+badly, and fine-tuning moves the vision tower alone, and only a little.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from transformers import CLIPConfig, CLIPModel, CLIPTokenizer, CLIPVisionModel
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from transformers.models.clip.tokenization_clip import bytes_to_unicode
+
+from fusion_bench_nufilt.demo.recipe import Recipe
+from fusion_bench_nufilt.demo.render import SIDE
+from fusion_bench_nufilt.demo.tasks import TASKS, render
+
+Tick = Callable[[], object]
+"""Called once a training step."""
+
+MEAN, STD = torch.tensor(OPENAI_CLIP_MEAN), torch.tensor(OPENAI_CLIP_STD)
+
+ALL_PROMPTS = [prompt for task in TASKS.values() for prompt in task.prompts()]
+
+
+def normalise(pictures: Tensor) -> Tensor:
+    """uint8 (..., 32, 32, 3) → float32 (..., 3, 32, 32), as CLIP's image processor has them."""
+    return ((pictures.float() / 255 - MEAN) / STD).movedim(-1, -3)
+
+
+# --- the untrained model ----------------------------------------------------------------------
+
+
+def make_tokenizer(folder: Path) -> CLIPTokenizer:
+    """A CLIP tokenizer with one token for each word of the prompts; its files go to `folder`."""
+    letters = list(bytes_to_unicode().values())
+    ranks: dict[tuple[str, str], int] = {}
+    for word in sorted({word for prompt in ALL_PROMPTS for word in prompt.split()}):
+        # Merge as the tokenizer will, earliest merges first, and add a merge where none applies.
+        parts = [*word[:-1], word[-1] + "</w>"]
+        while len(parts) > 1:
+            pairs = list(pairwise(parts))
+            pair = min(pairs, key=lambda pair: ranks.get(pair, len(ranks)))
+            ranks.setdefault(pair, len(ranks))
+            i = pairs.index(pair)
+            parts[i : i + 2] = ["".join(pair)]
+    vocabulary = letters + [letter + "</w>" for letter in letters]
+    vocabulary += sorted({a + b for a, b in ranks} - set(vocabulary))
+    vocabulary += ["<|startoftext|>", "<|endoftext|>"]
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    vocab_file, merges_file = folder / "vocab.json", folder / "merges.txt"
+    vocab_file.write_text(json.dumps(ids, ensure_ascii=False), encoding="utf-8")
+    lines = ["#version: 0.2", *(f"{a} {b}" for a, b in ranks), ""]
+    merges_file.write_text("\n".join(lines), encoding="utf-8")
+    return CLIPTokenizer(str(vocab_file), str(merges_file), model_max_length=77)
+
+
+def make_clip(recipe: Recipe, tokenizer: CLIPTokenizer) -> CLIPModel:
+    """An untrained CLIP. Its weights come from torch's global generator."""
+
+    def tower(width: int, layers: int, heads: int) -> dict[str, object]:
+        return {
+            "hidden_size": width,
+            "intermediate_size": recipe.widening * width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "projection_dim": recipe.width,
+            "hidden_act": "gelu",
+        }
+
+    vision = tower(recipe.width, recipe.layers, recipe.heads)
+    text = tower(recipe.text_width, recipe.text_layers, heads=2)
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return CLIPModel(
+        CLIPConfig(
+            projection_dim=recipe.width,
+            vision_config=vision | {"image_size": SIDE, "patch_size": recipe.patch},
+            text_config=text
+            | {"vocab_size": len(tokenizer), "max_position_embeddings": 77}
+            | {name: getattr(tokenizer, name) for name in special},
+        )
+    )
+
+
+@torch.no_grad()
+def open_eyes(clip: CLIPModel, pictures: Tensor, generator: torch.Generator) -> None:
+    """Start the vision tower's embeddings where it learns fast.
+
+    Patches are embedded as whitened principal components: neighbouring pixels are nearly equal,
+    and a random embedding sees little but brightness. Positions are embedded as waves in x and y,
+    as strong as the patches: random ones start too weak for attention to tell places apart.
+    """
+    embeddings = clip.vision_model.embeddings
+    weight = embeddings.patch_embedding.weight
+    width, _, size, _ = weight.shape
+
+    patches = F.unfold(normalise(pictures), size, stride=size).transpose(1, 2).flatten(0, 1)
+    _, S, Vh = torch.linalg.svd(patches - patches.mean(0), full_matrices=False)
+    std = S / len(patches) ** 0.5
+    components = (Vh / (std + 0.05 * std[0])[:, None])[:width]
+    mix = torch.linalg.qr(torch.randn(width, width, generator=generator))[0]
+    weight.copy_(0.5 * (mix[:, : len(components)] @ components).view_as(weight))
+
+    side = SIDE // size
+    place = torch.cartesian_prod(torch.arange(side), torch.arange(side))[..., None]
+    phase = place * torch.linspace(math.pi / side, math.pi, width // 4)
+    waves = torch.cat([phase.sin(), phase.cos()], dim=-1).flatten(1)
+    embeddings.position_embedding.weight[0] = 0
+    embeddings.position_embedding.weight[1:] = 0.5 * waves
+
+
+# --- training ---------------------------------------------------------------------------------
+
+
+def minimise(
+    loss: Callable[[], Tensor],
+    parameters: Iterable[nn.Parameter],
+    *,
+    steps: int,
+    lr: float,
+    warmup: int = 0,
+    weight_decay: float = 0.0,
+    tick: Tick,
+) -> None:
+    """AdamW, with a linear warm-up and a cosine down to zero."""
+    parameters = list(parameters)
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, betas=(0.9, 0.98))
+    for step in range(steps):
+        rise = min(1.0, (step + 1) / (warmup + 1))
+        fall = 0.5 * (1 + math.cos(math.pi * step / steps))
+        optimizer.param_groups[0]["lr"] = lr * rise * fall
+        optimizer.zero_grad()
+        loss().backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        tick()
+
+
+def text_features(clip: CLIPModel, tokenizer: CLIPTokenizer, prompts: list[str]) -> Tensor:
+    """Unit rows, one a prompt."""
+    tokens = tokenizer(prompts, padding=True, return_tensors="pt")
+    return F.normalize(clip.get_text_features(**tokens), dim=-1)
+
+
+def contrast_with(
+    target: Tensor, clip: CLIPModel, vision: nn.Module, pictures: Tensor, labels: Tensor,
+    batch: int, generator: torch.Generator,
+) -> Callable[[], Tensor]:  # fmt: skip
+    """CLIP's loss on one random batch a call: each picture is to find its prompt among `target`."""
+    scale = clip.logit_scale.exp().item()
+
+    def loss() -> Tensor:
+        i = torch.randint(len(pictures), (batch,), generator=generator)
+        pooled = vision(pixel_values=normalise(pictures[i])).pooler_output
+        features = F.normalize(clip.visual_projection(pooled), dim=-1)
+        return F.cross_entropy(scale * features @ target.T, labels[i])
+
+    return loss
+
+
+def load_pictures(recipe: Recipe, task: str) -> tuple[Tensor, Tensor]:
+    """Training pictures (n, 32, 32, 3) and labels (n,) of one task."""
+    pictures, labels = render(task, recipe.train_pictures, held_out=False, seed=recipe.seed)
+    return torch.from_numpy(pictures), torch.from_numpy(labels)
+
+
+def pretrain(recipe: Recipe, folder: Path, tick: Tick) -> tuple[CLIPModel, CLIPTokenizer]:
+    """The shared pretrained model. The tokenizer's files are left in `folder`."""
+    generator = torch.Generator().manual_seed(recipe.seed)
+    tokenizer = make_tokenizer(folder)
+    clip = make_clip(recipe, tokenizer).train()
+
+    images, names, seen = [], [], 0
+    for task, spec in TASKS.items():
+        x, y = load_pictures(recipe, task)
+        images.append(x)
+        names.append(seen + y)
+        seen += len(spec.classes)
+    pictures, labels = torch.cat(images), torch.cat(names)
+    sample = torch.randperm(len(pictures), generator=generator)[:2000]
+    open_eyes(clip, pictures[sample], generator)
+
+    # 1. Words apart from each other, so that they can serve as targets.
+    train_words = partial(
+        minimise,
+        parameters=[*clip.text_model.parameters(), *clip.text_projection.parameters()],
+        steps=recipe.text_steps,
+        lr=recipe.text_lr,
+        tick=tick,
+    )
+
+    def crowding() -> Tensor:
+        f = text_features(clip, tokenizer, ALL_PROMPTS)
+        return F.cross_entropy(10 * f @ f.T, torch.arange(len(f)))
+
+    train_words(crowding)
+
+    # 2. Pictures towards their words.
+    target = text_features(clip, tokenizer, ALL_PROMPTS).detach()
+    minimise(
+        contrast_with(target, clip, clip.vision_model, pictures, labels, recipe.batch, generator),
+        [*clip.vision_model.parameters(), *clip.visual_projection.parameters()],
+        steps=recipe.pretrain_steps,
+        lr=recipe.pretrain_lr,
+        warmup=recipe.pretrain_warmup,
+        weight_decay=0.05,
+        tick=tick,
+    )
+
+    # 3. Words away from their pictures. A real CLIP sees better than it names: this is what
+    #    fine-tuning gains from with small changes of the weights, and what merging lives on.
+    noise = torch.randn(target.shape, generator=generator) / target.shape[1] ** 0.5
+    elsewhere = F.normalize(target + recipe.misalignment * noise, dim=-1)
+
+    def distance() -> Tensor:
+        return 1 - (text_features(clip, tokenizer, ALL_PROMPTS) * elsewhere).sum(-1).mean()
+
+    train_words(distance)
+    return clip.eval(), tokenizer
+
+
+def finetune(
+    recipe: Recipe, clip: CLIPModel, tokenizer: CLIPTokenizer, vision: CLIPVisionModel,
+    task: str, tick: Tick,
+) -> None:  # fmt: skip
+    """Train `vision`, in place, on one task; everything else of `clip` is frozen."""
+    clip.requires_grad_(False)
+    pictures, labels = load_pictures(recipe, task)
+    target = text_features(clip, tokenizer, TASKS[task].prompts())
+    generator = torch.Generator().manual_seed(recipe.seed)
+    minimise(
+        contrast_with(target, clip, vision.train(), pictures, labels, recipe.batch, generator),
+        vision.parameters(), steps=recipe.finetune_steps, lr=recipe.finetune_lr, tick=tick,
+    )  # fmt: skip
+    vision.eval()

@@ -1,0 +1,120 @@
+"""The cache: built once, whole or not at all, the same whoever builds it."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fusion_bench_nufilt.demo import build
+from fusion_bench_nufilt.demo.recipe import TINY, Recipe, active_recipe, cache_folder
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def copy(demo, tmp_path, monkeypatch):
+    """A copy of the finished folder that a test may damage."""
+    monkeypatch.setenv("NUFILT_CACHE", str(tmp_path))
+    return shutil.copytree(demo, tmp_path / demo.name)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The names of the parts that are made from now on."""
+    names = []
+    appearing = build._appearing
+
+    def spy(target):
+        names.append(target.name)
+        return appearing(target)
+
+    monkeypatch.setattr(build, "_appearing", spy)
+    return names
+
+
+def test_a_finished_cache_is_used_as_it_is(copy, made):
+    assert build.demo_folder() == copy
+    assert made == []
+
+
+def test_only_what_is_missing_is_built_again_to_the_same_bits(copy, made):
+    before = (copy / "shapes" / WEIGHTS).read_bytes()
+    shutil.rmtree(copy / "shapes")
+    build.demo_folder()
+    assert made == ["shapes"]
+    assert (copy / "shapes" / WEIGHTS).read_bytes() == before
+
+
+def test_pretraining_gives_the_same_bits_for_any_seed_threads_and_gradient_mode(copy):
+    before = (copy / "clip" / WEIGHTS).read_bytes()
+    shutil.rmtree(copy / "clip")
+    threads = torch.get_num_threads()
+    torch.manual_seed(123)
+    torch.set_num_threads(2)
+    state = torch.get_rng_state()
+    try:
+        with torch.inference_mode():
+            build.demo_folder()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert (copy / "clip" / WEIGHTS).read_bytes() == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_interrupted_build_leaves_no_part_and_is_taken_up(copy, made, monkeypatch):
+    shutil.rmtree(copy / "digits")
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "finetune", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            build.demo_folder()
+    assert not (copy / "digits").exists()
+    assert list(copy.glob("*.draft")) == []
+    build.demo_folder()
+    assert (copy / "digits" / WEIGHTS).exists()
+
+
+def test_what_a_killed_build_left_is_swept_away(copy):
+    shutil.rmtree(copy / "digits")
+    half = copy / "tmpdead.draft" / "digits"
+    half.mkdir(parents=True)
+    (half / WEIGHTS).write_bytes(b"half")
+    build.demo_folder()
+    assert not half.parent.exists()
+    load_file(copy / "digits" / WEIGHTS)
+
+
+def test_who_comes_second_waits_and_builds_nothing(copy, made, monkeypatch, capsys):
+    # The rival holds the lock, and finishes the missing part while we wait.
+    shutil.move(copy / "digits", copy.parent / "aside")
+    rival = build.FileLock(copy / ".lock")
+    rival.acquire()
+
+    def finish(message):
+        assert "waiting" in message
+        shutil.move(copy.parent / "aside", copy / "digits")
+        rival.release()
+
+    monkeypatch.setattr(build, "_say", finish)
+    build.demo_folder()
+    assert made == []
+
+
+def test_every_number_of_the_recipe_tells_in_the_fingerprint():
+    other = {replace(TINY, **{name: value + 1}).fingerprint() for name, value in vars(TINY).items()}
+    assert len(other | {TINY.fingerprint()}) == len(vars(TINY)) + 1
+
+
+def test_the_environment_chooses_the_recipe_and_the_folder(monkeypatch, tmp_path):
+    for name in ("NUFILT_DEMO", "NUFILT_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert active_recipe() == Recipe()
+    assert cache_folder() == tmp_path / "fusion_bench_nufilt"
+    monkeypatch.setenv("NUFILT_CACHE", str(tmp_path / "mine"))
+    assert cache_folder() == tmp_path / "mine"
+    monkeypatch.setenv("NUFILT_DEMO", "huge")
+    with pytest.raises(ValueError, match=r"huge.*full, tiny"):
+        active_recipe()

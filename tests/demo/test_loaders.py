@@ -1,0 +1,102 @@
+"""The demo as FusionBench sees it: its own pools, our YAML files, and no network."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from fusion_bench.constants import PROJECT_ROOT_PATH
+from fusion_bench.tasks.clip_classification import get_classnames_and_templates
+from fusion_bench.utils import instantiate
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+from fusion_bench_nufilt.demo import (
+    TASKS,
+    load_clip,
+    load_processor,
+    load_test_dataset,
+    load_vision_model,
+    to_pixels,
+)
+
+OURS = Path(__file__).parents[2] / "config"
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(*args):
+        raise AssertionError(f"tried to reach {args[1:]}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture
+def config(demo):
+    GlobalHydra.instance().clear()
+    theirs = str(Path(PROJECT_ROOT_PATH) / "fusion_bench_config")
+    with initialize_config_dir(theirs, version_base=None):
+        yield compose(
+            "fabric_model_fusion",
+            [
+                f"hydra.searchpath=[file://{OURS}]",
+                "modelpool=nufilt_demo",
+                "taskpool=nufilt_demo",
+            ],
+        )
+
+
+def test_the_pool_holds_nine_models_of_one_architecture(config):
+    pool = instantiate(config.modelpool)
+    assert pool.model_names == list(TASKS)
+    pretrained = pool.load_model("_pretrained_").state_dict()
+    shapes = {name: weight.shape for name, weight in pretrained.items()}
+    for task in TASKS:
+        tuned = pool.load_model(task).state_dict()
+        assert {name: weight.shape for name, weight in tuned.items()} == shapes
+        assert any(not torch.equal(tuned[name], pretrained[name]) for name in tuned)
+
+
+def test_the_model_pool_brings_its_task_pool(config):
+    assert config.modelpool.taskpool == config.taskpool
+    assert list(config.taskpool.test_datasets) == list(TASKS)
+
+
+def test_the_task_pool_scores_every_task(config):
+    report = instantiate(config.taskpool).evaluate(load_vision_model("_pretrained_"))
+    for task in TASKS:
+        assert 0 <= report[task]["accuracy"] <= 1
+
+
+def test_fusion_bench_knows_the_words():
+    for name, task in TASKS.items():
+        classes, (template,) = get_classnames_and_templates(name)
+        assert [template(c) for c in classes] == task.prompts()
+
+
+def test_our_fast_pixels_are_the_processor_s(demo):
+    image = load_test_dataset("arrows")[0]["image"]
+    theirs = load_processor()(images=[image], return_tensors="pt")["pixel_values"][0]
+    torch.testing.assert_close(to_pixels(image), theirs)
+
+
+def test_the_tokenizer_has_one_token_for_a_word(demo):
+    tokenizer = load_processor().tokenizer
+    for prompt in (p for task in TASKS.values() for p in task.prompts()):
+        ids = tokenizer(prompt)["input_ids"]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == prompt
+        assert len(ids) == len(prompt.split()) + 2
+
+
+def test_the_clip_and_the_pretrained_tower_are_one(demo):
+    tower = load_vision_model("_pretrained_").vision_model.state_dict()
+    for name, weight in load_clip().vision_model.state_dict().items():
+        assert torch.equal(weight, tower[name])
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones(demo):
+    with pytest.raises(ValueError, match=r"sculptures.*arrows"):
+        load_vision_model("sculptures")
+    with pytest.raises(ValueError, match=r"_pretrained_.*arrows"):
+        load_test_dataset("_pretrained_")
