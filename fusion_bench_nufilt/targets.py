@@ -29,11 +29,11 @@ def select_layers(
 ) -> dict[str, Tensor]:
     """The weights of the linear layers to merge, by state-dict key; a weight shared by modules comes once.
 
-    Patterns follow peft's rules. One string is a regular expression that must match the whole module name. A list names
-    words of the dotted module path, of which one must be found (``q_proj``, ``self_attn``, ``encoder.layers.0``); words
-    end at dots and underscores, so ``attn`` finds ``self_attn``. Two strings are special: ``all-linear`` is every linear
-    layer but the output head, and ``auto`` the paper's layers for CLIP vision towers and T5, else all linear layers in
-    numbered blocks of a decoder, which is logged.
+    Patterns follow peft's rules. One string is a regular expression that must match the whole module name. A list
+    names words of the dotted module path, of which one must be found (``q_proj``, ``self_attn``, ``layers.0``); words
+    end at dots and underscores, so ``attn`` finds ``self_attn``. Two strings are special: ``all-linear`` is every
+    linear layer but the output head, and ``auto`` the paper's layers for CLIP vision towers and T5, else all linear
+    layers in numbered blocks of a decoder, which is logged.
 
     Args:
         model: any module.

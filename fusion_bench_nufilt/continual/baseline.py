@@ -6,7 +6,7 @@ from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
-from fusion_bench import BaseAlgorithm, BaseModelPool
+from fusion_bench import BaseModelPool
 from torch import nn
 
 from .evaluation import Evaluator, score
@@ -15,7 +15,7 @@ from .stream import Evaluate, task_order, tasks_to_score
 
 
 def run_observed(
-    algorithm: BaseAlgorithm,
+    algorithm: Any,
     modelpool: BaseModelPool,
     evaluator: Evaluator,
     *,

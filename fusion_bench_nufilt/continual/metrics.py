@@ -39,7 +39,7 @@ class AccuracyMatrix:
 
     @property
     def bwt(self) -> float:
-        r"""BWT :math:`= \frac{1}{T-1} \sum_{i<T} [a_i(\theta_T) - a_i(\theta_i)]` over tasks with both scores, else NaN."""
+        r"""BWT :math:`= \frac{1}{T-1} \sum_{i<T} [a_i(\theta_T) - a_i(\theta_i)]` of tasks with both, else NaN."""
         last, own = self.values[-1, :-1], np.diagonal(self.values)[:-1]
         both = [i for i in range(len(last)) if not (math.isnan(last[i]) or math.isnan(own[i]))]
         if not both:

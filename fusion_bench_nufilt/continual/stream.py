@@ -24,8 +24,8 @@ def tasks_to_score(order: Sequence[str], step: int, evaluate: Evaluate) -> list[
     Args:
         order: all tasks in merging order.
         step: how many of them are merged.
-        evaluate: ``last`` scores all tasks after the last step; ``diagonal`` also each task right after its own step, all
-            that ACC and BWT need (2T-1 scores); ``every_step`` all tasks seen so far after each (T(T+1)/2 scores).
+        evaluate: ``last`` scores all tasks after the last step; ``diagonal`` also each task right after its own step,
+            all that ACC and BWT need (2T-1 scores); ``every_step`` all tasks seen so far after each (T(T+1)/2 scores).
     """
     if step == len(order) or evaluate == "every_step":
         return list(order[:step])
