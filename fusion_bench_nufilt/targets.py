@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.core.config import OtherParams
-from fusion_bench_nufilt.core.fusion import check_layers
+from fusion_bench_nufilt.core.fusion import check_layers, is_finite
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def check_model(pretrained: nn.Module, model: nn.Module, keys: Sequence[str], *,
                 f"model '{name}', parameter '{key}': shape {tuple(value.shape)} differs from the pretrained "
                 f"model's {tuple(reference[key].shape)}"
             )
-        if not torch.isfinite(value).all():
+        if not is_finite(value):
             raise ValueError(f"model '{name}', parameter '{key}' has NaN or infinite values")
 
 

@@ -23,17 +23,35 @@ import torch
 from torch import Tensor
 
 
+def gram_matrix(tau: Tensor) -> Tensor | None:
+    r""":math:`G = \tau^\top\tau`, ``(n, d_i, d_i)``; None where the products with it are cheaper without it.
+
+    :math:`G B` costs :math:`d_i^2 r_l`, :math:`\tau^\top (\tau B)` costs :math:`2 d_o d_i r_l`.
+    """
+    d_o, d_i = tau.shape[-2:]
+    return tau.mT @ tau if d_i <= 2 * d_o else None
+
+
 @dataclass(frozen=True)
 class Objective:
     """The data-free objective of a stack of n layers of equal shape, reduced to what its gradients need."""
 
     tau: Tensor  # (n, d_o, d_i)
+    gram: Tensor | None  # (n, d_i, d_i), see gram_matrix
     V: Tensor  # (n, d_i, k): the columns of [V_t, V_p]
     H: Tensor  # (n, d_i, h): the columns of tau^T T that need not be zero, the first h of k
     target_norm2: Tensor  # (n,): ||T||_F^2, the loss where BA = 0
 
     @classmethod
-    def build(cls, tau: Tensor, tau_filtered: Tensor, tau_merged: Tensor, V_t: Tensor, V_p: Tensor) -> "Objective":
+    def build(
+        cls,
+        tau: Tensor,
+        tau_filtered: Tensor,
+        tau_merged: Tensor,
+        V_t: Tensor,
+        V_p: Tensor,
+        gram: Tensor | None = None,
+    ) -> "Objective":
         r"""Reduce the objective.
 
         Args:
@@ -42,19 +60,22 @@ class Objective:
             tau_merged: cumulative updates :math:`\tilde\tau`, like ``tau``.
             V_t: task subspaces, ``(n, d_i, r_v)``.
             V_p: protected subspaces, ``(n, d_i, r_p)``.
+            gram: ``gram_matrix(tau)``, if it is at hand already.
         """
         T = -(tau_merged @ V_t)
         if tau_filtered is tau:
             T = torch.cat([T, -(tau @ V_p)], dim=-1)
         else:
-            T += (tau - tau_filtered) @ V_t
-        return cls(tau, torch.cat([V_t, V_p], dim=-1), tau.mT @ T, T.square().sum(dim=(-2, -1)))
+            T += tau @ V_t - tau_filtered @ V_t
+        gram = gram_matrix(tau) if gram is None else gram
+        return cls(tau, gram, torch.cat([V_t, V_p], dim=-1), tau.mT @ T, T.square().sum(dim=(-2, -1)))
 
 
 def fit_adapter(objective: Objective, A: Tensor, *, lr: float, max_steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Minimise the objective by full-batch Adam from (A, B = 0) for a fixed number of steps.
 
-    Fifty steps do not converge: stopping early is part of the method.
+    Fifty steps do not converge: stopping early is part of the method. Each step costs d_i^2 r_l multiplications and
+    writes into the same buffers.
 
     Args:
         objective: of n layers.
@@ -66,28 +87,36 @@ def fit_adapter(objective: Objective, A: Tensor, *, lr: float, max_steps: int) -
         A ``(n, r_l, d_i)``, B ``(n, d_i, r_l)`` and the losses ``(n, max_steps + 1)`` before each update
         and after the last.
     """
-    tau, V, H = objective.tau, objective.V, objective.H
-    d_o, d_i = tau.shape[-2:]
-    h = H.shape[-1]
-    # G B costs d_i^2 r_l once G is known, tau^T (tau B) costs 2 d_o d_i r_l.
-    G = tau.mT @ tau if d_i <= 2 * d_o else None
+    tau, gram, V, H = objective.tau, objective.gram, objective.V, objective.H
+    (n, r_l, d_i), k, h = A.shape, V.shape[-1], H.shape[-1]
+    # One product gives G B and H^T B.
+    GH = None if gram is None else torch.cat([gram, H.mT], dim=-2)
 
-    A = A.clone()
-    B = A.new_zeros(A.shape[0], d_i, A.shape[1])
+    A, B = A.clone(), A.new_zeros(n, d_i, r_l)
     A.grad, B.grad = torch.empty_like(A), torch.empty_like(B)
     adam = torch.optim.Adam([A, B], lr=lr, fused=True)
-    losses = []
+    Y, E = A.new_empty(n, r_l, k), A.new_empty(n, r_l, k)
+    YYt, BtGB = A.new_empty(n, r_l, r_l), A.new_empty(n, r_l, r_l)
+    products, losses = A.new_empty(n, d_i + h, r_l), A.new_empty(n, max_steps + 1)
+    GB, HtB = products[:, :d_i], products[:, d_i:]
     for step in range(max_steps + 1):
-        Y = A @ V
-        GB = tau.mT @ (tau @ B) if G is None else G @ B
-        YYt, BtGB, BtH = Y @ Y.mT, B.mT @ GB, B.mT @ H
-        fitted = (BtGB * YYt).sum(dim=(-2, -1)) - 2 * (BtH * Y[..., :h]).sum(dim=(-2, -1))
-        losses.append(objective.target_norm2 + fitted)
+        if GH is not None:
+            torch.bmm(GH, B, out=products)
+        else:
+            torch.bmm(tau.mT, tau @ B, out=GB)
+            torch.bmm(H.mT, B, out=HtB)
+        torch.bmm(A, V, out=Y)
+        torch.bmm(Y, Y.mT, out=YYt)
+        torch.bmm(B.mT, GB, out=BtGB)
+        # ||T||^2 - 2 <T, tau B Y> + ||tau B Y||^2
+        cross = (HtB.mT * Y[..., :h]).sum(dim=(-2, -1))
+        losses[:, step] = objective.target_norm2 - 2 * cross + (BtGB * YYt).sum(dim=(-2, -1))
         if step == max_steps:
             break
-        torch.baddbmm(GB @ YYt, H, Y[..., :h].mT, beta=2, alpha=-2, out=B.grad)
-        E = BtGB @ Y
-        E[..., :h] -= BtH
-        torch.bmm(E.mul_(2), V.mT, out=A.grad)
+        torch.bmm(GB, YYt, out=B.grad)
+        B.grad.baddbmm_(H, Y[..., :h].mT, beta=2, alpha=-2)
+        torch.bmm(BtGB, Y, out=E)
+        E[..., :h] -= HtB.mT
+        torch.baddbmm(A.grad, E, V.mT, beta=0, alpha=2, out=A.grad)
         adam.step()
-    return A, B, torch.stack(losses, dim=-1)
+    return A, B, losses

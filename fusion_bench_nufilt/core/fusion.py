@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .adapter import Objective, fit_adapter
+from .adapter import Objective, fit_adapter, gram_matrix
 from .config import FusionConfig
 from .projector import first_coordinates, null_space_filter, protected_subspace
 from .subspace import subspace_affinity, top_right_singular_vectors
@@ -90,7 +90,8 @@ def fuse_layers(
         start = time.perf_counter()
 
         def stack(weights: Layers) -> Tensor:
-            return torch.stack([_widened(weights[name].detach().to(where)) for name in names])
+            wide = [_widened(weights[name].detach().to(where)) for name in names]
+            return torch.stack(wide) if len(wide) > 1 else wide[0][None]  # a view: no copy of a single layer
 
         theta_0, theta, theta_t = stack(pretrained), stack(merged), stack(task)
         A = stack(lora_A).to(theta.dtype) if config.lora_rank > 0 else None
@@ -135,10 +136,15 @@ def check_layers(reference: Layers, layers: Layers, *, model: str) -> None:
                 f"model '{model}', layer '{name}': shape {tuple(other.shape)} differs from the pretrained "
                 f"model's {tuple(weight.shape)}"
             )
-        if not torch.isfinite(other).all():
+        if not is_finite(other):
             raise ValueError(f"model '{model}', layer '{name}': the weight has NaN or infinite values")
     if extra := layers.keys() - reference.keys():
         raise ValueError(f"model '{model}' has layers that the pretrained model lacks: {sorted(extra)}")
+
+
+def is_finite(weight: Tensor) -> bool:
+    """Whether all values are finite, in one pass without a temporary: a sum shows every NaN and infinity."""
+    return bool(torch.isfinite(weight.sum(dtype=_widened_dtype(weight))))
 
 
 def _check_adapters(layers: Layers, lora_A: Layers, rank: int) -> None:
@@ -153,39 +159,43 @@ def _fuse_stack(
     theta_0: Tensor, theta: Tensor, theta_t: Tensor, A: Tensor | None, config: FusionConfig
 ) -> tuple[Tensor, Tensor]:
     """One step on n layers ``(n, d_o, d_i)``: new weights, and the numbers of LayerReport ``(n, 7)``."""
+
+    def norm2(x: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(x, dim=(-2, -1)).square()
+
     tau, tau_merged = theta_t - theta_0, theta - theta_0
-    V_t = top_right_singular_vectors(tau, config.task_rank)
+    tau_norm2, tau_merged_norm2 = norm2(tau), norm2(tau_merged)
+    fresh = (tau_merged_norm2 == 0)[:, None, None]  # nothing was merged into these layers so far
+
+    gram = gram_matrix(tau)
+    V_t = top_right_singular_vectors(tau, config.task_rank, gram)
     V_p = protected_subspace(tau_merged, config.null_rank)
-    fresh = (tau_merged == 0).all(dim=-1).all(dim=-1)[:, None, None]
     if config.first_task == "release":
         V_p = torch.where(fresh, first_coordinates(tau, config.null_rank), V_p)
-
     if config.null_space is False:
         tau_filtered = tau
     elif config.null_space == "zero":
         tau_filtered = torch.zeros_like(tau)
     else:
         tau_filtered = null_space_filter(tau, V_p)
-    objective = Objective.build(tau, tau_filtered, tau_merged, V_t, V_p)
+    objective = Objective.build(tau, tau_filtered, tau_merged, V_t, V_p, gram)
 
     weights = theta + tau_filtered
-    first = weights if config.first_task == "release" else theta_t
+    first = theta_t if config.first_task == "paper" else weights.clone()
     loss_before = loss_after = objective.target_norm2
     if A is not None and not fresh.all():
         A, B, losses = fit_adapter(objective, A, lr=config.lr, max_steps=config.max_steps)
-        weights = torch.baddbmm(weights, tau @ B, A)
+        weights.baddbmm_(tau @ B, A)
         loss_after = losses[:, -1]
-    weights = torch.where(fresh, first, weights)
+    if fresh.any():
+        weights = torch.where(fresh, first, weights)
 
-    def norm2(x: Tensor) -> Tensor:
-        return x.square().sum(dim=(-2, -1))
-
-    tiny = torch.finfo(tau.dtype).tiny
+    kept = norm2(tau_filtered) / tau_norm2.clamp_min(torch.finfo(tau.dtype).tiny)
     measures = [
-        norm2(tau).sqrt(),
-        norm2(tau_merged).sqrt(),
+        tau_norm2.sqrt(),
+        tau_merged_norm2.sqrt(),
         norm2(V_p).round(),
-        norm2(tau - tau_filtered) / norm2(tau).clamp_min(tiny),
+        torch.where(tau_norm2 > 0, 1 - kept, 0).clamp_min(0),  # ||tau||^2 = ||tau P||^2 + ||tau (I - P)||^2
         subspace_affinity(V_t, V_p),
         loss_before,
         loss_after,

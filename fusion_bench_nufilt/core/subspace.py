@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def top_right_singular_vectors(tau: Tensor, rank: int) -> Tensor:
+def top_right_singular_vectors(tau: Tensor, rank: int, gram: Tensor | None = None) -> Tensor:
     r"""Orthonormal basis of the span of the top right singular vectors.
 
     The spectrum comes from the smaller Gram matrix: :math:`\tau^\top\tau` for a tall or square matrix,
@@ -13,29 +13,57 @@ def top_right_singular_vectors(tau: Tensor, rank: int) -> Tensor:
     Args:
         tau: matrices of shape ``(..., d_o, d_i)``, float32 or float64.
         rank: number of vectors r; clipped to ``min(d_o, d_i)``.
+        gram: :math:`\tau^\top\tau`, ``(..., d_i, d_i)``, if it is at hand already.
 
     Returns:
-        ``(..., d_i, r)``, columns ordered by falling singular value. Columns beyond the numerical rank
-        (singular value at most ``max(d_o, d_i) * eps`` times the largest, numpy's rule) are zero, so
-        ``V @ V.mT`` is the orthogonal projector on what the matrix really spans.
+        ``(..., d_i, r)``. Columns beyond the numerical rank (singular value at most ``max(d_o, d_i) * eps`` times
+        the largest, numpy's rule) are zero, so ``V @ V.mT`` is the orthogonal projector on what the matrix spans.
     """
     d_o, d_i = tau.shape[-2:]
     rank = min(rank, d_o, d_i)
     if rank == 0:
         return tau.new_zeros(*tau.shape[:-2], d_i, 0)
-    if d_i <= d_o:
-        V = _top_eigenvectors(tau.mT @ tau, rank)
+    if gram is not None or d_i <= d_o:
+        V = top_eigenvectors(tau.mT @ tau if gram is None else gram, rank)
     else:
-        V = torch.linalg.qr(tau.mT @ _top_eigenvectors(tau @ tau.mT, rank)).Q
+        # QR keeps the leading columns' span, so the largest must come first: the last may be rounding alone.
+        V = torch.linalg.qr(tau.mT @ top_eigenvectors(tau @ tau.mT, rank)).Q
     # A Gram matrix squares the singular values and with them the rounding; ||tau v|| does not.
     sigma = torch.linalg.vector_norm(tau @ V, dim=-2, keepdim=True)
     cutoff = max(d_o, d_i) * torch.finfo(tau.dtype).eps * sigma.amax(dim=-1, keepdim=True)
     return V * (sigma > cutoff)
 
 
-def _top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
-    """Eigenvectors ``(..., d, rank)`` of the largest eigenvalues of symmetric ``(..., d, d)``, largest first."""
-    return torch.linalg.eigh(gram).eigenvectors[..., -rank:].flip(-1)
+def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
+    """Eigenvectors ``(..., d, rank)`` of positive semidefinite ``(..., d, d)``, those of the largest eigenvalues first.
+
+    A few vectors of a large matrix come from block iteration, many or those of a small one from a full solver,
+    whichever is faster (``benchmarks/RESULTS.md``); both end at the same residual, a few roundings of the norm.
+    """
+    d = gram.shape[-1]
+    vectors = _block_iteration(gram, rank) if d >= 256 and 16 * rank <= d else None
+    if vectors is None:
+        vectors = torch.linalg.eigh(gram).eigenvectors[..., -rank:]
+    return vectors.flip(-1)
+
+
+def _block_iteration(gram: Tensor, rank: int, max_rounds: int = 24) -> Tensor | None:
+    """Subspace iteration on a block of ``2 rank + 16`` vectors with Rayleigh-Ritz; None if it does not converge."""
+    d, block = gram.shape[-1], 2 * rank + 16
+    # The start is random, so that no eigenvector is missed, and always the same, so that results repeat.
+    start = torch.randn(d, block, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    X = torch.linalg.qr(start).Q.to(gram).expand(*gram.shape[:-2], -1, -1)
+    tolerance = 12 * torch.finfo(gram.dtype).eps  # the floor, where rounding takes over, is about 4
+    for _ in range(max_rounds):
+        Y = gram @ X
+        eigenvalues, Z = torch.linalg.eigh(X.mT @ Y)
+        X, Y = X @ Z, Y @ Z
+        residual = (Y - X * eigenvalues[..., None, :])[..., -rank:]
+        largest = eigenvalues[..., -1]
+        if (torch.linalg.vector_norm(residual, dim=-2).amax(dim=-1) <= tolerance * largest).all():
+            return X[..., -rank:]
+        X = torch.linalg.qr(gram @ Y).Q
+    return None
 
 
 def subspace_affinity(V: Tensor, W: Tensor) -> Tensor:

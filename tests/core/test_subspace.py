@@ -5,7 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_bench_nufilt.core.subspace import subspace_affinity, top_right_singular_vectors
+from fusion_bench_nufilt.core.subspace import (
+    _block_iteration,
+    subspace_affinity,
+    top_eigenvectors,
+    top_right_singular_vectors,
+)
 from tests.core.matrices import matrix_with_spectrum
 
 sizes = st.integers(1, 24)
@@ -57,7 +62,41 @@ def test_float32_is_accurate_to_its_own_precision_where_the_spectrum_has_a_gap(s
     assert error < 1e-4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decay", [0.2, 0.7, 2.0])
+@pytest.mark.parametrize("shape", [(320, 300), (300, 320)])
+def test_a_few_vectors_of_a_large_matrix_are_as_good_as_a_full_solver_s(shape, decay, dtype):
+    """They come from block iteration; both are off by a few roundings of the largest over the gap."""
+    spectrum = torch.arange(1, 301, dtype=torch.float64) ** -decay
+    tau = matrix_with_spectrum(*shape, spectrum, seed=2).to(dtype)
+    expected = torch.linalg.svd(tau.double(), full_matrices=False).Vh[:8].mT
+    actual = top_right_singular_vectors(tau, 8).double()
+    gap = (spectrum[7] ** 2 - spectrum[8] ** 2) / spectrum[0] ** 2
+    assert torch.linalg.matrix_norm(projector(actual) - projector(expected), 2) < 30 * torch.finfo(dtype).eps / gap
+
+
+@pytest.mark.parametrize("clusters", [(3, 20), (20, 3), (8, 200)])
+def test_block_iteration_takes_clusters_and_ranks_below_the_block(clusters):
+    high, low = clusters
+    spectrum = torch.zeros(300, dtype=torch.float64)
+    spectrum[:high], spectrum[high : high + low] = 1.0, 0.5
+    tau = matrix_with_spectrum(300, 300, spectrum, seed=4)
+    V = top_right_singular_vectors(tau, 8)
+    assert torch.linalg.vector_norm(tau @ V, dim=0).tolist() == pytest.approx([1.0] * min(8, high) + [0.5] * (8 - high))
+    torch.testing.assert_close(V.mT @ V, torch.eye(8, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_where_block_iteration_does_not_converge_the_full_solver_steps_in(monkeypatch):
+    gram = torch.diag(torch.linspace(1, 0.999999, 400, dtype=torch.float64))
+    assert _block_iteration(gram, 8, max_rounds=3) is None
+    monkeypatch.setattr("fusion_bench_nufilt.core.subspace._block_iteration", lambda *args: None)
+    expected = torch.eye(400, dtype=torch.float64)[:, :8]
+    torch.testing.assert_close(top_eigenvectors(gram, 8).abs(), expected, rtol=0, atol=1e-9)
+
+
 def test_a_zero_matrix_spans_nothing():
+    assert top_right_singular_vectors(torch.zeros(300, 300), 8).abs().max() == 0
+
     assert top_right_singular_vectors(torch.zeros(5, 4), 3).abs().max() == 0
 
 
