@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.checkpoint import write_text
-from fusion_bench_nufilt.core import FusionConfig, LayerReport, fuse_layers
+from fusion_bench_nufilt.core import FusionConfig, LayerReport, fuse_each
 from fusion_bench_nufilt.core.config import FirstTask, OtherParams, Solver
 from fusion_bench_nufilt.targets import check_model, layer_name, merge_other_params, select_layers
 
@@ -83,19 +83,20 @@ class NufiltContinualMergingAlgorithm(ContinualMergingAlgorithm):
         def layers(model: nn.Module) -> dict[str, torch.Tensor]:
             return {layer_name(key): model.get_parameter(key).detach() for key in self._layers}
 
-        with tqdm(total=len(self._layers), desc=f"Merging {name}", leave=False, disable=None) as bar:
-            fused, reports = fuse_layers(
-                layers(pretrained),
-                layers(merged),
-                layers(task),
-                self.fusion_config,
-                seed=self.seed,
-                step=step,
-                progress=lambda _: bar.update(),
-                device=self.fabric.device,
-            )
-        for key, weight in zip(self._layers, fused.values(), strict=True):
-            merged.get_parameter(key).data.copy_(weight)
+        keys = {layer_name(key): key for key in self._layers}
+        reports = {}
+        fused = fuse_each(
+            layers(pretrained),
+            layers(merged),
+            layers(task),
+            self.fusion_config,
+            seed=self.seed,
+            step=step,
+            device=self.fabric.device,
+        )
+        bar = tqdm(fused, total=len(keys), desc=f"Merging {name}", unit="layer", leave=False, disable=None)
+        for layer, weight, reports[layer] in bar:
+            merged.get_parameter(keys[layer]).data.copy_(weight)
         merge_other_params(merged, task, self._layers, self.fusion_config.other_params, step)
         self._record(step, name, reports)
         return merged

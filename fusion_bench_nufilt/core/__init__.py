@@ -1,6 +1,6 @@
 """The method on tensors: needs torch, reads no file, prints nothing."""
 
 from .config import FusionConfig
-from .fusion import LayerReport, check_layers, fuse_layers
+from .fusion import LayerReport, check_layers, fuse_each, fuse_layers
 
-__all__ = ["FusionConfig", "LayerReport", "check_layers", "fuse_layers"]
+__all__ = ["FusionConfig", "LayerReport", "check_layers", "fuse_each", "fuse_layers"]

@@ -2,9 +2,9 @@
 
 import hashlib
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ _R = TypeVar("_R")
 class LayerReport:
     """What happened to one layer."""
 
-    shape: tuple[int, int]  # (d_o, d_i)
+    shape: tuple[int, ...]  # (d_o, d_i)
     seconds: float  # wall time, shared evenly by layers solved together
     task_norm: float  # Frobenius norm of the new task vector
     merged_norm: float  # Frobenius norm of the cumulative update before this step
@@ -45,7 +45,7 @@ def fuse_layers(
     seed: int = 0,
     step: int = 1,
     lora_A: Layers | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], object] | None = None,
     device: torch.device | str | None = None,
     batch_bytes: int = 2**30,
 ) -> tuple[dict[str, Tensor], dict[str, LayerReport]]:
@@ -76,17 +76,42 @@ def fuse_layers(
     Raises:
         ValueError: the three models do not fit or hold non-finite values; names the model, layer and shapes.
     """
+    fused, reports = {}, {}
+    each = fuse_each(
+        pretrained, merged, task, config, seed=seed, step=step, lora_A=lora_A, device=device, batch_bytes=batch_bytes
+    )
+    for name, weight, report in each:
+        fused[name], reports[name] = weight, report
+        if progress is not None:
+            progress(name)
+    return {name: fused[name] for name in merged}, {name: reports[name] for name in merged}
+
+
+def fuse_each(
+    pretrained: Layers,
+    merged: Layers,
+    task: Layers,
+    config: FusionConfig,
+    *,
+    seed: int = 0,
+    step: int = 1,
+    lora_A: Layers | None = None,
+    device: torch.device | str | None = None,
+    batch_bytes: int = 2**30,
+) -> Iterator[tuple[str, Tensor, LayerReport]]:
+    """:func:`fuse_layers` layer by layer, for who has no room for all results at once.
+
+    Yields name, new weight and report of each layer as it is finished, layers of equal shape together. A layer of
+    ``merged`` may be overwritten once it was yielded.
+    """
     check_layers(pretrained, pretrained, model="pretrained")
     check_layers(pretrained, merged, model="merged")
     check_layers(pretrained, task, model="task")
-    if device is None:
-        device = next(iter(merged.values())).device if merged else "cpu"
-    where = torch.device(device)
-    if lora_A is None:
-        lora_A = {name: _initial_A(name, like.shape[1], config, seed, step) for name, like in merged.items()}
-    _check_adapters(merged, lora_A, config.lora_rank)
+    if lora_A is not None:
+        _check_adapters(merged, lora_A, config.lora_rank)
+    where = torch.device(device or next((weight.device for weight in merged.values()), "cpu"))
 
-    def solve(names: list[str]) -> tuple[list[Tensor], list[LayerReport]]:
+    def solve(names: list[str]) -> list[tuple[str, Tensor, LayerReport]]:
         start = time.perf_counter()
 
         def stack(weights: Layers) -> Tensor:
@@ -94,25 +119,23 @@ def fuse_layers(
             return torch.stack(wide) if len(wide) > 1 else wide[0][None]  # a view: no copy of a single layer
 
         theta_0, theta, theta_t = stack(pretrained), stack(merged), stack(task)
-        A = stack(lora_A).to(theta.dtype) if config.lora_rank > 0 else None
+        A = None
+        if config.lora_rank > 0:
+            d_i = theta.shape[-1]
+            drawn = lora_A or {name: _initial_A(name, d_i, config, seed, step) for name in names}
+            A = stack(drawn).to(theta.dtype)
         weights, measures = _fuse_stack(theta_0, theta, theta_t, A, config)
-        likes = [merged[name] for name in names]
-        fused = [weight.to(like.device, like.dtype) for weight, like in zip(weights, likes, strict=True)]
         rows = measures.tolist()  # waits for an accelerator
         seconds = (time.perf_counter() - start) / len(names)
-        shape = (int(theta.shape[-2]), int(theta.shape[-1]))
-        return fused, [LayerReport(shape, seconds, *row) for row in rows]
+        results = []
+        for name, weight, row in zip(names, weights, rows, strict=True):
+            like = merged[name]
+            report = LayerReport(tuple(like.shape), seconds, *row)
+            results.append((name, weight.to(like.device, like.dtype), report))
+        return results
 
-    fused: dict[str, Tensor] = {}
-    reports: dict[str, LayerReport] = {}
-    stacks = list(_stacks(merged, where, batch_bytes))
-    for names, (weights, rows) in zip(stacks, _map(solve, stacks, where), strict=True):
-        fused.update(zip(names, weights, strict=True))
-        reports.update(zip(names, rows, strict=True))
-        if progress is not None:
-            for name in names:
-                progress(name)
-    return {name: fused[name] for name in merged}, {name: reports[name] for name in merged}
+    for results in _map(solve, list(_stacks(merged, where, batch_bytes)), where):
+        yield from results
 
 
 def check_layers(reference: Layers, layers: Layers, *, model: str) -> None:
@@ -227,7 +250,14 @@ def _map(function: Callable[[_T], _R], items: Sequence[_T], where: torch.device)
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield from pool.map(function, items)
+            # Not all at once: what is finished waits in memory until it is taken.
+            ahead: deque[Future[_R]] = deque()
+            for item in items:
+                ahead.append(pool.submit(function, item))
+                if len(ahead) > 2 * threads:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
     finally:
         torch.set_num_threads(threads)
 
