@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fusion_bench_nufilt.demo import demo_folder
+
 REPO = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("NUFILT_SHARED", REPO.parent / "shared"))
 
@@ -21,8 +23,24 @@ def shared_or_skip(part: str) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_cache(tmp_path_factory):
-    """An empty cache for the tiny version of the demo, built once for all tests."""
-    return tmp_path_factory.mktemp("demo_cache")
+    """A cache with the tiny version of the demo, built once for all tests."""
+    cache = tmp_path_factory.mktemp("demo_cache")
+    with pytest.MonkeyPatch.context() as patch:
+        use_tiny_demo(patch, cache)
+        demo_folder()
+    return cache
+
+
+def use_tiny_demo(patch, cache):
+    patch.setenv("NUFILT_DEMO", "tiny")
+    patch.setenv("NUFILT_CACHE", str(cache))
+
+
+@pytest.fixture
+def demo(demo_cache, monkeypatch):
+    """The finished folder of the tiny demo, with the environment pointing at it."""
+    use_tiny_demo(monkeypatch, demo_cache)
+    return demo_folder()
 
 
 @pytest.fixture

@@ -1,15 +1,11 @@
 """The demo as FusionBench sees it: its own pools, our YAML files, and no network."""
 
 import socket
-from pathlib import Path
 
 import pytest
 import torch
-from fusion_bench.constants import PROJECT_ROOT_PATH
 from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from fusion_bench.utils import instantiate
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 
 from fusion_bench_nufilt.demo import (
     TASKS,
@@ -19,8 +15,7 @@ from fusion_bench_nufilt.demo import (
     load_vision_model,
     to_pixels,
 )
-
-OURS = Path(__file__).parents[2] / "config"
+from fusion_bench_nufilt.demo.__main__ import compose_run
 
 
 @pytest.fixture(autouse=True)
@@ -34,17 +29,7 @@ def no_network(monkeypatch):
 
 @pytest.fixture
 def config(demo):
-    GlobalHydra.instance().clear()
-    theirs = str(Path(PROJECT_ROOT_PATH) / "fusion_bench_config")
-    with initialize_config_dir(theirs, version_base=None):
-        yield compose(
-            "fabric_model_fusion",
-            [
-                f"hydra.searchpath=[file://{OURS}]",
-                "modelpool=nufilt_demo",
-                "taskpool=nufilt_demo",
-            ],
-        )
+    return compose_run(["modelpool=nufilt_demo", "taskpool=nufilt_demo"])
 
 
 def test_the_pool_holds_nine_models_of_one_architecture(config):

@@ -1,0 +1,69 @@
+"""Scoring a stream step by step: FusionBench's way against one evaluator that is set up once, side by side.
+
+    python benchmarks/evaluation.py modelpool=nufilt_demo
+    python benchmarks/evaluation.py modelpool=clip-vit-base-patch32_TA8 --steps 3
+
+FusionBench's continual methods reset the task pool at every step, so that the CLIP model, processor and data sets are
+loaded and all prompts encoded anew. Both ways score the pretrained model on the tasks seen so far, after each step.
+"""
+
+import argparse
+import contextlib
+import io
+import time
+from copy import deepcopy
+
+import torch
+from fusion_bench.utils import instantiate
+from fusion_bench.utils.instantiate_utils import set_print_function_call
+from lightning import Fabric
+from omegaconf import DictConfig
+
+from fusion_bench_nufilt.continual import Evaluator
+from fusion_bench_nufilt.demo.__main__ import compose_run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="+", help="of fusion_bench: a model pool that brings its CLIP task pool")
+    parser.add_argument("--steps", type=int, help="only the first so many steps")
+    arguments = parser.parse_args()
+
+    config = compose_run(arguments.overrides).modelpool
+    with set_print_function_call(False):
+        modelpool = instantiate({key: value for key, value in config.items() if key != "taskpool"})
+        names = modelpool.model_names[: arguments.steps]
+        model = modelpool.load_pretrained_model()
+
+        def make_pool():
+            taskpool = instantiate(config.taskpool)
+            taskpool._fabric_instance = Fabric(devices=1)
+            return taskpool
+
+        ours, theirs = Evaluator(make_pool()), make_pool()
+        datasets = deepcopy(theirs._test_datasets)
+        seconds = {"reset at every step": [], "set up once": []}
+        for step in range(1, len(names) + 1):
+            begin = time.perf_counter()
+            with contextlib.redirect_stderr(io.StringIO()):
+                theirs._is_setup = False
+                theirs._test_datasets = DictConfig({name: datasets[name] for name in names[:step]})
+                expected = theirs.evaluate(deepcopy(model))
+                middle = time.perf_counter()
+                report = ours.report(model, names[:step])
+            seconds["reset at every step"].append(middle - begin)
+            seconds["set up once"].append(time.perf_counter() - middle)
+            assert all(report[name]["accuracy"] == expected[name]["accuracy"] for name in names[:step])
+
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {len(names)} steps, the same scores both ways\n"
+    )
+    print("| task pool | first step (s) | last step (s) | all steps (s) |\n| --- | --- | --- | --- |")
+    for label, times in seconds.items():
+        print(f"| {label} | {times[0]:.1f} | {times[-1]:.1f} | {sum(times):.1f} |")
+    first, second = (sum(times) for times in seconds.values())
+    print(f"\nratio {first / second:.1f}")
+
+
+if __name__ == "__main__":
+    main()

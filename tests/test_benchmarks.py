@@ -1,0 +1,80 @@
+"""The benchmark's plain computation is right, its count of operations too, and the script runs."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.conftest import REPO
+from tests.core.test_parity import CASES, TOLERANCE, config_of, load_case
+
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+from merge_step import METHODS, MODELS, make_layer, measure_memory, merge, split
+from plain import needed_flops, plain_step
+
+from fusion_bench_nufilt.core import FusionConfig
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plain_computation_agrees_with_the_parity_vectors(name):
+    case, vectors = load_case(name)
+    merged = pretrained = vectors["pretrained"]
+    for t in range(case["tasks"]):
+        task = vectors[f"task.{t}"]
+        merged = plain_step(pretrained, merged, task, config_of(case), vectors[f"lora_A_init.{t}"])
+        error = (merged - vectors[f"merged.{t}"]).norm() / (task - pretrained).norm()
+        assert error <= TOLERANCE[case["dtype"]], f"step {t}: {error:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("d_o", "d_i", "expected"),
+    [
+        # tall, by hand: Gram matrices 2 * 2*6*4*4; G B 10 * 2*4*4*3; tau P 4*6*4*2; T, H 4*6*4*1;
+        # A V, E V^T 10 * 4*3*4*3; r_l and r_v products 10 * 4*4*3*4; tau B A 4*6*4*3
+        (6, 4, 384 + 960 + 192 + 96 + 1440 + 1920 + 288),
+        # wide: Gram matrices 2 * 2*2*8*2; tau^T (tau B) 10 * 4*2*8*3; left to right 2*2*8*3; tau P 4*2*8*2;
+        # T, H 4*2*8*1; A V, E V^T 10 * 4*3*8*3; r_l and r_v products 10 * 4*8*3*4; tau B A 4*2*8*3
+        (2, 8, 128 + 1920 + 96 + 128 + 64 + 2880 + 3840 + 192),
+    ],
+)
+def test_the_count_of_operations_agrees_with_a_count_by_hand(d_o, d_i, expected):
+    config = FusionConfig(null_rank=2, lora_rank=3, task_rank=1, max_steps=10)
+    assert needed_flops(d_o, d_i, config) == expected
+
+
+def test_inputs_are_reproducible_and_a_task_is_1_to_2_percent_of_the_weight():
+    (theta_0, theta, theta_t, _), again = make_layer((40, 30), 1, "cpu"), make_layer((40, 30), 1, "cpu")
+    assert torch.equal(theta, again[1])
+    assert 0.01 <= (theta_t - theta_0).norm() / theta_0.norm() <= 0.02
+    sigma = torch.linalg.svdvals((theta_t - theta_0).double())
+    torch.testing.assert_close(sigma / sigma[0], torch.arange(1, 31).double() ** -0.7, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_merges_a_layer(method):
+    layer = make_layer((48, 40), 0, "cpu")
+    (merged,) = merge(method, [layer], "cpu", FusionConfig())
+    assert merged.shape == (48, 40)
+    assert 0 < (merged - layer[1]).norm() < 5 * (layer[2] - layer[0]).norm()
+
+
+def test_memory_and_parts_are_measured():
+    row = measure_memory("ours", MODELS["tiny"], "cpu", torch.get_num_threads())
+    assert row["extra MB"] >= 0
+    assert all(seconds > 0 for seconds in split([make_layer((48, 40), 0, "cpu")]).values())
+
+
+def test_the_script_writes_its_tables(tmp_path):
+    options = ["--shapes", "tiny", "--layers", "1", "--repeats", "1", "--patience", "0.1", "--out", str(tmp_path)]
+    command = [sys.executable, str(REPO / "benchmarks" / "merge_step.py"), *options, "--methods", "plain,WUDI"]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    subprocess.run([*command, "--no-memory"], env=environment, check=True, capture_output=True, timeout=300)
+    results = json.loads((tmp_path / "results.json").read_text())
+    row = results["steps"]["tiny: 4 of 192x160"]
+    assert row["plain / ours"] == pytest.approx(row["plain"] / row["ours"])
+    assert row["‖ours - plain‖ / ‖τ‖"] <= 1e-3
+    assert "| tiny: 4 of 192x160 |" in (tmp_path / "results.md").read_text()
