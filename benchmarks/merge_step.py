@@ -1,0 +1,299 @@
+"""One merging step, timed: the plain computation, ours, and FusionBench's OPCM, WUDI and DOP on the same layers.
+
+Writes results.md and results.json. README.md beside this file says what is measured and how.
+"""
+
+import argparse
+import ctypes
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads stall each other on a busy machine
+
+import torch
+from plain import needed_flops, plain_step
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
+from fusion_bench_nufilt.core import FusionConfig, fuse_layers
+from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, gram_matrix
+from fusion_bench_nufilt.core.projector import null_space_filter, protected_subspace
+from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+
+# Merged layers: how many of which shape (d_o, d_i).
+MODELS = {
+    "clip-b32": {(768, 768): 48, (3072, 768): 12},
+    "clip-b16": {(768, 768): 48, (3072, 768): 12},
+    "clip-l14": {(1024, 1024): 96, (4096, 1024): 24},
+    "flan-t5-base": {(768, 768): 144, (2048, 768): 48, (768, 2048): 24},
+    "llama-7b-block": {(4096, 4096): 4, (11008, 4096): 2, (4096, 11008): 1},
+    "tiny": {(192, 160): 4, (160, 192): 2},
+}
+METHODS = ("plain", "ours", "OPCM", "WUDI", "DOP")
+PARTS = ("subspaces", "solve", "fuse")
+DIFFERENCE = "‖ours - plain‖ / ‖τ‖"
+CONFIG = FusionConfig()  # the paper's setting
+NOTES = {
+    "steps": "Seconds, float32, medians, all in one run. A model: one layer of every shape (ours: a group) times "
+    "their number. A loop of WUDI or DOP is left after {patience:.0f} s, its remaining equal steps added up.",
+    "limit": "Ours against its matrix products alone at the machine's rate. Parts: layer by layer on one CPU thread.",
+    "memory": "A whole step in a fresh process: peak over the three models' weights, the result included.",
+}
+Shape = tuple[int, int]
+Layer = tuple[Tensor, Tensor, Tensor, Tensor]  # theta_0, theta, theta_t, initial A
+
+
+def make_layer(shape: Shape, number: int, device: str) -> Layer:
+    """A Gaussian weight, a merged model that holds three tasks, and the next; a task is 1 to 2 % of the weight."""
+    random = torch.Generator().manual_seed(number)
+    theta_0 = torch.randn(shape, generator=random) * shape[1] ** -0.5
+    scale = theta_0.norm() * (0.01 + 0.01 * torch.rand((), generator=random))
+
+    def task_vector() -> Tensor:  # shuffled rows and columns of random signs turn singular vectors into others
+        tau = _spectral(shape) * scale
+        for axis, size in enumerate(shape):
+            signs = torch.randint(0, 2, (size,), generator=random) * 2.0 - 1.0
+            tau = tau.index_select(axis, torch.randperm(size, generator=random)) * (signs if axis else signs[:, None])
+        return tau
+
+    theta, theta_t = theta_0 + sum(task_vector() for _ in range(3)), theta_0 + task_vector()
+    A = torch.randn(CONFIG.lora_rank, shape[1], generator=random) * CONFIG.init_std
+    return theta_0.to(device), theta.to(device), theta_t.to(device), A.to(device)
+
+
+@functools.lru_cache(maxsize=1)
+def _spectral(shape: Shape) -> Tensor:
+    """Norm 1, random singular vectors, singular values proportional to k^-0.7."""
+    random, rank = torch.Generator().manual_seed(0), min(shape)
+    left, right = (torch.linalg.qr(torch.randn(size, rank, generator=random)).Q for size in shape)
+    spectrum = torch.arange(1, rank + 1, dtype=torch.float32) ** -0.7
+    return (left * spectrum) @ right.T / spectrum.norm()
+
+
+class Steps:
+    """FusionBench's tqdm here: leaves a loop of equal steps after ``patience`` s; ``skipped`` adds up the rest."""
+
+    patience, skipped = math.inf, 0.0
+    write = staticmethod(lambda *_: None)
+
+    def __init__(self, items: Any, **_: Any) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        begin = now()
+        for done, item in enumerate(self.items, 1):
+            yield item
+            if done < len(self.items) and (elapsed := now() - begin) > Steps.patience:
+                Steps.skipped += elapsed / done * (len(self.items) - done)
+                return
+
+
+def merge(method: str, layers: list[Layer], device: str, config: FusionConfig = CONFIG) -> list[Tensor]:
+    """New weights: ours all at once, the others layer by layer, as FusionBench does."""
+    if method == "ours":
+        *models, lora_A = ({str(number): layer[i] for number, layer in enumerate(layers)} for i in range(4))
+        return list(fuse_layers(*models, config, lora_A=lora_A)[0].values())
+    if method == "plain":
+        return [plain_step(*weights, config, A) for *weights, A in layers]
+    module, peer_step = peer(method, device)
+    with patch.object(module, "tqdm", Steps):
+        return [peer_step(*weights) for *weights, _ in layers]
+
+
+@functools.cache
+def peer(method: str, device: str) -> tuple[Any, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """FusionBench's module, and its own computation for one layer, with the values of its YAML file."""
+    module = importlib.import_module(f"fusion_bench.method.{method.lower()}.{method.lower()}")
+    if method == "OPCM":
+        opcm = module.OPCMForCLIP(alpha=0.5)
+        opcm.previous_lambda_t = opcm.lambda_t = 1
+        merge_linear = torch.no_grad()(opcm.merge_linear_weights)
+        return module, lambda theta_0, theta, theta_t: merge_linear(theta, theta_0, theta_t, "", 0.5, device)
+    if method == "DOP":
+        dop = module.ContinualDOPForCLIP(alpha=0.8, ema_beta=0.999, svd_epsilon=0.99999, lr=1e-4, num_steps=200)
+        dop._fabric_instance = importlib.import_module("lightning").Fabric(accelerator=device, devices=1)
+        return module, lambda theta_0, *models: dop._optimize_weight(theta_0, dict(enumerate(models)), "", 1)
+    wudi = module.wudi_merging  # continually, as in NUFILT's paper: on the task vectors so far and new, 50 steps
+    return module, lambda theta_0, *models: theta_0 + wudi([{"": x - theta_0} for x in models], device, 50)[""].detach()
+
+
+def now() -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def matmul_rate(device: str, largest: int) -> float:
+    """FLOP/s of float32 products of square matrices, at the best size."""
+    rates = []
+    for n in [n for n in (768, 1536, 3072, 4096) if n <= max(768, largest)]:
+        matmul = Timer("x @ x", globals={"x": torch.randn(n, n, device=device)}, num_threads=torch.get_num_threads())
+        rates.append(2 * n**3 / matmul.blocked_autorange(min_run_time=0.5).median)
+    return max(rates)
+
+
+@torch.no_grad()
+def split(layers: list[Layer]) -> dict[str, float]:
+    """Seconds per layer of the parts of our step, one after another."""
+    theta_0, theta, theta_t, A = (torch.stack(x) for x in zip(*layers, strict=True))
+    tau, tau_merged = theta_t - theta_0, theta - theta_0
+    times = [now()]
+    gram = gram_matrix(tau)
+    V_t = top_right_singular_vectors(tau, CONFIG.task_rank, gram)
+    V_p = protected_subspace(tau_merged, CONFIG.null_rank)
+    tau_filtered = null_space_filter(tau, V_p)
+    times.append(now())
+    objective = Objective.build(tau, tau_filtered, tau_merged, V_t, V_p, gram)
+    A, B, _ = fit_adapter(objective, A, lr=CONFIG.lr, max_steps=CONFIG.max_steps)
+    times.append(now())
+    torch.baddbmm(theta + tau_filtered, tau @ B, A)
+    times.append(now())
+    return {part: (b - a) / len(layers) for part, (a, b) in zip(PARTS, pairwise(times), strict=True)}
+
+
+def measure_shape(shape: Shape, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds per layer, side by side: each repeat takes every method in turn, on the repeat's layer."""
+    size = 2 * args.threads if args.device == "cpu" else 16
+    layers = [make_layer(shape, number, args.device) for number in range(size)]
+    columns: dict[str, list[float]] = defaultdict(list)
+    for repeat in range(args.repeats):
+        number, results = repeat % size, {}
+        columns["products"].append(needed_flops(*shape, CONFIG) / matmul_rate(args.device, max(shape)))
+        for method in args.methods:
+            if method != "ours" and max(columns[method], default=0.0) > args.patience:
+                continue
+            Steps.patience, Steps.skipped = args.patience, 0.0
+            group, begin = layers if method == "ours" else [layers[number]], now()
+            merged = merge(method, group, args.device)
+            columns[method].append((now() - begin + Steps.skipped) / len(group))
+            results[method] = merged[number % len(merged)]
+            print(f"  {shape[0]}x{shape[1]} #{repeat + 1} {method}: {columns[method][-1]:.3f} s a layer", flush=True)
+        tau, difference = layers[number][2] - layers[number][0], results["ours"] - results.get("plain", math.nan)
+        columns[DIFFERENCE].append((difference.norm() / tau.norm()).item())
+        torch.set_num_threads(1)
+        for part, seconds in split(layers if args.device == "cuda" else [layers[number]]).items():
+            columns[part].append(seconds)
+        torch.set_num_threads(args.threads)
+    columns["GFLOP"], columns[DIFFERENCE] = [1e-9 * needed_flops(*shape, CONFIG)], [max(columns[DIFFERENCE])]
+    return {column: median(values) for column, values in columns.items()}
+
+
+def table_rows(parts: list[tuple[dict[str, float], int]]) -> tuple[dict[str, float], dict[str, float]]:
+    """A model's rows in both tables, all methods and ours against the limit, from its shapes and their numbers."""
+    total = {key: sum(part[key] * count for part, count in parts) for key in parts[0][0]}
+    total[DIFFERENCE] = max(part[DIFFERENCE] for part, _ in parts)
+    ours, peers = total["ours"], [method for method in METHODS if method in total and method != "ours"]
+    steps = {method: total[method] for method in METHODS if method in total}
+    steps |= {f"{method} / ours": total[method] / ours for method in peers} | {DIFFERENCE: total[DIFFERENCE]}
+    limit = {key: total[key] for key in ("ours", *PARTS, "GFLOP", "products")}
+    limit |= {"ours / products": ours / total["products"], "GFLOP/s": total["GFLOP"] / ours}
+    return steps, limit | {"matmul GFLOP/s": total["GFLOP"] / total["products"]}
+
+
+def measure_memory(method: str, layers: dict[Shape, int], device: str, threads: int) -> dict[str, Any]:
+    """A step over a whole model, to be run in a fresh process: MB at most over the three models' weights.
+
+    Of the methods that iterate, all but ours stop early: their memory is known by then.
+    """
+    torch.set_num_threads(threads)
+    model = [make_layer(shape, number, device) for shape, count in layers.items() for number in range(count)]
+    _spectral.cache_clear()
+    if method not in ("plain", "ours"):
+        peer(method, device)
+    Steps.patience, config = 0.0, CONFIG if method == "ours" else FusionConfig(max_steps=2)
+    ctypes.CDLL(None).malloc_trim(0)  # give back what making the inputs freed, and count the peak from here
+    Path("/proc/self/clear_refs").write_text("5")
+    before, begin = _megabytes(device, "VmRSS"), now()
+    merged = merge(method, model, device, config)
+    spent, extra = now() - begin if method == "ours" else "cut short", _megabytes(device, "VmHWM") - before
+    return {"three models, MB": 3e-6 * sum(x.nbytes for x in merged), "extra MB": extra, "seconds": spent}
+
+
+def _megabytes(device: str, field: str) -> float:
+    """Held now (VmRSS) or at most so far (VmHWM, which unlike ru_maxrss can be reset)."""
+    if device == "cuda":
+        return 1e-6 * (torch.cuda.memory_allocated() if field == "VmRSS" else torch.cuda.max_memory_allocated())
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return 1.024e-3 * int(line.split()[1])
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    """What the numbers depend on."""
+    cpu = [line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    blas = [line.strip(" -") for line in torch.__config__.show().splitlines() if "Kernel Library" in line]
+    about = {"gpu": torch.cuda.get_device_name()} if args.device == "cuda" else {}
+    about |= {"cpu": (cpu or ["?"])[0], "cores": len(os.sched_getaffinity(0)), "threads": args.threads}
+    about |= {name: importlib.metadata.version(name) for name in ("torch", "fusion-bench")}
+    about |= {"blas": (blas or ["?"])[0], "OMP_WAIT_POLICY": os.environ["OMP_WAIT_POLICY"]}
+    return about | {"load before": round(os.getloadavg()[0], 2)}
+
+
+def report(results: dict[str, dict[str, Any]], patience: float) -> str:
+    """Markdown, three digits."""
+    lines = ["# One merging step", "", *(f"- {key}: {value}" for key, value in results["machine"].items())]
+    for name, note in NOTES.items():
+        columns = list(next(iter(results[name].values()), {}))
+        lines += ["", note.format(patience=patience), ""]
+        lines += ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
+        for title, row in results[name].items():
+            cells = [x if isinstance(x, str) else f"{x:.3g}" if abs(x) < 1000 else f"{x:.0f}" for x in row.values()]
+            lines.append("| " + " | ".join([title, *cells]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", default=",".join(list(MODELS)[:-1]), help=f"comma list of {', '.join(MODELS)}")
+    parser.add_argument("--methods", default=",".join(METHODS), help="comma list; ours is always among them")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--layers", type=int, help="only the first so many shapes of each model, for a quick look")
+    parser.add_argument("--patience", type=float, default=30.0, help="seconds that a call may take, see README.md")
+    parser.add_argument("--no-memory", action="store_true", help="do not measure the memory of the first model's step")
+    parser.add_argument("--out", type=Path, default=Path("outputs/benchmark"))
+    args = parser.parse_args(argv)
+    args.methods = [method for method in METHODS if method in [*args.methods.split(","), "ours"]]
+    models = {name: dict(list(MODELS[name].items())[: args.layers]) for name in args.shapes.split(",")}
+    torch.set_num_threads(args.threads)
+    results: dict[str, dict[str, Any]] = {"machine": machine(args), "steps": {}, "limit": {}, "memory": {}}
+
+    for method in [] if args.no_memory else args.methods:
+        name, layers = next(iter(models.items()))
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+            measured = fresh.submit(measure_memory, method, layers, args.device, args.threads).result()
+        results["memory"][f"{name}, {method}"] = measured
+        print(f"  {name} {method}: {measured['extra MB']:.0f} MB", flush=True)
+
+    Steps.patience = 0.0
+    for method in args.methods:  # first calls are slow
+        merge(method, [make_layer((192, 160), 0, args.device)], args.device)
+    shapes = dict.fromkeys(shape for layers in models.values() for shape in layers)
+    measures = {shape: measure_shape(shape, args) for shape in shapes}
+    for name, layers in [*models.items(), *(("one layer", {shape: 1}) for shape in measures)]:
+        title = f"{name}: " + ", ".join(f"{count} of {d_o}x{d_i}" for (d_o, d_i), count in layers.items())
+        rows = table_rows([(measures[shape], count) for shape, count in layers.items()])
+        results["steps"][title], results["limit"][title] = rows
+
+    results["machine"]["load after"] = round(os.getloadavg()[0], 2)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (args.out / "results.md").write_text(text := report(results, args.patience))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
