@@ -217,12 +217,10 @@ def _fuse_stack(
     del theta, tau_filtered
     loss_before = loss_after = objective.target_norm2
     if A is not None and not fresh.all():
-        first = weights.clone() if some_fresh else None
         A, B, losses = fit_adapter(objective, A, lr=config.lr, max_steps=config.max_steps)
-        weights.baddbmm_(tau @ B, A)
-        loss_after = losses[:, -1]
-        weights = weights if first is None else torch.where(fresh, first, weights)
-    if some_fresh and config.first_task == "paper":
+        weights.baddbmm_(tau @ B, A.masked_fill_(fresh, 0))
+        loss_after = torch.where(fresh[:, 0, 0], loss_before, losses[:, -1])
+    if config.first_task == "paper" and some_fresh:
         weights = torch.where(fresh, theta_t, weights)
 
     measures = [
