@@ -28,8 +28,8 @@ from plain import needed_flops, plain_step
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from fusion_bench_nufilt.core import FusionConfig, fuse_layers
-from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, gram_matrix
+from fusion_bench_nufilt.core import FusionConfig, fuse_each
+from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, loop_gram
 from fusion_bench_nufilt.core.projector import null_space_filter, protected_subspace
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 
@@ -50,7 +50,7 @@ NOTES = {
     "steps": "Seconds, float32, medians, all in one run. A model: one layer of every shape (ours: a group) times "
     "their number. A loop of WUDI or DOP is left after {patience:.0f} s, its remaining equal steps added up.",
     "limit": "Ours against its matrix products alone at the machine's rate. Parts: layer by layer on one CPU thread.",
-    "memory": "A whole step in a fresh process: peak over the three models' weights, the result included.",
+    "memory": "A whole step in a fresh process: peak over the three models' weights, each layer's result written in place.",
 }
 Shape = tuple[int, int]
 Layer = tuple[Tensor, Tensor, Tensor, Tensor]  # theta_0, theta, theta_t, initial A
@@ -101,16 +101,17 @@ class Steps:
                 return
 
 
-def merge(method: str, layers: list[Layer], device: str, config: FusionConfig = CONFIG) -> list[Tensor]:
-    """New weights: ours all at once, the others layer by layer, as FusionBench does."""
+def merge(method: str, layers: list[Layer], device: str, config: FusionConfig = CONFIG) -> Iterator[Tensor]:
+    """New weights, layer by layer; layers of equal shape come together."""
     if method == "ours":
         *models, lora_A = ({str(number): layer[i] for number, layer in enumerate(layers)} for i in range(4))
-        return list(fuse_layers(*models, config, lora_A=lora_A)[0].values())
-    if method == "plain":
-        return [plain_step(*weights, config, A) for *weights, A in layers]
-    module, peer_step = peer(method, device)
-    with patch.object(module, "tqdm", Steps):
-        return [peer_step(*weights) for *weights, _ in layers]
+        yield from (weight for _, weight, _ in fuse_each(*models, config, lora_A=lora_A))
+    elif method == "plain":
+        yield from (plain_step(*weights, config, A) for *weights, A in layers)
+    else:
+        module, peer_step = peer(method, device)
+        with patch.object(module, "tqdm", Steps):
+            yield from (peer_step(*weights) for *weights, _ in layers)
 
 
 @functools.cache
@@ -151,7 +152,7 @@ def split(layers: list[Layer]) -> dict[str, float]:
     theta_0, theta, theta_t, A = (torch.stack(x) for x in zip(*layers, strict=True))
     tau, tau_merged = theta_t - theta_0, theta - theta_0
     times = [now()]
-    gram = gram_matrix(tau)
+    gram = loop_gram(tau)
     V_t = top_right_singular_vectors(tau, CONFIG.task_rank, gram)
     V_p = protected_subspace(tau_merged, CONFIG.null_rank)
     tau_filtered = null_space_filter(tau, V_p)
@@ -177,7 +178,7 @@ def measure_shape(shape: Shape, args: argparse.Namespace) -> dict[str, float]:
                 continue
             Steps.patience, Steps.skipped = args.patience, 0.0
             group, begin = layers if method == "ours" else [layers[number]], now()
-            merged = merge(method, group, args.device)
+            merged = list(merge(method, group, args.device))
             columns[method].append((now() - begin + Steps.skipped) / len(group))
             results[method] = merged[number % len(merged)]
             print(f"  {shape[0]}x{shape[1]} #{repeat + 1} {method}: {columns[method][-1]:.3f} s a layer", flush=True)
@@ -217,9 +218,10 @@ def measure_memory(method: str, layers: dict[Shape, int], device: str, threads: 
     ctypes.CDLL(None).malloc_trim(0)  # give back what making the inputs freed, and count the peak from here
     Path("/proc/self/clear_refs").write_text("5")
     before, begin = _megabytes(device, "VmRSS"), now()
-    merged = merge(method, model, device, config)
+    for (_, theta, _, _), weight in zip(model, merge(method, model, device, config), strict=True):
+        theta.copy_(weight)  # as FusionBench's methods and ours do: new weights take the place of old ones
     spent, extra = now() - begin if method == "ours" else "cut short", _megabytes(device, "VmHWM") - before
-    return {"three models, MB": 3e-6 * sum(x.nbytes for x in merged), "extra MB": extra, "seconds": spent}
+    return {"three models, MB": 3e-6 * sum(layer[0].nbytes for layer in model), "extra MB": extra, "seconds": spent}
 
 
 def _megabytes(device: str, field: str) -> float:
@@ -280,7 +282,7 @@ def main(argv: list[str] | None = None) -> None:
 
     Steps.patience = 0.0
     for method in args.methods:  # first calls are slow
-        merge(method, [make_layer((192, 160), 0, args.device)], args.device)
+        list(merge(method, [make_layer((192, 160), 0, args.device)], args.device))
     shapes = dict.fromkeys(shape for layers in models.values() for shape in layers)
     measures = {shape: measure_shape(shape, args) for shape in shapes}
     for name, layers in [*models.items(), *(("one layer", {shape: 1}) for shape in measures)]:

@@ -54,10 +54,10 @@ def needed_flops(d_o: int, d_i: int, config: FusionConfig) -> int:
     small, steps, r_l = min(d_o, d_i), config.max_steps, config.lora_rank
     r_p, r_v = min(config.null_rank, small), min(config.task_rank, small)
     flops = min(
-        2 * d_o * d_i**2 + steps * 2 * d_i**2 * r_l,  # G = tau^T tau, for V_t too; G B
-        2 * d_o * d_i * small + steps * 4 * d_o * d_i * r_l,  # the smaller Gram matrix for V_t; tau^T (tau B)
+        d_o * d_i**2 + steps * 2 * d_i**2 * r_l,  # one triangle of G = tau^T tau, for V_t too; G B
+        d_o * d_i * small + steps * 4 * d_o * d_i * r_l,  # the smaller Gram matrix for V_t; tau^T (tau B)
     )
-    flops += 2 * d_o * d_i * small  # the smaller Gram matrix of tau_merged, for V_p
+    flops += d_o * d_i * small  # one triangle of the smaller Gram matrix of tau_merged, for V_p
     flops += 2 * d_o * d_i * (r_p + r_v) if d_o < d_i else 0  # from left singular vectors to right ones
     flops += 4 * d_o * d_i * r_p  # (tau V_p) V_p^T
     flops += 4 * d_o * d_i * r_v  # T = -tau_merged V_t + ..., H = tau^T T

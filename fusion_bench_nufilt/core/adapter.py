@@ -22,14 +22,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .subspace import gram_matrix
 
-def gram_matrix(tau: Tensor) -> Tensor | None:
+
+def loop_gram(tau: Tensor) -> Tensor | None:
     r""":math:`G = \tau^\top\tau`, ``(n, d_i, d_i)``; None where the products with it are cheaper without it.
 
     :math:`G B` costs :math:`d_i^2 r_l`, :math:`\tau^\top (\tau B)` costs :math:`2 d_o d_i r_l`.
     """
     d_o, d_i = tau.shape[-2:]
-    return tau.mT @ tau if d_i <= 2 * d_o else None
+    return gram_matrix(tau) if d_i <= 2 * d_o else None
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Objective:
     """The data-free objective of a stack of n layers of equal shape, reduced to what its gradients need."""
 
     tau: Tensor  # (n, d_o, d_i)
-    gram: Tensor | None  # (n, d_i, d_i), see gram_matrix
+    gram: Tensor | None  # (n, d_i, d_i), see loop_gram
     V: Tensor  # (n, d_i, k): the columns of [V_t, V_p]
     H: Tensor  # (n, d_i, h): the columns of tau^T T that need not be zero, the first h of k
     target_norm2: Tensor  # (n,): ||T||_F^2, the loss where BA = 0
@@ -60,14 +62,14 @@ class Objective:
             tau_merged: cumulative updates :math:`\tilde\tau`, like ``tau``.
             V_t: task subspaces, ``(n, d_i, r_v)``.
             V_p: protected subspaces, ``(n, d_i, r_p)``.
-            gram: ``gram_matrix(tau)``, if it is at hand already.
+            gram: ``loop_gram(tau)``, if it is at hand already.
         """
         T = -(tau_merged @ V_t)
         if tau_filtered is tau:
             T = torch.cat([T, -(tau @ V_p)], dim=-1)
         else:
             T += tau @ V_t - tau_filtered @ V_t
-        gram = gram_matrix(tau) if gram is None else gram
+        gram = loop_gram(tau) if gram is None else gram
         return cls(tau, gram, torch.cat([V_t, V_p], dim=-1), tau.mT @ T, T.square().sum(dim=(-2, -1)))
 
 

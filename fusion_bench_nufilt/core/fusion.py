@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .adapter import Objective, fit_adapter, gram_matrix
+from .adapter import Objective, fit_adapter, loop_gram
 from .config import FusionConfig
 from .projector import first_coordinates, null_space_filter, protected_subspace
 from .subspace import subspace_affinity, top_right_singular_vectors
@@ -198,7 +198,7 @@ def _fuse_stack(
     if not some_fresh:
         del theta_t
 
-    gram = gram_matrix(tau)
+    gram = loop_gram(tau)
     V_t = top_right_singular_vectors(tau, config.task_rank, gram)
     V_p = protected_subspace(tau_merged, config.null_rank)
     if config.first_task == "release":

@@ -24,14 +24,25 @@ def top_right_singular_vectors(tau: Tensor, rank: int, gram: Tensor | None = Non
     if rank == 0:
         return tau.new_zeros(*tau.shape[:-2], d_i, 0)
     if gram is not None or d_i <= d_o:
-        V = top_eigenvectors(tau.mT @ tau if gram is None else gram, rank)
+        V = top_eigenvectors(gram_matrix(tau) if gram is None else gram, rank)
     else:
         # QR keeps the leading columns' span, so the largest must come first: the last may be rounding alone.
-        V = torch.linalg.qr(tau.mT @ top_eigenvectors(tau @ tau.mT, rank)).Q
+        V = torch.linalg.qr(tau.mT @ top_eigenvectors(gram_matrix(tau.mT), rank)).Q
     # A Gram matrix squares the singular values and with them the rounding; ||tau v|| does not.
     sigma = torch.linalg.vector_norm(tau @ V, dim=-2, keepdim=True)
     cutoff = max(d_o, d_i) * torch.finfo(tau.dtype).eps * sigma.amax(dim=-1, keepdim=True)
     return V * (sigma > cutoff)
+
+
+def gram_matrix(X: Tensor, block: int = 256) -> Tensor:
+    r""":math:`X^\top X`, ``(..., d, d)``, of ``(..., m, d)``: one triangle of blocks computed, the other copied."""
+    d = X.shape[-1]
+    gram = X.new_empty(*X.shape[:-2], d, d)
+    for i in range(0, d, block):
+        rows, rest = slice(i, i + block), slice(i + block, d)
+        gram[..., rows, i:] = X[..., rows].mT @ X[..., i:]
+        gram[..., rest, rows] = gram[..., rows, rest].mT
+    return gram
 
 
 def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:

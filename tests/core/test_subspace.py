@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fusion_bench_nufilt.core.subspace import (
     _block_iteration,
+    gram_matrix,
     subspace_affinity,
     top_eigenvectors,
     top_right_singular_vectors,
@@ -92,6 +93,12 @@ def test_where_block_iteration_does_not_converge_the_full_solver_steps_in(monkey
     monkeypatch.setattr("fusion_bench_nufilt.core.subspace._block_iteration", lambda *args: None)
     expected = torch.eye(400, dtype=torch.float64)[:, :8]
     torch.testing.assert_close(top_eigenvectors(gram, 8).abs(), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 20])
+def test_a_gram_matrix_by_blocks_is_the_product(width):
+    X = matrix_with_spectrum(11, 20, torch.linspace(2, 1, 11).double(), seed=5)[:, :width].expand(3, -1, -1)
+    torch.testing.assert_close(gram_matrix(X, block=8), X.mT @ X)
 
 
 def test_a_zero_matrix_spans_nothing():
