@@ -50,7 +50,7 @@ NOTES = {
     "steps": "Seconds, float32, medians, all in one run. A model: one layer of every shape (ours: a group) times "
     "their number. A loop of WUDI or DOP is left after {patience:.0f} s, its remaining equal steps added up.",
     "limit": "Ours against its matrix products alone at the machine's rate. Parts: layer by layer on one CPU thread.",
-    "memory": "A whole step in a fresh process: peak over the three models' weights, each layer's result written in place.",
+    "memory": "A whole step in a fresh process, results written in place: peak over the three models' weights.",
 }
 Shape = tuple[int, int]
 Layer = tuple[Tensor, Tensor, Tensor, Tensor]  # theta_0, theta, theta_t, initial A
