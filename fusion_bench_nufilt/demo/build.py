@@ -65,7 +65,7 @@ def _build(recipe: Recipe, folder: Path) -> None:
     if not missing:
         return
     _say(f"building the demo's pictures and models, once, in {folder} (a minute or two)")
-    with tqdm(total=sum(part.steps for part in missing.values()), unit="step") as bar:
+    with tqdm(total=sum(part.steps for part in missing.values()), unit="step", disable=None) as bar:
         for name, part in missing.items():
             bar.set_description(part.title)
             with _own_conditions(recipe), _appearing(folder / name) as draft:
