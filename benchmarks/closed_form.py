@@ -87,23 +87,38 @@ def update_ridge(ridge: float, *, in_tau: bool = False, restore_only: bool = Fal
     return solve
 
 
-def adapter_ridge(ridge: float, *, top: bool = False, restore_only: bool = False) -> Solve:
+def adapter_ridge(ridge: float, *, restore_only: bool = False) -> Solve:
     r"""min_X ||T - tau X V||^2 + lambda ||X||^2 and U = tau X: with tau^T tau = E g E^T and V^T V = W s W^T,
-    X = E [(E^T tau^T T W) / (g s^T + lambda)] W^T V^T; ridge = lambda / (mean g mean s).
-
-    ``top``: over X = V_t C V^T, so that E = V_t and no further eigenvectors are needed."""
+    X = E [(E^T tau^T T W) / (g s^T + lambda)] W^T V^T; ridge is lambda over the mean of g."""
 
     def solve(p: Problem) -> Tensor:
         V, T = p.V, (p.tau - p.tau_filtered) @ p.V_t if restore_only else p.T
-        E = p.V_t if top else torch.linalg.eigh(p.tau.mT @ p.tau).eigenvectors
-        tau_E = p.tau @ E
-        g = tau_E.square().sum(dim=0)
+        g, E = torch.linalg.eigh(p.tau.mT @ p.tau)
         s, W = torch.linalg.eigh(V.mT @ V)
-        scale = p.tau.square().sum() / min(p.tau.shape) * s.mean()
-        C = (tau_E.mT @ T @ W[: T.shape[-1]]) / (g[:, None] * s + ridge * scale)
-        return (tau_E @ C) @ (V @ W).mT
+        C = (E.mT @ (p.tau.mT @ T) @ W[: T.shape[-1]]) / (g[:, None] * s + ridge * mean_eigenvalue(p.tau))
+        return (p.tau @ (E @ C)) @ (V @ W).mT
 
     return solve
+
+
+def fixed_B(ridge: float) -> Solve:
+    r"""The same with B = V_t fixed, min_A ||T - tau V_t A V||^2 + lambda ||A||^2: tau V_t has orthogonal columns, so
+    that each row of A has a k x k system of its own, a_i = t_i (g_i V^T V + lambda I)^-1 V^T, t_i of V_t^T tau^T T."""
+
+    def solve(p: Problem) -> Tensor:
+        V, T, tau_B = p.V, p.T, p.tau @ p.V_t
+        g = tau_B.square().sum(dim=0)
+        K = g[:, None, None] * (V.mT @ V)
+        K.diagonal(dim1=-2, dim2=-1).add_(ridge * mean_eigenvalue(p.tau))
+        t = torch.nn.functional.pad(tau_B.mT @ T, (0, V.shape[-1] - T.shape[-1]))
+        return tau_B @ (torch.linalg.solve(K, t) @ V.mT)
+
+    return solve
+
+
+def mean_eigenvalue(tau: Tensor) -> Tensor:
+    """Mean of the eigenvalues of tau^T tau that need not be zero; that of V^T V is 1."""
+    return tau.square().sum() / min(tau.shape)
 
 
 PAPER, UNFILTERED = "Adam 50 x 1e-3 (paper)", "adapter only (P = I)"
@@ -118,7 +133,7 @@ WAYS: dict[str, Solve] = {
     "Adam 50 x 1e-3, A starts at V_t": adam(50, 1e-3, start="V_t"),
     **{f"update ridge {ridge:g}": update_ridge(ridge) for ridge in (0.01, 0.1, 0.3, 1, 3, 10)},
     **{f"adapter ridge {ridge:g}": adapter_ridge(ridge) for ridge in (0.01, 0.1, 1, 3, 10, 30, 100)},
-    **{f"adapter ridge {ridge:g}, top": adapter_ridge(ridge, top=True) for ridge in (0.1, 1, 3, 10, 30)},
+    **{f"adapter ridge {ridge:g}, B = V_t": fixed_B(ridge) for ridge in (0.1, 1, 3, 10, 30)},
     # Not candidates: they take the candidates apart.
     "why: Adam 50 x 1e-3, U kept in span V": adam(50, 1e-3, inside=True),
     "why: Adam 200 x 0.01": adam(200, 1e-2),

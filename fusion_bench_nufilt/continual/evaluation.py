@@ -63,7 +63,7 @@ class Evaluator:
         # A constant prediction has no rank correlation: NaN, which JSON does not know, is a missing score.
         report |= {task: {key: _or_none(value) for key, value in result.items()} for task, result in results.items()}
         report["average"] = {
-            metric: sum(values) / len(values)
+            metric: _or_none(sum(values) / len(values))
             for metric in ("accuracy", "loss")
             if (values := [result[metric] for result in results.values() if metric in result])
         }
