@@ -111,6 +111,7 @@ def fuse_each(
         _check_adapters(merged, lora_A, config.lora_rank)
     where = torch.device(device or next((weight.device for weight in merged.values()), "cpu"))
 
+    @torch.no_grad()
     def solve(names: list[str]) -> list[tuple[str, Tensor, LayerReport]]:
         start = time.perf_counter()
 
@@ -118,13 +119,13 @@ def fuse_each(
             wide = [_widened(weights[name].detach().to(where)) for name in names]
             return torch.stack(wide) if len(wide) > 1 else wide[0][None]  # a view: no copy of a single layer
 
-        theta_0, theta, theta_t = stack(pretrained), stack(merged), stack(task)
         A = None
         if config.lora_rank > 0:
-            d_i = theta.shape[-1]
-            drawn = lora_A or {name: _initial_A(name, d_i, config, seed, step) for name in names}
-            A = stack(drawn).to(theta.dtype)
-        weights, measures = _fuse_stack(theta_0, theta, theta_t, A, config)
+            like = merged[names[0]]
+            drawn = lora_A or {name: _initial_A(name, like.shape[1], config, seed, step) for name in names}
+            A = stack(drawn).to(_widened_dtype(like))
+        # Not named here, so that it can drop each of the three as soon as it is done with it.
+        weights, measures = _fuse_stack(stack(pretrained), stack(merged), stack(task), A, config)
         rows = measures.tolist()  # waits for an accelerator
         seconds = (time.perf_counter() - start) / len(names)
         results = []
@@ -134,7 +135,7 @@ def fuse_each(
             results.append((name, weight.to(like.device, like.dtype), report))
         return results
 
-    for results in _map(solve, list(_stacks(merged, where, batch_bytes)), where):
+    for results in map_layers(solve, list(_stacks(merged, where, batch_bytes)), where):
         yield from results
 
 
@@ -177,18 +178,25 @@ def _check_adapters(layers: Layers, lora_A: Layers, rank: int) -> None:
             raise ValueError(f"lora_A of layer '{name}': expected shape {expected}, got {got}")
 
 
-@torch.no_grad()
 def _fuse_stack(
     theta_0: Tensor, theta: Tensor, theta_t: Tensor, A: Tensor | None, config: FusionConfig
 ) -> tuple[Tensor, Tensor]:
-    """One step on n layers ``(n, d_o, d_i)``: new weights, and the numbers of LayerReport ``(n, 7)``."""
+    """One step on n layers ``(n, d_o, d_i)``: new weights, and the numbers of LayerReport ``(n, 7)``.
+
+    At most five matrices of that shape are held at a time, and about three of d_i x d_i: a layer of a 7B model is
+    180 MB, and threads that work side by side hold one each.
+    """
 
     def norm2(x: Tensor) -> Tensor:
         return torch.linalg.vector_norm(x, dim=(-2, -1)).square()
 
     tau, tau_merged = theta_t - theta_0, theta - theta_0
+    del theta_0
     tau_norm2, tau_merged_norm2 = norm2(tau), norm2(tau_merged)
     fresh = (tau_merged_norm2 == 0)[:, None, None]  # nothing was merged into these layers so far
+    some_fresh = bool(fresh.any())
+    if not some_fresh:
+        del theta_t
 
     gram = gram_matrix(tau)
     V_t = top_right_singular_vectors(tau, config.task_rank, gram)
@@ -201,19 +209,22 @@ def _fuse_stack(
         tau_filtered = torch.zeros_like(tau)
     else:
         tau_filtered = null_space_filter(tau, V_p)
+    kept = norm2(tau_filtered) / tau_norm2.clamp_min(torch.finfo(tau.dtype).tiny)
     objective = Objective.build(tau, tau_filtered, tau_merged, V_t, V_p, gram)
+    del tau_merged
 
     weights = theta + tau_filtered
-    first = theta_t if config.first_task == "paper" else weights.clone()
+    del theta, tau_filtered
     loss_before = loss_after = objective.target_norm2
     if A is not None and not fresh.all():
+        first = weights.clone() if some_fresh else None
         A, B, losses = fit_adapter(objective, A, lr=config.lr, max_steps=config.max_steps)
         weights.baddbmm_(tau @ B, A)
         loss_after = losses[:, -1]
-    if fresh.any():
-        weights = torch.where(fresh, first, weights)
+        weights = weights if first is None else torch.where(fresh, first, weights)
+    if some_fresh and config.first_task == "paper":
+        weights = torch.where(fresh, theta_t, weights)
 
-    kept = norm2(tau_filtered) / tau_norm2.clamp_min(torch.finfo(tau.dtype).tiny)
     measures = [
         tau_norm2.sqrt(),
         tau_merged_norm2.sqrt(),
@@ -238,8 +249,11 @@ def _stacks(layers: Layers, where: torch.device, batch_bytes: int) -> Iterator[l
         yield from (names[i : i + size] for i in range(0, len(names), size))
 
 
-def _map(function: Callable[[_T], _R], items: Sequence[_T], where: torch.device) -> Iterator[_R]:
-    """Results in order; on a CPU a layer per thread, each with single-threaded mathematics.
+def map_layers(
+    function: Callable[[_T], _R], items: Sequence[_T], where: torch.device, workers: int | None = None
+) -> Iterator[_R]:
+    """Results in order; on a CPU a layer per thread (torch's number of threads, or fewer ``workers``), each with
+    single-threaded mathematics.
 
     That beats parallel mathematics on one layer (eigenvalue solvers hardly scale), does not stall on a busy machine,
     and makes the result independent of the number of threads, to the last bit.
@@ -248,13 +262,14 @@ def _map(function: Callable[[_T], _R], items: Sequence[_T], where: torch.device)
         yield from map(function, items)
         return
     threads = torch.get_num_threads()
+    workers = min(workers or threads, threads)
     try:
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             # Not all at once: what is finished waits in memory until it is taken.
             ahead: deque[Future[_R]] = deque()
             for item in items:
                 ahead.append(pool.submit(function, item))
-                if len(ahead) > 2 * threads:
+                if len(ahead) > 2 * workers:
                     yield ahead.popleft().result()
             while ahead:
                 yield ahead.popleft().result()
