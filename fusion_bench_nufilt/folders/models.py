@@ -95,6 +95,8 @@ class LoraAdapter:
                     raise ValueError(f"adapter '{checkpoint.name}', '{module}': A has rank {rank}, B {rank_b}")
                 self.pairs[slot] = key, key_b, self._scaling(module, rank)
                 self.slots[slot] = d_o, d_i
+            elif ".base_layer." in name:
+                continue  # the base's own weight, which peft saves along with an adapted embedding or head
             elif ".lora_" not in name:
                 slot = architecture.slot(name)
                 self._whole[slot] = key
@@ -133,10 +135,17 @@ class LoraAdapter:
         return theta_0.to(wide) + (b.to(wide) @ a.to(wide)) * scaling, digest_a + digest_b
 
     def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor | None:
-        if slot not in self._whole:
+        if slot in self._whole:
+            key = self._whole[slot]
+            return self.checkpoint.file(key).elements(self.checkpoint.tensors[key], start, stop)
+        if slot not in self.pairs:
             return theta_0
-        key = self._whole[slot]
-        return self.checkpoint.file(key).elements(self.checkpoint.tensors[key], start, stop)
+        (_, d_i), wide = self.slots[slot], torch.promote_types(theta_0.dtype, torch.float32)
+        first, last = start // d_i, -(-stop // d_i)  # the rows that hold these elements
+        key_a, key_b, scaling = self.pairs[slot]
+        a, b = self.checkpoint.read(key_a)[0], self.checkpoint.read(key_b)[0]
+        delta = (b[first:last].to(wide) @ a.to(wide)).flatten() * scaling
+        return theta_0.to(wide) + delta[start - first * d_i : stop - first * d_i]
 
     def ignore(self, slot: str) -> None:
         del self.slots[slot]

@@ -65,6 +65,9 @@ def plan_merge(
     warnings = [] if so_far is None else _check_merged(whole, so_far, manifest, config, settings)
     for model in models:
         warnings += _check_shapes(whole, model, chosen, settings)
+        if config.other_params == "pretrained" and isinstance(model, LoraAdapter):
+            outside = [slot for slot in model.pairs if slot not in chosen]
+            warnings += [f"adapter '{model.checkpoint.name}' also changes {some(outside)}: ignored"] if outside else []
     first_step = _first_step(settings, so_far, manifest)
     others = {slot: tuple(keys) for slot, keys in by_slot(architecture, theta_0).items() if slot not in chosen}
     changed = config.other_params == "mean" or (config.other_params == "first" and first_step == 1)
@@ -148,8 +151,6 @@ def _check_shapes(base: FullModel, model: FullModel | Task, chosen: set[str], se
     warnings = [f"'{name}': kept from the base because of their shape: {some(kept)}"] if kept else []
     if extra := [slot for slot in model.slots if slot not in base.slots]:
         warnings.append(f"'{name}' has {len(extra)} tensors that the base lacks, ignored: {some(extra)}")
-    if isinstance(model, LoraAdapter) and (outside_ := [slot for slot in model.pairs if slot not in chosen]):
-        warnings.append(f"adapter '{name}' also changes {some(outside_)}: not among the merged layers, ignored")
     return warnings
 
 
@@ -224,7 +225,7 @@ def _check_relation(base: FullModel, model: FullModel, layers: Sequence[Layer]) 
     if cosine < _LEAST_COSINE or change > _MOST_CHANGE:
         return [
             f"'{model.checkpoint.name}' looks as if it was made from another base than '{base.checkpoint.name}': "
-            f"over {len(chosen)} layers their weights have cosine {cosine:.3f}, and ||tau|| / ||theta_0|| is {change:.2f}"
+            f"over {len(chosen)} layers their weights have cosine {cosine:.3f}, ||tau|| / ||theta_0|| is {change:.2f}"
         ]
     if dd == 0:
         return [f"'{model.checkpoint.name}' does not differ from the base in the {len(chosen)} layers looked at"]
