@@ -106,12 +106,13 @@ def update(shape, generator):
 def measure(folder, arguments):
     """Merge in a process of its own: seconds, peak RSS, bytes read and written."""
     code = (
-        "import json, resource, sys\n"
+        "import json, sys\n"
         "from fusion_bench_nufilt.cli import app\n"
         "try: app(sys.argv[1:])\n"
         "finally:\n"
         "    io = dict(line.split(': ') for line in open('/proc/self/io').read().splitlines())\n"
-        "    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "    status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
+        "    rss = int(status['VmHWM'].split()[0]) * 1024\n"
         "    print(json.dumps({'rss': rss, 'read': int(io['rchar']), 'written': int(io['wchar'])}))\n"
     )
     names = ("base", "merged", "task")

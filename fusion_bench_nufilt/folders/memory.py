@@ -1,24 +1,30 @@
 """How much memory a layer takes while it is merged, predicted before the start and held during the run."""
 
+import ctypes
 import resource
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from fusion_bench_nufilt.core import FusionConfig
 
 # Each worker's stack, allocator arena and buffers of the matrix products; measured, rounded up.
-_WORKER_BYTES = 48 * 2**20
+_WORKER_BYTES = 64 * 2**20
+_M_MMAP_THRESHOLD = -3  # from malloc.h: blocks above are mapped by themselves
 
 
 def process_memory(workers: int) -> int:
-    """Bytes that the process takes apart from the layers: what it took at most so far, and its workers' overhead."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024) + workers * _WORKER_BYTES
+    """Bytes that the process takes apart from the layers: what it takes now, and its workers' overhead."""
+    try:
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:  # not Linux: the most it took so far
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resident + workers * _WORKER_BYTES
 
 
 def layer_memory(shape: Sequence[int], stored: int, *, wide: int, on_cpu: bool) -> int:
@@ -55,6 +61,17 @@ def predict_seconds(shapes: Sequence[Sequence[int]], config: FusionConfig) -> fl
         adapter = 2 * d_i * height * config.lora_rank * (config.max_steps + 1)
         flops += gram + subspace + adapter
     return flops / flops_per_second
+
+
+def return_freed_memory() -> None:
+    """Have freed matrices go back to the system at once, where the C library is glibc.
+
+    By itself it keeps freed blocks of up to 32 MB for later, per thread, and a process of many threads then takes
+    twice what it uses.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
 
 
 class Budget:

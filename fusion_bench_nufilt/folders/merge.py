@@ -18,7 +18,7 @@ from fusion_bench_nufilt.targets import running_mean
 from .architecture import Layer
 from .checkpoint import INDEX, SINGLE
 from .manifest import model_card, nufilt_json, run_identity
-from .memory import Budget
+from .memory import Budget, return_freed_memory
 from .output import Output, Record, work_folder
 from .plan import Plan
 from .preflight import MANIFEST, STATE, check_disk, read_manifest
@@ -55,6 +55,7 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         raise ValueError(f"'{out}' exists: remove it or name another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     output = Output(out, run, _headers(plan))
+    return_freed_memory()
     try:
         already = sum(info[2] - info[1] for record in output.done.values() for info in record["written"])
         check_disk(plan, out, already)

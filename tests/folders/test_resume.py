@@ -20,7 +20,7 @@ from tests.models import llama
 # One process imports everything, forks a merge ten times and kills it at a random moment; then once more to the end.
 KILLER = """
 import os, pathlib, random, signal, sys, time
-import transformers.models.llama
+from transformers import LlamaForCausalLM
 import fusion_bench_nufilt.folders.merge as module
 from tests.folders.helpers import merge
 
@@ -31,23 +31,24 @@ def slowly_merge(folder):
     module.fuse_layers = lambda *a, **k: (time.sleep(0.02), fuse(*a, **k))[1]
     merge(folder)
 
-folder, killed = pathlib.Path(sys.argv[1]), 0
+folder, left = pathlib.Path(sys.argv[1]), set()
+journal = folder / ".out.nufilt" / "journal.jsonl"
 moments = random.Random(int(sys.argv[2]))
 for _ in range(10):
     if not (child := os.fork()):
         slowly_merge(folder)
         os._exit(0)
-    time.sleep(moments.uniform(0.01, 0.25))
+    time.sleep(moments.uniform(0.05, 0.3))
     os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    killed += os.WIFSIGNALED(status)
+    os.waitpid(child, 0)
+    left.add(len(journal.read_text().splitlines()) if journal.exists() else 0)
     finished = folder / "out"
     assert not finished.exists() or (finished / "nufilt.json").exists()
 if not (child := os.fork()):
     merge(folder)
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
-print(killed)
+print(len(left))
 """
 
 
@@ -63,7 +64,7 @@ def test_killed_at_ten_random_moments_it_ends_with_equal_hashes(stream):
     command = [sys.executable, "-c", KILLER, str(stream), "0"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 5, "most runs ended before they were killed"
+    assert int(done.stdout) >= 4, "too few runs were killed with something done and something to do"
     assert hashes(stream / "out") == expected
     assert not work_folder(stream / "out").exists()
 
