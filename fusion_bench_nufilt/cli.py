@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -89,7 +90,7 @@ def merge(
             merge_folders(plan, out, lambda done, total: progress.update(bar, completed=done, total=total))
         console.print(f"[bold]{out}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
     except ValueError as error:
-        console.print(f"[red]error:[/red] {error}", markup=True, highlight=False, soft_wrap=True)
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
 
 
@@ -115,23 +116,27 @@ def _bytes(size: str | None) -> int | None:
 
 def _print_plan(plan: Any, out: Path) -> None:
     """What will be done and what it takes."""
+    from fusion_bench_nufilt.folders.models import LoraAdapter
+
     table = Table(show_header=False, box=None, title="Plan", title_justify="left")
-    table.add_row("base", plan.base.name)
+    table.add_row("base", escape(plan.base.name))
     if plan.merged is not None:
-        table.add_row("merged so far", f"{plan.merged.checkpoint.name}{', layers in float32' if plan.state else ''}")
+        name = escape(plan.merged.checkpoint.name)
+        table.add_row("merged so far", f"{name}{', layers in float32' if plan.state else ''}")
     for number, task in enumerate(plan.tasks, plan.first_step):
-        table.add_row(f"step {number}", f"{task.checkpoint.name} ({type(task).__name__})")
+        kind = "LoRA adapter" if isinstance(task, LoraAdapter) else "model"
+        table.add_row(f"step {number}", f"{escape(task.checkpoint.name)} ({kind})")
     first, last = plan.layers[0].name, plan.layers[-1].name
     table.add_row("merged", f"{len(plan.layers)} linear layers, {first} … {last} (known from {plan.origin})")
     table.add_row("averaged", f"{len(plan.averaged)} tensors (other_params={plan.config.other_params})")
     table.add_row("copied", f"{plan.copied} tensors, bit by bit")
     table.add_row("memory", f"{plan.memory / 1e9:.2f} GB at most")
-    table.add_row("disk", f"{plan.disk / 1e9:.2f} GB in {out}")
+    table.add_row("disk", f"{plan.disk / 1e9:.2f} GB in {escape(str(out))}")
     if plan.on_cpu:
         table.add_row("time", f"about {max(1, round(plan.predict_seconds() / 60))} min")
     console.print(table)
     for warning in plan.warnings:
-        console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False, soft_wrap=True)
+        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

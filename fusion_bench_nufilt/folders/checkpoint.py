@@ -84,7 +84,10 @@ class Checkpoint:
     def config(self) -> dict[str, Any]:
         """config.json; empty if there is none."""
         path = self.folder / "config.json"
-        return json.loads(path.read_text()) if path.is_file() else {}
+        try:
+            return dict(json.loads(path.read_text())) if path.is_file() else {}
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"'{path}' is no JSON object: {error}; fetch it again") from error
 
     def small_files(self) -> list[Path]:
         """Configuration, tokenizer, processor and whatever else is not weights, relative to the folder."""

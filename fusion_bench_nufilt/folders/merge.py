@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import hashlib
+import logging
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -21,8 +22,10 @@ from .manifest import model_card, nufilt_json, run_identity
 from .memory import Budget, return_freed_memory
 from .output import Output, Record, work_folder
 from .plan import Plan
-from .preflight import MANIFEST, STATE, check_disk, read_manifest
+from .preflight import MANIFEST, STATE, check_disk, check_relation, read_manifest
 from .tensors import CHUNK_BYTES, FLOATS, digest, float32_header, raw
+
+log = logging.getLogger(__name__)
 
 STATE_FILE = f"{STATE}/model.safetensors"
 # On an accelerator, layers of equal shape are solved together; about this much memory of it.
@@ -48,6 +51,9 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
     """
     fetch(plan)
     run = run_identity(plan)
+    for checkpoint in (plan.base, *(model.checkpoint for model in plan.models)):
+        if checkpoint.folder.resolve() in (out.resolve(), *out.resolve().parents):
+            raise ValueError(f"'{out}' is inside '{checkpoint.name}', which is not written to: name another folder")
     if out.exists() or out.is_symlink():
         if read_manifest(out).get("run") == run:  # this very run was finished, and maybe killed before it cleaned up
             shutil.rmtree(work_folder(out), ignore_errors=True)
@@ -75,9 +81,15 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
 
 
 def fetch(plan: Plan) -> None:
-    """Download the weights that are still on the hub."""
-    for checkpoint in (plan.base, *(model.checkpoint for model in plan.models)):
-        checkpoint.fetch()
+    """Download the weights that are still on the hub; what they then say about the models is a warning."""
+    checkpoints = [plan.base, *(model.checkpoint for model in plan.models)]
+    if any(checkpoint.remote for checkpoint in checkpoints):
+        for checkpoint in checkpoints:
+            checkpoint.fetch()
+        new = [text for text in check_relation(plan) if text not in plan.warnings]
+        plan.warnings += new
+        for text in new:
+            log.warning("%s", text)
 
 
 class _Merge:

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fusion_bench_nufilt.core import FusionConfig
 
 from .architecture import Architecture, Layer, by_slot
@@ -90,11 +88,16 @@ def plan_merge(
         warnings=warnings,
     )
     _check_memory(plan)
-    if not theta_0.remote:
-        for model in plan.models:
-            if isinstance(model, FullModel) and not model.checkpoint.remote:
-                warnings += _check_relation(whole, model, layers)
+    warnings += check_relation(plan)
     return plan
+
+
+def check_relation(plan: Plan) -> list[str]:
+    """Warnings, with the evidence, where samples of the weights say that a model was not made from the base."""
+    if plan.base.remote:
+        return []
+    here = [model for model in plan.models if isinstance(model, FullModel) and not model.checkpoint.remote]
+    return [text for model in here for text in _relation(plan.base, model, plan.layers)]
 
 
 def check_disk(plan: Plan, out: Path, already: int = 0) -> None:
@@ -207,24 +210,24 @@ def _check_memory(plan: Plan) -> None:
         )
 
 
-def _check_relation(base: FullModel, model: FullModel, layers: Sequence[Layer]) -> list[str]:
-    """A warning, with the evidence, where samples of the weights say that a model was not made from the base."""
+def _relation(base: Checkpoint, model: FullModel, layers: Sequence[Layer]) -> list[str]:
     chosen = layers[:: max(1, len(layers) // _SAMPLED_LAYERS)][:_SAMPLED_LAYERS]
     xx = yy = xy = dd = 0.0
     for layer in chosen:
-        count = min(base.checkpoint.tensors[layer.keys[0]].numel, _SAMPLED_ELEMENTS)
-        nothing = torch.empty(0)
-        x, y = (model_.elements(layer.slot, 0, count, nothing) for model_ in (base, model))
-        if x is None or y is None:
+        key, info = layer.keys[0], base.tensors[layer.keys[0]]
+        count = min(info.numel, _SAMPLED_ELEMENTS)
+        theta_0 = base.file(key).elements(info, 0, count)
+        theta = model.elements(layer.slot, 0, count, theta_0)
+        if theta is None:
             continue
-        x, y = x.double(), y.double()
+        x, y = theta_0.double(), theta.double()
         xx, yy, xy, dd = xx + float(x @ x), yy + float(y @ y), xy + float(x @ y), dd + float((y - x) @ (y - x))
     if not xx * yy > 0:
         return []
     cosine, change = xy / (xx * yy) ** 0.5, (dd / xx) ** 0.5
     if cosine < _LEAST_COSINE or change > _MOST_CHANGE:
         return [
-            f"'{model.checkpoint.name}' looks as if it was made from another base than '{base.checkpoint.name}': "
+            f"'{model.checkpoint.name}' looks as if it was made from another base than '{base.name}': "
             f"over {len(chosen)} layers their weights have cosine {cosine:.3f}, ||tau|| / ||theta_0|| is {change:.2f}"
         ]
     if dd == 0:

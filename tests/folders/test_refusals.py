@@ -168,6 +168,16 @@ def test_an_output_that_exists(stream):
         merge(stream, ["task1"])
 
 
+def test_an_output_inside_an_input(stream):
+    with pytest.raises(ValueError, match=r"is inside '.*task1', which is not written to"):
+        merge(stream, ["task1"], "task1/out")
+
+
+def test_a_config_that_is_no_json(stream):
+    (stream / "base" / "config.json").write_text("{")
+    refuse(stream, r"base/config\.json' is no JSON object.*fetch it again")
+
+
 def test_no_room_on_the_disk(stream, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     refuse_late(stream, r"the result takes 0\.0 GB and '.*' has 0\.0 GB left")
