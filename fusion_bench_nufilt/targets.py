@@ -12,11 +12,13 @@ from fusion_bench_nufilt.core.fusion import check_layers, is_finite
 
 log = logging.getLogger(__name__)
 
+_VLM = "vision-language model, whose vision tower and projector count as other parameters"
 # What `target_modules: auto` picks. The first family whose mark is found among the names of the linear modules
 # wins. CLIP and T5: the authors' settings. Others: all linear layers in the numbered blocks of the language model.
 _FAMILIES = (
     ("T5", r".*\.DenseReluDense\..*", r".*\.(SelfAttention|EncDecAttention|DenseReluDense)\..*"),
-    ("vision-language model", r"(.*\.)?language_model\..*", r"(.*\.)?language_model\.(.*\.)?\d+\..*"),
+    (_VLM, r"(.*\.)?language_model\..*", r"(.*\.)?language_model\.(.*\.)?\d+\..*"),
+    (_VLM, r"(.*\.)?(vision_tower|visual)\..*", r"(?!.*(vision_tower|visual))(.*\.)?\d+\..*"),
     ("CLIP vision tower", r"(?!.*text_model)(.*\.)?encoder\.layers\.\d+\.mlp\.fc1", r"(?!.*text_model).*(attn|fc1).*"),
     ("transformer", r"(.*\.)?\d+\..*", r"(.*\.)?\d+\..*"),
 )
@@ -164,11 +166,16 @@ def merge_other_params(
         done.add(id(value))
         written += 1
         new = theirs[key].to(value.device)
-        # Running mean: m_t = m_{t-1} + (theta_t - m_{t-1}) / t, exact at t = 1; widened so that bf16 does not stall.
-        value.copy_(new if step == 1 else _lerp(value, new, 1 / step))
+        value.copy_(running_mean(value, new, step))
     return written
 
 
-def _lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
-    wide = torch.promote_types(start.dtype, torch.float32)
-    return torch.lerp(start.to(wide), end.to(wide), weight)
+def running_mean(mean: Tensor, new: Tensor, step: int) -> Tensor:
+    r"""Mean of ``step`` tensors from that of all but the last: :math:`m_t = m_{t-1} + (\theta_t - m_{t-1}) / t`.
+
+    Exact at t = 1; in float32 at least, so that bf16 does not stall.
+    """
+    if step == 1:
+        return new
+    wide = torch.promote_types(mean.dtype, torch.float32)
+    return torch.lerp(mean.to(wide), new.to(wide), 1 / step)

@@ -5,26 +5,36 @@ from copy import deepcopy
 import torch
 from torch import nn
 from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPTextConfig,
     CLIPVisionConfig,
     CLIPVisionModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
 )
 
+SMALL_TRANSFORMER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def vision_config():
+    return CLIPVisionConfig(**SMALL_TRANSFORMER, image_size=16, patch_size=8)
+
 
 def clip(seed=0):
     torch.manual_seed(seed)
-    config = CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=8,
-    )
-    return CLIPVisionModel(config).eval()
+    return CLIPVisionModel(vision_config()).eval()
+
+
+def full_clip(seed=0):
+    """Vision and text tower."""
+    torch.manual_seed(seed)
+    text = CLIPTextConfig(**SMALL_TRANSFORMER, vocab_size=50, eos_token_id=2)
+    return CLIPModel(CLIPConfig(text_config=text.to_dict(), vision_config=vision_config().to_dict())).eval()
 
 
 def t5(seed=0):
@@ -53,6 +63,13 @@ def llama(seed=0, tie_word_embeddings=True):
         tie_word_embeddings=tie_word_embeddings,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def llava(seed=0):
+    torch.manual_seed(seed)
+    text = LlamaConfig(**SMALL_TRANSFORMER, vocab_size=50)
+    config = LlavaConfig(vision_config=vision_config(), text_config=text, image_token_index=49)
+    return LlavaForConditionalGeneration(config).eval()
 
 
 class Shared(nn.Module):

@@ -8,6 +8,7 @@ import venv
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import AutoModelForSeq2SeqLM, CLIPVisionModel
 
 from fusion_bench_nufilt.demo.__main__ import compose_run
@@ -91,6 +92,14 @@ def test_a_clip_setting_brings_its_models_and_its_task_pool(pool):
     assert all(f"{model}_" in path for name, path in config.models.items() if name != "_pretrained_")
     assert config.taskpool.base_model == f"openai/{model}"
     assert set(config.taskpool.test_datasets) == set(config.models) - {"_pretrained_"}
+
+
+def test_the_llava_pool_names_the_base_and_leaves_the_tasks_to_the_user():
+    models = compose_run(["modelpool=llava-1.5-7b"]).modelpool.models
+    path = "pretrained_model_name_or_path"
+    assert models._pretrained_[path] == "llava-hf/llava-1.5-7b-hf"
+    assert len(models) == 5
+    assert all(OmegaConf.is_missing(models[name], path) for name in models if name != "_pretrained_")
 
 
 @pytest.mark.parametrize(

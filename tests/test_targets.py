@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fusion_bench_nufilt.targets import check_model, layer_name, merge_other_params, select_layers
-from tests.models import Shared, clip, finetuned, llama, t5
+from tests.models import Shared, clip, finetuned, llama, llava, t5
 
 
 def names(model, *args):
@@ -37,6 +37,21 @@ def test_auto_is_every_projection_of_a_decoder_and_says_so(caplog):
         assert ends(llama()) == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert "target_modules=auto" in caplog.text
     assert "14 linear layers" in caplog.text
+
+
+def test_auto_is_the_projections_of_a_vision_language_model_s_language_model_and_says_so(caplog):
+    with caplog.at_level(logging.INFO):
+        assert len(names(llava())) == 14
+    assert all(name.startswith("model.language_model.layers.") for name in names(llava()))
+    assert "vision tower and projector count as other parameters" in caplog.text
+
+
+def test_auto_finds_the_language_model_also_where_the_model_does_not_name_it():
+    """As in LLaVA's original code: `model.layers` beside `model.vision_tower`."""
+    model = nn.ModuleDict({"model": llama().model})
+    model.model.vision_tower, model.model.mm_projector = clip(), nn.Sequential(nn.Linear(4, 4))
+    assert len(names(model)) == 14
+    assert all(name.startswith("model.layers.") for name in names(model))
 
 
 def test_all_linear_leaves_out_the_head_as_in_peft():

@@ -265,12 +265,16 @@ def map_layers(
         with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             # Not all at once: what is finished waits in memory until it is taken.
             ahead: deque[Future[_R]] = deque()
-            for item in items:
-                ahead.append(pool.submit(function, item))
-                if len(ahead) > 2 * workers:
+            try:
+                for item in items:
+                    ahead.append(pool.submit(function, item))
+                    if len(ahead) > 2 * workers:
+                        yield ahead.popleft().result()
+                while ahead:
                     yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
+            finally:  # after an error or an interrupt, what has not begun never does
+                for future in ahead:
+                    future.cancel()
     finally:
         torch.set_num_threads(threads)
 

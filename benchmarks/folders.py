@@ -1,0 +1,151 @@
+"""Time, memory and traffic of `nufilt merge` on synthetic checkpoints of full size.
+
+    python benchmarks/folders.py --size 1B --size 7B --folder /a/disk/with/room
+
+Makes a base, a merged model and a task in bfloat16 (a 7B takes 42 GB, and 14 GB for the result), merges the task as
+step 2 in a process of its own, and prints a row of `benchmarks/RESULTS.md`. The updates have a decaying spectrum and
+the rounding of bfloat16, as fine-tuned models have: the time of the singular subspaces depends on it.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+
+# The rest of CLIP ViT-L/14-336 and of Llama-2-7B are the defaults of these classes.
+TOWER = CLIPVisionConfig(
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    image_size=336,
+    patch_size=14,
+)
+SIZES = {
+    "0.1B": LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12),
+    "1B": LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32),
+    "3B": LlamaConfig(hidden_size=3200, intermediate_size=8640, num_hidden_layers=26, num_attention_heads=32),
+    "7B": LlamaConfig(),
+    "LLaVA-7B": LlavaConfig(vision_config=TOWER, text_config=LlamaConfig(vocab_size=32064)),
+}
+MERGED_LAYER = re.compile(r"(?!.*vision).*layers\.\d+\..*proj\.weight")
+SHARD_BYTES = 5 * 10**9
+# Ratio of the norms of update and weight, rank of the update, and how its singular values fall with their number.
+CHANGE, RANK, DECAY = 0.01, 512, -0.7
+
+
+def make_checkpoints(config, folder):
+    """Folders `base`, `merged` (one task) and `task`, written tensor by tensor."""
+    with torch.device("meta"):
+        kind = LlavaForConditionalGeneration if isinstance(config, LlavaConfig) else LlamaForCausalLM
+        model = kind._from_config(config)
+    config.architectures, config.dtype = [kind.__name__], "bfloat16"
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    shards, size = [{}], 0
+    for key, shape in shapes.items():
+        if size > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][key] = shape
+        size += 2 * torch.Size(shape).numel()
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    index = {
+        "metadata": {},
+        "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
+    }
+    folders = [folder / name for name in ("base", "merged", "task")]
+    for path in folders:
+        path.mkdir(parents=True)
+        config.save_pretrained(path)
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folders[1] / "nufilt.json").write_text(json.dumps({"step": 1, "tasks": ["synthetic"]}))
+    generator = torch.Generator().manual_seed(0)
+    for name, shard in zip(names, shards, strict=True):
+        with ExitStack() as stack:
+            files = [stack.enter_context(open(path / name, "wb")) for path in folders]
+            for file in files:
+                file.write(header(shard))
+            for key, shape in shard.items():
+                base = torch.randn(shape, generator=generator).mul_(0.02)
+                for file, changed in zip(files, (False, True, True), strict=True):
+                    value = base + update(shape, generator) if changed and MERGED_LAYER.fullmatch(key) else base
+                    file.write(value.bfloat16().view(torch.uint8).numpy().data)
+    return sum(torch.Size(shape).numel() for shape in shapes.values()), sum(
+        map(bool, map(MERGED_LAYER.fullmatch, shapes))
+    )
+
+
+def header(shapes):
+    content, start = {"__metadata__": {"format": "pt"}}, 0
+    for key, shape in shapes.items():
+        stop = start + 2 * torch.Size(shape).numel()
+        content[key] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(content).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def update(shape, generator):
+    """Random matrix with singular values about k ** DECAY, of norm CHANGE times a weight's."""
+    d_o, d_i = shape
+    rank = min(RANK, d_o, d_i)
+    sigma = torch.arange(1, rank + 1.0) ** DECAY
+    left, right = torch.randn(d_o, rank, generator=generator) * sigma, torch.randn(rank, d_i, generator=generator)
+    value = left @ right
+    return value * (CHANGE * 0.02 * (d_o * d_i) ** 0.5 / value.norm())
+
+
+def measure(folder, arguments):
+    """Merge in a process of its own: seconds, peak RSS, bytes read and written."""
+    code = (
+        "import json, sys\n"
+        "from fusion_bench_nufilt.cli import app\n"
+        "try: app(sys.argv[1:])\n"
+        "finally:\n"
+        "    io = dict(line.split(': ') for line in open('/proc/self/io').read().splitlines())\n"
+        "    status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
+        "    rss = int(status['VmHWM'].split()[0]) * 1024\n"
+        "    print(json.dumps({'rss': rss, 'read': int(io['rchar']), 'written': int(io['wchar'])}))\n"
+    )
+    names = ("base", "merged", "task")
+    options = [part for name in names for part in (f"--{name}", str(folder / name))]
+    command = [sys.executable, "-c", code, "merge", *options, "--out", str(folder / "out"), *arguments]
+    begin = time.perf_counter()
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return {"seconds": time.perf_counter() - begin, **json.loads(output.splitlines()[-1])}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", action="append", choices=SIZES, help="default: 1B")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/folders"))
+    parser.add_argument("--keep", action="store_true", help="keep the checkpoints, and use those that are there")
+    arguments, options = parser.parse_known_args()
+    print("| size | parameters | layers | minutes | peak RSS, GB | read, GB | written, GB |\n" + "| --- " * 7 + "|")
+    for size in arguments.size or ["1B"]:
+        folder = arguments.folder / size
+        if folder.exists() and not arguments.keep:
+            parser.error(f"{folder} exists: remove it, or say --keep to use it")
+        about = folder / "about.json"
+        if not about.exists():
+            about.parent.mkdir(parents=True, exist_ok=True)
+            about.write_text(json.dumps(make_checkpoints(SIZES[size], folder)))
+        parameters, layers = json.loads(about.read_text())
+        shutil.rmtree(folder / "out", ignore_errors=True)
+        result = measure(folder, options)
+        row = [f"{result['seconds'] / 60:.1f}", *(f"{result[key] / 1e9:.2f}" for key in ("rss", "read", "written"))]
+        print("|", " | ".join([size, f"{parameters / 1e9:.2f}B", str(layers), *row]), "|", flush=True)
+        if not arguments.keep:
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The `nufilt` command."""
+
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fusion_bench_nufilt.core import FusionConfig
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+console = Console(stderr=True)
+
+
+@app.callback()
+def main() -> None:
+    """Null-space filtering (NUFILT) for checkpoints of any size."""
+
+
+@app.command()
+def merge(
+    base: Annotated[str, typer.Option(help="Pretrained model: folder or hub name.")],
+    task: Annotated[list[str], typer.Option(help="Fine-tuned model or peft LoRA adapter; repeat it for a stream.")],
+    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    merged: Annotated[str | None, typer.Option(help="What is merged so far, to add to it.")] = None,
+    step: Annotated[int | None, typer.Option(help="Number of the first task; default: MERGED says.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the adapters' initialisation.")] = 42,
+    null_rank: Annotated[int, typer.Option(help="Directions of what is merged that the filter protects.")] = 128,
+    lora_rank: Annotated[int, typer.Option(help="Rank of the adapter; 0: none.")] = 64,
+    task_rank: Annotated[int, typer.Option(help="Directions of the new task that the adapter is to keep.")] = 8,
+    lr: Annotated[float, typer.Option(help="Learning rate of Adam.")] = 1e-3,
+    max_steps: Annotated[int, typer.Option(help="Steps of Adam.")] = 50,
+    init_std: Annotated[float, typer.Option(help="Standard deviation of the adapter's initial A.")] = 0.02,
+    null_space: Annotated[str, typer.Option(help="Projector: true, false (P = I) or zero (P = 0).")] = "true",
+    target_modules: Annotated[
+        list[str] | None, typer.Option(help="Layers: auto, all-linear, one regular expression, or repeated words.")
+    ] = None,
+    exclude_modules: Annotated[list[str] | None, typer.Option(help="Layers to leave out, likewise.")] = None,
+    other_params: Annotated[str, typer.Option(help="All other tensors: pretrained, first or mean.")] = "pretrained",
+    first_task: Annotated[str, typer.Option(help="paper: taken whole; release: as the authors' run.")] = "paper",
+    accumulate: Annotated[str, typer.Option(help="Merged layers between steps: stored (dtype) or float32.")] = "stored",
+    on_shape_mismatch: Annotated[str, typer.Option(help="Embeddings of another size: error or keep-base.")] = "error",
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")] = "cpu",
+    max_memory: Annotated[str | None, typer.Option(help="Most memory to hold, such as 4GB.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the plan, stop.")] = False,
+) -> None:
+    """Merge fine-tuned models into one, layer by layer, without loading a model."""
+    handler = RichHandler(console=console, show_path=False, show_time=False)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    try:
+        from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
+        from fusion_bench_nufilt.folders.preflight import check_disk
+
+        config = FusionConfig(
+            null_rank=null_rank,
+            lora_rank=lora_rank,
+            task_rank=task_rank,
+            lr=lr,
+            max_steps=max_steps,
+            init_std=init_std,
+            null_space={"true": True, "false": False}.get(null_space, null_space),  # type: ignore[arg-type]
+            target_modules=_patterns(target_modules) or "auto",
+            exclude_modules=_patterns(exclude_modules),
+            other_params=other_params,  # type: ignore[arg-type]
+            first_task=first_task,  # type: ignore[arg-type]
+        )
+        settings = Settings(
+            seed=seed,
+            step=step,
+            accumulate=accumulate,  # type: ignore[arg-type]
+            on_shape_mismatch=on_shape_mismatch,  # type: ignore[arg-type]
+            device=device,
+            max_memory=_bytes(max_memory),
+        )
+        plan = plan_merge(base, task, merged, config, settings)
+        _print_plan(plan, out)
+        if dry_run:
+            check_disk(plan, out)
+            return
+        columns = (TextColumn("Merging"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            bar = progress.add_task("", total=len(plan.layers) + len(plan.others))
+            merge_folders(plan, out, lambda done, total: progress.update(bar, completed=done, total=total))
+        console.print(f"[bold]{out}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
+    except ValueError as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _patterns(words: list[str] | None) -> str | list[str] | None:
+    """One word that is special or a regular expression by itself; plain words are a list, as in the YAML."""
+    if not words:
+        return None
+    if len(words) == 1 and (words[0] in ("auto", "all-linear") or re.search(r"[\\*+?()\[\]|^$]", words[0])):
+        return words[0]
+    return words
+
+
+def _bytes(size: str | None) -> int | None:
+    """``4GB``, ``500MB``, ``4GiB`` or a plain number of bytes."""
+    if size is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", size.strip().lower())
+    if not match:
+        raise ValueError(f"max_memory must be a size such as 4GB, got '{size}'")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
+
+
+def _print_plan(plan: Any, out: Path) -> None:
+    """What will be done and what it takes."""
+    from fusion_bench_nufilt.folders.models import LoraAdapter
+
+    table = Table(show_header=False, box=None, title="Plan", title_justify="left")
+    table.add_row("base", escape(plan.base.name))
+    if plan.merged is not None:
+        name = escape(plan.merged.checkpoint.name)
+        table.add_row("merged so far", f"{name}{', layers in float32' if plan.state else ''}")
+    for number, task in enumerate(plan.tasks, plan.first_step):
+        kind = "LoRA adapter" if isinstance(task, LoraAdapter) else "model"
+        table.add_row(f"step {number}", f"{escape(task.checkpoint.name)} ({kind})")
+    first, last = plan.layers[0].name, plan.layers[-1].name
+    table.add_row("merged", f"{len(plan.layers)} linear layers, {first} … {last} (known from {plan.origin})")
+    table.add_row("averaged", f"{len(plan.averaged)} tensors (other_params={plan.config.other_params})")
+    table.add_row("copied", f"{plan.copied} tensors, bit by bit")
+    table.add_row("memory", f"{plan.memory / 1e9:.2f} GB at most")
+    table.add_row("disk", f"{plan.disk / 1e9:.2f} GB in {escape(str(out))}")
+    if plan.on_cpu:
+        table.add_row("time", f"about {max(1, round(plan.predict_seconds() / 60))} min")
+    console.print(table)
+    for warning in plan.warnings:
+        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(app())

@@ -1,0 +1,126 @@
+"""Which tensors of a checkpoint are linear layers, and what the model calls them, decided without loading it."""
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fusion_bench_nufilt.targets import layer_name, select_layers
+
+from .checkpoint import Checkpoint
+from .tensors import FLOATS
+
+log = logging.getLogger(__name__)
+
+# Matrices that are no linear layers, by a word of their name, where transformers does not know the architecture.
+_NOT_LINEAR = re.compile(r"(^|[._])(wte|wpe|shared|ln\w*|\w*embed\w*|\w*norm\w*|relative_attention_bias)([._]|$)")
+_HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer to merge."""
+
+    name: str  # the model's, which seeds the adapter
+    slot: str
+    keys: tuple[str, ...]  # of the base checkpoint; more than one where a tied weight is stored more than once
+
+
+class Architecture:
+    """The model's modules on PyTorch's meta device: names and shapes without numbers.
+
+    Keys of a checkpoint may differ from the model's names (older LLaVA checkpoints, a base model without its head)
+    and several names may share one weight. A *slot* is the first of the model's names for a weight; a key that the
+    model does not know is its own slot.
+
+    Args:
+        base: the checkpoint whose config.json tells the architecture.
+    """
+
+    def __init__(self, base: Checkpoint) -> None:
+        self.model, self.origin = _on_meta(base)
+        self._prefix = getattr(self.model, "base_model_prefix", "")
+        self._renames = getattr(self.model, "_checkpoint_conversion_mapping", None) or {}
+        first: dict[int, str] = {}
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        self._slots = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
+
+    def slot(self, key: str) -> str:
+        """The model's first name for the tensor that a checkpoint stores under ``key``."""
+        return self._slots.get(name := self.module_name(key), name)
+
+    def module_name(self, key: str) -> str:
+        """The model's name for a checkpoint's key, renamed as transformers does when it loads one."""
+        name = key
+        for pattern, replacement in self._renames.items():
+            name, found = re.subn(pattern, replacement, name)
+            if found:
+                break
+        candidates = (name, f"{self._prefix}.{name}", name.removeprefix(f"{self._prefix}."))
+        return next((candidate for candidate in candidates if candidate in self._slots), key)
+
+    def layers(
+        self, base: Checkpoint, target_modules: str | Sequence[str], exclude_modules: str | Sequence[str] | None
+    ) -> list[Layer]:
+        """The layers to merge, in the base's order.
+
+        Raises:
+            ValueError: no layer is chosen, or the checkpoint lacks one that its config promises.
+        """
+        chosen = {self._slots[key]: key for key in select_layers(self.model, target_modules, exclude_modules)}
+        stored = by_slot(self, base)
+        if lost := sorted(chosen.keys() - stored.keys()):
+            raise ValueError(
+                f"model '{base.name}' lacks the weight of {len(lost)} linear layers that its config.json promises, "
+                f"'{lost[0]}' first: weights and config do not belong together"
+            )
+        return [Layer(layer_name(chosen[slot]), slot, tuple(keys)) for slot, keys in stored.items() if slot in chosen]
+
+
+def by_slot(architecture: Architecture, checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """A checkpoint's keys by slot, in its own order."""
+    slots: dict[str, list[str]] = {}
+    for key in checkpoint.tensors:
+        slots.setdefault(architecture.slot(key), []).append(key)
+    return slots
+
+
+def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
+    """The model without numbers, and where it is known from."""
+    config = base.config
+    if config.get("architectures"):
+        import transformers
+
+        name = config["architectures"][0]
+        try:
+            settings = transformers.AutoConfig.from_pretrained(base.folder, trust_remote_code=False)
+            with torch.device("meta"):
+                return getattr(transformers, name)._from_config(settings), name
+        except Exception as error:  # its own code, another version of transformers, a bad config
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            log.warning("transformers can't build '%s' of '%s' (%s): layers are told by name", name, base.name, reason)
+    return _from_names(base), "names of the tensors"
+
+
+def _from_names(base: Checkpoint) -> nn.Module:
+    """Linear layers where the checkpoint has matrices that do not look like anything else."""
+    root = nn.Module()
+    for key, info in base.tensors.items():
+        path = key.removesuffix(".weight")
+        if path == key or len(info.shape) != 2 or info.dtype not in FLOATS or _NOT_LINEAR.search(path):
+            continue
+        *parents, last = path.split(".")
+        module = root
+        for name in parents:
+            if name not in module._modules:
+                module.add_module(name, nn.Module())
+            module = module.get_submodule(name)
+        d_o, d_i = info.shape
+        linear = nn.Linear(d_i, d_o, bias=False, device="meta")
+        module.add_module(last, linear)
+        if _HEAD.fullmatch(path):
+            root.get_output_embeddings = lambda head=linear: head  # type: ignore[assignment]
+    return root

@@ -1,0 +1,55 @@
+"""Checkpoints on the Hugging Face hub: headers by range requests first, weights when they are needed."""
+
+from pathlib import Path
+
+from .tensors import TensorInfo
+
+_SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*"]
+_ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def headers(name: str) -> tuple[Path, dict[str, dict[str, TensorInfo]]]:
+    """Folder with a repository's small files, and the tensors of each of its weight files.
+
+    Args:
+        name: ``owner/model``, or ``owner/model@revision``.
+
+    Raises:
+        ValueError: no such folder and no such repository, or one without safetensors.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
+
+    repository, _, revision = name.partition("@")
+    try:
+        small = [*_SMALL, *_ADAPTER]
+        folder = Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=small))
+        if (folder / "adapter_config.json").is_file():
+            return folder, {}
+        # The snapshot's folder is named after its commit: headers and weights are of the same version.
+        metadata = huggingface_hub.get_safetensors_metadata(repository, revision=folder.name)
+    except HFValidationError as error:
+        raise ValueError(f"'{name}' is neither a folder nor the name of a hub repository") from error
+    except NotASafetensorsRepoError as error:
+        raise ValueError(
+            f"'{name}' on the hub holds no safetensors; pickled weights run code when opened and are refused. "
+            "Convert it with https://huggingface.co/spaces/safetensors/convert"
+        ) from error
+    except Exception as error:  # no network, no such repository, no right to it: one answer, with the cause
+        raise ValueError(f"'{name}' is no folder, and the hub can't give it: {error}") from error
+    files: dict[str, dict[str, TensorInfo]] = {}
+    for file, content in metadata.files_metadata.items():
+        found = content.tensors.items()
+        files[file] = {key: TensorInfo(file, str(t.dtype), tuple(t.shape), *t.data_offsets) for key, t in found}
+    return folder, files
+
+
+def download(name: str, folder: Path, files: list[str]) -> Path:
+    """Download weight files into the snapshot that :func:`headers` began; interrupted downloads go on."""
+    import huggingface_hub
+
+    repository, _, _ = name.partition("@")
+    index = "model.safetensors.index.json"
+    return Path(
+        huggingface_hub.snapshot_download(repository, revision=folder.name, allow_patterns=[*_SMALL, *files, index])
+    )

@@ -1,0 +1,94 @@
+"""What a merged folder says about itself: nufilt.json for programs, a model card for people."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .plan import Plan
+
+_PACKAGES = ("fusion-bench-nufilt", "torch", "transformers", "safetensors")
+
+
+def run_identity(plan: Plan) -> str:
+    """Digest of all that the result depends on: an interrupted run goes on only if nothing of it changed."""
+    device = plan.settings.device.partition(":")[0]
+    content = [
+        [plan.base.identity(), *([model.checkpoint.name, model.checkpoint.identity()] for model in plan.models)],
+        [dataclasses.asdict(plan.config), plan.settings.seed, plan.first_step, plan.settings.accumulate, device],
+        [[layer.name for layer in plan.layers], sorted(plan.averaged), versions()],
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that the numbers come from."""
+    return {package: importlib.metadata.version(package) for package in _PACKAGES}
+
+
+def nufilt_json(plan: Plan, records: Sequence[Mapping[str, Any]], run: str) -> str:
+    """The manifest.
+
+    ``sha256`` of an input is over the digests of the tensors that were read of it, in the base's order: it does not
+    depend on how they are spread over files. That of the result likewise.
+    """
+    inputs: dict[str, dict[str, Any]] = {"base": {"name": plan.base.label}}
+    if plan.merged is not None:
+        inputs["merged"] = {"name": plan.merged.checkpoint.label}
+    if plan.state is not None:
+        inputs["state"] = {"name": plan.state.checkpoint.label}
+    for number, task in enumerate(plan.tasks):
+        inputs[f"task {number}"] = {"name": task.checkpoint.label, "kind": type(task).__name__}
+    for source, entry in inputs.items():
+        entry["tensors_read"] = sum(source in record["read"] for record in records)
+        entry["sha256"] = _digest((record["slot"], record["read"].get(source)) for record in records)
+    names = {layer.slot: layer.name for layer in plan.layers}
+    content = {
+        "method": "NUFILT, arXiv 2509.21413",
+        "step": plan.last_step,
+        "tasks": plan.history + [task.checkpoint.label for task in plan.tasks],
+        "inputs": inputs,
+        "settings": {**dataclasses.asdict(plan.config), "seed": plan.settings.seed},
+        "accumulate": plan.settings.accumulate,
+        "linear_layers_known_from": plan.origin,
+        "tensors": {"merged": len(plan.layers), "averaged": len(plan.averaged), "copied": plan.copied},
+        "sha256": _digest((record["slot"], [entry[3] for entry in record["written"]]) for record in records),
+        "run": run,
+        "versions": versions(),
+        "warnings": plan.warnings,
+        "layers": {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names},
+    }
+    return json.dumps(content, indent=1)
+
+
+def _digest(parts: Iterable[object]) -> str:
+    return hashlib.sha256("".join(f"{part}\n" for part in parts).encode()).hexdigest()
+
+
+def model_card(plan: Plan) -> str:
+    """README.md of the merged folder."""
+    tasks = plan.history + [task.checkpoint.label for task in plan.tasks]
+    stream = "\n".join(f"{number}. {task}" for number, task in enumerate(tasks, 1))
+    config = plan.config
+    rest = {"pretrained": "are the base's", "first": "are the first task's", "mean": "are averaged over the tasks"}
+    return f"""---
+base_model: {json.dumps(plan.base.label)}
+library_name: transformers
+tags: [merge, model-merging, nufilt]
+---
+
+# {len(tasks)} model{"s" if len(tasks) > 1 else ""} merged with NUFILT
+
+Made from {plan.base.label} by null-space filtering ([Qiu et al., ICLR 2026](https://arxiv.org/abs/2509.21413)),
+without data and without training, of these models in this order:
+
+{stream}
+
+{len(plan.layers)} linear layers were merged (null_rank {config.null_rank}, lora_rank {config.lora_rank}, task_rank
+{config.task_rank}, seed {plan.settings.seed}); all other tensors {rest[config.other_params]}. `nufilt.json` has every
+setting, digests of all inputs and a report for every layer of the last merge. To merge one more model into this one:
+
+    nufilt merge --base {plan.base.label} --merged THIS_FOLDER --task NEW --out OUT
+"""

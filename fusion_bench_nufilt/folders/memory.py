@@ -1,0 +1,99 @@
+"""How much memory a layer takes while it is merged, predicted before the start and held during the run."""
+
+import ctypes
+import resource
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from fusion_bench_nufilt.core import FusionConfig
+
+# Each worker's stack, allocator arena and buffers of the matrix products; measured, rounded up.
+_WORKER_BYTES = 64 * 2**20
+_M_MMAP_THRESHOLD = -3  # from malloc.h: blocks above are mapped by themselves
+
+
+def process_memory(workers: int) -> int:
+    """Bytes that the process takes apart from the layers: what it takes now, and its workers' overhead."""
+    try:
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:  # not Linux: the most it took so far
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resident + workers * _WORKER_BYTES
+
+
+def layer_memory(shape: Sequence[int], stored: int, *, wide: int, on_cpu: bool) -> int:
+    """Bytes held while a layer is merged.
+
+    Args:
+        shape: ``(d_o, d_i)``.
+        stored: bytes per element of base, merged and task weight together, as they are read.
+        wide: bytes per element of the computation: 4, or 8 for float64.
+        on_cpu: whether the computation is in this memory, too.
+    """
+    d_o, d_i = shape
+    # theta, tau, tau_merged, tau P and its temporary; the Gram matrices of tau (twice, once stacked) and tau_merged.
+    gram = (2 * d_i**2 if d_i <= 2 * d_o else 0) + min(d_o, d_i) ** 2
+    computing = wide * (5 * d_o * d_i + gram) if on_cpu else 0
+    return stored * d_o * d_i + computing
+
+
+def predict_seconds(shapes: Sequence[Sequence[int]], config: FusionConfig) -> float:
+    """Rough time of one step on one thread of this machine, for layers of the given shapes."""
+    x = torch.ones(768, 768)
+    begin = time.perf_counter()
+    for _ in range(4):
+        x @ x
+    flops_per_second = 4 * 2 * 768**3 / (time.perf_counter() - begin) * torch.get_num_threads() ** -1
+    flops = 0
+    for d_o, d_i in shapes:
+        small = min(d_o, d_i)
+        rank = min(config.null_rank, small)
+        gram = 2 * d_o * d_i * (d_i + small)
+        # Block iteration on 2 rank + 16 vectors, some 12 rounds of two products, or a full eigenvalue solver.
+        subspace = 12 * 2 * 2 * small**2 * (2 * rank + 16) if small >= max(256, 16 * rank) else 25 * small**3
+        height = d_i if d_i <= 2 * d_o else 2 * d_o
+        adapter = 2 * d_i * height * config.lora_rank * (config.max_steps + 1)
+        flops += gram + subspace + adapter
+    return flops / flops_per_second
+
+
+def return_freed_memory() -> None:
+    """Have freed matrices go back to the system at once, where the C library is glibc.
+
+    By itself it keeps freed blocks of up to 32 MB for later, per thread, and a process of many threads then takes
+    twice what it uses.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
+
+
+class Budget:
+    """Lets threads go on while what they reserved together stays within a bound.
+
+    Args:
+        nbytes: the bound; a single reservation above it goes alone.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._bound, self._used = nbytes, 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reserve(self, nbytes: int) -> Iterator[None]:
+        """Wait until there is room for ``nbytes``, and hold it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._used == 0 or self._used + nbytes <= self._bound)
+            self._used += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= nbytes
+                self._changed.notify_all()

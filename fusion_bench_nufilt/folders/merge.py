@@ -1,0 +1,259 @@
+"""Merging checkpoint folders tensor by tensor: no model is ever loaded."""
+
+import dataclasses
+import errno
+import hashlib
+import logging
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.core import fuse_layers
+from fusion_bench_nufilt.core.fusion import is_finite, map_layers
+from fusion_bench_nufilt.targets import running_mean
+
+from .architecture import Layer
+from .checkpoint import INDEX, SINGLE
+from .manifest import model_card, nufilt_json, run_identity
+from .memory import Budget, return_freed_memory
+from .output import Output, Record, work_folder
+from .plan import Plan
+from .preflight import MANIFEST, STATE, check_disk, check_relation, read_manifest
+from .tensors import CHUNK_BYTES, FLOATS, digest, float32_header, raw
+
+log = logging.getLogger(__name__)
+
+STATE_FILE = f"{STATE}/model.safetensors"
+# On an accelerator, layers of equal shape are solved together; about this much memory of it.
+_BATCH_BYTES = 4 * 2**30
+
+
+def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] | None = None) -> Path:
+    """Carry out a plan.
+
+    A tensor goes through all tasks before the next one is read, so that each input is read once, whatever the number
+    of tasks, and nothing between is stored. A run that was interrupted goes on where it stopped.
+
+    Args:
+        plan: of :func:`fusion_bench_nufilt.folders.plan_merge`.
+        out: the folder to make.
+        progress: called with the numbers of finished tensors and of all.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: ``out`` exists, NaN or infinite values (the tensor is named), a disk without room.
+    """
+    fetch(plan)
+    run = run_identity(plan)
+    for checkpoint in (plan.base, *(model.checkpoint for model in plan.models)):
+        if checkpoint.folder.resolve() in (out.resolve(), *out.resolve().parents):
+            raise ValueError(f"'{out}' is inside '{checkpoint.name}', which is not written to: name another folder")
+    if out.exists() or out.is_symlink():
+        if read_manifest(out).get("run") == run:  # this very run was finished, and maybe killed before it cleaned up
+            shutil.rmtree(work_folder(out), ignore_errors=True)
+            return out
+        raise ValueError(f"'{out}' exists: remove it or name another folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    output = Output(out, run, _headers(plan))
+    return_freed_memory()
+    try:
+        already = sum(info[2] - info[1] for record in output.done.values() for info in record["written"])
+        check_disk(plan, out, already)
+        _Merge(plan, output).run(progress)
+        _write_small_files(plan, output, run)
+        output.finish()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ValueError(
+                f"no room left on the disk for '{out}' ({plan.disk / 1e9:.1f} GB in all): {error}. Make room and run "
+                "the same command again, it goes on where it stopped"
+            ) from error
+        raise
+    finally:
+        output.close()
+    return out
+
+
+def fetch(plan: Plan) -> None:
+    """Download the weights that are still on the hub; what they then say about the models is a warning."""
+    checkpoints = [plan.base, *(model.checkpoint for model in plan.models)]
+    if any(checkpoint.remote for checkpoint in checkpoints):
+        for checkpoint in checkpoints:
+            checkpoint.fetch()
+        new = [text for text in check_relation(plan) if text not in plan.warnings]
+        plan.warnings += new
+        for text in new:
+            log.warning("%s", text)
+
+
+class _Merge:
+    """One run: reads, computes and writes, a tensor per thread."""
+
+    def __init__(self, plan: Plan, output: Output) -> None:
+        self.plan, self.output, self.budget = plan, output, Budget(plan.budget)
+        state = float32_header({layer.keys[0]: plan.base.tensors[layer.keys[0]].shape for layer in plan.layers})
+        self._state_offsets, offset = {}, len(state)
+        for layer in plan.layers:
+            self._state_offsets[layer.slot] = offset
+            offset += 4 * plan.base.tensors[layer.keys[0]].numel
+
+    def run(self, progress: Callable[[int, int], object] | None) -> None:
+        plan, done = self.plan, self.output.done
+        total = len(plan.layers) + len(plan.others)
+        jobs: list[list[Layer] | str] = list(self._batches(layer for layer in plan.layers if layer.slot not in done))
+        jobs += [slot for slot in plan.others if slot not in done]
+        for _ in map_layers(self._do, jobs, torch.device(plan.settings.device), plan.workers):
+            if progress is not None:
+                progress(len(done), total)
+
+    def _batches(self, layers: Iterable[Layer]) -> Iterable[list[Layer]]:
+        """One by one on a CPU, else as many of a shape as are solved together."""
+        groups: dict[tuple[tuple[int, ...], str], list[Layer]] = defaultdict(list)
+        for layer in layers:
+            info = self.plan.base.tensors[layer.keys[0]]
+            groups[info.shape, info.dtype].append(layer)
+        for (shape, _), group in groups.items():
+            layer_bytes = 4 * (5 * shape[0] * shape[1] + 3 * shape[1] ** 2)
+            size = 1 if self.plan.on_cpu else max(1, _BATCH_BYTES // layer_bytes)
+            yield from (group[i : i + size] for i in range(0, len(group), size))
+
+    def _do(self, job: list[Layer] | str) -> None:
+        if isinstance(job, str):
+            self._copy(job)
+            return
+        with self.budget.reserve(sum(map(self.plan.layer_memory, job))):
+            self._merge(job)
+
+    def _merge(self, layers: list[Layer]) -> None:
+        plan = self.plan
+        read: dict[str, dict[str, str]] = {layer.slot: {} for layer in layers}
+        reports: dict[str, list[Record]] = {layer.slot: [] for layer in layers}
+        theta_0, running = {}, {}
+        for layer in layers:
+            theta_0[layer.name], read[layer.slot]["base"] = plan.base.read(layer.keys[0])
+            running[layer.name] = theta_0[layer.name]
+            if plan.state is not None:
+                running[layer.name], read[layer.slot]["state"] = plan.state.weight(layer.slot, theta_0[layer.name])
+            elif plan.merged is not None:
+                weight, read[layer.slot]["merged"] = plan.merged.weight(layer.slot, theta_0[layer.name])
+                running[layer.name] = weight.to(plan.dtype(layer.keys[0]))
+            if plan.settings.accumulate == "float32":
+                wide = torch.promote_types(plan.dtype(layer.keys[0]), torch.float32)
+                running[layer.name] = running[layer.name].to(wide)
+        for number, task in enumerate(plan.tasks):
+            changed = [layer for layer in layers if layer.slot in task.slots]  # an adapter may leave some alone
+            if not changed:
+                continue
+            theta_t = {}
+            for layer in changed:
+                theta_t[layer.name], read[layer.slot][f"task {number}"] = task.weight(layer.slot, theta_0[layer.name])
+            step = plan.first_step + number
+            fused, report = fuse_layers(
+                {layer.name: theta_0[layer.name] for layer in changed},
+                {layer.name: running[layer.name] for layer in changed},
+                theta_t,
+                plan.config,
+                seed=plan.settings.seed,
+                step=step,
+                device=plan.settings.device,
+            )
+            running |= fused
+            for layer in changed:
+                reports[layer.slot].append({"step": step, **dataclasses.asdict(report[layer.name])})
+        for layer in layers:
+            written = self._write(layer, running.pop(layer.name))
+            self.output.record(
+                {"slot": layer.slot, "written": written, "read": read[layer.slot], "reports": reports[layer.slot]}
+            )
+
+    def _write(self, layer: Layer, weight: Tensor) -> list[tuple[str, int, int, str]]:
+        """Write a layer wherever the base has it, and in float32 if that is kept."""
+        written = []
+        if self.plan.keeps_state:
+            start, wide = self._state_offsets[layer.slot], weight.to(torch.float32)
+            self.output.write(STATE_FILE, raw(wide), start)
+            written.append((STATE_FILE, start, start + 4 * wide.numel(), digest(wide)))
+        for key in layer.keys:
+            info = self.plan.base.tensors[key]
+            stored = weight.to(FLOATS[info.dtype])
+            if not is_finite(stored):
+                raise ValueError(f"tensor '{key}': the merged weight became infinite in {info.dtype}")
+            self.output.write(info.file, raw(stored), info.start)
+            written.append((info.file, info.start, info.stop, digest(stored)))
+        return written
+
+    def _copy(self, slot: str) -> None:
+        """A tensor outside the merged layers: as it is in the merged model (the base's bits), or averaged."""
+        written, read = [], {}
+        for key in self.plan.others[slot]:
+            info, sha, source_sha = self.plan.base.tensors[key], hashlib.sha256(), hashlib.sha256()
+            offset = info.start
+            for source, data in self._pieces(slot, key):
+                self.output.write(info.file, data, offset)
+                offset += len(data)
+                sha.update(data)
+                source_sha.update(source)
+            written.append((info.file, info.start, info.stop, sha.hexdigest()))
+            read["base"] = source_sha.hexdigest()
+        self.output.record({"slot": slot, "written": written, "read": read, "reports": []})
+
+    def _pieces(self, slot: str, key: str) -> Iterable[tuple[memoryview, memoryview]]:
+        """The base's bytes and the new ones, a bounded number at a time."""
+        plan, info = self.plan, self.plan.base.tensors[key]
+        base = plan.base.file(key)
+        if (slot not in plan.averaged and plan.merged is None) or info.dtype not in FLOATS:
+            yield from ((raw(piece), raw(piece)) for piece in base.chunks(info))
+            return
+        dtype = FLOATS[info.dtype]
+        count = CHUNK_BYTES // 8
+        for start in range(0, info.numel, count):
+            stop = min(start + count, info.numel)
+            theta_0 = base.elements(info, start, stop)
+            value = theta_0 if plan.merged is None else plan.merged.elements(slot, start, stop, theta_0)
+            value = theta_0 if value is None else value.to(dtype)
+            if slot in plan.averaged:
+                value = self._average(slot, start, stop, theta_0, value)
+            yield raw(theta_0), raw(value)
+
+    def _average(self, slot: str, start: int, stop: int, theta_0: Tensor, value: Tensor) -> Tensor:
+        for step, task in enumerate(self.plan.tasks, self.plan.first_step):
+            new = task.elements(slot, start, stop, theta_0)
+            if new is None or (self.plan.config.other_params == "first" and step > 1):
+                continue
+            if not is_finite(new):
+                raise ValueError(f"model '{task.checkpoint.name}', tensor '{slot}' has NaN or infinite values")
+            value = running_mean(value, new, step).to(theta_0.dtype)
+        return value
+
+
+def _headers(plan: Plan) -> dict[str, tuple[bytes, int]]:
+    """Header and size of every weight file of the result: the base's, and that of the float32 layers."""
+    headers = {}
+    for key, info in plan.base.tensors.items():
+        if info.file not in headers:
+            file = plan.base.file(key)
+            headers[info.file] = file.header, file.path.stat().st_size
+    if plan.keeps_state:
+        shapes = {layer.keys[0]: plan.base.tensors[layer.keys[0]].shape for layer in plan.layers}
+        header = float32_header(shapes)
+        size = len(header) + sum(4 * torch.Size(shape).numel() for shape in shapes.values())
+        headers[STATE_FILE] = header, size
+    return headers
+
+
+def _write_small_files(plan: Plan, output: Output, run: str) -> None:
+    """Configuration and tokenizer as in the base, the index of the shards, manifest and model card."""
+    for path in plan.base.small_files():
+        (output.model / path).parent.mkdir(exist_ok=True)
+        shutil.copyfile(plan.base.folder / path, output.model / path)
+    if (plan.base.folder / INDEX).is_file() and plan.base.files != [SINGLE]:
+        shutil.copyfile(plan.base.folder / INDEX, output.model / INDEX)
+    records = [output.done[layer.slot] for layer in plan.layers] + [output.done[slot] for slot in plan.others]
+    (output.model / MANIFEST).write_text(nufilt_json(plan, records, run))
+    (output.model / "README.md").write_text(model_card(plan))

@@ -1,0 +1,160 @@
+"""Base, merged and task models, addressed by slot whatever their files call a tensor."""
+
+import json
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .architecture import Architecture, by_slot
+from .checkpoint import Checkpoint, is_adapter, some
+from .tensors import FLOATS
+
+_PREFIX = "base_model.model."
+# What changes the base's own weights or adds other terms than B A.
+_REFUSED = {
+    "use_dora": "DoRA, whose update is no B A but rescales the whole weight",
+    "fan_in_fan_out": "fan_in_fan_out, for transposed (Conv1D) layers, which are not merged",
+    "lora_bias": "lora_bias",
+    "use_qalora": "QALoRA",
+    "target_parameters": "target_parameters",
+    "trainable_token_indices": "trainable_token_indices",
+    "alora_invocation_tokens": "activated LoRA, which acts on some tokens only",
+}
+_REFUSED_INITS = ("pissa", "olora", "corda", "loftq")
+
+
+class Task(Protocol):
+    """A fine-tuned model, in whatever form it comes."""
+
+    checkpoint: Checkpoint
+    slots: dict[str, tuple[int, ...]]  # shapes of the full tensors that it changes or brings
+
+    def weight(self, slot: str, theta_0: Tensor) -> tuple[Tensor, str]:
+        """The full weight, given the base's, and the digest of what was read for it."""
+
+    def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor | None:
+        """Elements of a flattened tensor outside the merged layers, given the base's; None: it has none."""
+
+    def ignore(self, slot: str) -> None:
+        """Take a tensor outside the merged layers as if it were not there."""
+
+
+class FullModel:
+    """A whole checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
+        self.checkpoint = checkpoint
+        self.keys = {slot: keys[0] for slot, keys in by_slot(architecture, checkpoint).items()}
+        self.slots = {slot: checkpoint.tensors[key].shape for slot, key in self.keys.items()}
+
+    def weight(self, slot: str, theta_0: Tensor) -> tuple[Tensor, str]:
+        return self.checkpoint.read(self.keys[slot])
+
+    def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor | None:
+        if slot not in self.keys:
+            return None
+        key = self.keys[slot]
+        info = self.checkpoint.tensors[key]
+        return self.checkpoint.file(key).elements(info, start, stop) if info.dtype in FLOATS else None
+
+    def ignore(self, slot: str) -> None:
+        del self.keys[slot], self.slots[slot]
+
+
+class LoraAdapter:
+    r"""A peft LoRA adapter: :math:`\theta_t = \theta_0 + s\,B A` for its targets, whole tensors for `modules_to_save`.
+
+    Args:
+        checkpoint: of the adapter's folder.
+        architecture: of the base.
+
+    Raises:
+        ValueError: the adapter is no LoRA, or of a kind that is not B A added to the weight; names it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
+        self.checkpoint = checkpoint
+        self.config = json.loads((checkpoint.folder / "adapter_config.json").read_text())
+        self._check_kind()
+        self.pairs: dict[str, tuple[str, str, float]] = {}  # key of A, key of B, scaling
+        self._whole: dict[str, str] = {}
+        self.slots: dict[str, tuple[int, ...]] = {}
+        unknown = []
+        for key, info in checkpoint.tensors.items():
+            name = key.removeprefix(_PREFIX)
+            module, is_a, _ = name.partition(".lora_A.weight")
+            if is_a:
+                key_b = key.replace(".lora_A.weight", ".lora_B.weight")
+                if key_b not in checkpoint.tensors:
+                    raise ValueError(f"adapter '{checkpoint.name}' has '{key}' and no '{key_b}'")
+                slot = architecture.slot(f"{module}.weight")
+                (rank, d_i), (d_o, rank_b) = info.shape, checkpoint.tensors[key_b].shape
+                if rank != rank_b:
+                    raise ValueError(f"adapter '{checkpoint.name}', '{module}': A has rank {rank}, B {rank_b}")
+                self.pairs[slot] = key, key_b, self._scaling(module, rank)
+                self.slots[slot] = d_o, d_i
+            elif ".base_layer." in name:
+                continue  # the base's own weight, which peft saves along with an adapted embedding or head
+            elif ".lora_" not in name:
+                slot = architecture.slot(name)
+                self._whole[slot] = key
+                self.slots[slot] = info.shape
+            elif not name.endswith(".lora_B.weight"):
+                unknown.append(key)
+        if unknown:
+            raise ValueError(f"adapter '{checkpoint.name}': {some(unknown)}: no LoRA of a linear layer")
+
+    def _check_kind(self) -> None:
+        config, name = self.config, self.checkpoint.name
+        if config.get("peft_type") != "LORA":
+            raise ValueError(f"adapter '{name}' is of type {config.get('peft_type')}: only LORA can be merged")
+        for key, kind in _REFUSED.items():
+            if config.get(key):
+                raise ValueError(f"adapter '{name}' uses {kind}: merge it into its base with peft, give that folder")
+        if str(config.get("init_lora_weights", True)).startswith(_REFUSED_INITS):
+            raise ValueError(
+                f"adapter '{name}' was initialised with {config['init_lora_weights']}, which changes the base as well: "
+                "save it with peft's path_initial_model_for_weight_conversion"
+            )
+
+    def _scaling(self, module: str, rank: int) -> float:
+        from peft.utils.other import get_pattern_key
+
+        pattern: dict[str, float] = self.config.get("alpha_pattern") or {}
+        alpha = pattern.get(get_pattern_key(list(pattern), module), float(self.config["lora_alpha"]))
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def weight(self, slot: str, theta_0: Tensor) -> tuple[Tensor, str]:
+        if slot in self._whole:
+            return self.checkpoint.read(self._whole[slot])
+        key_a, key_b, scaling = self.pairs[slot]
+        (a, digest_a), (b, digest_b) = self.checkpoint.read(key_a), self.checkpoint.read(key_b)
+        wide = torch.promote_types(theta_0.dtype, torch.float32)
+        return theta_0.to(wide) + (b.to(wide) @ a.to(wide)) * scaling, digest_a + digest_b
+
+    def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor | None:
+        if slot in self._whole:
+            key = self._whole[slot]
+            return self.checkpoint.file(key).elements(self.checkpoint.tensors[key], start, stop)
+        if slot not in self.pairs:
+            return theta_0
+        (_, d_i), wide = self.slots[slot], torch.promote_types(theta_0.dtype, torch.float32)
+        first, last = start // d_i, -(-stop // d_i)  # the rows that hold these elements
+        key_a, key_b, scaling = self.pairs[slot]
+        a, b = self.checkpoint.read(key_a)[0], self.checkpoint.read(key_b)[0]
+        delta = (b[first:last].to(wide) @ a.to(wide)).flatten() * scaling
+        return theta_0.to(wide) + delta[start - first * d_i : stop - first * d_i]
+
+    def ignore(self, slot: str) -> None:
+        del self.slots[slot]
+        self._whole.pop(slot, None)
+
+
+def open_task(name: str, architecture: Architecture) -> Task:
+    """A task by folder or hub name: a whole model, or a peft adapter."""
+    checkpoint = Checkpoint.open(name)
+    if is_adapter(checkpoint.folder):
+        return LoraAdapter(Checkpoint.from_folder(name, checkpoint.folder), architecture)
+    return FullModel(checkpoint, architecture)

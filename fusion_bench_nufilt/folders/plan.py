@@ -1,0 +1,154 @@
+"""What a merge will do and what it will take."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+
+from fusion_bench_nufilt.core import FusionConfig
+
+from .architecture import Layer
+from .checkpoint import Checkpoint
+from .memory import layer_memory, predict_seconds, process_memory
+from .models import FullModel, LoraAdapter, Task
+from .tensors import FLOATS
+
+Accumulate = Literal["stored", "float32"]
+OnShapeMismatch = Literal["error", "keep-base"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How folders are merged; the method itself is set by FusionConfig.
+
+    Args:
+        seed: of the adapters' initialisation.
+        step: number of the first task in the stream, from 1; default: one more than the merged folder's manifest
+            says, 1 without a merged folder.
+        accumulate: what the merged layers are kept in between steps: ``stored``, the base's dtype, or ``float32``,
+            which also writes them beside the model for the next merge, so that rounding does not add up.
+        on_shape_mismatch: tensors outside the merged layers (embeddings, head) whose shape differs from the
+            base's: ``error``, or ``keep-base``.
+        device: where to compute; ``cpu`` works on a layer per thread.
+        max_memory: bytes that the process may hold; fewer layers are then worked on at a time.
+
+    Raises:
+        ValueError: a value out of its range; names it.
+    """
+
+    seed: int = 42
+    step: int | None = None
+    accumulate: Accumulate = "stored"
+    on_shape_mismatch: OnShapeMismatch = "error"
+    device: str = "cpu"
+    max_memory: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.step is not None and self.step < 1:
+            raise ValueError(f"step must be at least 1, got {self.step}")
+        for key, options in (("accumulate", Accumulate), ("on_shape_mismatch", OnShapeMismatch)):
+            if getattr(self, key) not in get_args(options):
+                raise ValueError(f"{key} must be one of {', '.join(get_args(options))}, got {getattr(self, key)!r}")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise ValueError(f"device '{self.device}': {error}") from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device '{self.device}': this PyTorch finds no CUDA device")
+
+
+@dataclass
+class Plan:
+    """A merge whose models passed the checks on their headers."""
+
+    base: Checkpoint
+    merged: FullModel | None  # what is merged so far; None: the base
+    state: FullModel | None  # its layers in float32, where an earlier merge kept them
+    tasks: list[Task]
+    config: FusionConfig
+    settings: Settings
+    origin: str  # where the linear layers are known from
+    layers: list[Layer]
+    others: dict[str, tuple[str, ...]]  # the base's other keys, by slot
+    averaged: set[str]  # slots of `others` that other_params changes
+    first_step: int
+    history: list[str]  # names of the tasks merged before
+    warnings: list[str]
+
+    @property
+    def models(self) -> list[FullModel | Task]:
+        """All models beside the base."""
+        return [*([self.merged] if self.merged else []), *([self.state] if self.state else []), *self.tasks]
+
+    @property
+    def last_step(self) -> int:
+        """How many tasks the result holds."""
+        return self.first_step + len(self.tasks) - 1
+
+    @property
+    def copied(self) -> int:
+        """How many tensors stay as they are."""
+        return len(self.others) - len(self.averaged)
+
+    @property
+    def on_cpu(self) -> bool:
+        return torch.device(self.settings.device).type == "cpu"
+
+    @property
+    def workers(self) -> int:
+        return torch.get_num_threads() if self.on_cpu else 1
+
+    def dtype(self, slot_key: str) -> torch.dtype:
+        """The base's dtype of a floating-point tensor."""
+        return FLOATS[self.base.tensors[slot_key].dtype]
+
+    def layer_memory(self, layer: Layer) -> int:
+        """Bytes held while a layer is merged."""
+        dtype = self.dtype(layer.keys[0])
+        wide = 8 if dtype == torch.float64 else 4
+        running = wide if self.settings.accumulate == "float32" or self.state else dtype.itemsize
+        task = max(self._itemsize(task, layer.slot, wide) for task in self.tasks)
+        shape = self.base.tensors[layer.keys[0]].shape
+        return layer_memory(shape, dtype.itemsize + running + task, wide=wide, on_cpu=self.on_cpu)
+
+    def _itemsize(self, task: Task, slot: str, wide: int) -> int:
+        if isinstance(task, LoraAdapter):
+            return wide
+        assert isinstance(task, FullModel)
+        return FLOATS[task.checkpoint.tensors[task.keys[slot]].dtype].itemsize
+
+    @cached_property
+    def process_memory(self) -> int:
+        """Bytes that the process takes apart from the layers."""
+        return process_memory(self.workers)
+
+    @property
+    def budget(self) -> int:
+        """Bytes that layers may take together."""
+        if self.settings.max_memory is not None:
+            return self.settings.max_memory - self.process_memory
+        return sum(sorted(map(self.layer_memory, self.layers))[-self.workers :])
+
+    @property
+    def memory(self) -> int:
+        """Predicted peak of the process's resident memory, bytes."""
+        largest = sum(sorted(map(self.layer_memory, self.layers))[-self.workers :])
+        return self.process_memory + min(largest, self.budget)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the merged layers are also written in float32: where they are not stored so anyway."""
+        narrow = any(self.dtype(layer.keys[0]).itemsize < 4 for layer in self.layers)
+        return self.settings.accumulate == "float32" and narrow
+
+    @property
+    def disk(self) -> int:
+        """Bytes that the result takes."""
+        state = sum(4 * self.base.tensors[layer.keys[0]].numel for layer in self.layers)
+        return self.base.nbytes + (state if self.keeps_state else 0)
+
+    def predict_seconds(self) -> float:
+        """Rough time on a CPU."""
+        shapes = [self.base.tensors[layer.keys[0]].shape for layer in self.layers]
+        return predict_seconds(shapes, self.config) * len(self.tasks) / self.workers

@@ -1,0 +1,235 @@
+"""The checks that a merge must pass before anything large is read."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_nufilt.core import FusionConfig
+
+from .architecture import Architecture, Layer, by_slot
+from .checkpoint import Checkpoint, is_adapter, some
+from .models import FullModel, LoraAdapter, Task, open_task
+from .plan import Plan, Settings
+from .tensors import FLOATS
+
+MANIFEST = "nufilt.json"
+STATE = "nufilt_state"
+# A fine-tuned model stays close to its base; models trained apart have a cosine of about zero.
+_LEAST_COSINE, _MOST_CHANGE, _SAMPLED_LAYERS, _SAMPLED_ELEMENTS = 0.9, 0.5, 8, 2**20
+
+
+def plan_merge(
+    base: str,
+    tasks: Sequence[str],
+    merged: str | None = None,
+    config: FusionConfig | None = None,
+    settings: Settings | None = None,
+) -> Plan:
+    """Check all that headers tell, and a few samples of the weights where they are on this disk.
+
+    Args:
+        base: folder or hub name of the pretrained model.
+        tasks: folders or hub names of fine-tuned models or peft LoRA adapters, in merging order.
+        merged: folder or hub name of what is merged so far; default: nothing yet.
+        config: the method's settings.
+        settings: how folders are merged.
+
+    Raises:
+        ValueError: names the model and the tensor that do not fit, and what to do.
+    """
+    config, settings = config or FusionConfig(), settings or Settings()
+    if not tasks:
+        raise ValueError("there is no task to merge")
+    theta_0 = Checkpoint.open(base)
+    if is_adapter(theta_0.folder):
+        raise ValueError(f"the base '{base}' is an adapter: name the model that it was trained on")
+    architecture = Architecture(theta_0)
+    layers = architecture.layers(theta_0, config.target_modules, config.exclude_modules)
+    chosen = {layer.slot for layer in layers}
+    for layer in layers:
+        if (info := theta_0.tensors[layer.keys[0]]).dtype not in FLOATS:
+            raise ValueError(
+                f"model '{base}', layer '{layer.keys[0]}' is stored as {info.dtype}: quantised weights can't be "
+                f"merged, only {', '.join(FLOATS)}; name the model it was quantised from"
+            )
+
+    whole = FullModel(theta_0, architecture)
+    so_far = None if merged is None else FullModel(_open_merged(merged), architecture)
+    models = [open_task(task, architecture) for task in tasks]
+    manifest = {} if so_far is None else read_manifest(so_far.checkpoint.folder)
+    warnings = [] if so_far is None else _check_merged(whole, so_far, manifest, config, settings)
+    for model in models:
+        warnings += _check_shapes(whole, model, chosen, settings)
+        if config.other_params == "pretrained" and isinstance(model, LoraAdapter):
+            outside = [slot for slot in model.pairs if slot not in chosen]
+            warnings += [f"adapter '{model.checkpoint.name}' also changes {some(outside)}: ignored"] if outside else []
+    first_step = _first_step(settings, so_far, manifest)
+    others = {slot: tuple(keys) for slot, keys in by_slot(architecture, theta_0).items() if slot not in chosen}
+    changed = config.other_params == "mean" or (config.other_params == "first" and first_step == 1)
+    averaged = {
+        slot for slot, keys in others.items() if changed and theta_0.tensors[keys[0]].dtype in FLOATS
+    }  # fmt: skip
+    plan = Plan(
+        base=theta_0,
+        merged=so_far,
+        state=_state(so_far, architecture, settings, warnings),
+        tasks=models,
+        config=config,
+        settings=settings,
+        origin=architecture.origin,
+        layers=layers,
+        others=others,
+        averaged=averaged,
+        first_step=first_step,
+        history=list(manifest.get("tasks", [])),
+        warnings=warnings,
+    )
+    _check_memory(plan)
+    warnings += check_relation(plan)
+    return plan
+
+
+def check_relation(plan: Plan) -> list[str]:
+    """Warnings, with the evidence, where samples of the weights say that a model was not made from the base."""
+    if plan.base.remote:
+        return []
+    here = [model for model in plan.models if isinstance(model, FullModel) and not model.checkpoint.remote]
+    return [text for model in here for text in _relation(plan.base, model, plan.layers)]
+
+
+def check_disk(plan: Plan, out: Path, already: int = 0) -> None:
+    """Refuse a disk that can't take the result; ``already`` bytes of it are there."""
+    folder = next(parent for parent in out.absolute().parents if parent.exists())
+    free = shutil.disk_usage(folder).free + already
+    if plan.disk > free:
+        raise ValueError(f"the result takes {plan.disk / 1e9:.1f} GB and '{folder}' has {free / 1e9:.1f} GB left")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """nufilt.json of a folder; empty if it has none."""
+    path = folder / MANIFEST
+    try:
+        return dict(json.loads(path.read_text())) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"'{path}' is no JSON: {error}") from error
+
+
+def _open_merged(name: str) -> Checkpoint:
+    checkpoint = Checkpoint.open(name)
+    if is_adapter(checkpoint.folder):
+        raise ValueError(f"the merged model '{name}' is an adapter: give it as a --task")
+    return checkpoint
+
+
+def _check_shapes(base: FullModel, model: FullModel | Task, chosen: set[str], settings: Settings) -> list[str]:
+    """Shapes and keys of one model against the base's; what deserves a warning."""
+    name, adapter = model.checkpoint.name, isinstance(model, LoraAdapter)
+    kept = []
+    for slot, shape in model.slots.items():
+        if slot not in base.slots:
+            if adapter:
+                raise ValueError(f"adapter '{name}' is for another base: '{base.checkpoint.name}' has no '{slot}'")
+        elif shape != base.slots[slot]:
+            outside = slot not in chosen
+            if not outside or settings.on_shape_mismatch == "error":
+                hint = "; --on-shape-mismatch keep-base leaves it as it is in the base" if outside else ""
+                raise ValueError(
+                    f"model '{name}', tensor '{slot}': shape {shape} differs from {base.slots[slot]} of the base "
+                    f"'{base.checkpoint.name}': it comes from another base, or its vocabulary was changed{hint}"
+                )
+            kept.append(slot)
+    for slot in kept:
+        model.ignore(slot)
+    lost = [slot for slot in base.slots if slot in chosen and slot not in model.slots]
+    if adapter and len(lost) == len(chosen):
+        raise ValueError(
+            f"adapter '{name}' changes none of the {len(chosen)} layers to merge, only {some(model.slots)}"
+        )
+    if lost and not adapter:
+        shape = base.slots[lost[0]]
+        raise ValueError(f"model '{name}' lacks layer '{lost[0]}' {shape} of the base, one of {len(lost)}")
+    warnings = [f"'{name}': kept from the base because of their shape: {some(kept)}"] if kept else []
+    if extra := [slot for slot in model.slots if slot not in base.slots]:
+        warnings.append(f"'{name}' has {len(extra)} tensors that the base lacks, ignored: {some(extra)}")
+    return warnings
+
+
+def _check_merged(
+    base: FullModel, merged: FullModel, manifest: Mapping[str, Any], config: FusionConfig, settings: Settings
+) -> list[str]:
+    """The merged model must be the base's equal in keys and shapes; changed settings deserve a warning."""
+    name = merged.checkpoint.name
+    for slot, shape in base.slots.items():
+        if merged.slots.get(slot) != shape:
+            raise ValueError(
+                f"the merged model '{name}' was not made from the base '{base.checkpoint.name}': '{slot}' is "
+                f"{merged.slots.get(slot)} there and {shape} in the base"
+            )
+    now = json.loads(json.dumps({**dataclasses.asdict(config), "seed": settings.seed}))
+    before = manifest.get("settings", {})
+    changed = [f"{key} was {before[key]!r}, is {now[key]!r}" for key in now if before.get(key, now[key]) != now[key]]
+    return [f"settings differ from those that '{name}' was made with: {'; '.join(changed)}"] if changed else []
+
+
+def _first_step(settings: Settings, merged: FullModel | None, manifest: Mapping[str, Any]) -> int:
+    if settings.step is not None or merged is None:
+        return settings.step or 1
+    if "step" not in manifest:
+        raise ValueError(
+            f"'{merged.checkpoint.name}' has no {MANIFEST} that tells how many tasks it holds: say with --step which "
+            "number the new one has"
+        )
+    return int(manifest["step"]) + 1
+
+
+def _state(
+    merged: FullModel | None, architecture: Architecture, settings: Settings, warnings: list[str]
+) -> FullModel | None:
+    """The merged layers in float32 that an earlier merge with ``accumulate=float32`` left."""
+    if merged is None:
+        return None
+    folder = merged.checkpoint.folder / STATE
+    if settings.accumulate == "float32" and folder.is_dir():
+        return FullModel(Checkpoint.from_folder(str(folder), folder), architecture)
+    if folder.is_dir():
+        warnings.append(f"'{folder}' holds the merged layers in float32; --accumulate float32 would go on from there")
+    elif settings.accumulate == "float32" and read_manifest(merged.checkpoint.folder):
+        warnings.append(f"'{merged.checkpoint.name}' has no float32 layers: going on from the rounded ones")
+    return None
+
+
+def _check_memory(plan: Plan) -> None:
+    needed = plan.process_memory + max(map(plan.layer_memory, plan.layers))
+    if plan.settings.max_memory is not None and needed > plan.settings.max_memory:
+        raise ValueError(
+            f"max_memory of {plan.settings.max_memory / 1e9:.2f} GB is below the {needed / 1e9:.2f} GB that "
+            "the largest layer needs by itself"
+        )
+
+
+def _relation(base: Checkpoint, model: FullModel, layers: Sequence[Layer]) -> list[str]:
+    chosen = layers[:: max(1, len(layers) // _SAMPLED_LAYERS)][:_SAMPLED_LAYERS]
+    xx = yy = xy = dd = 0.0
+    for layer in chosen:
+        key, info = layer.keys[0], base.tensors[layer.keys[0]]
+        count = min(info.numel, _SAMPLED_ELEMENTS)
+        theta_0 = base.file(key).elements(info, 0, count)
+        theta = model.elements(layer.slot, 0, count, theta_0)
+        if theta is None:
+            continue
+        x, y = theta_0.double(), theta.double()
+        xx, yy, xy, dd = xx + float(x @ x), yy + float(y @ y), xy + float(x @ y), dd + float((y - x) @ (y - x))
+    if not xx * yy > 0:
+        return []
+    cosine, change = xy / (xx * yy) ** 0.5, (dd / xx) ** 0.5
+    if cosine < _LEAST_COSINE or change > _MOST_CHANGE:
+        return [
+            f"'{model.checkpoint.name}' looks as if it was made from another base than '{base.name}': "
+            f"over {len(chosen)} layers their weights have cosine {cosine:.3f}, ||tau|| / ||theta_0|| is {change:.2f}"
+        ]
+    if dd == 0:
+        return [f"'{model.checkpoint.name}' does not differ from the base in the {len(chosen)} layers looked at"]
+    return []

@@ -1,0 +1,137 @@
+"""safetensors files read and written tensor by tensor, so that memory holds no more than what is worked on.
+
+`safetensors.safe_open` maps a file into memory, and every page once read counts as the process's. Here safetensors
+checks the file, and plain reads at the offsets of its header fetch the bytes.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+CHUNK_BYTES = 2**24
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor as its file's header has it."""
+
+    file: str  # name of the file in its folder
+    dtype: str  # as safetensors names it: BF16, F32, I64, ...
+    shape: tuple[int, ...]
+    start: int  # first byte in the file
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+class TensorFile:
+    """One safetensors file, open for reading.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ValueError: it is truncated, corrupt or no safetensors file; names it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with safe_open(path, framework="pt"):  # checks sizes and offsets against each other
+                pass
+            with open(path, "rb") as file:
+                self.header = file.read(8)
+                self.header += file.read(int.from_bytes(self.header, "little"))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"'{path}' can't be read, it is truncated or corrupt: {error}; fetch it again") from error
+        content = json.loads(self.header[8:])
+        content.pop("__metadata__", None)
+        self.path, begin = path, len(self.header)
+        self.tensors = {
+            key: TensorInfo(
+                path.name, value["dtype"], tuple(value["shape"]), *(begin + i for i in value["data_offsets"])
+            )
+            for key, value in content.items()
+        }
+
+    @cached_property
+    def _descriptor(self) -> int:
+        return os.open(self.path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if "_descriptor" in self.__dict__:
+            os.close(self._descriptor)
+
+    def read(self, info: TensorInfo) -> Tensor:
+        """A tensor in the dtype it is stored in (F64, F32, F16 or BF16)."""
+        return self._bytes(info.start, info.stop).view(FLOATS[info.dtype]).reshape(info.shape)
+
+    def chunks(self, info: TensorInfo) -> Iterator[Tensor]:
+        """A tensor's bytes, a bounded number at a time."""
+        for start in range(info.start, info.stop, CHUNK_BYTES):
+            yield self._bytes(start, min(start + CHUNK_BYTES, info.stop))
+
+    def elements(self, info: TensorInfo, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of the flattened tensor."""
+        size = FLOATS[info.dtype].itemsize
+        return self._bytes(info.start + start * size, info.start + stop * size).view(FLOATS[info.dtype])
+
+    def _bytes(self, start: int, stop: int) -> Tensor:
+        buffer = torch.empty(stop - start, dtype=torch.uint8)
+        view, done = buffer.numpy().data, 0
+        while done < len(view):  # one call reads 2 GB at most
+            if not (count := os.preadv(self._descriptor, [view[done:]], start + done)):
+                raise ValueError(f"'{self.path}' ended before its header says: was it changed during the run?")
+            done += count
+        return buffer
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """A tensor's bytes, without a copy where it is contiguous."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data`` at a byte offset; threads may write side by side."""
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(raw(tensor)).hexdigest()
+
+
+def file_digest(descriptor: int, start: int, stop: int) -> str:
+    """SHA-256 of a range of an open file."""
+    sha = hashlib.sha256()
+    for offset in range(start, stop, CHUNK_BYTES):
+        sha.update(os.pread(descriptor, min(CHUNK_BYTES, stop - offset), offset))
+    return sha.hexdigest()
+
+
+def float32_header(shapes: dict[str, tuple[int, ...]]) -> bytes:
+    """Header of a safetensors file of float32 tensors in the given order."""
+    content, start = {}, 0
+    for key, shape in shapes.items():
+        stop = start + 4 * torch.Size(shape).numel()
+        content[key] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(content).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

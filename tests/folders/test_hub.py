@@ -1,0 +1,77 @@
+"""Hub names: headers first, weights when the plan stands. The hub is a stand-in; nothing is downloaded."""
+
+import fnmatch
+import shutil
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import NotASafetensorsRepoError
+from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
+
+from fusion_bench_nufilt import FusionConfig
+from fusion_bench_nufilt.folders import merge_folders, plan_merge
+from fusion_bench_nufilt.folders.tensors import TensorFile
+from tests.folders.helpers import RANKS, merge, same, save_stream, tensors
+from tests.models import llama
+
+COMMIT = "0" * 40
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Serves the folders of a stream as `owner/<folder>`; returns the names of downloaded files."""
+    save_stream(tmp_path / "remote", llama(), tasks=2)
+    downloaded = []
+
+    def snapshot_download(name, revision=None, allow_patterns=()):
+        source, target = tmp_path / "remote" / name.split("/")[1], tmp_path / "cache" / name.replace("/", "--") / COMMIT
+        target.mkdir(parents=True, exist_ok=True)
+        for path in source.iterdir():
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns):
+                shutil.copyfile(path, target / path.name)
+                downloaded.append(f"{name}/{path.name}")
+        return str(target)
+
+    def get_safetensors_metadata(name, revision=None):
+        files = {}
+        for path in (tmp_path / "remote" / name.split("/")[1]).glob("*.safetensors"):
+            found = {
+                key: TensorInfo(dtype=info.dtype, shape=list(info.shape), data_offsets=(0, info.nbytes))
+                for key, info in TensorFile(path).tensors.items()
+            }
+            files[path.name] = SafetensorsFileMetadata(metadata={}, tensors=found)
+        if not files:
+            raise NotASafetensorsRepoError("no safetensors")
+        return SafetensorsRepoMetadata(metadata=None, sharded=True, weight_map={}, files_metadata=files)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", get_safetensors_metadata)
+    return downloaded
+
+
+def test_a_plan_downloads_no_weights_and_a_merge_gives_the_bits_of_the_folders(tmp_path, hub):
+    plan = plan_merge("owner/base", ["owner/task1", "owner/task2"], None, FusionConfig(**RANKS))
+    assert hub
+    assert not [name for name in hub if name.endswith(".safetensors")]
+    out = merge_folders(plan, tmp_path / "out")
+    assert same(tensors(out), tensors(merge(tmp_path / "remote", ["task1", "task2"])))
+    assert 'base_model: "owner/base"' in (out / "README.md").read_text()
+
+
+def test_a_plan_refuses_what_does_not_fit_before_any_download(tmp_path, hub):
+    save_stream(tmp_path / "remote2", llama(), tasks=1)
+    next((tmp_path / "remote" / "task2").glob("*.safetensors")).unlink()
+    with pytest.raises(ValueError, match=r"'owner/task2' on the hub holds no safetensors.*refused"):
+        plan_merge("owner/base", ["owner/task1", "owner/task2"])
+    assert not [name for name in hub if name.endswith(".safetensors")]
+
+
+def test_without_a_network_the_cause_is_told(monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(
+        ValueError, match="'owner/base' is no folder, and the hub can't give it: Network is unreachable"
+    ):
+        plan_merge("owner/base", ["owner/task1"])

@@ -1,0 +1,128 @@
+"""Memory is predicted before the start and held; it depends on the largest layer, not on tasks and layers."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from fusion_bench_nufilt import FusionConfig
+from fusion_bench_nufilt.folders import Settings, plan_merge
+from fusion_bench_nufilt.folders.memory import Budget
+from tests.conftest import REPO
+
+WIDTH = 1536
+RUN = """
+import json, sys
+from pathlib import Path
+import torch
+from fusion_bench_nufilt import FusionConfig
+from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
+
+torch.set_num_threads(2)
+folder, tasks, bound = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) or None
+names = [f"{folder}/task{i}" for i in range(1, tasks + 1)]
+config = FusionConfig(null_rank=16, lora_rank=8, max_steps=2)
+plan = plan_merge(f"{folder}/base", names, None, config, Settings(max_memory=bound))
+merge_folders(plan, Path(folder) / f"out{tasks}{bound}")
+# Unlike getrusage, this does not begin with the memory of the process that started this one.
+peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(json.dumps({"predicted": plan.memory, "peak": peak, "alone": plan.process_memory}))
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A base and three tasks of eight layers and a large embedding, about 100 MB each."""
+    folder = tmp_path_factory.mktemp("large")
+    config = LlamaConfig(
+        vocab_size=20000,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
+    )
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"self_attn.q_proj": (WIDTH, WIDTH), "self_attn.k_proj": (WIDTH, WIDTH)}
+    shapes |= {"self_attn.v_proj": (WIDTH, WIDTH), "self_attn.o_proj": (WIDTH, WIDTH)}
+    shapes |= {
+        "mlp.gate_proj": (2 * WIDTH, WIDTH),
+        "mlp.up_proj": (2 * WIDTH, WIDTH),
+        "mlp.down_proj": (WIDTH, 2 * WIDTH),
+    }
+    state = {f"model.layers.0.{k}.weight": 0.02 * torch.randn(v, generator=generator) for k, v in shapes.items()}
+    state |= {f"model.layers.0.{k}_layernorm.weight": torch.ones(WIDTH) for k in ("input", "post_attention")}
+    state |= {"model.norm.weight": torch.ones(WIDTH), "model.embed_tokens.weight": torch.ones(20000, WIDTH)}
+    for name in ("base", "task1", "task2", "task3"):
+        config.save_pretrained(folder / name)
+        for key in state:
+            if "proj" in key and name != "base":
+                state[key] += 1e-3 * torch.randn(state[key].shape, generator=generator)
+        save_file({k: v.bfloat16() for k, v in state.items()}, folder / name / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def measure(folders, tasks, bound=0):
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", RUN, str(folders), str(tasks), str(bound)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def three(folders):
+    """Three tasks merged without a bound."""
+    return measure(folders, 3)
+
+
+def test_predicted_memory_is_held_and_does_not_depend_on_the_number_of_tasks(folders, three):
+    one = measure(folders, 1)
+    for run in (one, three):
+        assert run["alone"] < run["peak"] <= run["predicted"]
+        layers = run["predicted"] - run["alone"]
+        assert run["peak"] - run["alone"] > 0.3 * layers, "the prediction is far too high to be of use"
+    assert three["peak"] < 1.15 * one["peak"]
+
+
+def test_max_memory_is_held_by_working_on_fewer_layers_at_a_time(folders, three):
+    bound = three["predicted"] - (three["predicted"] - three["alone"]) // 3
+    bounded = measure(folders, 3, bound)
+    assert bounded["peak"] <= bounded["predicted"] <= bound < three["predicted"]
+
+
+def test_a_bound_below_the_largest_layer_is_refused_with_what_it_needs(folders):
+    with pytest.raises(
+        ValueError, match=r"max_memory of 0\.10 GB is below the \d+\.\d+ GB that the largest layer needs"
+    ):
+        plan_merge(f"{folders}/base", [f"{folders}/task1"], None, FusionConfig(), Settings(max_memory=10**8))
+
+
+def test_a_budget_is_never_exceeded_and_a_large_reservation_goes_alone():
+    budget, held, most = Budget(10), [0], [0]
+    lock = threading.Lock()
+
+    def work(nbytes):
+        for _ in range(50):
+            with budget.reserve(nbytes):
+                with lock:
+                    held[0] += nbytes
+                    most[0] = max(most[0], held[0] if nbytes <= 10 else 0)
+                    assert nbytes <= 10 or held[0] == nbytes
+                with lock:
+                    held[0] -= nbytes
+
+    threads = [threading.Thread(target=work, args=(nbytes,)) for nbytes in (3, 4, 5, 6, 25)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    assert 0 < most[0] <= 10

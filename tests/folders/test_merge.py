@@ -1,0 +1,178 @@
+"""A folder merge gives what the algorithm gives on loaded models, and leaves the rest of a checkpoint as it was."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPVisionModel
+
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.targets import select_layers
+from tests.folders.helpers import RANKS, merge, same, save_stream, tensors
+from tests.models import clip, full_clip, llama, llava, t5
+
+FAMILIES = [clip, full_clip, t5, llama, llava]
+OPTIONS = [
+    {},
+    {"other_params": "mean"},
+    {"other_params": "first", "first_task": "release"},
+    {"target_modules": "all-linear", "null_space": "zero"},
+]
+
+
+def algorithm(models, **options):
+    return NufiltContinualMergingAlgorithm(**{**RANKS, "shuffle_order": False, **options}).run(models)
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())) or "default")
+def test_float32_folders_give_the_algorithms_bits(tmp_path, make, options):
+    models = save_stream(tmp_path, make())
+    out = merge(tmp_path, **options)
+    loaded = type(models["_pretrained_"]).from_pretrained(out)
+    assert same(loaded.state_dict(), algorithm(models, **options).state_dict())
+
+
+def test_a_full_clip_folder_gives_the_bits_of_its_vision_tower_merged_alone(tmp_path):
+    save_stream(tmp_path, full_clip())
+    names = {"_pretrained_": "base"} | {f"task{i}": f"task{i}" for i in (1, 2, 3)}
+    towers = {name: CLIPVisionModel.from_pretrained(tmp_path / folder) for name, folder in names.items()}
+    merged = CLIPVisionModel.from_pretrained(merge(tmp_path))
+    assert same(merged.state_dict(), algorithm(towers).state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [llama, clip])
+def test_half_precision_folders_give_the_algorithms_bits_and_keep_their_dtype(tmp_path, make, dtype):
+    models = save_stream(tmp_path, make(), dtype=dtype)
+    out = merge(tmp_path)
+    loaded = type(models["_pretrained_"]).from_pretrained(out, dtype=dtype)
+    assert same(loaded.state_dict(), algorithm(models).state_dict())
+    assert {value.dtype for value in tensors(out).values()} == {dtype}
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=["pretrained", "mean"])
+def test_a_stream_at_once_is_the_stream_one_by_one(tmp_path, make, options):
+    save_stream(tmp_path, make())
+    merge(tmp_path, ["task1"], "out1", **options)
+    merge(tmp_path, ["task2"], "out2", merged="out1", **options)
+    one_by_one = merge(tmp_path, ["task3"], "out3", merged="out2", **options)
+    assert same(tensors(one_by_one), tensors(merge(tmp_path, **options)))
+    manifest = json.loads((one_by_one / "nufilt.json").read_text())
+    assert (manifest["step"], manifest["tasks"]) == (3, ["task1", "task2", "task3"])
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+def test_the_result_has_the_bases_keys_dtypes_files_and_untouched_bits(tmp_path, make):
+    models = save_stream(tmp_path, make())
+    (tmp_path / "base" / "tokenizer.model").write_bytes(b"a tokenizer")
+    (tmp_path / "base" / "pytorch_model.bin").write_bytes(b"an old copy")
+    out = merge(tmp_path)
+    base, result = tensors(tmp_path / "base"), tensors(out)
+    assert {key: (value.dtype, value.shape) for key, value in base.items()} == {
+        key: (value.dtype, value.shape) for key, value in result.items()
+    }
+    changed = [key for key in base if not torch.equal(base[key], result[key])]
+    assert len(changed) == len(select_layers(models["_pretrained_"]))
+    before = {path.name for path in (tmp_path / "base").iterdir()} - {"pytorch_model.bin"}
+    assert {path.name for path in out.iterdir()} == before | {"nufilt.json", "README.md"}
+    for name in before:
+        if not name.endswith(".safetensors"):
+            assert (out / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
+
+
+@pytest.mark.parametrize(("make", "auto"), [(llama, AutoModelForCausalLM), (llava, AutoModelForImageTextToText)])
+def test_a_merged_folder_loads_through_auto_classes_and_runs(tmp_path, make, auto):
+    save_stream(tmp_path, make())
+    model, info = auto.from_pretrained(merge(tmp_path), output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert torch.isfinite(model(input_ids=torch.tensor([[1, 2, 3]])).logits).all()
+
+
+def test_tied_weights_stay_tied_and_are_written_once(tmp_path):
+    save_stream(tmp_path, llama(tie_word_embeddings=True))
+    out = merge(tmp_path, target_modules="all-linear", other_params="mean")
+    assert "lm_head.weight" not in tensors(out)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_task_that_names_its_tensors_otherwise_is_the_same_task(tmp_path):
+    """Older LLaVA checkpoints say `language_model.model.…` where newer ones say `model.language_model.…`."""
+    from safetensors.torch import save_file
+
+    models = save_stream(tmp_path, llava())
+    expected = tensors(merge(tmp_path))
+    for path in (tmp_path / "task2").glob("*.safetensors"):
+        path.unlink()
+    save_file(models["task2"].state_dict(), tmp_path / "task2" / "model.safetensors", metadata={"format": "pt"})
+    assert set(tensors(tmp_path / "task2")) != set(tensors(tmp_path / "task1"))
+    assert same(tensors(merge(tmp_path, out="again")), expected)
+
+
+def test_layers_are_told_by_name_where_transformers_does_not_know_the_model(tmp_path):
+    save_stream(tmp_path, llama())
+    expected = tensors(merge(tmp_path))
+    path = tmp_path / "base" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "architectures": ["TheirOwnForCausalLM"], "auto_map": {"AutoConfig": "x.y"}}))
+    (tmp_path / "base" / "x.py").write_text("raise RuntimeError('code of a checkpoint was run')")
+    out = merge(tmp_path, out="by_name")
+    assert json.loads((out / "nufilt.json").read_text())["linear_layers_known_from"] == "names of the tensors"
+    assert same(tensors(out), expected)
+
+
+def twenty_runs(folder, **settings):
+    """Merge twenty tasks, one run each; returns the last folder."""
+    previous = None
+    for i in range(1, 21):
+        out = f"{settings.get('accumulate', 'stored')}{i}"
+        merge(folder, [f"task{i}"], out, merged=previous, settings=settings, lora_rank=0, null_rank=2)
+        previous = out
+    return folder / previous
+
+
+def test_accumulating_in_float32_removes_the_drift_of_twenty_bfloat16_merges(tmp_path):
+    models = save_stream(tmp_path, llama(), tasks=20, dtype=torch.bfloat16)
+    exact = algorithm({name: model.float() for name, model in models.items()}, lora_rank=0, null_rank=2).state_dict()
+    errors = {}
+    for accumulate in ("stored", "float32"):
+        result = tensors(twenty_runs(tmp_path, accumulate=accumulate))
+        keys = list(select_layers(models["_pretrained_"]))
+        errors[accumulate] = sum((result[key].float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
+        rounding = sum((exact[key].bfloat16().float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
+    assert errors["float32"] <= 1.1 * rounding
+    assert errors["stored"] > 2 * rounding
+
+
+def test_float32_layers_are_kept_beside_the_model_and_out_of_its_way(tmp_path):
+    models = save_stream(tmp_path, llama(), dtype=torch.bfloat16)
+    out = merge(tmp_path, settings={"accumulate": "float32"})
+    state = load_file(out / "nufilt_state" / "model.safetensors")
+    assert set(state) == set(select_layers(models["_pretrained_"]))
+    weights = tensors(out)
+    assert all(torch.equal(value.bfloat16(), weights[key]) for key, value in state.items())
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_the_manifest_says_what_was_merged_and_the_card_names_no_folder(tmp_path):
+    save_stream(tmp_path, llama())
+    out = merge(tmp_path)
+    manifest = json.loads((out / "nufilt.json").read_text())
+    assert manifest["tensors"] == {"merged": 14, "averaged": 0, "copied": 6}
+    assert [report["step"] for report in manifest["layers"]["model.layers.0.mlp.up_proj"]] == [1, 2, 3]
+    assert set(manifest["inputs"]) == {"base", "task 0", "task 1", "task 2"}
+    assert len({entry["sha256"] for entry in manifest["inputs"].values()}) == 4
+    assert str(tmp_path) not in (out / "nufilt.json").read_text() + (out / "README.md").read_text()
+    assert 'base_model: "base"' in (out / "README.md").read_text()
+
+
+def test_the_inputs_are_not_written_to(tmp_path):
+    save_stream(tmp_path, llama())
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.rglob("*") if path.is_file()}
+    merge(tmp_path)
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in before} == before

@@ -1,0 +1,222 @@
+"""Bad input is refused before any work, by a message that names the tensor and says what to do."""
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fusion_bench_nufilt import FusionConfig
+from fusion_bench_nufilt.folders import Settings, plan_merge, tensors
+from tests.folders.helpers import change, hashes, merge, save_stream
+from tests.models import llama
+
+UP = "model.layers.1.mlp.up_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def stream(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    return tmp_path
+
+
+def refuse(stream, message, merged=None, settings=None, **config):
+    """Refused by the plan, so that nothing was written."""
+    with pytest.raises(ValueError, match=message):
+        plan_merge(
+            str(stream / "base"),
+            [str(stream / "task1"), str(stream / "task2")],
+            merged and str(stream / merged),
+            FusionConfig(**config),
+            settings,
+        )
+
+
+def refuse_late(stream, message):
+    """Refused while merging: nothing that looks finished is left."""
+    with pytest.raises(ValueError, match=message):
+        merge(stream, ["task1", "task2"])
+    assert not (stream / "out").exists()
+
+
+def test_a_truncated_file(stream):
+    path = stream / "task2" / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 100)
+    refuse(stream, r"task2/model\.safetensors' can't be read, it is truncated or corrupt.*fetch it again")
+
+
+def test_a_file_that_is_no_safetensors(stream):
+    (stream / "task2" / "model.safetensors").write_bytes(b"\x80\x04 a pickle, perhaps")
+    refuse(stream, "truncated or corrupt")
+
+
+def test_an_index_that_names_absent_shards(stream):
+    next((stream / "base").glob("model-00002-of-*.safetensors")).unlink()
+    refuse(stream, r"base.*names shards that are not there: 'model-00002-of-\d+\.safetensors'")
+
+
+def test_an_index_that_names_files_elsewhere(stream):
+    path = stream / "base" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][UP] = "../task1/model.safetensors"
+    path.write_text(json.dumps(index))
+    refuse(stream, "names shards that are not there: '../task1/model.safetensors'")
+
+
+def test_an_index_that_promises_a_tensor_that_no_file_has(stream):
+    path = stream / "base" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.more.weight"] = index["weight_map"][UP]
+    path.write_text(json.dumps(index))
+    refuse(stream, "names tensors that its files lack: 'model.more.weight'")
+
+
+def test_pickled_weights(stream):
+    (stream / "task2" / "model.safetensors").rename(stream / "task2" / "pytorch_model.bin")
+    refuse(stream, r"pickled weights \('pytorch_model\.bin'\).*refused.*safe_serialization=True")
+
+
+def test_a_folder_without_weights(stream):
+    (stream / "task2" / "model.safetensors").unlink()
+    refuse(stream, "task2' holds no safetensors file")
+
+
+def test_neither_a_folder_nor_a_hub_name(stream):
+    with pytest.raises(ValueError, match="'no/such/folder' is neither a folder nor the name of a hub repository"):
+        plan_merge(str(stream / "base"), ["no/such/folder"])
+
+
+def test_a_task_that_lacks_a_layer(stream):
+    change(stream / "task2", UP, lambda value: None)
+    refuse(stream, rf"model '.*task2' lacks layer '{UP}' \(64, 32\)")
+
+
+def test_a_task_of_another_width(stream):
+    change(stream / "task2", UP, lambda value: torch.zeros(64, 48))
+    refuse(stream, rf"model '.*task2', tensor '{UP}': shape \(64, 48\) differs from \(64, 32\) of the base")
+
+
+def test_more_rows_of_the_embedding_are_refused_unless_the_base_is_kept(stream):
+    change(stream / "task2", EMBEDDING, lambda value: torch.cat([value, value[:2]]))
+    refuse(stream, rf"'{EMBEDDING}': shape \(52, 32\) differs from \(50, 32\).*--on-shape-mismatch keep-base")
+    keep = Settings(on_shape_mismatch="keep-base")
+    out = merge(stream, ["task1", "task2"], settings=keep, other_params="mean")
+    warnings = json.loads((out / "nufilt.json").read_text())["warnings"]
+    assert any("kept from the base because of their shape" in text and EMBEDDING in text for text in warnings)
+
+
+def test_a_task_from_another_base_is_merged_with_a_warning_that_shows_the_evidence(stream):
+    other = llama(seed=9)
+    other.save_pretrained(stream / "task2")
+    plan = plan_merge(str(stream / "base"), [str(stream / "task1"), str(stream / "task2")])
+    assert len(plan.warnings) == 1
+    assert "task2' looks as if it was made from another base" in plan.warnings[0]
+    assert "cosine -0.0" in plan.warnings[0] or "cosine 0.0" in plan.warnings[0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("model", ["base", "task2"])
+def test_values_that_are_not_finite(stream, model, value):
+    change(stream / model, UP, lambda tensor: tensor.index_fill(0, torch.tensor([3]), value))
+    refuse_late(stream, rf"model '.*{model}', tensor '{UP}' has NaN or infinite values")
+
+
+def test_a_merged_weight_that_half_precision_cannot_hold(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2, dtype=torch.float16)
+    change(tmp_path / "task2", UP, lambda tensor: tensor.float() + 1e6)
+    refuse_late(tmp_path, f"tensor '{UP}': the merged weight became infinite in F16")
+
+
+def test_quantised_weights(stream):
+    change(stream / "base", UP, lambda tensor: tensor.to(torch.int8))
+    refuse(stream, f"'{UP}' is stored as I8: quantised weights can't be merged")
+
+
+def test_a_target_that_matches_no_layer(stream):
+    refuse(stream, "names no linear layer", target_modules=["typo"])
+
+
+def test_a_config_that_promises_more_layers_than_there_are(stream):
+    path = stream / "base" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 3}))
+    refuse(stream, "lacks the weight of 7 linear layers that its config.json promises")
+
+
+def test_a_merged_model_of_another_base(stream):
+    change(stream / "task1", EMBEDDING, lambda tensor: tensor[:-1])
+    (stream / "task1" / "nufilt.json").write_text('{"step": 1}')
+    refuse(stream, f"merged model '.*task1' was not made from the base '.*base': '.*{EMBEDDING}'", merged="task1")
+
+
+def test_a_merged_model_of_unknown_step(stream):
+    refuse(stream, "no nufilt.json that tells how many tasks it holds: say with --step", merged="task1")
+    plan_merge(str(stream / "base"), [str(stream / "task2")], str(stream / "task1"), settings=Settings(step=2))
+
+
+def test_changed_settings_are_warned_about(stream):
+    merge(stream, ["task1"], "one")
+    plan = plan_merge(str(stream / "base"), [str(stream / "task2")], str(stream / "one"), settings=Settings(seed=7))
+    assert any("null_rank was 6, is 128" in text and "seed was 42, is 7" in text for text in plan.warnings)
+
+
+def test_an_output_that_exists(stream):
+    (stream / "out").mkdir()
+    with pytest.raises(ValueError, match="out' exists: remove it or name another folder"):
+        merge(stream, ["task1"])
+
+
+def test_an_output_inside_an_input(stream):
+    with pytest.raises(ValueError, match=r"is inside '.*task1', which is not written to"):
+        merge(stream, ["task1"], "task1/out")
+
+
+def test_a_config_that_is_no_json(stream):
+    (stream / "base" / "config.json").write_text("{")
+    refuse(stream, r"base/config\.json' is no JSON object.*fetch it again")
+
+
+def test_no_room_on_the_disk(stream, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    refuse_late(stream, r"the result takes 0\.0 GB and '.*' has 0\.0 GB left")
+
+
+def test_a_disk_that_fills_up_half_way_is_said_and_the_run_goes_on_from_there(stream, monkeypatch):
+    expected = hashes(merge(stream, ["task1", "task2"], "expected"))
+    written, pwrite = [], os.pwrite
+
+    def full_after_ten(descriptor, data, offset):
+        written.append(offset)
+        if len(written) > 10:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full_after_ten)
+    refuse_late(stream, "no room left on the disk.*run the same command again")
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    assert hashes(merge(stream, ["task1", "task2"])) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"step": 0}, "step must be at least 1"),
+        ({"accumulate": "bf16"}, "accumulate must be one of stored, float32"),
+        ({"on_shape_mismatch": "pad"}, "on_shape_mismatch must be one of"),
+        ({"device": "toaster"}, "device 'toaster'"),
+    ],
+)
+def test_a_setting_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(**settings)
+
+
+def test_a_corrupt_header_is_refused_without_being_believed(tmp_path):
+    """A header that says it is an exabyte long."""
+    save_file({"x": torch.zeros(2)}, tmp_path / "x.safetensors")
+    data = (tmp_path / "x.safetensors").read_bytes()
+    (tmp_path / "x.safetensors").write_bytes((2**60).to_bytes(8, "little") + data[8:])
+    with pytest.raises(ValueError, match="truncated or corrupt"):
+        tensors.TensorFile(tmp_path / "x.safetensors")

@@ -1,0 +1,176 @@
+"""A run that was killed leaves nothing that looks finished, and goes on where it stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from filelock import FileLock
+
+from fusion_bench_nufilt.folders import merge as merge_module
+from fusion_bench_nufilt.folders.output import work_folder
+from tests.conftest import REPO
+from tests.folders.helpers import change, hashes, merge, save_stream
+from tests.models import llama
+
+# One process imports everything, forks a merge ten times and kills it at a random moment; then once more to the end.
+KILLER = """
+import os, pathlib, random, signal, sys, time
+from transformers import LlamaForCausalLM
+import fusion_bench_nufilt.folders.merge as module
+from tests.folders.helpers import merge
+
+
+def slowly_merge(folder):
+    # Tiny layers would all be merged at once.
+    fuse = module.fuse_layers
+    module.fuse_layers = lambda *a, **k: (time.sleep(0.02), fuse(*a, **k))[1]
+    merge(folder)
+
+folder, left = pathlib.Path(sys.argv[1]), set()
+journal = folder / ".out.nufilt" / "journal.jsonl"
+moments = random.Random(int(sys.argv[2]))
+for _ in range(10):
+    if not (child := os.fork()):
+        slowly_merge(folder)
+        os._exit(0)
+    time.sleep(moments.uniform(0.05, 0.3))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    left.add(len(journal.read_text().splitlines()) if journal.exists() else 0)
+    finished = folder / "out"
+    assert not finished.exists() or (finished / "nufilt.json").exists()
+if not (child := os.fork()):
+    merge(folder)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(len(left))
+"""
+
+
+@pytest.fixture
+def stream(tmp_path):
+    save_stream(tmp_path, llama())
+    return tmp_path
+
+
+def test_killed_at_ten_random_moments_it_ends_with_equal_hashes(stream):
+    expected = hashes(merge(stream, out="expected"))
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", KILLER, str(stream), "0"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 4, "too few runs were killed with something done and something to do"
+    assert hashes(stream / "out") == expected
+    assert not work_folder(stream / "out").exists()
+
+
+def interrupted(stream, monkeypatch, after=8):
+    """Leave a run that stopped after some tensors; returns how many it recorded."""
+
+    class StopError(Exception):
+        pass
+
+    def progress(done, total):
+        if done >= after:
+            raise StopError
+
+    plan_and_merge = merge_module.merge_folders
+    monkeypatch.setattr("tests.folders.helpers.merge_folders", lambda plan, out: plan_and_merge(plan, out, progress))
+    with pytest.raises(StopError):
+        merge(stream)
+    monkeypatch.setattr("tests.folders.helpers.merge_folders", plan_and_merge)
+    assert not (stream / "out").exists()
+    return len((work_folder(stream / "out") / "journal.jsonl").read_text().splitlines()) - 1
+
+
+def count_layers(monkeypatch):
+    """Names of the layers that are computed from now on."""
+    computed = []
+    fuse = merge_module.fuse_layers
+    monkeypatch.setattr(merge_module, "fuse_layers", lambda *a, **k: computed.extend(a[0]) or fuse(*a, **k))
+    return computed
+
+
+def test_what_is_finished_is_not_computed_again(stream, monkeypatch):
+    done = interrupted(stream, monkeypatch)
+    assert done >= 8
+    computed = count_layers(monkeypatch)
+    merge(stream)
+    assert len(set(computed)) == 14 - min(done, 14)
+
+
+def test_what_is_finished_but_damaged_is_computed_again(stream, monkeypatch):
+    expected = hashes(merge(stream, out="expected"))
+    done = interrupted(stream, monkeypatch)
+    journal = (work_folder(stream / "out") / "journal.jsonl").read_text().splitlines()
+    file, start, _, _ = json.loads(journal[1])["written"][0]
+    with open(work_folder(stream / "out") / "model" / file, "r+b") as damaged:
+        damaged.seek(start)
+        damaged.write(b"\xff" * 8)
+    computed = count_layers(monkeypatch)
+    assert hashes(merge(stream)) == expected
+    assert len(set(computed)) == 14 - min(done, 14) + 1
+
+
+def test_a_half_written_line_of_the_journal_is_forgotten(stream, monkeypatch):
+    expected = hashes(merge(stream, out="expected"))
+    interrupted(stream, monkeypatch)
+    path = work_folder(stream / "out") / "journal.jsonl"
+    path.write_text(path.read_text()[:-30])
+    assert hashes(merge(stream)) == expected
+
+
+@pytest.mark.parametrize("what", ["settings", "input"])
+def test_changed_settings_or_inputs_start_anew(stream, monkeypatch, what):
+    interrupted(stream, monkeypatch)
+    options = {"null_rank": 5} if what == "settings" else {}
+    if what == "input":
+        change(stream / "task3", "model.layers.0.mlp.up_proj.weight", lambda value: torch.zeros_like(value))
+    computed = count_layers(monkeypatch)
+    result = hashes(merge(stream, **options))
+    assert len(set(computed)) == 14
+    assert result == hashes(merge(stream, out="expected", **options))
+
+
+def test_a_finished_run_asked_for_again_is_finished(stream, monkeypatch):
+    expected = hashes(merge(stream))
+    work_folder(stream / "out").mkdir()  # killed after the rename, before it cleaned up
+    computed = count_layers(monkeypatch)
+    assert hashes(merge(stream)) == expected
+    assert computed == []
+    assert not work_folder(stream / "out").exists()
+
+
+def test_two_processes_do_not_write_the_same_folder(stream):
+    work_folder(stream / "out").mkdir()
+    with FileLock(work_folder(stream / "out") / "lock"), pytest.raises(ValueError, match="another process is writing"):
+        merge(stream)
+
+
+def test_control_c_stops_within_a_layer_and_keeps_what_is_done(stream):
+    code = (
+        "import sys, pathlib; from tests.folders import helpers\n"
+        "from fusion_bench_nufilt.folders import merge as m; import time\n"
+        "fuse = m.fuse_layers\n"
+        "m.fuse_layers = lambda *a, **k: (time.sleep(0.2), fuse(*a, **k))[1]\n"
+        "print('ready', flush=True)\n"
+        "helpers.merge(pathlib.Path(sys.argv[1]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(stream)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    process.stdout.readline()
+    journal = work_folder(stream / "out") / "journal.jsonl"
+    while not (journal.exists() and len(journal.read_text().splitlines()) > 2):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    process.wait(timeout=30)
+    assert time.monotonic() - begin < 5
+    assert not (stream / "out").exists()

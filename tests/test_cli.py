@@ -1,0 +1,80 @@
+"""The `nufilt` command."""
+
+import re
+
+import pytest
+import tomllib
+from typer.testing import CliRunner
+
+from fusion_bench_nufilt.cli import app
+from tests.conftest import REPO
+from tests.folders.helpers import RANKS, merge, same, save_stream, tensors
+from tests.models import llama, llava
+
+FLAGS = [part for key, value in RANKS.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+
+
+def nufilt(*arguments):
+    """Exit code and what was printed, without line breaks and styles."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
+
+
+@pytest.mark.parametrize("make", [llama, llava])
+def test_a_stream_and_one_more_model(tmp_path, make):
+    save_stream(tmp_path, make())
+    base, one, two, three = ("--base", tmp_path / "base"), *(tmp_path / f"task{i}" for i in (1, 2, 3))
+    code, text = nufilt("merge", *base, "--task", one, "--task", two, "--out", tmp_path / "two", *FLAGS)
+    assert (code, "step 2, 14 layers merged" in text) == (0, True), text
+    code, text = nufilt(
+        "merge", *base, "--merged", tmp_path / "two", "--task", three, "--out", tmp_path / "new", *FLAGS
+    )
+    assert (code, "step 3, 14 layers merged" in text) == (0, True), text
+    assert same(tensors(tmp_path / "new"), tensors(merge(tmp_path)))
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    before = sorted(tmp_path.rglob("*"))
+    arguments = ("--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", tmp_path / "out", "--dry-run")
+    code, text = nufilt("merge", *arguments)
+    assert code == 0
+    for words in ("14 linear layers", "0 tensors (other_params=pretrained)", "6 tensors, bit by bit", "GB at most"):
+        assert words in text
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--null-rank", "-1"], "null_rank must be a whole number"),
+        (["--target-modules", "typo"], "'typo' of ['typo'] names no linear layer"),
+        (["--target-modules", r".*\.nothing"], "leave no linear layer"),
+        (["--max-memory", "lots"], "max_memory must be a size such as 4GB"),
+        (["--max-memory", "1MB"], "is below the"),
+        (["--other-params", "some"], "other_params must be one of"),
+        (["--null-space", "maybe"], "null_space must be"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_code_1(tmp_path, flags, message):
+    save_stream(tmp_path, llama(), tasks=1)
+    code, text = nufilt(
+        "merge", "--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", tmp_path / "out", *flags
+    )
+    assert code == 1
+    assert "error: " in text
+    assert message in text
+    assert "Traceback" not in text
+
+
+def test_words_choose_layers_as_in_the_yaml(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    arguments = ("--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", tmp_path / "out", "--dry-run")
+    words = ("--target-modules", "q_proj", "--target-modules", "mlp", "--exclude-modules", "layers.0")
+    assert "4 linear layers" in nufilt("merge", *arguments, *words)[1]
+    assert "2 linear layers" in nufilt("merge", *arguments, "--target-modules", r".*v_proj")[1]
+
+
+def test_the_command_is_installed():
+    scripts = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"nufilt": "fusion_bench_nufilt.cli:app"}
