@@ -6,8 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from fusion_bench_nufilt.demo import demo_folder
+
+settings.register_profile("nufilt", deadline=None)  # a busy machine may pause any example
+settings.load_profile("nufilt")
 
 REPO = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("NUFILT_SHARED", REPO.parent / "shared"))
