@@ -10,6 +10,7 @@ task vector and both subspaces of a layer and returns the update U that is added
 
 import argparse
 import json
+import math
 import re
 import time
 from collections.abc import Callable
@@ -41,6 +42,7 @@ class Problem(NamedTuple):
     V_t: Tensor  # (d_i, r_v)
     V_p: Tensor  # (d_i, r_p)
     A: Tensor  # (r_l, d_i)
+    E: Tensor  # (d_i, min(d_o, d_i)), all right singular vectors of tau: V_t and the rest, found with it
 
     @property
     def V(self) -> Tensor:
@@ -87,38 +89,21 @@ def update_ridge(ridge: float, *, in_tau: bool = False, restore_only: bool = Fal
     return solve
 
 
-def adapter_ridge(ridge: float, *, restore_only: bool = False) -> Solve:
-    r"""min_X ||T - tau X V||^2 + lambda ||X||^2 and U = tau X: with tau^T tau = E g E^T and V^T V = W s W^T,
-    X = E [(E^T tau^T T W) / (g s^T + lambda)] W^T V^T; ridge is lambda over the mean of g."""
+def adapter_ridge(ridge: float, *, rank: float = math.inf, restore_only: bool = False) -> Solve:
+    r"""min_A ||T - tau B A V||^2 + lambda ||A||^2, with B fixed to the top right singular vectors of tau, ``rank`` times
+    r_l of them; where B has all, BA is any matrix. The columns of tau B are orthogonal: with g their squared norms and
+    V^T V = W s W^T, A = [(B^T tau^T T W) / (g s^T + lambda)] W^T V^T. ridge is lambda over the mean g."""
 
     def solve(p: Problem) -> Tensor:
         V, T = p.V, (p.tau - p.tau_filtered) @ p.V_t if restore_only else p.T
-        g, E = torch.linalg.eigh(p.tau.mT @ p.tau)
+        B = p.E[:, : round(min(rank * len(p.A), p.E.shape[-1]))]
+        tau_B = p.tau @ B
+        g, scale = tau_B.square().sum(dim=0), p.tau.square().sum() / min(p.tau.shape)
         s, W = torch.linalg.eigh(V.mT @ V)
-        C = (E.mT @ (p.tau.mT @ T) @ W[: T.shape[-1]]) / (g[:, None] * s + ridge * mean_eigenvalue(p.tau))
-        return (p.tau @ (E @ C)) @ (V @ W).mT
+        C = (tau_B.mT @ T @ W[: T.shape[-1]]) / (g[:, None] * s + ridge * scale)
+        return tau_B @ (C @ (V @ W).mT)
 
     return solve
-
-
-def fixed_B(ridge: float) -> Solve:
-    r"""The same with B = V_t fixed, min_A ||T - tau V_t A V||^2 + lambda ||A||^2: tau V_t has orthogonal columns, so
-    that each row of A has a k x k system of its own, a_i = t_i (g_i V^T V + lambda I)^-1 V^T, t_i of V_t^T tau^T T."""
-
-    def solve(p: Problem) -> Tensor:
-        V, T, tau_B = p.V, p.T, p.tau @ p.V_t
-        g = tau_B.square().sum(dim=0)
-        K = g[:, None, None] * (V.mT @ V)
-        K.diagonal(dim1=-2, dim2=-1).add_(ridge * mean_eigenvalue(p.tau))
-        t = torch.nn.functional.pad(tau_B.mT @ T, (0, V.shape[-1] - T.shape[-1]))
-        return tau_B @ (torch.linalg.solve(K, t) @ V.mT)
-
-    return solve
-
-
-def mean_eigenvalue(tau: Tensor) -> Tensor:
-    """Mean of the eigenvalues of tau^T tau that need not be zero; that of V^T V is 1."""
-    return tau.square().sum() / min(tau.shape)
 
 
 PAPER, UNFILTERED = "Adam 50 x 1e-3 (paper)", "adapter only (P = I)"
@@ -133,7 +118,8 @@ WAYS: dict[str, Solve] = {
     "Adam 50 x 1e-3, A starts at V_t": adam(50, 1e-3, start="V_t"),
     **{f"update ridge {ridge:g}": update_ridge(ridge) for ridge in (0.01, 0.1, 0.3, 1, 3, 10)},
     **{f"adapter ridge {ridge:g}": adapter_ridge(ridge) for ridge in (0.01, 0.1, 1, 3, 10, 30, 100)},
-    **{f"adapter ridge {ridge:g}, B = V_t": fixed_B(ridge) for ridge in (0.1, 1, 3, 10, 30)},
+    **{f"adapter ridge {ridge:g}, rank r_l": adapter_ridge(ridge, rank=1) for ridge in (1, 3, 10, 30)},
+    **{f"adapter ridge 10, rank {n} r_l": adapter_ridge(10, rank=n) for n in (0.8, 3)},
     # Not candidates: they take the candidates apart.
     "why: Adam 50 x 1e-3, U kept in span V": adam(50, 1e-3, inside=True),
     "why: Adam 200 x 0.01": adam(200, 1e-2),
@@ -211,10 +197,10 @@ class Bench:
             for name, theta_0 in self.pretrained.items():
                 tau, tau_merged = self.tuned[task][name] - theta_0, before[name] - theta_0
                 V_p = protected_subspace(tau_merged, config.null_rank)
-                V_t = top_right_singular_vectors(tau, config.task_rank)
+                E = top_right_singular_vectors(tau, min(tau.shape))
                 tau_filtered = tau if way == UNFILTERED else null_space_filter(tau, V_p)
                 A = _initial_A(name, tau.shape[1], config, seed, step)
-                problem = Problem(tau, tau_filtered, tau_merged, V_t, V_p, A)
+                problem = Problem(tau, tau_filtered, tau_merged, E[:, : config.task_rank], V_p, A, E)
                 start = time.perf_counter()
                 U = WAYS[way](problem)
                 seconds[-1] += time.perf_counter() - start
@@ -248,9 +234,9 @@ def time_layer(d_o: int, d_i: int) -> str:
     """Median milliseconds on one layer at the size and ranks of CLIP ViT-B/32, on random matrices."""
     tau, tau_merged = torch.randn(2, d_o, d_i, generator=torch.Generator().manual_seed(0))
     config, lines = FusionConfig(), []
-    V_t, V_p = top_right_singular_vectors(tau, config.task_rank), protected_subspace(tau_merged, config.null_rank)
+    E, V_p = top_right_singular_vectors(tau, d_i), protected_subspace(tau_merged, config.null_rank)
     A = _initial_A("layer", d_i, config, 0, 1)
-    problem = Problem(tau, null_space_filter(tau, V_p), tau_merged, V_t, V_p, A)
+    problem = Problem(tau, null_space_filter(tau, V_p), tau_merged, E[:, : config.task_rank], V_p, A, E)
     for name in (
         PAPER,
         "Adam 10 x 0.005",
