@@ -28,7 +28,7 @@ from tests.folders.helpers import merge
 def slowly_merge(folder):
     # Tiny layers would all be merged at once.
     fuse = module.fuse_layers
-    module.fuse_layers = lambda *a, **k: (time.sleep(0.02), fuse(*a, **k))[1]
+    module.fuse_layers = lambda *a, **k: (time.sleep(0.05), fuse(*a, **k))[1]
     merge(folder)
 
 folder, left = pathlib.Path(sys.argv[1]), set()
