@@ -90,7 +90,7 @@ def update_ridge(ridge: float, *, in_tau: bool = False, restore_only: bool = Fal
 
 
 def adapter_ridge(ridge: float, *, rank: float = math.inf, restore_only: bool = False) -> Solve:
-    r"""min_A ||T - tau B A V||^2 + lambda ||A||^2, with B fixed to the top right singular vectors of tau, ``rank`` times
+    r"""min_A ||T - tau B A V||^2 + lambda ||A||^2 with B fixed to the top right singular vectors of tau, ``rank`` times
     r_l of them; where B has all, BA is any matrix. The columns of tau B are orthogonal: with g their squared norms and
     V^T V = W s W^T, A = [(B^T tau^T T W) / (g s^T + lambda)] W^T V^T. ridge is lambda over the mean g."""
 

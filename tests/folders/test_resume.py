@@ -32,17 +32,25 @@ def slowly_merge(folder):
     merge(folder)
 
 folder, left = pathlib.Path(sys.argv[1]), set()
-journal = folder / ".out.nufilt" / "journal.jsonl"
+journal, finished = folder / ".out.nufilt" / "journal.jsonl", folder / "out"
+
+
+def recorded():
+    return len(journal.read_text().splitlines()) if journal.exists() else 0
+
+
 moments = random.Random(int(sys.argv[2]))
 for _ in range(10):
     if not (child := os.fork()):
         slowly_merge(folder)
         os._exit(0)
-    time.sleep(moments.uniform(0.05, 0.3))
+    before = recorded()
+    while recorded() <= before and not finished.exists():  # each run gets on, however slow the machine
+        time.sleep(0.002)
+    time.sleep(moments.uniform(0, 0.1))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    left.add(len(journal.read_text().splitlines()) if journal.exists() else 0)
-    finished = folder / "out"
+    left.add(recorded())
     assert not finished.exists() or (finished / "nufilt.json").exists()
 if not (child := os.fork()):
     merge(folder)
