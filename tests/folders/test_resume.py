@@ -162,6 +162,8 @@ def test_two_processes_do_not_write_the_same_folder(stream):
 
 def test_control_c_stops_early_and_keeps_what_is_done(stream):
     code = (
+        # A shell's background jobs are born deaf to Ctrl-C.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys, pathlib; from tests.folders import helpers\n"
         "from fusion_bench_nufilt.folders import merge as m; import time\n"
         "fuse = m.fuse_layers\n"
