@@ -72,7 +72,7 @@ class NufiltContinualMergingAlgorithm(ContinualMergingAlgorithm):
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         config = self.fusion_config
         self._layers = select_layers(pretrained, config.target_modules, config.exclude_modules)
-        self._layer_reports: list[tuple[int, str, str, LayerReport]] = []
+        self._rows: list[list[Any]] = []  # of layers.csv
         kept = sum(1 for _ in pretrained.parameters()) - len(self._layers)
         log.info("merging %d layers; %d other parameters: %s", len(self._layers), kept, config.other_params)
 
@@ -98,19 +98,26 @@ class NufiltContinualMergingAlgorithm(ContinualMergingAlgorithm):
         for layer, weight, reports[layer] in bar:
             merged.get_parameter(keys[layer]).data.copy_(weight)
         merge_other_params(merged, task, self._layers, self.fusion_config.other_params, step)
-        self._record(step, name, reports)
+        self._report_layers(step, name, reports)
         return merged
 
-    def _record(self, step: int, name: str, reports: dict[str, LayerReport]) -> None:
-        self._layer_reports += [(step, name, layer, report) for layer, report in reports.items()]
-        if self.log_dir is None:
+    def restore(self, step: int) -> None:
+        if (file := self._layers_file()) is not None and file.is_file():
+            rows = list(csv.reader(io.StringIO(file.read_text())))[1:]
+            self._rows = [row for row in rows if int(row[0]) <= step]
+
+    def _layers_file(self) -> Path | None:
+        return None if self.log_dir is None else Path(self.log_dir) / "layers.csv"
+
+    def _report_layers(self, step: int, name: str, reports: dict[str, LayerReport]) -> None:
+        self._rows += [[step, name, layer, *dataclasses.astuple(report)] for layer, report in reports.items()]
+        if (file := self._layers_file()) is None:
             return
         text = io.StringIO()
         writer = csv.writer(text)
         writer.writerow(["step", "task", "layer", *(field.name for field in dataclasses.fields(LayerReport))])
-        for number, task, layer, report in self._layer_reports:
-            writer.writerow([number, task, layer, *dataclasses.astuple(report)])
-        write_text(Path(self.log_dir) / "layers.csv", text.getvalue())
+        writer.writerows(self._rows)
+        write_text(file, text.getvalue())
         if self.fabric.loggers:
             means = {
                 f"layers/{key}": sum(getattr(report, key) for report in reports.values()) / len(reports)

@@ -4,7 +4,7 @@ import importlib.metadata
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
@@ -18,13 +18,17 @@ from omegaconf import OmegaConf
 from torch import nn
 from tqdm.auto import tqdm
 
-from .checkpoint import atomic_file, save_checkpoint, write_text
+from .checkpoint import MANIFEST
 from .evaluation import Evaluator, Report, score
 from .metrics import AccuracyMatrix
 from .report import print_matrix, save_matrix
+from .run_folder import RunFolder
 from .stream import Evaluate, task_order, tasks_to_score
 
 log = logging.getLogger(__name__)
+
+MERGED = "_merged_"
+_NOT_IN_THE_RESULT = ("_target_", "save_on_every_step", "check_models", "resume")
 
 
 @auto_register_config
@@ -32,7 +36,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     """Merges a stream of models one after another, scores the result, saves every step.
 
     A subclass says how one model is merged (:meth:`merge_step`) and which models it refuses (:meth:`check_model`).
-    At no time are more than three models held: the pretrained, the merged and the new one.
+    At no time are more than three models held: the pretrained, the merged and the new one. A pool with a ``_merged_``
+    model goes on from there; steps are counted from the first model that is in it.
 
     Args:
         shuffle_order: shuffle the models with ``random.Random(seed)``; otherwise they come in the pool's order.
@@ -40,6 +45,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         evaluate: ``last``, ``diagonal`` or ``every_step``, see :func:`fusion_bench_nufilt.continual.tasks_to_score`.
         save_on_every_step: keep ``checkpoints/merged_model_{step}`` in the log directory.
         check_models: load every model once before the first step, to refuse a bad one before any work.
+        resume: go on after the last whole step that an interrupted run left in the log directory, with the same result.
+        num_merged: how many models are in the pool's ``_merged_`` model; None: the manifest of its checkpoint says.
 
     Raises:
         ValueError: a value out of its range.
@@ -48,6 +55,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     # of the last run
     matrix: AccuracyMatrix
     merge_seconds: list[float]  # by step, without loading, saving and scoring
+    history: list[str]  # names of the models in `_merged_`, as far as they are known
+    first_step: int  # number of the first model of the stream: 1 without `_merged_`
 
     # set by auto_register_config
     shuffle_order: bool
@@ -55,6 +64,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     evaluate: Evaluate
     save_on_every_step: bool
     check_models: bool
+    resume: bool
+    num_merged: int | None
 
     def __init__(
         self,
@@ -63,6 +74,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         evaluate: Evaluate = "diagonal",
         save_on_every_step: bool = True,
         check_models: bool = True,
+        resume: bool = False,
+        num_merged: int | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(seed, int) or isinstance(seed, bool):
@@ -73,9 +86,14 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             ("shuffle_order", shuffle_order),
             ("save_on_every_step", save_on_every_step),
             ("check_models", check_models),
+            ("resume", resume),
         ):
             if not isinstance(value, bool):
                 raise ValueError(f"{key} must be true or false, got {value!r}")
+        if resume and not save_on_every_step:
+            raise ValueError("resume=true needs the checkpoints that save_on_every_step=false does not keep")
+        if num_merged is not None and (not isinstance(num_merged, int) or num_merged < 1):
+            raise ValueError(f"num_merged must be a number of models, at least 1, got {num_merged!r}")
         super().__init__(**kwargs)
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
@@ -83,6 +101,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
         """Raise ValueError, naming model and layer, for a model that cannot be merged."""
+
+    def restore(self, step: int) -> None:
+        """Called when a run goes on after ``step``: take up what :meth:`merge_step` keeps beside the merged model."""
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
         """Merge model ``name``, number ``step`` (from 1), and return the new merged model.
@@ -102,13 +123,20 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             )
 
     @torch.no_grad()
-    def run(self, modelpool: BaseModelPool | Mapping[str, nn.Module], taskpool: Any = None) -> nn.Module:
+    def run(
+        self,
+        modelpool: BaseModelPool | Mapping[str, nn.Module],
+        taskpool: Any = None,
+        on_step: Callable[[int], Any] | None = None,
+    ) -> nn.Module:
         """Merge all models of a pool.
 
         Args:
-            modelpool: FusionBench model pool, or a dict of models; ``_pretrained_`` is the pretrained one.
+            modelpool: FusionBench model pool, or a dict of models; ``_pretrained_`` is the pretrained one, and
+                ``_merged_``, if there is one, what was merged before.
             taskpool: FusionBench task pool, or an evaluator that other runs share; default: the program's task pool.
                 Without one nothing is scored.
+            on_step: called with the number of each step that is merged, saved and scored.
 
         Returns:
             The merged model. :attr:`matrix` holds the scores.
@@ -121,14 +149,17 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             raise ValueError("the model pool is empty: there is no fine-tuned model to merge")
         if self.fabric.world_size > 1:
             raise ValueError("continual merging runs in one process: set fabric.devices=1")
-        self._check_log_dir()
+        self.folder = None if self.log_dir is None else RunFolder(Path(self.log_dir))
+        self._read_history(modelpool)
         if taskpool is None and self._program is not None:
             taskpool = self._program.taskpool
         scored = taskpool is not None and not isinstance(taskpool, DummyTaskPool)
-        evaluator = taskpool if isinstance(taskpool, Evaluator) else Evaluator(taskpool) if scored else None
+        self.evaluator = taskpool if isinstance(taskpool, Evaluator) else Evaluator(taskpool) if scored else None
+        self.on_step = on_step
 
         names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
-        self.matrix = AccuracyMatrix(names)
+        self.matrix, self.merge_seconds = AccuracyMatrix(names), []
+        self._about = self._describe_run(modelpool)
         with self.profile("loading models"):
             pretrained = modelpool.load_pretrained_model()
         if not isinstance(pretrained, nn.Module):
@@ -137,11 +168,28 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         self.check_model(pretrained, pretrained, "_pretrained_")
         if self.check_models:
             self._check_all(modelpool, pretrained, names)
-        self._save_json("model_names.json", names)
+        if self.folder is not None:
+            self.folder.save_json("model_names.json", names)
+        merged = self.merge_stream(modelpool, pretrained, names)
+        if self.evaluator is not None:
+            self._finish()
+        self.print_profile_summary()
+        return merged
 
+    def merge_stream(self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]) -> nn.Module:
+        """Merge models one after another, calling :meth:`finish_step` after each; returns the last merged model."""
         merged = deepcopy(pretrained)
-        self.merge_seconds = []
-        for step, name in enumerate(tqdm(names, desc="Merging models", disable=None), 1):
+        if MERGED in modelpool.all_model_names:
+            with self.profile("loading models"):
+                previous = modelpool.load_model(MERGED)
+            self.check_model(pretrained, previous, MERGED)
+            merged.load_state_dict(previous.state_dict())
+            del previous
+        next_step = self._restore_newest_step(merged) + 1 if self.resume else self.first_step
+        bar = tqdm(enumerate(names, self.first_step), total=len(names), desc="Merging models", disable=None)
+        for step, name in bar:
+            if step < next_step:
+                continue
             with self.profile("loading models"):
                 task = modelpool.load_model(name)
             if not self.check_models:
@@ -150,69 +198,114 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             with self.profile("merging"):
                 merged = self.merge_step(step, name, pretrained, merged, task)
             del task
-            self.merge_seconds.append(time.perf_counter() - begin)
-            log.info("step %d of %d: merged '%s' in %.1f s", step, len(names), name, self.merge_seconds[-1])
-            if self.save_on_every_step and self.log_dir is not None:
-                with self.profile("saving"):
-                    save_checkpoint(merged, Path(self.log_dir) / "checkpoints" / f"merged_model_{step - 1}")
-            if evaluator is not None:
-                with self.profile("evaluating"):
-                    self._evaluate_step(evaluator, step, merged)
-
-        if evaluator is not None:
-            self._finish(modelpool)
-        self.print_profile_summary()
+            self.finish_step(step, merged, time.perf_counter() - begin)
         return merged
 
-    def _check_log_dir(self) -> None:
-        if self.log_dir is None:
-            return
-        try:
-            with atomic_file(Path(self.log_dir) / "write_test") as file:
-                file.touch()
-            (Path(self.log_dir) / "write_test").unlink()
-        except OSError as error:
-            raise ValueError(f"the log directory '{self.log_dir}' can't be written: {error}") from error
+    def finish_step(self, step: int, merged: nn.Module, seconds: float) -> None:
+        """Save and score the model that step ``step`` took ``seconds`` to make."""
+        self.merge_seconds.append(seconds)
+        names = self.matrix.tasks
+        done = names[: step - self.first_step + 1]
+        log.info("step %d: merged '%s' (%d of %d) in %.1f s", step, done[-1], len(done), len(names), seconds)
+        if self.save_on_every_step and self.folder is not None:
+            about = {"step": step, "tasks": self.history + done, "merge_seconds": self.merge_seconds}
+            with self.profile("saving"):
+                self.folder.save_step(step, merged, {**about, "run": self._about})
+        if self.evaluator is not None:
+            with self.profile("evaluating"):
+                self._evaluate_step(self.evaluator, step, merged)
+        if self.on_step is not None:
+            self.on_step(step)
 
     def _check_all(self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]) -> None:
         with self.profile("checking models"):
             for name in tqdm(names, desc="Checking models", disable=None):
                 self.check_model(pretrained, modelpool.load_model(name), name)
 
-    def _evaluate_step(self, evaluator: Evaluator, step: int, merged: nn.Module) -> None:
-        final = step == len(self.matrix.tasks)
-        if not (tasks := tasks_to_score(self.matrix.tasks, step, self.evaluate)):
+    def _read_history(self, modelpool: BaseModelPool) -> None:
+        """Which models are in the pool's `_merged_` model, and how many."""
+        self.history, self.first_step = [], 1
+        if MERGED not in modelpool.all_model_names:
+            if self.num_merged is not None:
+                raise ValueError(f"num_merged={self.num_merged}, but the model pool has no '{MERGED}' model")
             return
-        report = evaluator.report(merged, tasks, others=final)
-        scores = {task: score(report[task]) for task in tasks if task in report}
-        self.matrix.record(step, scores)
-        self._save_json(f"report_{step - 1}.json", report)
+        entry = modelpool._models[MERGED]
+        folder = entry if isinstance(entry, str) else getattr(entry, "pretrained_model_name_or_path", None)
+        if folder is not None and (Path(folder) / MANIFEST).is_file():
+            manifest = json.loads((Path(folder) / MANIFEST).read_text())
+            self.history, self.first_step = list(manifest["tasks"]), int(manifest["step"]) + 1
+        elif self.num_merged is None:
+            raise ValueError(f"how many models are in '{MERGED}'? Its checkpoint does not say: set num_merged")
+        if self.num_merged is not None:
+            self.first_step = self.num_merged + 1
+
+    def _restore_newest_step(self, merged: nn.Module) -> int:
+        """Give ``merged`` the weights after the newest whole step that the log directory holds; returns its number."""
+        before, last = self.first_step - 1, self.first_step - 1 + len(self.matrix.tasks)
+        manifest = None if self.folder is None else self.folder.newest_step(self.first_step, last, self._about)
+        if self.folder is None or manifest is None:
+            return before
+        step: int = manifest["step"]
+        log.info("going on after step %d", step)
+        self.merge_seconds = manifest["merge_seconds"]
+        self.folder.load_step(step, merged)
+        self.restore(step)
+        if self.evaluator is not None:
+            for done in range(self.first_step, step + 1):
+                if report := self.folder.read_report(done):
+                    self._record(self.evaluator, done, merged, report)
+                elif done == step:  # interrupted between its checkpoint and its scores
+                    self._evaluate_step(self.evaluator, step, merged)
+        return step
+
+    def _evaluate_step(self, evaluator: Evaluator, step: int, merged: nn.Module) -> None:
+        if not (tasks := self._tasks_to_score(step)):
+            return
+        report = evaluator.report(merged, tasks, others=self._is_last(step))
+        if self.folder is not None:
+            self.folder.save_report(step, report)
+        self._record(evaluator, step, merged, report)
+
+    def _record(self, evaluator: Evaluator, step: int, merged: nn.Module, report: Report) -> None:
+        scores = {task: score(report[task]) for task in self._tasks_to_score(step) if task in report}
+        self.matrix.record(step - self.first_step + 1, scores)
         if self.fabric.loggers:
             self.log_dict({f"score/{task}": value for task, value in scores.items()}, step=step)
-            if final:
+            if self._is_last(step):
                 self.log_dict({"ACC": self.matrix.acc, "BWT": self.matrix.bwt}, step=step)
-        if final and self._program is not None:
+        if self._is_last(step) and self._program is not None:
             self._program.taskpool = _ReportedTaskPool(evaluator.taskpool, merged, report)
 
-    def _finish(self, modelpool: BaseModelPool) -> None:
+    def _tasks_to_score(self, step: int) -> list[str]:
+        return tasks_to_score(self.matrix.tasks, step - self.first_step + 1, self.evaluate)
+
+    def _is_last(self, step: int) -> bool:
+        return step == self.first_step - 1 + len(self.matrix.tasks)
+
+    def _finish(self) -> None:
         method = type(self).__name__
         print_matrix(self.matrix, title=f"{method}: score (%) of each task after each step")
-        if self.log_dir is None:
+        if self.folder is None:
             return
         packages = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers")
         about = {
             "method": method,
             "config": OmegaConf.to_container(self.config, resolve=True),
-            "models": {name: _describe(modelpool, name) for name in ("_pretrained_", *self.matrix.tasks)},
+            "models": self._about["models"],
             "merge_seconds": self.merge_seconds,
             "versions": {package: importlib.metadata.version(package) for package in packages},
         }
-        save_matrix(self.matrix, Path(self.log_dir), about)
-        log.info("accuracy_matrix.json, .csv and .png are in %s", self.log_dir)
+        save_matrix(self.matrix, self.folder.path, about)
+        log.info("accuracy_matrix.json, .csv and .png are in %s", self.folder.path)
 
-    def _save_json(self, name: str, content: Any) -> None:
-        if self.log_dir is not None:
-            write_text(Path(self.log_dir) / name, json.dumps(content))
+    def _describe_run(self, modelpool: BaseModelPool) -> dict[str, Any]:
+        """All that the models after each step depend on: an interrupted run goes on only if nothing of it changed."""
+        config = OmegaConf.to_container(self.config, resolve=True)
+        assert isinstance(config, dict)
+        settings = {str(key): value for key, value in config.items() if key not in _NOT_IN_THE_RESULT}
+        models = {name: _describe(modelpool, name) for name in modelpool.all_model_names}
+        run = {"method": type(self).__name__, "order": self.matrix.tasks, "models": models, **settings}
+        return dict(json.loads(json.dumps(run)))
 
 
 class _ReportedTaskPool:

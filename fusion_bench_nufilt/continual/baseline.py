@@ -1,57 +1,121 @@
-"""FusionBench's own continual methods under the same protocol."""
+"""FusionBench's own methods under the protocol: its batch methods run continually, its continual ones as they are."""
 
 import time
-from collections.abc import Callable
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
-from fusion_bench import BaseModelPool
+import torch
+from fusion_bench import BaseModelPool, auto_register_config
+from fusion_bench.utils import instantiate
+from omegaconf import DictConfig
 from torch import nn
 
-from .evaluation import Evaluator, score
-from .metrics import AccuracyMatrix
-from .stream import Evaluate, task_order, tasks_to_score
+from fusion_bench_nufilt.targets import check_model
+
+from .algorithm import MERGED, ContinualMergingAlgorithm
 
 
-def run_observed(
-    algorithm: Any,
-    modelpool: BaseModelPool,
-    evaluator: Evaluator,
-    *,
-    evaluate: Evaluate = "diagonal",
-    progress: Callable[[int], Any] = lambda step: None,
-) -> tuple[AccuracyMatrix, float]:
-    """Run a continual method of FusionBench as it is, and score its model after each step.
+class _Baseline(ContinualMergingAlgorithm):
+    base_method: DictConfig
+
+    def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
+        matrices = [key for key, parameter in pretrained.named_parameters() if parameter.ndim == 2]
+        check_model(pretrained, model, matrices, name=name)
+
+    def make_base_method(self) -> Any:
+        """The method of FusionBench, wired as its program would, with the task pool that scores this run."""
+        method = instantiate(self.base_method)
+        method._fabric_instance = self.fabric
+        taskpool = SimpleNamespace(_test_datasets=None) if self.evaluator is None else self.evaluator.taskpool
+        method._program = SimpleNamespace(taskpool=taskpool)
+        return method
+
+
+@auto_register_config
+class BatchMethodBaseline(_Baseline):
+    r"""A batch method of FusionBench, run continually.
+
+    At step t it merges a pool of :math:`\theta_0` and two models, what is merged so far and the new one; its result is
+    the new merged model. At step 1 it merges the first model alone.
 
     Args:
-        algorithm: a method of ``method/opcm`` or ``method/dop``: it has ``shuffle_order``, ``seed`` and
-            ``save_on_every_step``, and hands each step's model to its ``save_merged_model``, where it is observed.
-        modelpool: the stream.
-        evaluator: scores the models; one evaluator serves many runs.
-        evaluate: what to score, see :func:`tasks_to_score`.
-        progress: called with each finished step (from 1).
+        base_method: config of the method, with ``_target_``.
+        merged_scale: :math:`\lambda`; the method is given :math:`\theta_0 + \tilde\tau / \lambda` for what is merged so
+            far. With the factor by which a method scales its result, the running vector is the unscaled one: task
+            arithmetic and MagMax then give what they give for all models at once.
+        **kwargs: the protocol, see :class:`ContinualMergingAlgorithm`.
 
-    Returns:
-        The scores and the seconds that the method took without them.
+    Raises:
+        ValueError: the method returns another kind of model than it was given, or one that is not finite.
     """
-    order = task_order(modelpool.model_names, shuffle=algorithm.shuffle_order, seed=algorithm.seed)
-    matrix = AccuracyMatrix(order)
-    seconds_scoring = 0.0
 
-    def observe(model: nn.Module, index: int) -> None:
-        nonlocal seconds_scoring
+    def __init__(self, base_method: DictConfig, merged_scale: float = 1.0, **kwargs: Any) -> None:
+        if not merged_scale > 0:
+            raise ValueError(f"merged_scale must be above 0, got {merged_scale!r}")
+        self.base_method, self.merged_scale = base_method, merged_scale
+        super().__init__(**kwargs)
+
+    def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
+        # FusionBench's methods write their result into the pretrained model that they load.
+        models = {"_pretrained_": deepcopy(pretrained)}
+        if step > 1:
+            models["merged so far"] = self._unscaled(pretrained, merged)
+        models[name] = task
+        with torch.enable_grad():
+            result = self.make_base_method().run(BaseModelPool(models))
+        if type(result) is not type(pretrained):
+            raise ValueError(
+                f"{self.base_method._target_} returns a {type(result).__name__}, not a {type(pretrained).__name__}: "
+                "it can't be run continually"
+            )
+        self.check_model(pretrained, result, f"merged after step {step}")
+        return result
+
+    def _unscaled(self, pretrained: nn.Module, merged: nn.Module) -> nn.Module:
+        if self.merged_scale == 1:
+            return merged
+        theta_0 = pretrained.state_dict()
+        for key, value in merged.state_dict().items():
+            if value.is_floating_point():
+                value.sub_(theta_0[key]).div_(self.merged_scale).add_(theta_0[key])
+        return merged
+
+
+@auto_register_config
+class ContinualMethodBaseline(_Baseline):
+    """A continual method of FusionBench (``opcm/*``, ``dop/*``), run as it is: only its steps are observed.
+
+    Args:
+        base_method: config of the method, with ``_target_``; it hands each step's model to its ``save_merged_model``.
+        **kwargs: the protocol, see :class:`ContinualMergingAlgorithm`.
+
+    Raises:
+        ValueError: asked to go on from a step: what such a method keeps between its steps is not in the merged model.
+    """
+
+    def __init__(self, base_method: DictConfig, **kwargs: Any) -> None:
+        if kwargs.get("resume"):
+            raise ValueError(
+                f"{base_method._target_} keeps more than the merged model: resume=true can't go on with it"
+            )
+        self.base_method = base_method
+        super().__init__(**kwargs)
+
+    def merge_stream(self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]) -> nn.Module:
+        if MERGED in modelpool.all_model_names:
+            raise ValueError(f"{self.base_method._target_} starts from the pretrained model, not from '{MERGED}'")
         begin = time.perf_counter()
-        if tasks := tasks_to_score(order, index + 1, evaluate):
-            report = evaluator.report(deepcopy(model), tasks)
-            matrix.record(index + 1, {task: score(report[task]) for task in tasks if task in report})
-        progress(index + 1)
-        seconds_scoring += time.perf_counter() - begin
 
-    algorithm.save_on_every_step, algorithm.evaluate_on_every_step = True, False
-    algorithm.save_merged_model = observe
-    if algorithm._program is None:  # some of them look at the program's task pool even when they do not evaluate
-        algorithm._program = SimpleNamespace(taskpool=evaluator.taskpool)
-    begin = time.perf_counter()
-    algorithm.run(modelpool)
-    return matrix, time.perf_counter() - begin - seconds_scoring
+        def observe(merged: nn.Module, index: int) -> None:
+            nonlocal begin
+            # A copy, because scoring may move the model to another device under the method's feet.
+            self.finish_step(index + 1, deepcopy(merged), time.perf_counter() - begin)
+            begin = time.perf_counter()
+
+        method = self.make_base_method()
+        method.seed, method.shuffle_order = self.seed, self.shuffle_order
+        method.save_on_every_step, method.evaluate_on_every_step = True, False
+        method.save_merged_model = observe
+        with torch.enable_grad():
+            return method.run(deepcopy(modelpool))  # some write into the first model that they load

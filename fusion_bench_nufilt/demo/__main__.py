@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 
-from fusion_bench_nufilt.continual import AccuracyMatrix, ContinualMergingAlgorithm, Evaluator, run_observed
+from fusion_bench_nufilt.continual import AccuracyMatrix, Evaluator
 from fusion_bench_nufilt.continual.checkpoint import atomic_file, write_text
 from fusion_bench_nufilt.continual.evaluation import score
 from fusion_bench_nufilt.demo import demo_folder
@@ -34,9 +34,9 @@ METHODS = {
     "NUFILT (ranks 21/10/8)": ["method=nufilt", *SCALED],
     "NUFILT all-linear (21/10/8)": ["method=nufilt/all_linear", *SCALED],
     "NUFILT (paper's ranks 128/64/8)": ["method=nufilt"],
-    "OPCM": ["method=opcm/opcm"],
-    "task arithmetic": ["method=opcm/task_arithmetic"],
-    "weight averaging": ["method=opcm/weight_average"],
+    "OPCM": ["method=continual/opcm"],
+    "task arithmetic": ["method=continual/task_arithmetic"],
+    "weight averaging": ["method=continual/weight_average"],
 }
 
 
@@ -50,16 +50,12 @@ def compose_run(overrides: list[str]) -> DictConfig:
 def run_method(
     config: DictConfig, modelpool: Any, evaluator: Evaluator, fabric: Fabric
 ) -> tuple[AccuracyMatrix, float]:
-    """Merge the stream with one method; returns its scores after every step and its seconds without scoring."""
+    """Merge the stream with one method; returns its scores after every step and the seconds that merging took."""
     algorithm = instantiate(config)
     algorithm._fabric_instance = fabric
-    if isinstance(algorithm, ContinualMergingAlgorithm):
-        algorithm.evaluate = "every_step"
-        begin = time.perf_counter()
-        algorithm.run(modelpool, evaluator)
-        scoring = sum(algorithm.profiler.recorded_durations["evaluating"])
-        return algorithm.matrix, time.perf_counter() - begin - scoring
-    return run_observed(algorithm, modelpool, evaluator, evaluate="every_step")
+    algorithm.evaluate = "every_step"
+    algorithm.run(modelpool, evaluator)
+    return algorithm.matrix, sum(algorithm.merge_seconds)
 
 
 def score_references(modelpool: Any, evaluator: Evaluator) -> dict[str, float]:

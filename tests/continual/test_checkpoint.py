@@ -6,8 +6,15 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
-from fusion_bench_nufilt.continual.checkpoint import atomic_file, atomic_folder, save_checkpoint, write_text
-from tests.models import Shared, clip, t5
+from fusion_bench_nufilt.continual.checkpoint import (
+    atomic_file,
+    atomic_folder,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+    write_text,
+)
+from tests.models import Shared, clip, llava, t5
 
 
 def everything_in(folder):
@@ -17,20 +24,20 @@ def everything_in(folder):
 @pytest.mark.parametrize(("make", "cls"), [(clip, CLIPVisionModel), (t5, T5ForConditionalGeneration)])
 def test_from_pretrained_loads_what_was_saved(tmp_path, make, cls):
     model = make()
-    save_checkpoint(model, tmp_path / "merged_model_0")
+    save_checkpoint(model, tmp_path / "merged_model_0", {})
     assert not [name for name in everything_in(tmp_path) if name.endswith((".bin", ".pt", ".pth"))]
     loaded = cls.from_pretrained(tmp_path / "merged_model_0").state_dict()
     assert all(torch.equal(loaded[key], value) for key, value in model.state_dict().items())
 
 
 def test_any_module_is_saved_as_safetensors_with_tied_weights_once(tmp_path):
-    save_checkpoint(Shared(), tmp_path / "step")
-    assert everything_in(tmp_path) == ["model.safetensors", "step"]
+    save_checkpoint(Shared(), tmp_path / "step", {})
+    assert everything_in(tmp_path) == ["model.safetensors", "nufilt.json", "step"]
     assert len(load_file(tmp_path / "step" / "model.safetensors")) == 2
 
 
 def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path):
-    save_checkpoint(nn.Linear(2, 2), tmp_path / "step")
+    save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {})
     before = load_file(tmp_path / "step" / "model.safetensors")
 
     def interrupted():
@@ -40,7 +47,7 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert everything_in(tmp_path) == ["model.safetensors", "step"]
+    assert everything_in(tmp_path) == ["model.safetensors", "nufilt.json", "step"]
     assert all(torch.equal(value, before[key]) for key, value in load_file(tmp_path / "step/model.safetensors").items())
 
 
@@ -62,5 +69,48 @@ def test_a_second_save_takes_the_place_of_the_first(tmp_path):
     for value in (0.0, 1.0):
         model = nn.Linear(2, 2, bias=False)
         nn.init.constant_(model.weight, value)
-        save_checkpoint(model, tmp_path / "step")
+        save_checkpoint(model, tmp_path / "step", {})
     assert load_file(tmp_path / "step" / "model.safetensors")["weight"].min() == 1.0
+
+
+@pytest.mark.parametrize("make", [clip, t5, llava, Shared])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_like_it_gets_every_bit_back(tmp_path, make, dtype):
+    model, other = make().to(dtype), make().to(dtype)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    save_checkpoint(model, tmp_path / "step", {})
+    load_checkpoint(other, tmp_path / "step")
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+def test_the_manifest_says_what_it_was_told(tmp_path):
+    save_checkpoint(clip(), tmp_path / "step", {"step": 3, "tasks": ["a", "b", "c"]})
+    manifest = read_manifest(tmp_path / "step")
+    assert (manifest["step"], manifest["tasks"]) == (3, ["a", "b", "c"])
+    assert set(manifest["files"]) == {"model.safetensors", "config.json"}
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_bit,
+        lambda file: file.write_bytes(file.read_bytes()[:-1]),
+        lambda file: file.unlink(),
+        lambda file: (file.parent / "nufilt.json").write_text("{"),
+        lambda file: (file.parent / "nufilt.json").unlink(),
+    ],
+    ids=["bit", "end", "file", "manifest", "no manifest"],
+)
+def test_a_damaged_checkpoint_is_known_and_named(tmp_path, damage):
+    save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {})
+    damage(tmp_path / "step" / "model.safetensors")
+    with pytest.raises(ValueError, match="step"):
+        read_manifest(tmp_path / "step")

@@ -3,12 +3,11 @@
 from copy import deepcopy
 
 import pytest
-import torch
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.utils import instantiate
 from lightning import Fabric
 
-from fusion_bench_nufilt.continual import Evaluator, run_observed
+from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.demo.__main__ import compose_run
 
 
@@ -44,27 +43,3 @@ def test_prompts_are_encoded_once_for_all_steps(pools, monkeypatch):
     evaluator.report(modelpool.load_model("shapes"), ["shapes", "letters"])
     assert len(encoded) == 3
     assert evaluator.report(model, ["digits", "shapes"]) == first
-
-
-@pytest.mark.parametrize("method", ["opcm", "task_arithmetic", "weight_average"])
-def test_a_continual_method_of_fusionbench_gives_what_it_gives_by_itself(pools, method):
-    modelpool, taskpool = pools
-
-    def algorithm():
-        made = instantiate(compose_run([f"method=opcm/{method}", "method.seed=42"]).method)
-        made._fabric_instance = taskpool.fabric
-        return made
-
-    evaluator, steps = Evaluator(taskpool), []
-    matrix, seconds = run_observed(
-        algorithm(), modelpool, evaluator, evaluate="diagonal", progress=lambda step: steps.append(step)
-    )
-    assert steps == list(range(1, 9))
-    assert seconds > 0
-
-    alone = algorithm()
-    alone.save_on_every_step = alone.evaluate_on_every_step = False
-    alone._program = type("Program", (), {"taskpool": taskpool})()
-    report = evaluator.report(alone.run(modelpool), matrix.tasks)
-    assert matrix.values[-1].tolist() == [report[name]["accuracy"] for name in matrix.tasks]
-    assert not torch.isnan(torch.tensor(matrix.bwt))
