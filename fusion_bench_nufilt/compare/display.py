@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 from collections.abc import Callable, Iterator
 
 from fusion_bench.utils.instantiate_utils import set_print_function_call
@@ -18,10 +19,19 @@ class _Nowhere(io.TextIOBase):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence standard output and error: FusionBench prints a bar for every data set and a summary for every run."""
+    """Silence standard output and error, and FusionBench's log: it prints a bar for every data set, every call it makes,
+    and a summary of every run. Its errors are still logged."""
     nowhere = _Nowhere()
-    with set_print_function_call(False), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        yield
+    chatty = [logging.getLogger(name) for name in ("fusion_bench", "lightning")]
+    levels = [logger.level for logger in chatty]
+    for logger in chatty:
+        logger.setLevel(logging.ERROR)
+    try:
+        with set_print_function_call(False), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            yield
+    finally:
+        for logger, level in zip(chatty, levels, strict=True):
+            logger.setLevel(level)
 
 
 def progress_bars(console: Console | None) -> Progress:

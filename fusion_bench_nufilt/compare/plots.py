@@ -66,19 +66,11 @@ def stability_plasticity(comparison: Comparison) -> Figure:
     for number, method in enumerate(comparison.methods):
         if math.isnan(method.plasticity.mean) or math.isnan(method.bwt.mean):
             continue
-        axes.errorbar(
-            100 * method.plasticity.mean,
-            100 * method.bwt.mean,
-            xerr=_deviation(method.plasticity),
-            yerr=_deviation(method.bwt),
-            color=_style(number)["color"],
-            marker=_style(number)["marker"],
-            linestyle="none",
-            markersize=8,
-            capsize=2,
-            elinewidth=1,
-            label=method.spec.label,
-        )
+        style = _style(number)
+        x, y = 100 * method.plasticity.mean, 100 * method.bwt.mean
+        xerr, yerr = _deviation(method.plasticity), _deviation(method.bwt)
+        axes.errorbar(x, y, yerr, xerr, fmt="none", color=style["color"], capsize=2, elinewidth=1)
+        axes.plot(x, y, style["marker"], color=style["color"], markersize=8, label=method.spec.label)
     axes.margins(0.12)
     _draw_equal_acc(axes, len(comparison.tasks))
     axes.set_xlabel("plasticity: score of each task right after its own step (%)")
@@ -108,7 +100,7 @@ def _draw_equal_acc(axes: Axes, tasks: int) -> None:
 def accuracy_matrices(comparison: Comparison) -> Figure:
     """The accuracy matrices of the first seed, one panel per method; other seeds have other orders."""
     count, tasks = len(comparison.methods), len(comparison.tasks)
-    across = min(count, 4)
+    across = min(4, math.ceil(count**0.5))
     down = math.ceil(count / across)
     side = 2.2 if tasks <= 10 else 3.2
     figure = Figure(figsize=(across * side + 1.6, down * (side + 0.35) + 1), layout="constrained")

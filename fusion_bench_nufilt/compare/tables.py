@@ -40,6 +40,7 @@ class Table:
 def main_table(comparison: Comparison) -> Table:
     """ACC and BWT of every method, mean ± standard deviation over the seeds, beside the paper's numbers."""
     printed = comparison.published
+    complete = all(len(method.matrices) == len(method.runs) for method in comparison.methods)
     accs = _marked(comparison, [method.acc for method in comparison.methods])
     bwts = _marked(comparison, [method.bwt for method in comparison.methods], sign=True)
 
@@ -50,11 +51,17 @@ def main_table(comparison: Comparison) -> Table:
     ]
     for method, acc, bwt in zip(comparison.methods, accs, bwts, strict=True):
         number = printed.get(method.spec.label)
-        done = f"{len(method.matrices)}/{len(method.runs)}"
+        done = "" if complete else f"{len(method.matrices)}/{len(method.runs)}"
         cells = [acc, _paper(number, "acc"), bwt, _paper(number, "bwt"), Cell(_seconds(method.seconds)), Cell(done)]
         rows.append([Cell(method.spec.label), *cells])
     header = ["method", "ACC %", "paper ACC", "BWT %", "paper BWT", "merging s", "runs"]
-    table = Table("Continual merging", header, rows, len(comparison.references), _notes(comparison))
+    table = Table(
+        f"{len(comparison.tasks)} models merged one after another",
+        header,
+        rows,
+        len(comparison.references),
+        _notes(comparison),
+    )
     return _without_empty_columns(table)
 
 
