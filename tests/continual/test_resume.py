@@ -88,6 +88,13 @@ def test_a_damaged_step_is_made_again(tmp_path, file, caplog):
     assert without_times(tmp_path) == expected
 
 
+def test_scores_of_an_earlier_run_do_not_pass_for_this_ones(tmp_path):
+    algorithm_in(tmp_path).run(pool(2))
+    (tmp_path / "report_1.json").write_text("{}")  # as a run with scores would have left it
+    algorithm_in(tmp_path, seed=43).run(pool(2))
+    assert not list(tmp_path.glob("report_*.json"))
+
+
 @pytest.mark.parametrize(
     ("settings", "named"), [({"seed": 43}, "seed"), ({"null_rank": 5}, "null_rank"), ({"evaluate": "last"}, "evaluate")]
 )
