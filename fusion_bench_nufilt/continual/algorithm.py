@@ -95,6 +95,11 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             raise ValueError(f"num_merged must be a number of models, at least 1, got {num_merged!r}")
         super().__init__(**kwargs)
 
+    @property
+    def name(self) -> str:
+        """Of the method, for people."""
+        return type(self).__name__
+
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         """Called once, with the pretrained model and the names in merging order, before anything else."""
 
@@ -282,12 +287,11 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         return step == self.first_step - 1 + len(self.matrix.tasks)
 
     def _finish(self) -> None:
-        method = type(self).__name__
-        print_matrix(self.matrix, title=f"{method}: score (%) of each task after each step")
+        print_matrix(self.matrix, title=f"{self.name}: score (%) of each task after each step")
         if self.folder is None:
             return
         about = {
-            "method": method,
+            "method": self.name,
             "config": OmegaConf.to_container(self.config, resolve=True),
             "models": self._about["models"],
             "merge_seconds": self.merge_seconds,
@@ -302,7 +306,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         assert isinstance(config, dict)
         settings = {str(key): value for key, value in config.items() if key not in _NOT_IN_THE_RESULT}
         models = {name: _describe(modelpool, name) for name in modelpool.all_model_names}
-        run = {"method": type(self).__name__, "order": self.matrix.tasks, "models": models, **settings}
+        run = {"method": self.name, "order": self.matrix.tasks, "models": models, **settings}
         return dict(json.loads(json.dumps(run)))
 
 

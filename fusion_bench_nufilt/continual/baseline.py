@@ -19,6 +19,10 @@ from .algorithm import MERGED, ContinualMergingAlgorithm
 class _Baseline(ContinualMergingAlgorithm):
     base_method: DictConfig
 
+    @property
+    def name(self) -> str:
+        return str(self.base_method._target_).rpartition(".")[2]
+
     def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
         matrices = [key for key, parameter in pretrained.named_parameters() if parameter.ndim == 2]
         check_model(pretrained, model, matrices, name=name)
@@ -66,7 +70,7 @@ class BatchMethodBaseline(_Baseline):
             result = self.make_base_method().run(BaseModelPool(models))
         if type(result) is not type(pretrained):
             raise ValueError(
-                f"{self.base_method._target_} returns a {type(result).__name__}, not a {type(pretrained).__name__}: "
+                f"{self.name} returns a {type(result).__name__}, not a {type(pretrained).__name__}: "
                 "it can't be run continually"
             )
         self.check_model(pretrained, result, f"merged after step {step}")
@@ -104,7 +108,7 @@ class ContinualMethodBaseline(_Baseline):
 
     def merge_stream(self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]) -> nn.Module:
         if MERGED in modelpool.all_model_names:
-            raise ValueError(f"{self.base_method._target_} starts from the pretrained model, not from '{MERGED}'")
+            raise ValueError(f"{self.name} starts from the pretrained model, not from '{MERGED}'")
         begin = time.perf_counter()
 
         def observe(merged: nn.Module, index: int) -> None:

@@ -98,7 +98,7 @@ def load_checkpoint(model: nn.Module, folder: Path) -> None:
     if callable(from_pretrained):
         # The widest type that occurs, so that each weight is read exactly; a model may have several.
         dtype = reduce(torch.promote_types, {parameter.dtype for parameter in model.parameters()})
-        model.load_state_dict(from_pretrained(folder, torch_dtype=dtype).state_dict())
+        model.load_state_dict(from_pretrained(folder, dtype=dtype).state_dict())
     else:
         load_model(model, folder / "model.safetensors")
 

@@ -37,13 +37,13 @@ class RunFolder:
         write_text(self.path / name, json.dumps(content))
 
     def save_report(self, step: int, report: Report) -> None:
-        self.save_json(f"report_{step - 1}.json", report)
+        write_text(self._report(step), json.dumps(report))
 
     def read_report(self, step: int) -> Report | None:
-        file = self.path / f"report_{step - 1}.json"
-        return json.loads(file.read_text()) if file.is_file() else None
+        return json.loads(self._report(step).read_text()) if self._report(step).is_file() else None
 
     def save_step(self, step: int, model: nn.Module, about: Mapping[str, Any]) -> None:
+        self._report(step).unlink(missing_ok=True)  # an earlier run's would pass for this one's
         save_checkpoint(model, self._checkpoint(step), about)
 
     def load_step(self, step: int, model: nn.Module) -> None:
@@ -75,3 +75,6 @@ class RunFolder:
 
     def _checkpoint(self, step: int) -> Path:
         return self.path / "checkpoints" / f"merged_model_{step - 1}"
+
+    def _report(self, step: int) -> Path:
+        return self.path / f"report_{step - 1}.json"

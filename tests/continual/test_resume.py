@@ -1,0 +1,215 @@
+"""An interrupted run goes on with the same result; one more model on top of a merge is the same thing."""
+
+import csv
+import json
+import multiprocessing
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fusion_bench.utils import instantiate
+from lightning import Fabric
+from lightning.fabric.loggers import TensorBoardLogger
+
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
+from fusion_bench_nufilt.continual.checkpoint import MANIFEST, read_manifest
+from fusion_bench_nufilt.demo.__main__ import compose_run
+from tests.models import clip, finetuned
+
+SMALL = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5, "shuffle_order": False, "other_params": "mean"}
+
+
+def pool(tasks=4):
+    base = clip()
+    return {"_pretrained_": base} | {f"task{i}": finetuned(base, seed=i) for i in range(1, tasks + 1)}
+
+
+def algorithm_in(folder, **settings):
+    algorithm = NufiltContinualMergingAlgorithm(**{**SMALL, **settings})
+    algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", ""))
+    return algorithm
+
+
+def without_times(folder):
+    """All that a run leaves behind and that must not depend on when it ran."""
+    rows = list(csv.DictReader((folder / "layers.csv").read_text().splitlines()))
+    for row in rows:
+        assert float(row.pop("seconds")) >= 0
+    weights = [read_manifest(path)["files"] for path in sorted((folder / "checkpoints").glob("merged_model_*"))]
+    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report_*.json"))]
+    return rows, weights, reports
+
+
+class InterruptedRunError(Exception):
+    pass
+
+
+def interrupt_after(step):
+    def on_step(done):
+        if done == step:
+            raise InterruptedRunError
+
+    return on_step
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_a_run_that_goes_on_has_the_same_bits(tmp_path, step):
+    algorithm_in(tmp_path / "whole").run(pool())
+    with pytest.raises(InterruptedRunError):
+        algorithm_in(tmp_path / "parts").run(pool(), on_step=interrupt_after(step))
+    steps = []
+    algorithm = algorithm_in(tmp_path / "parts", resume=True)
+    algorithm.run(pool(), on_step=steps.append)
+    assert steps == list(range(step + 1, 5))
+    assert without_times(tmp_path / "parts") == without_times(tmp_path / "whole")
+    assert len(algorithm.merge_seconds) == 4
+
+
+def test_with_nothing_to_go_on_from_it_starts_at_the_first_step(tmp_path):
+    steps = []
+    algorithm_in(tmp_path, resume=True).run(pool(2), on_step=steps.append)
+    assert steps == [1, 2]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", MANIFEST])
+def test_a_damaged_step_is_made_again(tmp_path, file, caplog):
+    algorithm_in(tmp_path).run(pool())
+    expected = without_times(tmp_path)
+    damaged = tmp_path / "checkpoints" / "merged_model_3" / file
+    damaged.write_bytes(damaged.read_bytes()[:-10])
+    steps = []
+    algorithm_in(tmp_path, resume=True).run(pool(), on_step=steps.append)
+    assert steps == [4]
+    assert "merged_model_3" in caplog.text
+    assert without_times(tmp_path) == expected
+
+
+def test_scores_of_an_earlier_run_do_not_pass_for_this_ones(tmp_path):
+    algorithm_in(tmp_path).run(pool(2))
+    (tmp_path / "report_1.json").write_text("{}")  # as a run with scores would have left it
+    algorithm_in(tmp_path, seed=43).run(pool(2))
+    assert not list(tmp_path.glob("report_*.json"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"), [({"seed": 43}, "seed"), ({"null_rank": 5}, "null_rank"), ({"evaluate": "last"}, "evaluate")]
+)
+def test_a_run_with_other_settings_is_not_gone_on_with(tmp_path, settings, named):
+    algorithm_in(tmp_path).run(pool(2))
+    with pytest.raises(ValueError, match=named):
+        algorithm_in(tmp_path, resume=True, **settings).run(pool(2))
+
+
+def test_other_models_are_not_gone_on_with(tmp_path):
+    algorithm_in(tmp_path).run(pool(2))
+    with pytest.raises(ValueError, match=r"order.*models"):
+        algorithm_in(tmp_path, resume=True).run(pool(3))
+
+
+def test_without_checkpoints_there_is_nothing_to_resume():
+    with pytest.raises(ValueError, match="save_on_every_step"):
+        NufiltContinualMergingAlgorithm(resume=True, save_on_every_step=False)
+
+
+@pytest.mark.parametrize("by", ["manifest", "number"])
+def test_models_merged_onto_a_merge_give_the_bits_of_one_stream(tmp_path, by):
+    models = pool()
+    whole = algorithm_in(tmp_path / "whole").run(models).state_dict()
+    algorithm_in(tmp_path / "first").run({key: models[key] for key in ("_pretrained_", "task1", "task2")})
+    checkpoint = tmp_path / "first" / "checkpoints" / "merged_model_1"
+    if by == "manifest":
+        rest = local_pool(tmp_path, models, checkpoint)
+        algorithm = algorithm_in(tmp_path / "rest")
+    else:
+        rest = {"_pretrained_": models["_pretrained_"], "_merged_": type(clip()).from_pretrained(checkpoint)}
+        rest |= {key: models[key] for key in ("task3", "task4")}
+        algorithm = algorithm_in(tmp_path / "rest", num_merged=2)
+    steps = []
+    merged = algorithm.run(rest, on_step=steps.append).state_dict()
+    assert steps == [3, 4]
+    assert all(torch.equal(value, whole[key]) for key, value in merged.items())
+    manifest = read_manifest(tmp_path / "rest" / "checkpoints" / "merged_model_3")
+    assert manifest["step"] == 4
+    assert manifest["tasks"] == [*(("task1", "task2") if by == "manifest" else ()), "task3", "task4"]
+
+
+def local_pool(folder, models, merged):
+    """FusionBench's CLIP pool of local folders."""
+    for name in ("_pretrained_", "task3", "task4"):
+        models[name].save_pretrained(folder / "models" / name)
+    paths = {name: str(folder / "models" / name) for name in ("_pretrained_", "task3", "task4")}
+    pool = {"_target_": "fusion_bench.modelpool.CLIPVisionModelPool", "_recursive_": False}
+    return instantiate({**pool, "models": {**paths, "_merged_": str(merged)}})
+
+
+def test_how_many_models_are_in_a_merge_must_be_known():
+    models = pool(2)
+    models["_merged_"] = models.pop("task1")
+    with pytest.raises(ValueError, match="num_merged"):
+        NufiltContinualMergingAlgorithm(**SMALL).run(models)
+    with pytest.raises(ValueError, match="_merged_"):
+        NufiltContinualMergingAlgorithm(**SMALL, num_merged=2).run(pool(2))
+
+
+def test_a_bad_merge_is_refused_before_any_work():
+    models = pool(2)
+    models["_merged_"] = models.pop("task1")
+    models["_merged_"].vision_model.encoder.layers[0].mlp.fc1.weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"_merged_.*fc1"):
+        NufiltContinualMergingAlgorithm(**SMALL, num_merged=1).run(models, on_step=lambda step: pytest.fail("merged"))
+
+
+def merge_demo(folder, resume):
+    """A run on the demo, in a process that may be killed."""
+    config = compose_run(["method=nufilt", "modelpool=nufilt_demo", "taskpool=nufilt_demo", f"method.resume={resume}"])
+    algorithm: ContinualMergingAlgorithm = instantiate(config.method)
+    algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", ""))
+    taskpool = instantiate(config.taskpool)
+    taskpool._fabric_instance = algorithm.fabric
+    algorithm.run(instantiate(config.modelpool), Evaluator(taskpool))
+
+
+def whole_steps(folder: Path) -> int:
+    """How many checkpoints are there; none of them may be damaged."""
+    return sum(bool(read_manifest(path)) for path in (folder / "checkpoints").glob("merged_model_*"))
+
+
+def test_ten_kills_at_random_moments_lose_nothing(tmp_path, demo):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # so that a new process is at work at once
+
+    def start(folder, resume):
+        folder.mkdir(exist_ok=True)
+        process = context.Process(target=merge_demo, args=(folder, resume))
+        process.start()
+        return process
+
+    process = start(tmp_path / "first", False)  # has the fork server import everything
+    process.join()
+    begin = time.perf_counter()
+    process = start(tmp_path / "whole", False)
+    process.join()
+    seconds = time.perf_counter() - begin
+    assert process.exitcode == 0
+
+    moments, kills, folder = random.Random(0), 0, tmp_path / "killed"
+    while kills < 10:
+        before = whole_steps(folder)
+        process = start(folder, True)
+        process.join(moments.uniform(0.2, 1) * seconds)
+        process.kill()
+        process.join()
+        assert whole_steps(folder) >= before
+        if process.exitcode == 0:
+            shutil.rmtree(folder)  # it was done before: from the start again
+        else:
+            kills += 1
+    process = start(folder, True)
+    process.join()
+    assert process.exitcode == 0
+    assert without_times(folder) == without_times(tmp_path / "whole")
+    assert json.loads((folder / "accuracy_matrix.json").read_text())["missing"] == []
