@@ -19,10 +19,12 @@ class _Nowhere(io.TextIOBase):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence standard output and error, and FusionBench's log: it prints a bar for every data set, every call it makes,
-    and a summary of every run. Its errors are still logged."""
+    """Silence standard output and error, and FusionBench's log but for errors.
+
+    It prints a bar for every data set, every call it makes, and a summary of every run.
+    """
     nowhere = _Nowhere()
-    chatty = [logging.getLogger(name) for name in ("fusion_bench", "lightning")]
+    chatty = [logging.getLogger(name) for name in ("fusion_bench", "lightning.fabric")]
     levels = [logger.level for logger in chatty]
     for logger in chatty:
         logger.setLevel(logging.ERROR)

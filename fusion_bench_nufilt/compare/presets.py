@@ -34,7 +34,8 @@ def preset_specs(name: str, modelpool: str, overrides: Sequence[str]) -> list[Ru
         texts = [":".join([f"{method}={method}", *settings.get(method, ())]) for method in PAPER]
         return parse_methods(",".join(texts), methods)
     if name == "sensitivity":
-        default = compose_run(["method=nufilt", *overrides]).method
-        varied = [f"{key}={max(1, round(factor * default[key]))}" for key in SENSITIVITY for factor in _FACTORS]
-        return parse_methods(",".join(["nufilt", *(f"{setting}=nufilt:{setting}" for setting in varied)]), methods)
+        (default,) = parse_methods("nufilt", methods)
+        config = compose_run([*default.overrides, *overrides]).method
+        varied = [f"{key}={max(1, round(factor * config[key]))}" for key in SENSITIVITY for factor in _FACTORS]
+        return [default, *(RunSpec(s, (*default.overrides, f"method.{s}"), "nufilt", (s,)) for s in varied)]
     raise ValueError(f"there is no preset '{name}'; there are: ablation, paper, sensitivity")

@@ -5,7 +5,7 @@ import logging
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning
 import torch
@@ -61,6 +61,8 @@ def compare(
         ValueError: ``out`` holds results of other settings, or nothing can be scored.
     """
     check_specs(specs)
+    if evaluate not in get_args(Evaluate):
+        raise ValueError(f"evaluate must be one of {', '.join(get_args(Evaluate))}, got '{evaluate}'")
     if wrong := [override for override in overrides if override.startswith(("method=", "modelpool="))]:
         raise ValueError(f"'{wrong[0]}': the methods and the model pool are chosen by options of their own")
     everywhere = [f"modelpool={modelpool}", *overrides]

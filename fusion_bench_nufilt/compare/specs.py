@@ -70,7 +70,7 @@ def _split(text: str, separator: str) -> list[str]:
 def check_specs(specs: Sequence[RunSpec]) -> None:
     """Refuse no rows at all, and rows that could not be told apart in tables or on disk."""
     if not specs:
-        raise ValueError("there is no method to compare")
+        raise ValueError("there is no method to compare: choose some with --methods or --preset")
     by_file: dict[str, RunSpec] = {}
     for spec in specs:
         if (other := by_file.setdefault(spec.safe_label, spec)) is not spec:

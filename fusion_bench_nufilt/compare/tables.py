@@ -55,13 +55,8 @@ def main_table(comparison: Comparison) -> Table:
         cells = [acc, _paper(number, "acc"), bwt, _paper(number, "bwt"), Cell(_seconds(method.seconds)), Cell(done)]
         rows.append([Cell(method.spec.label), *cells])
     header = ["method", "ACC %", "paper ACC", "BWT %", "paper BWT", "merging s", "runs"]
-    table = Table(
-        f"{len(comparison.tasks)} models merged one after another",
-        header,
-        rows,
-        len(comparison.references),
-        _notes(comparison),
-    )
+    title = f"{len(comparison.tasks)} models merged one after another"
+    table = Table(title, header, rows, len(comparison.references), _notes(comparison))
     return _without_empty_columns(table)
 
 
@@ -110,7 +105,8 @@ def _notes(comparison: Comparison) -> list[str]:
     seeds, settings = comparison.seeds, comparison.settings
     notes = [
         f"{settings['modelpool']}: {len(comparison.tasks)} tasks; "
-        + (f"mean ± standard deviation over seeds {_ranges(seeds)}" if len(seeds) > 1 else f"seed {seeds[0]}")
+        + ("mean ± standard deviation over " if len(seeds) > 1 else "")
+        + _seeds(seeds)
     ]
     if settings["overrides"]:
         notes.append(f"with {' '.join(settings['overrides'])}")
@@ -119,19 +115,20 @@ def _notes(comparison: Comparison) -> list[str]:
         notes.append(f"no score, and not in the means: {', '.join(missing)}")
     for method in comparison.methods:
         for reason, failed in method.failures.items():
-            notes.append(f"{method.spec.label} failed on seeds {_ranges(failed)}: {reason}")
+            notes.append(f"{method.spec.label} failed on {_seeds(failed)}: {reason}")
     return notes
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """``42-51, 60``."""
-    runs: list[list[int]] = []
+def _seeds(numbers: Sequence[int]) -> str:
+    """``seed 42``, ``seeds 42-51, 60``."""
+    ranges: list[list[int]] = []
     for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
         else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+            ranges.append([number])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges)
+    return f"seed{'s' if len(numbers) > 1 else ''} {text}"
 
 
 # --- renderings ---
