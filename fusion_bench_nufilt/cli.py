@@ -116,14 +116,7 @@ def compare(
     """
     terminal = Console(file=sys.stderr)  # the one of now: while methods run, what they print is silenced
     _log_to(terminal)
-    for chatty in (
-        "fusion_bench",
-        "lightning",
-        "httpx",
-        "fusion_bench_nufilt.algorithm",
-        "fusion_bench_nufilt.continual",
-    ):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
     try:
         from fusion_bench_nufilt import compare as room

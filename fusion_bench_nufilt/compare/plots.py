@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -28,7 +27,10 @@ def _style(number: int) -> dict[str, Any]:
 
 
 def accuracy_per_step(comparison: Comparison) -> Figure:
-    """Mean score on the tasks seen so far after each step: mean over the seeds, and a band of one deviation."""
+    """Mean score on the tasks seen so far after each step: mean over the seeds, and a band of one deviation.
+
+    More than six methods have no bands, which would hide each other.
+    """
     figure = Figure(figsize=(9.6, 5), layout="constrained")
     axes = figure.add_subplot()
     steps = range(1, len(comparison.tasks) + 1)
@@ -37,7 +39,8 @@ def accuracy_per_step(comparison: Comparison) -> Figure:
             continue
         mean, std = (100 * values for values in method.mean_seen)
         axes.plot(steps, mean, **_style(number), markersize=5, label=method.spec.label)
-        axes.fill_between(steps, mean - std, mean + std, color=_style(number)["color"], alpha=0.1, linewidth=0)
+        if len(comparison.finished) <= 6:
+            axes.fill_between(steps, mean - std, mean + std, color=_style(number)["color"], alpha=0.12, linewidth=0)
     for label in comparison.references:
         reference = 100 * comparison.reference(label)
         axes.axhline(reference, color="grey", linestyle=_REFERENCE_LINES[label], label=f"{label}, all tasks")
@@ -83,14 +86,14 @@ def _draw_equal_acc(axes: Axes, tasks: int) -> None:
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     share = (tasks - 1) / tasks
     lowest, highest = left + share * bottom, right + share * top
-    distance = max(1.0, 5.0 * round((highest - lowest) / 25))
-    for acc in np.arange(math.ceil(lowest / distance) * distance, highest, distance):
+    distance = max(1, 5 * round((highest - lowest) / 50))
+    for acc in range(math.ceil(lowest / distance) * distance, min(100, math.floor(highest)) + 1, distance):
         axes.plot([left, right], [(acc - left) / share, (acc - right) / share], color="0.85", linewidth=0.8, zorder=0)
         at_top = acc - share * top  # where the line leaves the frame
         x, y = (at_top, top) if left <= at_top <= right else (right, (acc - right) / share)
         if bottom <= y <= top:
             axes.annotate(
-                f"ACC {acc:.0f}", (x, y), (-2, -2), textcoords="offset points",
+                f"ACC {acc}", (x, y), (-2, -2), textcoords="offset points",
                 ha="right", va="top", fontsize=7, color="0.5",
             )  # fmt: skip
     axes.set_xlim(left, right)
@@ -142,12 +145,10 @@ def ablation(comparison: Comparison) -> Figure:
     for axes, name, value in ((left, "ACC (%)", _acc), (right, "BWT (%)", _bwt)):
         for place, method in enumerate(methods):
             mean = value(method)
-            if math.isnan(mean.mean):
-                axes.text(0, place, " failed" if method.failures else " -", va="center", color="grey")
-                continue
-            axes.barh(place, 100 * mean.mean, xerr=_deviation(mean), color=_COLOURS[0], height=0.6, capsize=3)
-            axes.text(0.02, place, mean.percent(sign=value is _bwt), transform=axes.get_yaxis_transform(),
-                va="center", color="white", fontsize=9)  # fmt: skip
+            if not math.isnan(mean.mean):
+                axes.barh(place, 100 * mean.mean, xerr=_deviation(mean), color=_COLOURS[0], height=0.6, capsize=3)
+            text = mean.percent(sign=value is _bwt) if method.matrices else "failed"
+            axes.text(1.02, place, text, transform=axes.get_yaxis_transform(), va="center", fontsize=9)
         axes.set_xlabel(name)
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
