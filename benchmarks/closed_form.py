@@ -243,7 +243,7 @@ def time_layer(d_o: int, d_i: int) -> str:
         "Adam 5 x 0.01",
         "update ridge 1",
         "adapter ridge 1",
-        "adapter ridge 1, top",
+        "adapter ridge 1, rank r_l",
     ):
         seconds = []
         for _ in range(7):

@@ -1,14 +1,23 @@
 """The examples run as they stand."""
 
+import json
 import os
 import subprocess
 import sys
 
+import numpy as np
+import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import CLIPVisionModel
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.demo import TASKS as DEMO_TASKS
+from fusion_bench_nufilt.demo import load_clip, load_processor
+from fusion_bench_nufilt.demo.__main__ import compose_run
+from fusion_bench_nufilt.demo.train import normalise
 from fusion_bench_nufilt.targets import select_layers
 from tests.conftest import REPO
 from tests.models import clip, finetuned
@@ -66,3 +75,59 @@ def test_paper_scripts_name_settings_that_exist(tmp_path):
     assert [f"method.seed={seed} " in call for seed, call in enumerate(calls[:10], 42)] == [True] * 10
     assert "modelpool=flan-t5-base_glue method.shuffle_order=false" in calls[10]
     assert "ACC 80.0 +- 0.0 over 10 orders" in done.stdout
+
+
+# --- local_clip ---
+
+LOCAL_CLIP = REPO / "examples" / "local_clip" / "config"
+MINI8 = ["scenes", "fashion", "rsscn7", "eurosat", "svhn", "gtsrb", "mnist", "dtd10"]
+
+
+@pytest.fixture
+def mini8(tmp_path, demo, monkeypatch):
+    """Stand-ins for the example's models and data: the demo's CLIP and towers, and noise for images."""
+    data = {"classnames": ["red", "blue sky", "a"], "labels_test": np.arange(12) % 3}
+    rng, files = np.random.default_rng(0), []
+    models = tmp_path / "models"
+    models.mkdir()
+    (models / "clip").symlink_to(demo / "clip")
+    for task, tower in zip(MINI8, DEMO_TASKS, strict=True):
+        (models / task).symlink_to(demo / tower)
+        files.append(tmp_path / f"{task}.npz")
+        np.savez(files[-1], images_test=rng.integers(256, size=(12, 32, 32, 3), dtype=np.uint8), **data)
+    example("local_clip/npz_to_folders.py", *files, "--out", tmp_path / "data")
+    monkeypatch.setenv("MINI8_MODELS", str(models))
+    monkeypatch.setenv("MINI8_DATA", str(tmp_path / "data"))
+    return models, files
+
+
+@torch.no_grad()
+def scored_by_hand(tower, file, template):
+    """Accuracy and loss, without FusionBench and its image processor."""
+    clip, data = load_clip(), np.load(file)
+    prompts = [template.format(name) for name in data["classnames"]]
+    tokens = load_processor().tokenizer(prompts, padding=True, return_tensors="pt")
+    text = F.normalize(clip.get_text_features(**tokens), dim=-1)
+    pooled = CLIPVisionModel.from_pretrained(tower)(normalise(torch.from_numpy(data["images_test"]))).pooler_output
+    logits = clip.logit_scale.exp() * F.normalize(clip.visual_projection(pooled), dim=-1) @ text.T
+    labels = torch.from_numpy(data["labels_test"])
+    accuracy = (logits.argmax(-1) == labels).float().mean()
+    return {"accuracy": accuracy.item(), "loss": F.cross_entropy(logits, labels).item()}
+
+
+def test_ones_own_towers_and_images_score_as_they_do_by_hand(mini8, fusion_bench):
+    _, files = mini8
+    options = ("method.max_steps=1", "method.evaluate=last", f"--config-dir={LOCAL_CLIP}")
+    fusion_bench("method=nufilt", "modelpool=mini8", *options)
+    report = json.loads((fusion_bench.logs / "report_7.json").read_text())
+    test_sets = OmegaConf.load(LOCAL_CLIP / "taskpool" / "mini8.yaml").test_datasets
+    for task, file in zip(MINI8, files, strict=True):
+        tower = fusion_bench.logs / "checkpoints" / "merged_model_7"
+        assert report[task] == pytest.approx(scored_by_hand(tower, file, test_sets[task].template), rel=1e-5), task
+
+
+def test_the_search_path_finds_what_the_config_folder_does(mini8):
+    models, _ = mini8
+    pool = compose_run([f"hydra.searchpath=[file://{LOCAL_CLIP}]", "method=nufilt", "modelpool=mini8"]).modelpool
+    assert dict(pool.models) == {"_pretrained_": f"{models}/clip"} | {task: f"{models}/{task}" for task in MINI8}
+    assert list(pool.taskpool.test_datasets) == MINI8

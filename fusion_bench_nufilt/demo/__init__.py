@@ -5,8 +5,6 @@ two, into a cache folder; every later one reads from there. `config/modelpool/nu
 `config/taskpool/nufilt_demo.yaml` hand the loaders to FusionBench's own CLIP pools.
 """
 
-from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
-
 from fusion_bench_nufilt.demo.build import demo_folder
 from fusion_bench_nufilt.demo.loaders import (
     Pictures,
@@ -17,6 +15,7 @@ from fusion_bench_nufilt.demo.loaders import (
     to_pixels,
 )
 from fusion_bench_nufilt.demo.tasks import TASKS, Task
+from fusion_bench_nufilt.local_tasks import register_task
 
 __all__ = [
     "TASKS",
@@ -30,13 +29,6 @@ __all__ = [
     "to_pixels",
 ]
 
-# FusionBench's task pool asks this registry for class names and prompts. Given these two alone,
-# `register_dataset` misspells a key (0.2.33), so they are passed as `dataset_info` too.
+# FusionBench's task pool asks its registry for class names and prompts.
 for _name, _task in TASKS.items():
-    _classes, _templates = list(_task.classes), [_task.template.format]
-    CLIPTemplateFactory.register_dataset(
-        _name,
-        dataset_info={"classnames": _classes, "templates": _templates},
-        classnames=_classes,
-        templates=_templates,
-    )
+    register_task(_name, _task.classes, _task.template)

@@ -16,7 +16,7 @@ from fusion_bench_nufilt.compare import compose_run
 from fusion_bench_nufilt.continual import BatchMethodBaseline, ContinualMethodBaseline
 from tests.models import clip, finetuned
 
-BATCH = ("task_arithmetic", "magmax", "wudi", "iso_c", "iso_cts", "tsvm")
+BATCH = ("task_arithmetic", "magmax", "wudi", "iso_c", "iso_cts", "tsvm", "knots_ties")
 OWN = ("opcm", "weight_average", "ties_merging")
 
 

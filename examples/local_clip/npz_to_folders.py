@@ -1,0 +1,32 @@
+"""Write test sets that lie in .npz files as folders of images, one subfolder for each class (PNG: nothing is lost).
+
+    python examples/local_clip/npz_to_folders.py data/*.npz --out data/folders
+
+A file ``scenes.npz`` with ``images_test`` (n, height, width, 3) uint8, ``labels_test`` (n,) and ``classnames`` becomes
+``data/folders/scenes/<class>/<number>.png``.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--out", required=True, type=Path)
+    arguments = parser.parse_args()
+    for file in arguments.files:
+        with np.load(file) as data:
+            images, labels, classnames = data["images_test"], data["labels_test"], data["classnames"]
+        for classname in classnames:
+            (arguments.out / file.stem / classname).mkdir(parents=True, exist_ok=True)
+        for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+            Image.fromarray(image).save(arguments.out / file.stem / classnames[label] / f"{number:05d}.png")
+        print(f"{file.stem}: {len(images)} images of {len(classnames)} classes")
+
+
+if __name__ == "__main__":
+    main()

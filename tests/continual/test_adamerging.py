@@ -1,0 +1,113 @@
+"""Layer-wise AdaMerging on the new task's images, against a computation of its own."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from fusion_bench import BaseModelPool
+from fusion_bench.utils import instantiate
+from lightning import Fabric
+from torch.func import functional_call
+
+from fusion_bench_nufilt.continual.adamerging import NewTaskAdaMergingAlgorithm
+from fusion_bench_nufilt.demo import TASKS, load_clip, load_processor, load_test_dataset, load_vision_model, to_pixels
+from fusion_bench_nufilt.demo.__main__ import compose_run
+from fusion_bench_nufilt.demo.train import text_features
+from tests.models import finetuned
+
+
+@pytest.fixture
+def pools(demo):
+    """The demo's task pool, its pretrained tower, and two others far enough from it for their weights to matter."""
+    taskpool = instantiate(compose_run(["taskpool=nufilt_demo"]).taskpool)
+    taskpool._fabric_instance = Fabric(devices=1, accelerator="cpu")
+    pretrained = load_vision_model("_pretrained_")
+    models = {"merged": finetuned(pretrained, 1, scale=0.2), "shapes": finetuned(pretrained, 2, scale=0.2)}
+    return BaseModelPool({"_pretrained_": pretrained} | models), taskpool
+
+
+def algorithm(taskpool, **options):
+    made = NewTaskAdaMergingAlgorithm(**options)
+    made._fabric_instance, made.taskpool = taskpool.fabric, taskpool
+    return made
+
+
+def entropy(vision, weights, images):
+    """Mean entropy of the predictions on images of shapes."""
+    clip = load_clip()
+    text = text_features(clip, load_processor().tokenizer, TASKS["shapes"].prompts())
+    features = clip.visual_projection(functional_call(vision, weights, (images,)).pooler_output)
+    logits = clip.logit_scale.exp() * torch.nn.functional.normalize(features, dim=-1) @ text.T
+    return torch.distributions.Categorical(logits=logits).entropy().mean()
+
+
+def test_it_is_adam_on_the_entropy_of_the_new_tasks_predictions(pools):
+    modelpool, taskpool = pools
+    lr, batch_size, steps = 0.01, 12, 6
+    with torch.no_grad():  # as under the protocol
+        merged = algorithm(taskpool, lr=lr, max_steps=steps, batch_size=batch_size, seed=5).run(modelpool)
+
+    pretrained, *models = (dict(modelpool.load_model(name).named_parameters()) for name in modelpool._models)
+    coefficients = torch.full((2, len(pretrained)), 0.3, requires_grad=True)
+
+    def weights():
+        return {
+            name: theta.detach()
+            + sum(c * (model[name] - theta).detach() for c, model in zip(column, models, strict=True))
+            for column, (name, theta) in zip(coefficients.T, pretrained.items(), strict=True)
+        }
+
+    generator = torch.Generator().manual_seed(5)
+    images = torch.stack([to_pixels(item["image"]) for item in load_test_dataset("shapes")])
+    batches = torch.utils.data.DataLoader(images, batch_size=batch_size, shuffle=True, generator=generator)
+    optimizer = torch.optim.Adam([coefficients], lr=lr)
+    tower, iterator = modelpool.load_model("_pretrained_"), iter(batches)
+    for _ in range(steps):
+        if (batch := next(iterator, None)) is None:
+            batch = next(iterator := iter(batches))
+        optimizer.zero_grad()
+        entropy(tower, weights(), batch).backward()
+        optimizer.step()
+    assert (coefficients - 0.3).abs().max() > lr
+    for name, weight in weights().items():
+        if name.endswith("k_proj.bias"):
+            continue  # changes nothing in a softmax: its gradient is rounding, of which Adam makes full steps
+        torch.testing.assert_close(merged.get_parameter(name), weight, rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_step_it_is_task_arithmetic_and_no_model_of_the_pool_changes(pools):
+    modelpool, taskpool = pools
+    before = {name: deepcopy(model.state_dict()) for name, model in modelpool._models.items()}
+    merged = algorithm(taskpool, max_steps=0).run(modelpool)
+    for name, theta in before["_pretrained_"].items():
+        expected = theta + 0.3 * (before["merged"][name] - theta) + 0.3 * (before["shapes"][name] - theta)
+        torch.testing.assert_close(merged.state_dict()[name], expected)
+    for name, model in modelpool._models.items():
+        assert all(torch.equal(value, before[name][key]) for key, value in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in merged.parameters())
+
+
+def test_it_sees_images_of_the_new_task_alone(pools):
+    modelpool, taskpool = pools
+    taskpool.setup()
+    taskpool.test_datasets = {"shapes": taskpool.test_datasets["shapes"]}
+    algorithm(taskpool, max_steps=1).run(modelpool)
+
+
+def test_one_object_serves_one_step_after_another(pools):
+    modelpool, taskpool = pools
+    models = dict(modelpool._models)
+    first = algorithm(taskpool, max_steps=2)
+    models["merged"] = first.run(BaseModelPool({"_pretrained_": models["_pretrained_"], "digits": models["merged"]}))
+    second = first.run(BaseModelPool(models))
+    expected = algorithm(taskpool, max_steps=2).run(BaseModelPool(models))
+    assert all(torch.equal(a, b) for a, b in zip(second.parameters(), expected.parameters(), strict=True))
+
+
+def test_without_test_images_it_is_refused(pools):
+    modelpool, taskpool = pools
+    with pytest.raises(ValueError, match="CLIPVisionModelTaskPool with test images of 'shapes'"):
+        NewTaskAdaMergingAlgorithm().run(modelpool)
+    del taskpool._test_datasets["shapes"]
+    with pytest.raises(ValueError, match="CLIPVisionModelTaskPool with test images of 'shapes'"):
+        algorithm(taskpool).run(modelpool)
