@@ -85,4 +85,4 @@ def paper_settings(modelpool: str) -> dict[str, tuple[str, ...]]:
     """What the paper sets differently for a model pool than our configs do, by method."""
     smaller = ("scaling_factor=0.1",)  # its lambda for 14 and 20 tasks
     more_tasks = modelpool.endswith(("TALL14", "TALL20"))
-    return {"task_arithmetic": smaller, "ties_merging": smaller} if more_tasks else {}
+    return dict.fromkeys(("task_arithmetic", "ties_merging", "knots_ties"), smaller) if more_tasks else {}

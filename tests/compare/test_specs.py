@@ -116,7 +116,7 @@ def test_the_sensitivity_varies_one_setting_at_a_time_around_its_value():
 @pytest.mark.parametrize(("pool", "scale"), [("clip-vit-base-patch32_TA8", 0.3), ("clip-vit-base-patch32_TALL20", 0.1)])
 def test_the_paper_scales_task_arithmetic_by_the_number_of_tasks(pool, scale):
     specs = {spec.label: spec for spec in preset_specs("paper", pool, [])}
-    for name in ("task_arithmetic", "ties_merging"):
+    for name in ("task_arithmetic", "ties_merging", "knots_ties"):
         assert compose_run(specs[name].overrides).method.base_method.scaling_factor == scale
     assert "nufilt" in specs
 
