@@ -20,7 +20,7 @@ class RunSpec:
 
     label: str
     overrides: tuple[str, ...]
-    method: str = ""
+    method: str
     settings: tuple[str, ...] = ()
 
     @property

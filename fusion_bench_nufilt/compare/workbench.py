@@ -1,7 +1,6 @@
 """What all runs of a comparison share: models, data, classification heads, and the scores of the single models."""
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -12,12 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.continual.evaluation import score
-from fusion_bench_nufilt.continual.report import package_versions, percent
+from fusion_bench_nufilt.continual.report import package_versions
 
 from .configs import make_fabric, make_modelpool, make_taskpool, taskpool_config
 from .store import References
-
-log = logging.getLogger(__name__)
 
 
 class Workbench:
@@ -67,8 +64,6 @@ def score_references(workbench: Workbench, on_step: Callable[[int], Any]) -> Ref
     for step, task in enumerate(tasks, 1):
         references["individual"] |= scores(task, [task])
         on_step(step)
-    for label, values in references.items():
-        log.info("%s: %s", label, "  ".join(f"{task} {percent(value)}" for task, value in values.items()))
     return references
 
 

@@ -9,7 +9,7 @@ from fusion_bench_nufilt.compare import RunSpec
 from fusion_bench_nufilt.compare.store import Store
 from tests.compare.helpers import CONFIG, failed, finished
 
-SPEC = RunSpec("my/method", ("method=nufilt",))
+SPEC = RunSpec("my/method", ("method=nufilt",), "nufilt")
 SETTINGS = {"modelpool": "p", "resolved": {"models": {"a": "hub/a"}}}
 
 
