@@ -21,7 +21,7 @@ console = Console(stderr=True)
 
 @app.callback()
 def main() -> None:
-    """Null-space filtering (NUFILT) for checkpoints of any size."""
+    """Null-space filtering (NUFILT): merge checkpoints of any size, compare merging methods."""
 
 
 @app.command()
@@ -52,8 +52,7 @@ def merge(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the plan, stop.")] = False,
 ) -> None:
     """Merge fine-tuned models into one, layer by layer, without loading a model."""
-    handler = RichHandler(console=console, show_path=False, show_time=False)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    _log_to(console)
     try:
         from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
         from fusion_bench_nufilt.folders.preflight import check_disk
@@ -90,8 +89,77 @@ def merge(
             merge_folders(plan, out, lambda done, total: progress.update(bar, completed=done, total=total))
         console.print(f"[bold]{out}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
     except ValueError as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+        raise _failed(error) from None
+
+
+@app.command()
+def compare(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Further arguments of fusion_bench.")
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help="[LABEL=]NAME[:KEY=VALUE]..., separated by commas; all: NUFILT and the data-free baselines."),
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="Methods of the paper: ablation, sensitivity or paper.")] = None,
+    modelpool: Annotated[str, typer.Option(help="Models, as fusion_bench names them.")] = "nufilt_demo",
+    seeds: Annotated[str, typer.Option(help="Task orders: 42, 42,45 or 42:52 (42 to 51, the paper's ten).")] = "42",
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("outputs/compare"),
+    evaluate: Annotated[
+        str, typer.Option(help="every_step, diagonal (enough for ACC and BWT) or last (ACC only).")
+    ] = "every_step",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete what OUT holds and start again.")] = False,
+) -> None:
+    """Compare continual merging methods over task orders: tables, pictures and all numbers in one folder.
+
+    Finished runs are kept: the same command goes on where it was interrupted, and methods and seeds can be added.
+    """
+    terminal = Console(file=sys.stderr)  # the one of now: while methods run, what they print is silenced
+    _log_to(terminal)
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
+    try:
+        from fusion_bench_nufilt import compare as room
+        from fusion_bench_nufilt.continual.report import print_table
+
+        words = list(overrides or ())
+        specs = room.parse_methods(methods, room.Methods(words)) if methods else []
+        specs += room.preset_specs(preset, modelpool, words) if preset else []
+        comparison = room.compare(
+            modelpool,
+            specs,
+            room.parse_seeds(seeds),
+            out,
+            overrides=words,
+            evaluate=evaluate,  # type: ignore[arg-type]
+            overwrite=overwrite,
+            preset=preset,
+            console=terminal,
+        )
+        files = room.save_report(comparison, out)
+    except ValueError as error:
+        raise _failed(error) from None
+    except KeyboardInterrupt:
+        terminal.print(f"interrupted: what is finished is kept in {out}; the same command goes on", highlight=False)
+        raise typer.Exit(130) from None
+    tables = room.task_table(comparison), room.main_table(comparison)
+    for table in tables:
+        print_table(room.as_rich(table))
+    print("\n".join(tables[-1].notes))
+    terminal.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
+    if not comparison.finished:
+        raise typer.Exit(1)
+
+
+def _log_to(console: Console) -> None:
+    handler = RichHandler(console=console, show_path=False, show_time=False)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+
+
+def _failed(error: ValueError) -> typer.Exit:
+    """Say what was wrong; to be raised."""
+    console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+    return typer.Exit(1)
 
 
 def _patterns(words: list[str] | None) -> str | list[str] | None:

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPVisionModel
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.compare import compose_run
 from fusion_bench_nufilt.demo import TASKS as DEMO_TASKS
 from fusion_bench_nufilt.demo import load_clip, load_processor
-from fusion_bench_nufilt.demo.__main__ import compose_run
 from fusion_bench_nufilt.demo.train import normalise
 from fusion_bench_nufilt.targets import select_layers
 from tests.conftest import REPO

@@ -1,6 +1,5 @@
 """The protocol that every continual merging method runs under."""
 
-import importlib.metadata
 import json
 import logging
 import time
@@ -21,7 +20,7 @@ from tqdm.auto import tqdm
 from .checkpoint import MANIFEST
 from .evaluation import Evaluator, Report, score
 from .metrics import AccuracyMatrix
-from .report import print_matrix, save_matrix
+from .report import package_versions, print_matrix, save_matrix
 from .run_folder import RunFolder
 from .stream import Evaluate, task_order, tasks_to_score
 
@@ -291,13 +290,12 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         print_matrix(self.matrix, title=f"{self.name}: score (%) of each task after each step")
         if self.folder is None:
             return
-        packages = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers")
         about = {
             "method": self.name,
             "config": OmegaConf.to_container(self.config, resolve=True),
             "models": self._about["models"],
             "merge_seconds": self.merge_seconds,
-            "versions": {package: importlib.metadata.version(package) for package in packages},
+            "versions": package_versions(),
         }
         save_matrix(self.matrix, self.folder.path, about)
         log.info("accuracy_matrix.json, .csv and .png are in %s", self.folder.path)

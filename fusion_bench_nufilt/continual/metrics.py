@@ -20,6 +20,17 @@ class AccuracyMatrix:
         #: ``(T, T)``, row t-1 after step t, column i-1 for task i; fractions, not per cent
         self.values: NDArray[np.float64] = np.full((len(self.tasks), len(self.tasks)), math.nan)
 
+    @classmethod
+    def from_rows(cls, tasks: Sequence[str], rows: Sequence[Sequence[float | None]]) -> "AccuracyMatrix":
+        """The inverse of :meth:`rows`."""
+        matrix = cls(tasks)
+        matrix.values[:] = [[math.nan if value is None else value for value in row] for row in rows]
+        return matrix
+
+    def rows(self) -> list[list[float | None]]:
+        """:attr:`values` for JSON, which knows no NaN: None where not measured."""
+        return [[None if math.isnan(value) else value for value in row] for row in self.values.tolist()]
+
     def record(self, step: int, scores: dict[str, float]) -> None:
         """Enter the scores of some tasks after a step (from 1); a score that is not a number stays missing."""
         for task, score in scores.items():
@@ -36,6 +47,24 @@ class AccuracyMatrix:
         final = self.values[-1]
         measured = final[~np.isnan(final)]
         return float(measured.mean()) if measured.size else math.nan
+
+    @property
+    def plasticity(self) -> float:
+        r"""Mean score of each task right after its own step, :math:`\operatorname{mean}_i a_i(\theta_i)`, else NaN."""
+        own = np.diagonal(self.values)
+        measured = own[~np.isnan(own)]
+        return float(measured.mean()) if measured.size else math.nan
+
+    @property
+    def mean_seen(self) -> NDArray[np.float64]:
+        """``(T,)``: after each step, the mean score of the tasks merged so far; NaN unless all of them were scored.
+
+        Tasks that never get a score, because the task pool lacks them, do not count.
+        """
+        scored = ~np.isnan(self.values[-1])
+        steps = range(1, len(self.tasks) + 1)
+        seen = [row[:step][scored[:step]] for step, row in zip(steps, self.values, strict=True)]
+        return np.array([values.mean() if values.size else math.nan for values in seen])
 
     @property
     def bwt(self) -> float:

@@ -1,13 +1,17 @@
 """What a continual run leaves behind: a table for the eye, JSON and CSV for programs, a picture."""
 
 import csv
+import importlib.metadata
 import io
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
@@ -24,8 +28,13 @@ def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
         # Twenty names do not fit beside each other; the rows say which number is which.
         table.add_column(task if len(matrix.tasks) <= 8 else str(number), justify="right", no_wrap=True)
     for step, task in enumerate(matrix.tasks, 1):
-        row = [_percent(value) for value in matrix.values[step - 1]]
+        row = [percent(value) for value in matrix.values[step - 1]]
         table.add_row(f"{step} {task}", *row, style="bold" if step == len(matrix.tasks) else "")
+    print_table(table)
+
+
+def print_table(table: Table) -> None:
+    """Print a table to standard output, whole also where that is no terminal."""
     console = Console()
     if not console.is_terminal:  # a pipe has no width of its own, and a cropped table is of no use
         console = Console(width=Measurement.get(console, console.options.update(max_width=1000), table).maximum)
@@ -34,7 +43,7 @@ def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
 
 def summary(matrix: AccuracyMatrix) -> str:
     """ACC and BWT in one line, in per cent, saying what is missing."""
-    line = f"ACC {_percent(matrix.acc)}   BWT {_percent(matrix.bwt, sign=True)}"
+    line = f"ACC {percent(matrix.acc)}   BWT {percent(matrix.bwt, sign=True)}"
     if matrix.missing and len(matrix.missing) < len(matrix.tasks):
         measured = len(matrix.tasks) - len(matrix.missing)
         line += f"   ({measured} of {len(matrix.tasks)} tasks; no score for {', '.join(matrix.missing)})"
@@ -49,11 +58,10 @@ def save_matrix(matrix: AccuracyMatrix, folder: Path, about: dict[str, Any]) -> 
         folder: an existing folder.
         about: what else a reader needs to know (method, seed, versions); goes into the JSON file.
     """
-    values = [[None if math.isnan(value) else value for value in row] for row in matrix.values.tolist()]
     content = {
         **about,
         "tasks": matrix.tasks,
-        "accuracy_matrix": values,
+        "accuracy_matrix": matrix.rows(),
         "ACC": _or_none(matrix.acc),
         "BWT": _or_none(matrix.bwt),
         "missing": matrix.missing,
@@ -62,7 +70,7 @@ def save_matrix(matrix: AccuracyMatrix, folder: Path, about: dict[str, Any]) -> 
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["step", "merged_task", *matrix.tasks])
-    for step, (task, row) in enumerate(zip(matrix.tasks, values, strict=True), 1):
+    for step, (task, row) in enumerate(zip(matrix.tasks, matrix.rows(), strict=True), 1):
         writer.writerow([step, task, *row])
     write_text(folder / "accuracy_matrix.csv", text.getvalue())
     with atomic_file(folder / "accuracy_matrix.png") as temporary:
@@ -74,12 +82,7 @@ def plot_matrix(matrix: AccuracyMatrix, title: str = "") -> Figure:
     count = len(matrix.tasks)
     figure = Figure(figsize=(2.4 + 0.62 * count, 2.0 + 0.46 * count), layout="constrained")
     axes = figure.add_subplot()
-    image = axes.imshow(100 * matrix.values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-    for step in range(count):
-        for task in range(count):
-            if not math.isnan(value := 100 * matrix.values[step, task]):
-                color = "white" if value < 60 else "black"
-                axes.text(task, step, f"{value:.0f}", ha="center", va="center", color=color, fontsize=9)
+    image = draw_matrix(axes, matrix)
     axes.set_xticks(range(count), matrix.tasks, rotation=45, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(count), [f"{step}  + {task}" for step, task in enumerate(matrix.tasks, 1)])
     axes.set_xlabel("task")
@@ -89,7 +92,24 @@ def plot_matrix(matrix: AccuracyMatrix, title: str = "") -> Figure:
     return figure
 
 
-def _percent(value: float, *, sign: bool = False) -> str:
+def draw_matrix(axes: Axes, matrix: AccuracyMatrix, fontsize: float = 9) -> AxesImage:
+    """The scores in per cent as colours and numbers, without labels."""
+    image = axes.imshow(100 * matrix.values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+    for (step, task), value in np.ndenumerate(100 * matrix.values):
+        if not math.isnan(value):
+            color = "white" if value < 60 else "black"
+            axes.text(task, step, f"{value:.0f}", ha="center", va="center", color=color, fontsize=fontsize)
+    return image
+
+
+def package_versions() -> dict[str, str]:
+    """What every number depends on."""
+    packages = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers")
+    return {package: importlib.metadata.version(package) for package in packages}
+
+
+def percent(value: float, *, sign: bool = False) -> str:
+    """A fraction in per cent, with one decimal; ``-`` where there is none."""
     if math.isnan(value):
         return "-"
     return f"{100 * value:+.1f}" if sign else f"{100 * value:.1f}"

@@ -7,8 +7,8 @@ from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.utils import instantiate
 from lightning import Fabric
 
+from fusion_bench_nufilt.compare import compose_run
 from fusion_bench_nufilt.continual import Evaluator
-from fusion_bench_nufilt.demo.__main__ import compose_run
 
 
 @pytest.fixture

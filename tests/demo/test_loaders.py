@@ -7,6 +7,7 @@ import torch
 from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from fusion_bench.utils import instantiate
 
+from fusion_bench_nufilt.compare import compose_run
 from fusion_bench_nufilt.demo import (
     TASKS,
     load_clip,
@@ -15,7 +16,6 @@ from fusion_bench_nufilt.demo import (
     load_vision_model,
     to_pixels,
 )
-from fusion_bench_nufilt.demo.__main__ import compose_run
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,24 @@
+"""Comparing continual merging methods: every method on every seed of one model pool."""
+
+from .configs import Methods, compose_run
+from .presets import preset_specs
+from .report import save_report
+from .run import compare
+from .specs import RunSpec, parse_methods, parse_seeds
+from .summary import Comparison
+from .tables import as_rich, main_table, task_table
+
+__all__ = [
+    "Comparison",
+    "Methods",
+    "RunSpec",
+    "as_rich",
+    "compare",
+    "compose_run",
+    "main_table",
+    "parse_methods",
+    "parse_seeds",
+    "preset_specs",
+    "save_report",
+    "task_table",
+]

@@ -1,0 +1,155 @@
+"""What a comparison leaves in its folder: tables, pictures, and all numbers as JSON and CSV."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from fusion_bench_nufilt.continual.checkpoint import atomic_file, write_text
+
+from . import plots
+from .store import references_as_json
+from .summary import Comparison, Mean
+from .tables import as_latex, as_markdown, main_table, task_table
+
+PICTURES = {
+    "accuracy_per_step.png": plots.accuracy_per_step,
+    "stability_plasticity.png": plots.stability_plasticity,
+    "accuracy_matrices.png": plots.accuracy_matrices,
+    "ablation.png": plots.ablation,
+    "sensitivity.png": plots.sensitivity,
+}
+
+
+def save_report(comparison: Comparison, folder: Path) -> list[str]:
+    """Write tables and pictures, each whole or not at all; pictures that say nothing are left out.
+
+    Scores are per cent in ``.md``, ``.tex`` and pictures, fractions in ``.json`` and ``.csv``.
+
+    Returns:
+        The names of the files.
+    """
+    table, tasks = main_table(comparison), task_table(comparison)
+    texts = {
+        "table.md": as_markdown(table),
+        "table.tex": as_latex(table),
+        "table.csv": _csv(_method_rows(comparison)),
+        "per_task.md": as_markdown(tasks),
+        "per_task.tex": as_latex(tasks),
+        "per_task.csv": _csv(_task_rows(comparison)),
+        "results.json": json.dumps(_results(comparison), indent=2),
+    }
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    wanted = _wanted(comparison)
+    for name, plot in PICTURES.items():
+        if name in wanted:
+            _save(plot(comparison), folder / name)
+        else:  # of another comparison
+            (folder / name).unlink(missing_ok=True)
+    return [*texts, *wanted]
+
+
+def _wanted(comparison: Comparison) -> list[str]:
+    """Pictures there are numbers for."""
+    finished = comparison.finished
+    if not finished:
+        return []
+    names = ["accuracy_matrices.png"]
+    if any(not math.isnan(method.bwt.mean) for method in finished):
+        names.append("stability_plasticity.png")
+    if comparison.settings["evaluate"] == "every_step":
+        names.append("accuracy_per_step.png")
+    if comparison.preset in ("ablation", "sensitivity"):
+        names.append(f"{comparison.preset}.png")
+    return names
+
+
+def _save(figure: Figure, file: Path) -> None:
+    with atomic_file(file) as temporary:
+        figure.savefig(temporary, dpi=200, format="png")
+
+
+def _method_rows(comparison: Comparison) -> Iterable[dict[str, Any]]:
+    printed = comparison.published
+    for label in comparison.references:
+        number = printed.get(label)
+        yield {"method": label, "ACC_mean": comparison.reference(label), "paper_ACC": number and number.acc / 100}
+    for method in comparison.methods:
+        number = printed.get(method.spec.label)
+        yield {
+            "method": method.spec.label,
+            **_pair("ACC", method.acc),
+            **_pair("BWT", method.bwt),
+            **_pair("plasticity", method.plasticity),
+            **_pair("merging_seconds", method.seconds),
+            "paper_ACC": number and number.acc / 100,
+            "paper_BWT": number and number.bwt and number.bwt / 100,
+            "finished": " ".join(str(run.seed) for run in method.runs if run.matrix is not None),
+            "failed": "; ".join(method.failures),
+        }
+
+
+def _task_rows(comparison: Comparison) -> Iterable[dict[str, Any]]:
+    for label, scores in comparison.references.items():
+        yield {"method": label, **{f"{task}_mean": scores[task] for task in comparison.tasks}}
+    for method in comparison.methods:
+        pairs = [_pair(task, method.final(task)) for task in comparison.tasks]
+        yield {"method": method.spec.label} | {key: value for pair in pairs for key, value in pair.items()}
+
+
+def _pair(name: str, mean: Mean) -> dict[str, float]:
+    return {f"{name}_mean": mean.mean, f"{name}_std": mean.std}
+
+
+def _csv(rows: Iterable[dict[str, Any]]) -> str:
+    rows = list(rows)
+    text = io.StringIO()
+    header = dict.fromkeys(key for row in [*rows[::-1]] for key in row)
+    writer = csv.DictWriter(text, list(header), lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({key: "" if _missing(value) else value for key, value in row.items()})
+    return text.getvalue()
+
+
+def _missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _results(comparison: Comparison) -> dict[str, Any]:
+    printed = comparison.published
+    return {
+        "settings": comparison.settings,
+        "environment": comparison.environments,
+        "tasks": comparison.tasks,
+        "seeds": comparison.seeds,
+        "references": references_as_json(comparison.references),
+        "methods": {
+            method.spec.label: {
+                "overrides": list(method.spec.overrides),
+                "ACC": method.acc.as_json(),
+                "BWT": method.bwt.as_json(),
+                "plasticity": method.plasticity.as_json(),
+                "merging_seconds": method.seconds.as_json(),
+                "final": {task: method.final(task).as_json() for task in comparison.tasks},
+                "published_percent": number._asdict() if (number := printed.get(method.spec.label)) else None,
+                "runs": {
+                    str(run.seed): {
+                        "tasks": run.matrix and run.matrix.tasks,
+                        "accuracy_matrix": run.matrix and run.matrix.rows(),
+                        "merge_seconds": run.merge_seconds,
+                        "config": run.config,
+                        "error": run.error,
+                    }
+                    for run in method.runs
+                },
+            }
+            for method in comparison.methods
+        },
+    }

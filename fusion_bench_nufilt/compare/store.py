@@ -1,0 +1,139 @@
+"""The comparison's folder: every finished run in a file of its own, so that an interrupted comparison goes on."""
+
+import json
+import math
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_nufilt.continual import AccuracyMatrix
+from fusion_bench_nufilt.continual.checkpoint import write_text
+
+from .specs import RunSpec
+
+References = dict[str, dict[str, float]]
+"""Scores of the single models, by ``pretrained`` or ``individual`` and by task; NaN where there is none."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method on one seed: its scores, or the reason why there are none."""
+
+    seed: int
+    config: dict[str, Any]  # of the method, resolved
+    environment: dict[str, str]  # versions, device
+    matrix: AccuracyMatrix | None = None
+    merge_seconds: list[float] = field(default_factory=list)  # by step
+    error: str | None = None
+    traceback: str | None = None
+
+
+class Store:
+    """The files of a comparison.
+
+    Args:
+        folder: made if it is not there.
+        settings: all that every run depends on, for JSON.
+        overwrite: delete what the folder holds of a comparison; otherwise it goes on.
+
+    Raises:
+        ValueError: the folder holds results of other settings, or it is no folder.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--out {folder}: there is a file of that name")
+        self.folder, self._settings, self._references = folder, folder / "compare.json", folder / "references.json"
+        if overwrite:
+            shutil.rmtree(folder / "runs", ignore_errors=True)
+            self._settings.unlink(missing_ok=True)
+            self._references.unlink(missing_ok=True)
+        if (there := _read(self._settings)) is not None and there != settings:
+            raise ValueError(f"{folder} holds results of other settings: {_difference(there, settings)}. {_WAY_OUT}")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(self._settings, json.dumps(settings, indent=2))
+
+    def load(self, spec: RunSpec, seed: int, config: dict[str, Any]) -> Run | None:
+        """The finished run of a method on a seed, if there is one; a failed one does not count.
+
+        Raises:
+            ValueError: it is there under this label, but with another configuration.
+        """
+        if (content := _read(self._file(spec, seed))) is None or content["error"] is not None:
+            return None
+        if content["config"] != config:
+            what = _difference(content["config"], config)
+            raise ValueError(f"{self.folder} holds results of '{spec.label}' with other settings: {what}. {_WAY_OUT}")
+        matrix = AccuracyMatrix.from_rows(content["tasks"], content["accuracy_matrix"])
+        return Run(seed, config, content["environment"], matrix, content["merge_seconds"])
+
+    def save(self, spec: RunSpec, run: Run) -> None:
+        """Keep a run."""
+        content = {
+            "label": spec.label,
+            "seed": run.seed,
+            "config": run.config,
+            "environment": run.environment,
+            "tasks": run.matrix and run.matrix.tasks,
+            "accuracy_matrix": run.matrix and run.matrix.rows(),
+            "merge_seconds": run.merge_seconds,
+            "error": run.error,
+            "traceback": run.traceback,
+        }
+        file = self._file(spec, run.seed)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, json.dumps(content, indent=2))
+
+    def load_references(self) -> References | None:
+        """The scores of the single models, if they were taken."""
+        if (content := _read(self._references)) is None:
+            return None
+        return {
+            label: {task: math.nan if value is None else value for task, value in scores.items()}
+            for label, scores in content.items()
+        }
+
+    def save_references(self, references: References) -> None:
+        """Keep the scores of the single models."""
+        write_text(self._references, json.dumps(references_as_json(references), indent=2))
+
+    def _file(self, spec: RunSpec, seed: int) -> Path:
+        return self.folder / "runs" / spec.safe_label / f"{seed}.json"
+
+
+_WAY_OUT = "Choose another folder or label, or delete them with --overwrite"
+
+
+def references_as_json(references: References) -> dict[str, dict[str, float | None]]:
+    """The same, for JSON, which knows no NaN."""
+    return {
+        label: {task: None if math.isnan(value) else value for task, value in scores.items()}
+        for label, scores in references.items()
+    }
+
+
+def _read(file: Path) -> Any:
+    if not file.exists():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is damaged ({error}): delete it") from None
+
+
+def _difference(there: dict[str, Any], here: dict[str, Any], path: tuple[str, ...] = ()) -> str:
+    """The first settings that differ, by name."""
+    found = []
+    for key in [*there, *(key for key in here if key not in there)]:
+        old, new = there.get(key), here.get(key)
+        if isinstance(old, dict) and isinstance(new, dict) and old != new:
+            found.append(_difference(old, new, (*path, key)))
+        elif old != new:
+            found.append(f"{'.'.join((*path, key))} is {_short(old)} there and {_short(new)} here")
+    return "; ".join(found[:3])
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

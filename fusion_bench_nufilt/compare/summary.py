@@ -1,0 +1,155 @@
+"""Means and standard deviations over the seeds."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusion_bench_nufilt.continual import AccuracyMatrix
+from fusion_bench_nufilt.continual.report import percent
+
+from .paper import Published, paper_settings, published
+from .specs import RunSpec
+from .store import References, Run
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Mean and sample standard deviation (n - 1); NaN without values, and no deviation for fewer than two."""
+
+    mean: float
+    std: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Mean":
+        """Of those values that are numbers."""
+        numbers = np.array([value for value in values if not math.isnan(value)])
+        mean = float(numbers.mean()) if numbers.size else math.nan
+        return cls(mean, float(numbers.std(ddof=1)) if numbers.size > 1 else math.nan, numbers.size)
+
+    def percent(self, *, sign: bool = False) -> str:
+        """``75.7 ± 0.3`` of fractions, ``75.7`` of a single one, ``-`` of none."""
+        return percent(self.mean, sign=sign) + ("" if math.isnan(self.std) else f" ± {percent(self.std)}")
+
+    def as_json(self) -> dict[str, float | int | None]:
+        """For JSON, which knows no NaN."""
+        return {
+            "mean": None if math.isnan(self.mean) else self.mean,
+            "std": None if math.isnan(self.std) else self.std,
+            "count": self.count,
+        }
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """One method on all seeds. The seeds differ in the order of the tasks; what is averaged over them is said below."""
+
+    spec: RunSpec
+    runs: list[Run]  # by seed
+
+    @cached_property
+    def matrices(self) -> list[AccuracyMatrix]:
+        """Of the runs that did not fail."""
+        return [run.matrix for run in self.runs if run.matrix is not None]
+
+    @property
+    def failures(self) -> dict[str, list[int]]:
+        """Reasons and the seeds that failed for them."""
+        reasons: dict[str, list[int]] = {}
+        for run in self.runs:
+            if run.error is not None:
+                reasons.setdefault(run.error, []).append(run.seed)
+        return reasons
+
+    @cached_property
+    def acc(self) -> Mean:
+        """ACC, see :attr:`AccuracyMatrix.acc`."""
+        return Mean.of(matrix.acc for matrix in self.matrices)
+
+    @cached_property
+    def bwt(self) -> Mean:
+        """BWT, the stability, see :attr:`AccuracyMatrix.bwt`."""
+        return Mean.of(matrix.bwt for matrix in self.matrices)
+
+    @cached_property
+    def plasticity(self) -> Mean:
+        """Mean score of each task right after its own step, see :attr:`AccuracyMatrix.plasticity`."""
+        return Mean.of(matrix.plasticity for matrix in self.matrices)
+
+    @cached_property
+    def seconds(self) -> Mean:
+        """Seconds of merging all models, without loading and scoring."""
+        return Mean.of(sum(run.merge_seconds) for run in self.runs if run.matrix is not None)
+
+    def final(self, task: str) -> Mean:
+        """Score of a task after the last step. Each order has its own last row; the task is found in it by name."""
+        return Mean.of(float(matrix.values[-1, matrix.tasks.index(task)]) for matrix in self.matrices)
+
+    @cached_property
+    def mean_seen(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """``(T,)`` each: mean and deviation, by step, of the mean score of the tasks seen so far.
+
+        Over orders, step t is the mean over t tasks that are not the same t tasks in every order.
+        """
+        means = [Mean.of(column) for column in zip(*(matrix.mean_seen for matrix in self.matrices), strict=True)]
+        return np.array([mean.mean for mean in means]), np.array([mean.std for mean in means])
+
+    def setting(self, key: str) -> Any:
+        """A value of the method's configuration."""
+        return self.runs[0].config.get(key)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that tables and pictures are made of.
+
+    Args:
+        settings: model pool, overrides, models, …, as in ``compare.json``.
+        tasks: in the model pool's order.
+        seeds: of the comparison.
+        references: scores of the single models.
+        methods: in the order in which they were asked for.
+        preset: that the methods come from, if any.
+    """
+
+    settings: dict[str, Any]
+    tasks: list[str]
+    seeds: list[int]
+    references: References
+    methods: list[MethodResult]
+    preset: str | None = None
+
+    def reference(self, label: str) -> float:
+        """Mean score of ``pretrained`` or ``individual`` over the tasks that have one."""
+        return Mean.of(self.references[label].values()).mean
+
+    @cached_property
+    def published(self) -> dict[str, Published]:
+        """The paper's numbers for the same models and setting, by the rows' labels."""
+        modelpool = self.settings["modelpool"]
+        rows, settings = published(modelpool, self.settings["overrides"]), paper_settings(modelpool)
+        found = {label: rows[label] for label in self.references if label in rows}
+        for spec in (method.spec for method in self.methods):
+            if spec.method in rows and spec.settings == settings.get(spec.method, ()):
+                found[spec.label] = rows[spec.method]
+        return found
+
+    @property
+    def finished(self) -> list[MethodResult]:
+        """Methods with at least one run that did not fail."""
+        return [method for method in self.methods if method.matrices]
+
+    @property
+    def environments(self) -> dict[str, str]:
+        """Versions and devices that the runs were made with; several where they differ."""
+        found: dict[str, dict[str, None]] = {}
+        for method in self.methods:
+            for run in method.runs:
+                for key, value in run.environment.items():
+                    found.setdefault(key, {})[value] = None
+        return {key: " and ".join(values) for key, values in found.items()}

@@ -1,0 +1,77 @@
+"""What all runs of a comparison share: models, data, classification heads, and the scores of the single models."""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import lightning
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from fusion_bench_nufilt.continual import Evaluator
+from fusion_bench_nufilt.continual.evaluation import score
+from fusion_bench_nufilt.continual.report import package_versions, percent
+
+from .configs import make_fabric, make_modelpool, make_taskpool, taskpool_config
+from .store import References
+
+log = logging.getLogger(__name__)
+
+
+class Workbench:
+    """The model pool and the evaluator of all runs, made when they are first needed."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self._config = config
+        pools = {"modelpool": config.modelpool, "taskpool": taskpool_config(config)}
+        self.settings = {name: plain(pool) for name, pool in pools.items()}
+
+    @cached_property
+    def fabric(self) -> lightning.Fabric:
+        return make_fabric(self._config.fabric)
+
+    @cached_property
+    def modelpool(self) -> Any:
+        return make_modelpool(self._config, self.fabric)
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        return Evaluator(make_taskpool(self._config, self.fabric))
+
+    @property
+    def tasks(self) -> list[str]:
+        """In the model pool's order."""
+        return list(self.modelpool.model_names)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Versions and device."""
+        device = self.fabric.device
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        return {**package_versions(), "device": kind}
+
+
+def score_references(workbench: Workbench, on_step: Callable[[int], Any]) -> References:
+    """Scores of the pretrained model and of each task's own fine-tuned model; ``on_step`` is called T + 1 times."""
+    pool, tasks = workbench.modelpool, workbench.tasks
+
+    def scores(name: str, tasks: Sequence[str]) -> dict[str, float]:
+        with torch.no_grad():
+            report = workbench.evaluator.report(pool.load_model(name), tasks)
+        return {task: score(report.get(task, {})) for task in tasks}
+
+    references: References = {"pretrained": scores("_pretrained_", tasks), "individual": {}}
+    on_step(0)
+    for step, task in enumerate(tasks, 1):
+        references["individual"] |= scores(task, [task])
+        on_step(step)
+    for label, values in references.items():
+        log.info("%s: %s", label, "  ".join(f"{task} {percent(value)}" for task, value in values.items()))
+    return references
+
+
+def plain(config: DictConfig) -> Any:
+    """The resolved values, as JSON gives them back."""
+    return json.loads(json.dumps(OmegaConf.to_container(config, resolve=True), default=str))

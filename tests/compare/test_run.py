@@ -1,0 +1,148 @@
+"""Methods and seeds on the tiny demo."""
+
+import logging
+import math
+
+import pytest
+from fusion_bench.models.hf_clip import HFCLIPClassifier
+
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.compare import Methods, compare, compose_run, parse_methods
+from fusion_bench_nufilt.compare.workbench import Workbench
+from tests.test_command_line import TASKS
+
+pytestmark = pytest.mark.usefixtures("demo")
+QUICK = ["method.max_steps=1"]
+CHEAP = {"evaluate": "last"}
+
+
+def run(out, methods="nufilt, nufilt/naive", seeds=(42,), overrides=QUICK, modelpool="nufilt_demo", **options):
+    specs = parse_methods(methods, Methods(overrides))
+    return compare(modelpool, specs, list(seeds), out, overrides=overrides, **options)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Whether there was a filter, and the seed, of every run that was started."""
+    runs = []
+    run_one = NufiltContinualMergingAlgorithm.run
+
+    def record(self, *args, **kwargs):
+        runs.append((self.fusion_config.null_space, self.seed))
+        return run_one(self, *args, **kwargs)
+
+    monkeypatch.setattr(NufiltContinualMergingAlgorithm, "run", record)
+    return runs
+
+
+def test_every_method_runs_on_every_seed_with_heads_made_once(tmp_path, monkeypatch, started):
+    encoded = []
+    encode = HFCLIPClassifier.set_classification_task
+    monkeypatch.setattr(HFCLIPClassifier, "set_classification_task", lambda *args: encoded.append(1) or encode(*args))
+    result = run(tmp_path, seeds=(42, 43))
+    assert started == [(True, 42), (False, 42), (True, 43), (False, 43)]  # whole seeds first
+    assert len(encoded) == len(TASKS)
+    assert result.tasks == TASKS
+    for method in result.methods:
+        assert [sorted(run.matrix.tasks) for run in method.runs] == [sorted(TASKS)] * 2
+        assert not any(math.isnan(value) for value in method.mean_seen[0])
+    assert {label: sorted(scores) for label, scores in result.references.items()} == {
+        "pretrained": sorted(TASKS),
+        "individual": sorted(TASKS),
+    }
+
+
+def test_the_scores_are_those_of_the_method_by_itself(tmp_path):
+    method = run(tmp_path, "nufilt", seeds=[43]).methods[0]
+    bench = Workbench(compose_run(["modelpool=nufilt_demo"]))
+    alone = NufiltContinualMergingAlgorithm(max_steps=1, seed=43, save_on_every_step=False)
+    alone.run(bench.modelpool, bench.evaluator)
+    assert (method.acc.mean, method.bwt.mean) == (alone.matrix.acc, alone.matrix.bwt)
+
+
+def test_finished_pairs_are_kept_and_methods_and_seeds_can_be_added(tmp_path, started):
+    first = run(tmp_path, "nufilt", **CHEAP)
+    again = run(tmp_path, seeds=(42, 43), **CHEAP)
+    run(tmp_path, seeds=(42, 43), **CHEAP)
+    assert started == [(True, 42), (False, 42), (True, 43), (False, 43)]
+    assert again.methods[0].runs[0].matrix.acc == first.methods[0].runs[0].matrix.acc
+
+
+def test_an_interrupted_pair_starts_again_and_the_others_are_kept(tmp_path, monkeypatch, started):
+    step = NufiltContinualMergingAlgorithm.merge_step
+
+    def interrupted(self, number, *args):
+        if len(started) == 2 and number == 3:
+            raise KeyboardInterrupt
+        return step(self, number, *args)
+
+    monkeypatch.setattr(NufiltContinualMergingAlgorithm, "merge_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, **CHEAP)
+    result = run(tmp_path, **CHEAP)
+    assert started == [(True, 42), (False, 42), (False, 42)]
+    assert all(method.matrices for method in result.methods)
+
+
+def test_a_method_that_fails_is_reported_and_tried_again_and_the_others_go_on(tmp_path, monkeypatch, caplog):
+    step = NufiltContinualMergingAlgorithm.merge_step
+
+    def fails_on_43(self, number, *args):
+        if self.seed == 43 and self.fusion_config.null_space:
+            raise RuntimeError("out of\n  memory")
+        return step(self, number, *args)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
+        patch.setattr(NufiltContinualMergingAlgorithm, "merge_step", fails_on_43)
+        broken, whole = run(tmp_path, seeds=(42, 43), **CHEAP).methods
+    assert broken.failures == {"RuntimeError: out of memory": [43]}
+    assert (len(broken.matrices), len(whole.matrices)) == (1, 2)
+    assert "nufilt, seed 43: RuntimeError: out of memory" in caplog.text
+    assert "fails_on_43" in (tmp_path / "runs" / "nufilt" / "43.json").read_text()  # where it failed
+    assert not run(tmp_path, seeds=(42, 43), **CHEAP).methods[0].failures
+
+
+def test_a_setting_that_a_method_lacks_fails_that_method_alone(tmp_path):
+    nufilt, average = run(tmp_path, "nufilt, weight_average", **CHEAP).methods
+    assert not nufilt.failures
+    assert ["method.max_steps" in reason for reason in average.failures] == [True]
+
+
+def test_a_methods_own_setting_wins_over_the_shared_one(tmp_path):
+    result = run(tmp_path, "nufilt, more=nufilt:max_steps=2", **CHEAP)
+    assert [method.setting("max_steps") for method in result.methods] == [1, 2]
+
+
+def test_results_of_other_settings_are_refused_until_told_otherwise(tmp_path, started):
+    run(tmp_path, "nufilt", evaluate="last")
+    with pytest.raises(ValueError, match='evaluate is "last" there and "diagonal" here'):
+        run(tmp_path, "nufilt", evaluate="diagonal")
+    run(tmp_path, "nufilt", evaluate="diagonal", overwrite=True)
+    assert len(started) == 2
+
+
+def test_the_task_pool_that_is_named_wins(tmp_path):
+    overrides = [*QUICK, "taskpool=nufilt_demo", "~taskpool.test_datasets.digits"]
+    result = run(tmp_path, "nufilt", overrides=overrides, **CHEAP)
+    assert result.methods[0].matrices[0].missing == ["digits"]
+    assert math.isnan(result.references["individual"]["digits"])
+
+
+@pytest.mark.parametrize(
+    ("modelpool", "overrides", "message"),
+    [
+        ("no_such_pool", [], "no_such_pool"),
+        ("nufilt_demo", ["~modelpool.taskpool"], "brings no task pool"),
+        ("nufilt_demo", ["method=opcm/opcm"], "chosen by options of their own"),
+        ("nufilt_demo", ["bogus.key=1"], "bogus"),
+    ],
+)
+def test_what_can_not_work_for_any_method_is_refused_before_any_work(tmp_path, modelpool, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "out", "nufilt", modelpool=modelpool, overrides=overrides)
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_printed_meanwhile(tmp_path, capfd):
+    run(tmp_path, "nufilt, weight_average", overrides=[], **CHEAP)
+    assert capfd.readouterr() == ("", "")

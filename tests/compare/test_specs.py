@@ -1,0 +1,126 @@
+"""What the words on the command line mean."""
+
+import pytest
+
+from fusion_bench_nufilt.compare import Methods, RunSpec, compose_run, parse_methods, parse_seeds, preset_specs
+from fusion_bench_nufilt.compare.specs import check_specs
+
+
+def parse(text, overrides=()):
+    return parse_methods(text, Methods(overrides))
+
+
+def test_methods_are_separated_by_commas_outside_brackets():
+    first, second = parse("nufilt:target_modules=[q_proj,v_proj]:null_rank=21, opcm")
+    assert first.overrides == ("method=nufilt", "method.target_modules=[q_proj,v_proj]", "method.null_rank=21")
+    assert second == RunSpec("opcm", ("method=continual/opcm",), "opcm")
+
+
+def test_a_label_stands_before_the_name():
+    specs = parse("NUFILT (21/10, ours)=nufilt:null_rank=21, nufilt/naive")
+    assert [spec.label for spec in specs] == ["NUFILT (21/10, ours)", "nufilt/naive"]
+    assert specs[0].settings == ("null_rank=21",)
+
+
+def test_a_setting_goes_to_the_method_that_has_it():
+    (spec,) = parse("task_arithmetic:scaling_factor=0.1:shuffle_order=false")
+    config = compose_run(spec.overrides).method
+    assert (config.base_method.scaling_factor, config.merged_scale, config.shuffle_order) == (0.1, 0.1, False)
+
+
+def test_a_batch_method_of_fusionbench_is_run_continually():
+    (spec,) = parse("dare/task_arithmetic:sparsity_ratio=0.2")
+    config = compose_run(spec.overrides).method
+    assert config._target_.endswith("BatchMethodBaseline")
+    assert config.base_method.sparsity_ratio == 0.2
+
+
+def test_a_continual_method_of_fusionbench_is_run_as_it_is():
+    (spec,) = parse("opcm/opcm_general")
+    assert compose_run(spec.overrides).method._target_.endswith("ContinualMethodBaseline")
+
+
+def test_a_method_of_the_users_is_found_on_the_search_path(tmp_path):
+    (tmp_path / "method").mkdir()
+    text = "defaults:\n  - /method/nufilt@_here_\n  - _self_\nmax_steps: 3\n"
+    (tmp_path / "method" / "mine.yaml").write_text(text)
+    searchpath = f"hydra.searchpath=[file://{tmp_path}]"
+    (spec,) = parse("mine", [searchpath])
+    assert spec.overrides == ("method=mine",)
+    assert compose_run([*spec.overrides, searchpath]).method.max_steps == 3
+
+
+def test_an_unknown_method_lists_what_there_is():
+    with pytest.raises(ValueError, match="there is no method 'opmc'") as error:
+        parse("nufilt, opmc")
+    for words in ("did you mean opcm", "nufilt/naive", "weight_average", "dare/task_arithmetic", "simple_average"):
+        assert words in str(error.value)
+
+
+def test_all_is_nufilt_and_the_baselines_that_need_no_data():
+    names = [spec.label for spec in parse("all")]
+    assert names[0] == "nufilt"
+    assert {"opcm", "weight_average", "task_arithmetic", "wudi"} < set(names)
+    assert not {"adamerging", "batch", "stream"} & set(names)
+
+
+def test_a_setting_without_a_value_is_refused():
+    with pytest.raises(ValueError, match="'null_rank' is not of the form KEY=VALUE"):
+        parse("nufilt:null_rank")
+
+
+@pytest.mark.parametrize("text", ["nufilt, nufilt", "a b=nufilt, a/b=opcm"])
+def test_rows_that_could_not_be_told_apart_are_refused(text):
+    with pytest.raises(ValueError, match="need labels to tell them apart"):
+        check_specs(parse(text))
+
+
+def test_no_method_at_all_is_refused():
+    with pytest.raises(ValueError, match="no method to compare"):
+        check_specs([])
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("42", [42]), ("42:45", [42, 43, 44]), ("7, 42:44, 43", [7, 42, 43]), ("0:1", [0])]
+)
+def test_seeds_are_numbers_and_half_open_ranges(text, seeds):
+    assert parse_seeds(text) == seeds
+
+
+@pytest.mark.parametrize("text", ["", "x", "42:", "-1", "1.5", "45:42", "42:42"])
+def test_seeds_that_are_none_are_refused(text):
+    with pytest.raises(ValueError, match="seeds"):
+        parse_seeds(text)
+
+
+# --- presets ---
+
+
+def test_the_ablation_has_the_four_rows_of_the_paper():
+    configs = [compose_run(spec.overrides).method for spec in preset_specs("ablation", "nufilt_demo", [])]
+    parts = [(config.null_space, config.lora_rank) for config in configs]
+    assert parts == [(False, 0), (True, 0), (False, 64), (True, 64)]
+
+
+def test_the_sensitivity_varies_one_setting_at_a_time_around_its_value():
+    overrides = ["method.null_rank=20"]
+    specs = preset_specs("sensitivity", "nufilt_demo", overrides)
+    default, *varied = (compose_run([*overrides, *spec.overrides]).method for spec in specs)
+    changes = [{key: config[key] for key in config if config[key] != default[key]} for config in varied]
+    assert all(len(change) == 1 for change in changes)
+    values = {"null_rank": [5, 10, 40, 80], "lora_rank": [16, 32, 128, 256], "task_rank": [2, 4, 16, 32]}
+    values["max_steps"] = [12, 25, 100, 200]
+    assert {key: [change[key] for change in changes if key in change] for key in values} == values
+
+
+@pytest.mark.parametrize(("pool", "scale"), [("clip-vit-base-patch32_TA8", 0.3), ("clip-vit-base-patch32_TALL20", 0.1)])
+def test_the_paper_scales_task_arithmetic_by_the_number_of_tasks(pool, scale):
+    specs = {spec.label: spec for spec in preset_specs("paper", pool, [])}
+    for name in ("task_arithmetic", "ties_merging", "knots_ties"):
+        assert compose_run(specs[name].overrides).method.base_method.scaling_factor == scale
+    assert "nufilt" in specs
+
+
+def test_an_unknown_preset_lists_what_there_is():
+    with pytest.raises(ValueError, match="there are: ablation, paper, sensitivity"):
+        preset_specs("best", "nufilt_demo", [])

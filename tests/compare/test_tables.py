@@ -1,0 +1,108 @@
+"""What the tables say, and how they mark it."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from fusion_bench_nufilt.compare import as_rich, main_table, task_table
+from fusion_bench_nufilt.compare.tables import as_latex, as_markdown
+from tests.compare.helpers import comparison, failed, finished
+
+SEEDS = (42, 43, 44)
+B32 = "clip-vit-base-patch32_TA8"
+
+
+def runs(change, **options):
+    return [finished(seed, change, **options) for seed in SEEDS]
+
+
+def cells(table):
+    """By name of the row, then of the column."""
+    return {row[0].text: dict(zip(table.header[1:], row[1:], strict=True)) for row in table.rows}
+
+
+@pytest.fixture
+def three():
+    return comparison({"worst": runs(-0.2), "best_one": runs(-0.1), "good": runs(-0.15)})
+
+
+@pytest.mark.parametrize("column", ["ACC %", "BWT %"])
+def test_best_and_second_best_of_every_column_are_marked(three, column):
+    table = cells(main_table(three))
+    assert [table[name][column].mark for name in ("worst", "good", "best_one")] == ["", "second", "best"]
+
+
+def test_methods_have_mean_and_deviation_and_single_models_their_mean(three):
+    table = cells(main_table(three))
+    assert table["best_one"]["ACC %"].text == "50.0 ± 0.0"
+    assert table["best_one"]["BWT %"].text == "-15.0 ± 0.0"
+    assert (table["pretrained"]["ACC %"].text, table["individual"]["ACC %"].text) == ("25.0", "95.0")
+
+
+def test_what_is_shown_as_equal_is_marked_as_equal():
+    table = cells(main_table(comparison({"one": runs(-0.1), "two": runs(-0.10001), "three": runs(-0.2)})))
+    assert [table[name]["ACC %"].mark for name in ("one", "two", "three")] == ["best", "best", "second"]
+
+
+def test_a_failed_method_says_so_with_its_reason_and_is_never_the_best():
+    partly = [finished(42), failed(43, "ValueError: no"), failed(44, "ValueError: no")]
+    table = main_table(comparison({"good": runs(-0.1), "partly": partly, "never": [failed(s, "gone") for s in SEEDS]}))
+    row = cells(table)
+    assert (row["partly"]["ACC %"].text, row["partly"]["ACC %"].mark, row["partly"]["runs"].text) == ("60.0", "", "1/3")
+    assert row["never"]["ACC %"].text == "failed"
+    assert row["good"]["ACC %"].mark == "best"
+    assert table.notes[-2:] == ["partly failed on seeds 43-44: ValueError: no", "never failed on seeds 42-44: gone"]
+
+
+def test_the_papers_numbers_stand_beside_ours_where_they_are_for_the_same():
+    measured = {"nufilt": runs(-0.1), "opcm": runs(-0.2), "mine": runs(-0.3)}
+    table = cells(main_table(comparison(measured, modelpool=B32)))
+    printed = {name: row["paper ACC"].text for name, row in table.items()}
+    assert printed == {"pretrained": "48.1", "individual": "90.4", "nufilt": "83.6", "opcm": "75.5", "mine": ""}
+    assert table["nufilt"]["paper BWT"].text == "-2.7"
+    changed = cells(main_table(comparison(measured, modelpool=B32, settings=("null_rank=1",))))
+    assert [changed[name]["paper ACC"].text for name in measured] == ["", "", ""]
+    assert "paper ACC" not in main_table(comparison(measured)).header
+
+
+def test_each_tasks_score_is_in_its_own_column(three):
+    table = cells(task_table(three))
+    assert list(table["good"]) == ["a", "b", "c"]
+    assert table["individual"]["a"].text == "95.0"
+    assert table["best_one"]["b"].text == three.methods[1].final("b").percent()
+
+
+def test_notes_say_what_the_numbers_are_of(three):
+    assert main_table(three).notes[0] == "some_pool: 3 tasks; mean ± standard deviation over seeds 42-44"
+    assert "torch 2.13.0, device cpu" in main_table(three).notes
+    one = main_table(comparison({"m": [finished(7)]}, overrides=["taskpool=x"]))
+    assert one.notes[:2] == ["some_pool: 3 tasks; seed 7", "with taskpool=x"]
+    assert cells(one)["m"]["ACC %"].text == "60.0"
+
+
+def test_a_missing_task_is_a_dash_and_named():
+    table = task_table(comparison({"m": runs(0, scores={"a": 0.9, "b": float("nan"), "c": 0.3})}))
+    assert cells(table)["m"]["b"].text == "-"
+    assert "no score, and not in the means: b" in table.notes
+
+
+def test_markdown(three):
+    text = as_markdown(main_table(three))
+    assert "| best_one | **50.0 ± 0.0** |" in text
+    assert "| good | <ins>45.0 ± 0.0</ins> |" in text
+
+
+def test_latex_is_escaped_and_marked(three):
+    text = as_latex(main_table(three))
+    assert r"best\_one & \textbf{50.0 $\pm$ 0.0} & \textbf{$-$15.0 $\pm$ 0.0}" in text
+    assert r"\underline{45.0 $\pm$ 0.0}" in text
+    assert r"some\_pool: 3 tasks; mean $\pm$ standard deviation over seeds 42-44" in text
+    rows = [line for line in text.splitlines() if line.endswith(r"\\")]
+    assert len({line.count(" & ") for line in rows}) == 1
+
+
+def test_the_terminal_shows_labels_as_they_are():
+    console = Console(file=io.StringIO(), width=120)
+    console.print(as_rich(main_table(comparison({"[bold]x": runs(0)}))))
+    assert "[bold]x" in console.file.getvalue()
