@@ -139,9 +139,9 @@ class _Merge:
             theta_0[layer.name], read[layer.slot]["base"] = plan.base.read(layer.keys[0])
             running[layer.name] = theta_0[layer.name]
             if plan.state is not None:
-                running[layer.name], read[layer.slot]["state"] = plan.state.weight(layer.slot, theta_0[layer.name])
+                running[layer.name], read[layer.slot]["state"] = plan.state.weight(layer.slot)
             elif plan.merged is not None:
-                weight, read[layer.slot]["merged"] = plan.merged.weight(layer.slot, theta_0[layer.name])
+                weight, read[layer.slot]["merged"] = plan.merged.weight(layer.slot)
                 running[layer.name] = weight.to(plan.dtype(layer.keys[0]))
             if plan.settings.accumulate == "float32":
                 wide = torch.promote_types(plan.dtype(layer.keys[0]), torch.float32)
@@ -152,7 +152,7 @@ class _Merge:
                 continue
             theta_t = {}
             for layer in changed:
-                theta_t[layer.name], read[layer.slot][f"task {number}"] = task.weight(layer.slot, theta_0[layer.name])
+                theta_t[layer.name], read[layer.slot][f"task {number}"] = task.weight(layer.slot)
             step = plan.first_step + number
             fused, report = fuse_layers(
                 {layer.name: theta_0[layer.name] for layer in changed},

@@ -11,7 +11,7 @@ from fusion_bench_nufilt.core import FusionConfig
 from .architecture import Layer
 from .checkpoint import Checkpoint
 from .memory import layer_memory, predict_seconds, process_memory
-from .models import FullModel, LoraAdapter, Task
+from .models import FullModel, Task
 from .tensors import FLOATS
 
 Accumulate = Literal["stored", "float32"]
@@ -108,15 +108,14 @@ class Plan:
         dtype = self.dtype(layer.keys[0])
         wide = 8 if dtype == torch.float64 else 4
         running = wide if self.settings.accumulate == "float32" or self.state else dtype.itemsize
-        task = max(self._itemsize(task, layer.slot, wide) for task in self.tasks)
+        task = max(self._itemsize(task, layer.slot) for task in self.tasks)
         shape = self.base.tensors[layer.keys[0]].shape
         return layer_memory(shape, dtype.itemsize + running + task, wide=wide, on_cpu=self.on_cpu)
 
-    def _itemsize(self, task: Task, slot: str, wide: int) -> int:
-        if isinstance(task, LoraAdapter):
-            return wide
-        assert isinstance(task, FullModel)
-        return FLOATS[task.checkpoint.tensors[task.keys[slot]].dtype].itemsize
+    def _itemsize(self, task: Task, slot: str) -> int:
+        """Bytes per element of a task's weight as stored; the factors of a LoRA are too thin to count."""
+        key = task.keys.get(slot)
+        return 0 if key is None else FLOATS[task.checkpoint.tensors[key].dtype].itemsize
 
     @cached_property
     def process_memory(self) -> int:
