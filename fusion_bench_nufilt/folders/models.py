@@ -1,6 +1,5 @@
 """Base, merged and task models, addressed by slot whatever their files call a tensor."""
 
-import json
 import math
 from typing import Protocol
 
@@ -11,7 +10,6 @@ from fusion_bench_nufilt.core import LowRank
 
 from .architecture import Architecture, by_slot
 from .checkpoint import Checkpoint, is_adapter, some
-from .tensors import FLOATS
 
 _PREFIX = "base_model.model."
 # What changes the base's own weights or adds other terms than B A.
@@ -20,11 +18,14 @@ _REFUSED = {
     "fan_in_fan_out": "fan_in_fan_out, for transposed (Conv1D) layers, which are not merged",
     "lora_bias": "lora_bias",
     "use_qalora": "QALoRA",
+    "kasa_config": "KaSA, which truncates the base",
+    "arrow_config": "Arrow, which mixes several adapters by the input",
+    "layer_replication": "layer_replication, which adds layers",
     "target_parameters": "target_parameters",
     "trainable_token_indices": "trainable_token_indices",
     "alora_invocation_tokens": "activated LoRA, which acts on some tokens only",
 }
-_REFUSED_INITS = ("pissa", "olora", "corda", "loftq")
+_REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class Task(Protocol):
@@ -59,8 +60,7 @@ class FullModel:
         if slot not in self.keys:
             return None
         key = self.keys[slot]
-        info = self.checkpoint.tensors[key]
-        return self.checkpoint.file(key).elements(info, start, stop) if info.dtype in FLOATS else None
+        return self.checkpoint.file(key).elements(self.checkpoint.tensors[key], start, stop)
 
     def ignore(self, slot: str) -> None:
         del self.keys[slot], self.slots[slot]
@@ -79,19 +79,20 @@ class LoraAdapter:
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.checkpoint = checkpoint
-        self.config = json.loads((checkpoint.folder / "adapter_config.json").read_text())
+        self.config = checkpoint.adapter_config
         self._check_kind()
         self.pairs: dict[str, tuple[str, str, float]] = {}  # key of A, key of B, scaling
         self.keys: dict[str, str] = {}  # keys of whole tensors
         self.slots: dict[str, tuple[int, ...]] = {}
         unknown = []
         for key, info in checkpoint.tensors.items():
-            name = key.removeprefix(_PREFIX)
+            name = key.removeprefix(_PREFIX).replace(".base_layer.bias", ".bias")  # biases that were trained as well
             module, is_a, _ = name.partition(".lora_A.weight")
-            if is_a:
+            if is_a and len(info.shape) == 2:
                 key_b = key.replace(".lora_A.weight", ".lora_B.weight")
                 if key_b not in checkpoint.tensors:
                     raise ValueError(f"adapter '{checkpoint.name}' has '{key}' and no '{key_b}'")
+                checkpoint.check_floats((key, key_b))
                 slot = architecture.slot(f"{module}.weight")
                 (rank, d_i), (d_o, rank_b) = info.shape, checkpoint.tensors[key_b].shape
                 if rank != rank_b:
@@ -126,7 +127,7 @@ class LoraAdapter:
         from peft.utils.other import get_pattern_key
 
         pattern: dict[str, float] = self.config.get("alpha_pattern") or {}
-        alpha = pattern.get(get_pattern_key(list(pattern), module), float(self.config["lora_alpha"]))
+        alpha = pattern.get(get_pattern_key(list(pattern), module), self.config["lora_alpha"])
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def weight(self, slot: str) -> tuple[Tensor | LowRank, str]:
@@ -153,11 +154,10 @@ class LoraAdapter:
     def ignore(self, slot: str) -> None:
         del self.slots[slot]
         self.keys.pop(slot, None)
+        self.pairs.pop(slot, None)
 
 
 def open_task(name: str, architecture: Architecture) -> Task:
     """A task by folder or hub name: a whole model, or a peft adapter."""
     checkpoint = Checkpoint.open(name)
-    if is_adapter(checkpoint.folder):
-        return LoraAdapter(Checkpoint.from_folder(name, checkpoint.folder), architecture)
-    return FullModel(checkpoint, architecture)
+    return (LoraAdapter if is_adapter(checkpoint.folder) else FullModel)(checkpoint, architecture)
