@@ -58,8 +58,8 @@ class Checkpoint:
         checkpoint = cls(name, folder, _all_tensors(name, {file: opened.tensors for file, opened in files.items()}))
         checkpoint._open = files
         if (folder / INDEX).is_file():
-            promised = _weight_map(folder)
-            if lost := sorted(promised.keys() - checkpoint.tensors.keys()):
+            promised = (key for key, file in _weight_map(folder).items() if file in files)
+            if lost := sorted(key for key in promised if key not in checkpoint.tensors):
                 raise ValueError(f"'{name}': {INDEX} names tensors that its files lack: {some(lost)}; fetch it again")
         return checkpoint
 

@@ -127,7 +127,7 @@ class LoraAdapter:
         from peft.utils.other import get_pattern_key
 
         pattern: dict[str, float] = self.config.get("alpha_pattern") or {}
-        alpha = pattern.get(get_pattern_key(list(pattern), module), self.config["lora_alpha"])
+        alpha = pattern.get(get_pattern_key(list(pattern), module), self.config.get("lora_alpha", 8))
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def weight(self, slot: str) -> tuple[Tensor | LowRank, str]:
