@@ -55,7 +55,7 @@ def merge(
     _log_to(console)
     try:
         from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
-        from fusion_bench_nufilt.folders.preflight import check_disk
+        from fusion_bench_nufilt.folders.preflight import check_disk, check_output
 
         config = FusionConfig(
             null_rank=null_rank,
@@ -81,14 +81,15 @@ def merge(
         plan = plan_merge(base, task, merged, config, settings)
         _print_plan(plan, out)
         if dry_run:
-            check_disk(plan, out)
+            if not check_output(plan, out):
+                check_disk(plan, out)
             return
         columns = (TextColumn("Merging"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             bar = progress.add_task("", total=len(plan.layers) + len(plan.others))
             merge_folders(plan, out, lambda done, total: progress.update(bar, completed=done, total=total))
         console.print(f"[bold]{out}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise _failed(error) from None
 
 
@@ -156,7 +157,7 @@ def _log_to(console: Console) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
 
 
-def _failed(error: ValueError) -> typer.Exit:
+def _failed(error: Exception) -> typer.Exit:
     """Say what was wrong; to be raised."""
     console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
     return typer.Exit(1)

@@ -62,6 +62,16 @@ def test_every_method_merges_a_layer(method):
     assert 0 < (merged - layer[1]).norm() < 5 * (layer[2] - layer[0]).norm()
 
 
+def test_a_lora_is_timed_in_its_factors_and_as_its_product():
+    script = str(REPO / "benchmarks" / "low_rank.py")
+    command = [sys.executable, script, "--size", "96", "--rank", "4", "--repeats", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300).stdout
+    title, *_, difference = text.splitlines()[-1].strip("| ").split(" | ")
+    assert title == "96x96, r = 4"
+    assert float(difference) < 1e-3
+
+
 def test_memory_and_parts_are_measured():
     row = measure_memory("ours", MODELS["tiny"], "cpu", torch.get_num_threads())
     assert row["extra MB"] >= 0

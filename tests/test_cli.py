@@ -67,6 +67,18 @@ def test_what_is_wrong_is_one_line_and_exit_code_1(tmp_path, flags, message):
     assert "Traceback" not in text
 
 
+def test_what_the_system_refuses_is_one_line_too_and_a_dry_run_tells_an_output_that_exists(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    arguments = ("merge", "--base", tmp_path / "base", "--task", tmp_path / "task1")
+    (tmp_path / "file").write_text("")
+    code, text = nufilt(*arguments, "--out", tmp_path / "file" / "out")
+    assert (code, "error: [Errno" in text) == (1, True)
+    code, text = nufilt(*arguments, "--out", tmp_path / "base", "--dry-run")
+    assert (code, "is inside" in text) == (1, True)
+    code, text = nufilt(*arguments, "--out", tmp_path / "file", "--dry-run")
+    assert (code, "exists: remove it" in text) == (1, True)
+
+
 def test_words_choose_layers_as_in_the_yaml(tmp_path):
     save_stream(tmp_path, llama(), tasks=1)
     arguments = ("--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", tmp_path / "out", "--dry-run")

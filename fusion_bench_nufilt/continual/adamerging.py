@@ -34,8 +34,6 @@ class NewTaskAdaMergingAlgorithm(_AdaMerging):
         seed: of the order of the images.
     """
 
-    taskpool: CLIPVisionModelTaskPool | None = None  # to be set before `run`
-
     def __init__(
         self,
         init_values: float = 0.3,
@@ -53,9 +51,10 @@ class NewTaskAdaMergingAlgorithm(_AdaMerging):
         """Merge all models of a pool at once; neither they nor the pretrained model are changed.
 
         Raises:
-            ValueError: no task pool, one that is not for CLIP vision towers, or one without the last model's task.
+            ValueError: no task pool for CLIP vision towers, or one without the last model's task.
         """
         names = modelpool.model_names
+        self.taskpool = None if self._program is None else self._program.taskpool
         if not isinstance(self.taskpool, CLIPVisionModelTaskPool) or names[-1] not in self.taskpool._test_datasets:
             raise ValueError(f"AdaMerging needs a CLIPVisionModelTaskPool with test images of '{names[-1]}'")
         # FusionBench writes into the models, and gives a weight to parameters that require a gradient.
@@ -65,8 +64,8 @@ class NewTaskAdaMergingAlgorithm(_AdaMerging):
         return self.test_time_adaptation(module).merge_and_unload().requires_grad_()
 
     def on_test_time_adaptation_start(self) -> None:
-        pool, (task,) = self.taskpool, self.modelpool.model_names
-        assert pool is not None
+        pool: Any = self.taskpool
+        (task,) = self.modelpool.model_names
         if not pool._is_setup:
             pool.setup()
         # Not FusionBench's own set-up of the head: it keeps heads on disk by the CLIP's path, whatever lies there now.

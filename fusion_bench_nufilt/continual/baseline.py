@@ -61,6 +61,7 @@ class BatchMethodBaseline(_Baseline):
         super().__init__(**kwargs)
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
+        merged.to(next(pretrained.parameters()).device)  # scoring may have moved it
         # FusionBench's methods write their result into the pretrained model that they load.
         models = {"_pretrained_": deepcopy(pretrained)}
         if step > 1:

@@ -2,5 +2,6 @@
 
 from .config import FusionConfig
 from .fusion import LayerReport, check_layers, fuse_each, fuse_layers
+from .low_rank import LowRank
 
-__all__ = ["FusionConfig", "LayerReport", "check_layers", "fuse_each", "fuse_layers"]
+__all__ = ["FusionConfig", "LayerReport", "LowRank", "check_layers", "fuse_each", "fuse_layers"]

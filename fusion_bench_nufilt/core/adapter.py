@@ -13,7 +13,9 @@ plasticity in the first columns, stability in the last. With :math:`G = \tau^\to
     \nabla_B L = 2\,(G B\, Y Y^\top - H Y^\top), \qquad
     \nabla_A L = 2\,(B^\top G B\, Y - B^\top H)\, V^\top
 
-so nothing of height d_o is left in the loop. The last columns of T, and so of H, vanish unless P = I
+so nothing of height d_o is left in the loop. Norms do not depend on the basis of the outputs: where
+:math:`\tau = Q K` with few orthonormal columns Q (a LoRA), K takes the place of :math:`\tau`, :math:`Q^\top T` that
+of T, and what T has outside Q is a constant of the loss. The last columns of T, and so of H, vanish unless P = I
 (:math:`P V_p = 0`); they are then not stored.
 """
 
@@ -38,7 +40,7 @@ def loop_gram(tau: Tensor) -> Tensor | None:
 class Objective:
     """The data-free objective of a stack of n layers of equal shape, reduced to what its gradients need."""
 
-    tau: Tensor  # (n, d_o, d_i)
+    tau: Tensor  # (n, d_o, d_i), or (n, r, d_i) in a basis of r outputs
     gram: Tensor | None  # (n, d_i, d_i), see loop_gram
     V: Tensor  # (n, d_i, k): the columns of [V_t, V_p]
     H: Tensor  # (n, d_i, h): the columns of tau^T T that need not be zero, the first h of k
@@ -53,6 +55,7 @@ class Objective:
         V_t: Tensor,
         V_p: Tensor,
         gram: Tensor | None = None,
+        Q: Tensor | None = None,
     ) -> "Objective":
         r"""Reduce the objective.
 
@@ -63,14 +66,21 @@ class Objective:
             V_t: task subspaces, ``(n, d_i, r_v)``.
             V_p: protected subspaces, ``(n, d_i, r_p)``.
             gram: ``loop_gram(tau)``, if it is at hand already.
+            Q: orthonormal columns ``(n, d_o, r)`` where ``tau`` and ``tau_filtered`` are given as K and K P,
+                ``(n, r, d_i)``, of :math:`\tau = Q K`.
         """
         T = -(tau_merged @ V_t)
+        outside: Tensor | float = 0.0
+        if Q is not None:
+            inside = Q.mT @ T
+            T, outside = inside, (T - Q @ inside).square().sum(dim=(-2, -1))
         if tau_filtered is tau:
             T = torch.cat([T, -(tau @ V_p)], dim=-1)
         else:
             T += tau @ V_t - tau_filtered @ V_t
         gram = loop_gram(tau) if gram is None else gram
-        return cls(tau, gram, torch.cat([V_t, V_p], dim=-1), tau.mT @ T, T.square().sum(dim=(-2, -1)))
+        target_norm2 = T.square().sum(dim=(-2, -1)) + outside
+        return cls(tau, gram, torch.cat([V_t, V_p], dim=-1), tau.mT @ T, target_norm2)
 
 
 def fit_adapter(objective: Objective, A: Tensor, *, lr: float, max_steps: int) -> tuple[Tensor, Tensor, Tensor]:

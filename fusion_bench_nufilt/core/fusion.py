@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from .adapter import Objective, fit_adapter, loop_gram
 from .config import FusionConfig
+from .low_rank import LowRank
 from .projector import first_coordinates, null_space_filter, protected_subspace
 from .subspace import subspace_affinity, top_right_singular_vectors
 
 Layers = Mapping[str, Tensor]
+TaskLayers = Mapping[str, Tensor | LowRank]
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -39,7 +41,7 @@ class LayerReport:
 def fuse_layers(
     pretrained: Layers,
     merged: Layers,
-    task: Layers,
+    task: TaskLayers,
     config: FusionConfig,
     *,
     seed: int = 0,
@@ -58,7 +60,8 @@ def fuse_layers(
     Args:
         pretrained: :math:`\theta_0`, weights ``(d_o, d_i)`` by layer name.
         merged: the merged model so far, same names and shapes; :math:`\theta_0` before the first task.
-        task: the new fine-tuned model, same names and shapes.
+        task: the new fine-tuned model, same names and shapes; a layer of which only the factors of the update are
+            given (:class:`LowRank`) is worked on in these, which is faster where they are thin.
         config: hyper-parameters.
         seed: seed of the run.
         step: number of the task in the stream. The initial A of a layer depends on seed, step and the layer's
@@ -90,7 +93,7 @@ def fuse_layers(
 def fuse_each(
     pretrained: Layers,
     merged: Layers,
-    task: Layers,
+    task: TaskLayers,
     config: FusionConfig,
     *,
     seed: int = 0,
@@ -115,17 +118,25 @@ def fuse_each(
     def solve(names: list[str]) -> list[tuple[str, Tensor, LayerReport]]:
         start = time.perf_counter()
 
-        def stack(weights: Layers) -> Tensor:
-            wide = [_widened(weights[name].detach().to(where)) for name in names]
+        def stack(weights: Iterable[Tensor]) -> Tensor:
+            wide = [weight.detach().to(where, dtype) for weight in weights]
             return torch.stack(wide) if len(wide) > 1 else wide[0][None]  # a view: no copy of a single layer
 
+        def stack_task() -> Tensor | LowRank:
+            tasks = [task[name] for name in names]
+            if factors := [weight for weight in tasks if isinstance(weight, LowRank)]:
+                return LowRank(stack(f.left for f in factors), stack(f.right for f in factors))
+            return stack(weight for weight in tasks if isinstance(weight, Tensor))
+
+        dtype, d_i = _widened_dtype(merged[names[0]]), merged[names[0]].shape[1]
         A = None
         if config.lora_rank > 0:
-            like = merged[names[0]]
-            drawn = lora_A or {name: _initial_A(name, like.shape[1], config, seed, step) for name in names}
-            A = stack(drawn).to(_widened_dtype(like))
+            drawn = lora_A or {name: _initial_A(name, d_i, config, seed, step) for name in names}
+            A = stack(drawn[name] for name in names)
         # Not named here, so that it can drop each of the three as soon as it is done with it.
-        weights, measures = _fuse_stack(stack(pretrained), stack(merged), stack(task), A, config)
+        weights, measures = _fuse_stack(
+            stack(pretrained[name] for name in names), stack(merged[name] for name in names), stack_task(), A, config
+        )
         rows = measures.tolist()  # waits for an accelerator
         seconds = (time.perf_counter() - start) / len(names)
         results = []
@@ -135,11 +146,11 @@ def fuse_each(
             results.append((name, weight.to(like.device, like.dtype), report))
         return results
 
-    for results in map_layers(solve, list(_stacks(merged, where, batch_bytes)), where):
+    for results in map_layers(solve, list(_stacks(merged, task, where, batch_bytes)), where):
         yield from results
 
 
-def check_layers(reference: Layers, layers: Layers, *, model: str) -> None:
+def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
     """Refuse layers that cannot be merged with the reference's.
 
     Raises:
@@ -150,17 +161,19 @@ def check_layers(reference: Layers, layers: Layers, *, model: str) -> None:
         if name not in layers:
             raise ValueError(f"model '{model}' lacks layer '{name}' {tuple(weight.shape)} of the pretrained model")
         other = layers[name]
-        if other.ndim != 2 or not other.is_floating_point():
-            raise ValueError(
-                f"model '{model}', layer '{name}': expected a floating-point matrix, "
-                f"got shape {tuple(other.shape)} of {other.dtype}"
-            )
+        matrices = (other.left, other.right) if isinstance(other, LowRank) else (other,)
+        for matrix in matrices:
+            if matrix.ndim != 2 or not matrix.is_floating_point():
+                raise ValueError(
+                    f"model '{model}', layer '{name}': expected a floating-point matrix, "
+                    f"got shape {tuple(matrix.shape)} of {matrix.dtype}"
+                )
         if other.shape != weight.shape:
             raise ValueError(
                 f"model '{model}', layer '{name}': shape {tuple(other.shape)} differs from the pretrained "
                 f"model's {tuple(weight.shape)}"
             )
-        if not is_finite(other):
+        if not all(map(is_finite, matrices)):
             raise ValueError(f"model '{model}', layer '{name}': the weight has NaN or infinite values")
     if extra := layers.keys() - reference.keys():
         raise ValueError(f"model '{model}' has layers that the pretrained model lacks: {sorted(extra)}")
@@ -179,7 +192,7 @@ def _check_adapters(layers: Layers, lora_A: Layers, rank: int) -> None:
 
 
 def _fuse_stack(
-    theta_0: Tensor, theta: Tensor, theta_t: Tensor, A: Tensor | None, config: FusionConfig
+    theta_0: Tensor, theta: Tensor, task: Tensor | LowRank, A: Tensor | None, config: FusionConfig
 ) -> tuple[Tensor, Tensor]:
     """One step on n layers ``(n, d_o, d_i)``: new weights, and the numbers of LayerReport ``(n, 7)``.
 
@@ -190,19 +203,24 @@ def _fuse_stack(
     def norm2(x: Tensor) -> Tensor:
         return torch.linalg.vector_norm(x, dim=(-2, -1)).square()
 
-    tau, tau_merged = theta_t - theta_0, theta - theta_0
-    del theta_0
+    # A low-rank tau is K in an orthonormal basis Q of the outputs it reaches: all below but the new weights is as if
+    # the layer had these outputs only.
+    Q, tau = task.in_basis() if isinstance(task, LowRank) else (None, task - theta_0)
+    tau_merged = theta - theta_0
     tau_norm2, tau_merged_norm2 = norm2(tau), norm2(tau_merged)
     fresh = (tau_merged_norm2 == 0)[:, None, None]  # nothing was merged into these layers so far
-    some_fresh = bool(fresh.any())
-    if not some_fresh:
-        del theta_t
+    if some_fresh := bool(fresh.any()):
+        theta_t = theta_0 + task.product() if isinstance(task, LowRank) else task
+    del theta_0, task
+
+    def all_outputs(x: Tensor) -> Tensor:
+        return x if Q is None else Q @ x
 
     gram = loop_gram(tau)
     V_t = top_right_singular_vectors(tau, config.task_rank, gram)
     V_p = protected_subspace(tau_merged, config.null_rank)
     if config.first_task == "release":
-        V_p = torch.where(fresh, first_coordinates(tau, config.null_rank), V_p)
+        V_p = torch.where(fresh, first_coordinates(tau_merged, config.null_rank), V_p)
     if config.null_space is False:
         tau_filtered = tau
     elif config.null_space == "zero":
@@ -210,15 +228,15 @@ def _fuse_stack(
     else:
         tau_filtered = null_space_filter(tau, V_p)
     kept = norm2(tau_filtered) / tau_norm2.clamp_min(torch.finfo(tau.dtype).tiny)
-    objective = Objective.build(tau, tau_filtered, tau_merged, V_t, V_p, gram)
+    objective = Objective.build(tau, tau_filtered, tau_merged, V_t, V_p, gram, Q)
     del tau_merged
 
-    weights = theta + tau_filtered
+    weights = theta + all_outputs(tau_filtered)
     del theta, tau_filtered
     loss_before = loss_after = objective.target_norm2
     if A is not None and not fresh.all():
         A, B, losses = fit_adapter(objective, A, lr=config.lr, max_steps=config.max_steps)
-        weights.baddbmm_(tau @ B, A.masked_fill_(fresh, 0))
+        weights.baddbmm_(all_outputs(tau @ B), A.masked_fill_(fresh, 0))
         loss_after = torch.where(fresh[:, 0, 0], loss_before, losses[:, -1])
     if config.first_task == "paper" and some_fresh:
         weights = torch.where(fresh, theta_t, weights)
@@ -235,12 +253,13 @@ def _fuse_stack(
     return weights, torch.stack(measures, dim=-1)
 
 
-def _stacks(layers: Layers, where: torch.device, batch_bytes: int) -> Iterator[list[str]]:
+def _stacks(layers: Layers, task: TaskLayers, where: torch.device, batch_bytes: int) -> Iterator[list[str]]:
     """Names of layers to solve together: on a CPU one by one, else as many of a kind as the memory bound allows."""
-    groups: dict[tuple[torch.Size, torch.dtype], list[str]] = defaultdict(list)
+    groups: dict[tuple[torch.Size, torch.dtype, int | None], list[str]] = defaultdict(list)
     for name, weight in layers.items():
-        groups[weight.shape, _widened_dtype(weight)].append(name)
-    for (shape, dtype), names in groups.items():
+        rank = new.rank if isinstance(new := task[name], LowRank) else None
+        groups[weight.shape, _widened_dtype(weight), rank].append(name)
+    for (shape, dtype, _), names in groups.items():
         # About four matrices like the weight are held (tau, tau_merged, filtered, result) and two of d_i x d_i.
         layer_bytes = (4 * shape.numel() + 2 * shape[1] ** 2) * dtype.itemsize
         size = 1 if where.type == "cpu" else max(1, batch_bytes // layer_bytes)
@@ -281,10 +300,6 @@ def map_layers(
 
 def _widened_dtype(weight: Tensor) -> torch.dtype:
     return weight.dtype if weight.dtype == torch.float64 else torch.float32
-
-
-def _widened(weight: Tensor) -> Tensor:
-    return weight.to(_widened_dtype(weight))
 
 
 def _initial_A(name: str, d_i: int, config: FusionConfig, seed: int, step: int) -> Tensor:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +45,21 @@ class Checkpoint:
         folder = Path(name).expanduser()
         if folder.is_dir():
             return cls.from_folder(name, folder)
-        folder, files = hub.headers(name)
-        tensors = {key: info for file in files.values() for key, info in file.items()}
-        return cls(name, folder, tensors, remote=True)
+        folder = hub.small_files(name)
+        if is_adapter(folder) or _has_weights(folder):
+            return cls.from_folder(name, folder)
+        files = hub.headers(name, folder)
+        return cls(name, folder, _all_tensors(name, files), remote=True)
 
     @classmethod
     def from_folder(cls, name: str, folder: Path) -> "Checkpoint":
         """Read the headers of a folder."""
         files = {file: TensorFile(folder / file) for file in _weight_files(name, folder)}
-        checkpoint = cls(name, folder, {key: info for file in files.values() for key, info in file.tensors.items()})
+        checkpoint = cls(name, folder, _all_tensors(name, {file: opened.tensors for file, opened in files.items()}))
         checkpoint._open = files
         if (folder / INDEX).is_file():
-            promised = _weight_map(folder)
-            if lost := sorted(promised.keys() - checkpoint.tensors.keys()):
+            promised = (key for key, file in _weight_map(folder).items() if file in files)
+            if lost := sorted(key for key in promised if key not in checkpoint.tensors):
                 raise ValueError(f"'{name}': {INDEX} names tensors that its files lack: {some(lost)}; fetch it again")
         return checkpoint
 
@@ -83,11 +86,12 @@ class Checkpoint:
     @property
     def config(self) -> dict[str, Any]:
         """config.json; empty if there is none."""
-        path = self.folder / "config.json"
-        try:
-            return dict(json.loads(path.read_text())) if path.is_file() else {}
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"'{path}' is no JSON object: {error}; fetch it again") from error
+        return read_json(self.folder / "config.json")
+
+    @cached_property
+    def adapter_config(self) -> dict[str, Any]:
+        """adapter_config.json, which scales an adapter's update; empty if there is none."""
+        return read_json(self.folder / "adapter_config.json")
 
     def small_files(self) -> list[Path]:
         """Configuration, tokenizer, processor and whatever else is not weights, relative to the folder."""
@@ -98,26 +102,33 @@ class Checkpoint:
 
     def identity(self) -> list[object]:
         """What tells this checkpoint from a changed one without reading its weights."""
-        files = ((file, (self.folder / file).stat(), self._open[file].header) for file in self.files)
-        return [[file, stat.st_size, stat.st_mtime_ns, hashlib.sha256(head).hexdigest()] for file, stat, head in files]
+        files = [[name, file.stamp, hashlib.sha256(file.header).hexdigest()] for name, file in self._open.items()]
+        return [self.label, files, self.adapter_config]
+
+    def changed(self) -> bool:
+        """Whether its weights were written to since they were opened."""
+        return any(file.changed() for file in self._open.values())
 
     def file(self, key: str) -> TensorFile:
         """The open file that holds a tensor."""
         return self._open[self.tensors[key].file]
 
+    def check_floats(self, keys: Iterable[str]) -> None:
+        """Refuse tensors that are to be computed with and are not floating point, by name."""
+        for key in keys:
+            if (dtype := self.tensors[key].dtype) not in FLOATS:
+                raise ValueError(
+                    f"model '{self.name}', tensor '{key}' is stored as {dtype}: quantised weights can't be merged, "
+                    f"only {', '.join(FLOATS)}; name the model it was quantised from"
+                )
+
     def read(self, key: str) -> tuple[Tensor, str]:
         """A whole floating-point tensor, and the digest of its bytes.
 
         Raises:
-            ValueError: it has NaN or infinite values, or is not floating point; names it.
+            ValueError: it has NaN or infinite values; names it.
         """
-        info = self.tensors[key]
-        if info.dtype not in FLOATS:
-            raise ValueError(
-                f"model '{self.name}', tensor '{key}' is stored as {info.dtype}: quantised weights can't be merged, "
-                f"only {', '.join(FLOATS)}"
-            )
-        tensor = self.file(key).read(info)
+        tensor = self.file(key).read(self.tensors[key])
         if not is_finite(tensor):
             raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")
         return tensor, digest(tensor)
@@ -135,10 +146,38 @@ def some(names: Iterable[str], at_most: int = 4) -> str:
     return ", ".join(f"'{name}'" for name in names[:at_most]) + more
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file's object; empty if there is no such file.
+
+    Raises:
+        ValueError: the file holds something else; names it.
+    """
+    try:
+        return dict(json.loads(path.read_text())) if path.is_file() else {}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"'{path}' is no JSON object: {error}; fetch it again") from error
+
+
+def _all_tensors(name: str, files: Mapping[str, Mapping[str, TensorInfo]]) -> dict[str, TensorInfo]:
+    """The tensors of all files, each of which must be in one of them."""
+    tensors: dict[str, TensorInfo] = {}
+    for file, found in files.items():
+        if twice := tensors.keys() & found.keys():
+            raise ValueError(f"'{name}' has {some(sorted(twice))} in '{file}' and in another file: remove one of them")
+        tensors |= found
+    return tensors
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether the weights of a hub repository, too, are in its snapshot's folder."""
+    shards = set(_weight_map(folder).values()) if (folder / INDEX).is_file() else {SINGLE}
+    return all((folder / file).is_file() for file in shards)
+
+
 def _weight_map(folder: Path) -> dict[str, str]:
     try:
-        return dict(json.loads((folder / INDEX).read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+        return dict(read_json(folder / INDEX)["weight_map"])
+    except (KeyError, TypeError) as error:
         raise ValueError(f"'{folder / INDEX}' is not an index of tensors: {error!r}; fetch it again") from error
 
 

@@ -8,44 +8,57 @@ _SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENS
 _ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 
 
-def headers(name: str) -> tuple[Path, dict[str, dict[str, TensorInfo]]]:
-    """Folder with a repository's small files, and the tensors of each of its weight files.
+def small_files(name: str) -> Path:
+    """Folder with a repository's small files, an adapter's weights, and what an earlier run downloaded.
 
     Args:
         name: ``owner/model``, or ``owner/model@revision``.
 
     Raises:
-        ValueError: no such folder and no such repository, or one without safetensors.
+        ValueError: no such folder and no such repository.
     """
     import huggingface_hub
-    from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
+    from huggingface_hub.errors import HFValidationError
 
     repository, _, revision = name.partition("@")
     try:
         small = [*_SMALL, *_ADAPTER]
-        folder = Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=small))
-        if (folder / "adapter_config.json").is_file():
-            return folder, {}
-        # The snapshot's folder is named after its commit: headers and weights are of the same version.
-        metadata = huggingface_hub.get_safetensors_metadata(repository, revision=folder.name)
+        return Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=small))
     except HFValidationError as error:
         raise ValueError(f"'{name}' is neither a folder nor the name of a hub repository") from error
+    except Exception as error:  # no network, no such repository, no right to it: one answer, with the cause
+        raise ValueError(f"'{name}' is no folder, and the hub can't give it: {error}") from error
+
+
+def headers(name: str, folder: Path) -> dict[str, dict[str, TensorInfo]]:
+    """The tensors of each weight file of the snapshot that :func:`small_files` began.
+
+    Raises:
+        ValueError: it has no safetensors, or can't be reached.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    repository, _, _ = name.partition("@")
+    try:
+        # The snapshot's folder is named after its commit: headers and weights are of the same version.
+        metadata = huggingface_hub.get_safetensors_metadata(repository, revision=folder.name)
     except NotASafetensorsRepoError as error:
         raise ValueError(
             f"'{name}' on the hub holds no safetensors; pickled weights run code when opened and are refused. "
             "Convert it with https://huggingface.co/spaces/safetensors/convert"
         ) from error
-    except Exception as error:  # no network, no such repository, no right to it: one answer, with the cause
-        raise ValueError(f"'{name}' is no folder, and the hub can't give it: {error}") from error
+    except Exception as error:
+        raise ValueError(f"'{name}': the hub can't give the headers of its weights: {error}") from error
     files: dict[str, dict[str, TensorInfo]] = {}
     for file, content in metadata.files_metadata.items():
         found = content.tensors.items()
         files[file] = {key: TensorInfo(file, str(t.dtype), tuple(t.shape), *t.data_offsets) for key, t in found}
-    return folder, files
+    return files
 
 
 def download(name: str, folder: Path, files: list[str]) -> Path:
-    """Download weight files into the snapshot that :func:`headers` began; interrupted downloads go on."""
+    """Download weight files into the snapshot that :func:`small_files` began; interrupted downloads go on."""
     import huggingface_hub
 
     repository, _, _ = name.partition("@")

@@ -16,9 +16,9 @@ def run_identity(plan: Plan) -> str:
     """Digest of all that the result depends on: an interrupted run goes on only if nothing of it changed."""
     device = plan.settings.device.partition(":")[0]
     content = [
-        [plan.base.identity(), *([model.checkpoint.name, model.checkpoint.identity()] for model in plan.models)],
+        [checkpoint.identity() for checkpoint in plan.checkpoints],
         [dataclasses.asdict(plan.config), plan.settings.seed, plan.first_step, plan.settings.accumulate, device],
-        [[layer.name for layer in plan.layers], sorted(plan.averaged), versions()],
+        [sorted(layer.name for layer in plan.layers), sorted(plan.averaged), versions()],
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -31,8 +31,8 @@ def versions() -> dict[str, str]:
 def nufilt_json(plan: Plan, records: Sequence[Mapping[str, Any]], run: str) -> str:
     """The manifest.
 
-    ``sha256`` of an input is over the digests of the tensors that were read of it, in the base's order: it does not
-    depend on how they are spread over files. That of the result likewise.
+    ``sha256`` of an input is over the digests of the tensors that were read of it, by name: it does not depend on
+    how they are spread over files. Of an adapter's averaged tensors, the full ones count. That of the result likewise.
     """
     inputs: dict[str, dict[str, Any]] = {"base": {"name": plan.base.label}}
     if plan.merged is not None:
@@ -57,14 +57,21 @@ def nufilt_json(plan: Plan, records: Sequence[Mapping[str, Any]], run: str) -> s
         "sha256": _digest((record["slot"], [entry[3] for entry in record["written"]]) for record in records),
         "run": run,
         "versions": versions(),
-        "warnings": plan.warnings,
+        "warnings": [_labelled(plan, text) for text in plan.warnings],
         "layers": {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names},
     }
     return json.dumps(content, indent=1)
 
 
-def _digest(parts: Iterable[object]) -> str:
-    return hashlib.sha256("".join(f"{part}\n" for part in parts).encode()).hexdigest()
+def _labelled(plan: Plan, text: str) -> str:
+    """A message without the folders of the user."""
+    for checkpoint in plan.checkpoints:
+        text = text.replace(f"'{checkpoint.name}'", f"'{checkpoint.label}'")
+    return text
+
+
+def _digest(parts: Iterable[tuple[str, object]]) -> str:
+    return hashlib.sha256("".join(f"{part}\n" for part in sorted(parts)).encode()).hexdigest()
 
 
 def model_card(plan: Plan) -> str:

@@ -17,19 +17,19 @@ from fusion_bench_nufilt.core.fusion import is_finite, map_layers
 from fusion_bench_nufilt.targets import running_mean
 
 from .architecture import Layer
-from .checkpoint import INDEX, SINGLE
+from .checkpoint import INDEX, SINGLE, some
 from .manifest import model_card, nufilt_json, run_identity
 from .memory import Budget, return_freed_memory
 from .output import Output, Record, work_folder
-from .plan import Plan
-from .preflight import MANIFEST, STATE, check_disk, check_relation, read_manifest
+from .plan import BATCH_BYTES, Plan
+from .preflight import MANIFEST, STATE, check_disk, check_output, check_relation
 from .tensors import CHUNK_BYTES, FLOATS, digest, float32_header, raw
+
+Digests = dict[str, "hashlib._Hash"]  # of what was read, by model
 
 log = logging.getLogger(__name__)
 
 STATE_FILE = f"{STATE}/model.safetensors"
-# On an accelerator, layers of equal shape are solved together; about this much memory of it.
-_BATCH_BYTES = 4 * 2**30
 
 
 def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] | None = None) -> Path:
@@ -49,16 +49,11 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
     Raises:
         ValueError: ``out`` exists, NaN or infinite values (the tensor is named), a disk without room.
     """
+    if check_output(plan, out):
+        shutil.rmtree(work_folder(out), ignore_errors=True)  # it may have been killed before it cleaned up
+        return out
     fetch(plan)
     run = run_identity(plan)
-    for checkpoint in (plan.base, *(model.checkpoint for model in plan.models)):
-        if checkpoint.folder.resolve() in (out.resolve(), *out.resolve().parents):
-            raise ValueError(f"'{out}' is inside '{checkpoint.name}', which is not written to: name another folder")
-    if out.exists() or out.is_symlink():
-        if read_manifest(out).get("run") == run:  # this very run was finished, and maybe killed before it cleaned up
-            shutil.rmtree(work_folder(out), ignore_errors=True)
-            return out
-        raise ValueError(f"'{out}' exists: remove it or name another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     output = Output(out, run, _headers(plan))
     return_freed_memory()
@@ -66,6 +61,8 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         already = sum(info[2] - info[1] for record in output.done.values() for info in record["written"])
         check_disk(plan, out, already)
         _Merge(plan, output).run(progress)
+        if changed := [checkpoint.name for checkpoint in plan.checkpoints if checkpoint.changed()]:
+            raise ValueError(f"{some(changed)} was changed during the run: run the same command again, it starts anew")
         _write_small_files(plan, output, run)
         output.finish()
     except OSError as error:
@@ -82,9 +79,8 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
 
 def fetch(plan: Plan) -> None:
     """Download the weights that are still on the hub; what they then say about the models is a warning."""
-    checkpoints = [plan.base, *(model.checkpoint for model in plan.models)]
-    if any(checkpoint.remote for checkpoint in checkpoints):
-        for checkpoint in checkpoints:
+    if any(checkpoint.remote for checkpoint in plan.checkpoints):
+        for checkpoint in plan.checkpoints:
             checkpoint.fetch()
         new = [text for text in check_relation(plan) if text not in plan.warnings]
         plan.warnings += new
@@ -106,22 +102,11 @@ class _Merge:
     def run(self, progress: Callable[[int, int], object] | None) -> None:
         plan, done = self.plan, self.output.done
         total = len(plan.layers) + len(plan.others)
-        jobs: list[list[Layer] | str] = list(self._batches(layer for layer in plan.layers if layer.slot not in done))
+        jobs: list[list[Layer] | str] = list(plan.batches([layer for layer in plan.layers if layer.slot not in done]))
         jobs += [slot for slot in plan.others if slot not in done]
         for _ in map_layers(self._do, jobs, torch.device(plan.settings.device), plan.workers):
             if progress is not None:
                 progress(len(done), total)
-
-    def _batches(self, layers: Iterable[Layer]) -> Iterable[list[Layer]]:
-        """One by one on a CPU, else as many of a shape as are solved together."""
-        groups: dict[tuple[tuple[int, ...], str], list[Layer]] = defaultdict(list)
-        for layer in layers:
-            info = self.plan.base.tensors[layer.keys[0]]
-            groups[info.shape, info.dtype].append(layer)
-        for (shape, _), group in groups.items():
-            layer_bytes = 4 * (5 * shape[0] * shape[1] + 3 * shape[1] ** 2)
-            size = 1 if self.plan.on_cpu else max(1, _BATCH_BYTES // layer_bytes)
-            yield from (group[i : i + size] for i in range(0, len(group), size))
 
     def _do(self, job: list[Layer] | str) -> None:
         if isinstance(job, str):
@@ -138,10 +123,10 @@ class _Merge:
         for layer in layers:
             theta_0[layer.name], read[layer.slot]["base"] = plan.base.read(layer.keys[0])
             running[layer.name] = theta_0[layer.name]
-            if plan.state is not None:
-                running[layer.name], read[layer.slot]["state"] = plan.state.weight(layer.slot, theta_0[layer.name])
+            if plan.state is not None and layer.slot in plan.state.keys:
+                running[layer.name], read[layer.slot]["state"] = plan.state.weight(layer.slot)
             elif plan.merged is not None:
-                weight, read[layer.slot]["merged"] = plan.merged.weight(layer.slot, theta_0[layer.name])
+                weight, read[layer.slot]["merged"] = plan.merged.weight(layer.slot)
                 running[layer.name] = weight.to(plan.dtype(layer.keys[0]))
             if plan.settings.accumulate == "float32":
                 wide = torch.promote_types(plan.dtype(layer.keys[0]), torch.float32)
@@ -152,7 +137,7 @@ class _Merge:
                 continue
             theta_t = {}
             for layer in changed:
-                theta_t[layer.name], read[layer.slot][f"task {number}"] = task.weight(layer.slot, theta_0[layer.name])
+                theta_t[layer.name], read[layer.slot][f"task {number}"] = task.weight(layer.slot)
             step = plan.first_step + number
             fused, report = fuse_layers(
                 {layer.name: theta_0[layer.name] for layer in changed},
@@ -162,6 +147,7 @@ class _Merge:
                 seed=plan.settings.seed,
                 step=step,
                 device=plan.settings.device,
+                batch_bytes=BATCH_BYTES,
             )
             running |= fused
             for layer in changed:
@@ -190,45 +176,52 @@ class _Merge:
 
     def _copy(self, slot: str) -> None:
         """A tensor outside the merged layers: as it is in the merged model (the base's bits), or averaged."""
-        written, read = [], {}
+        written: list[tuple[str, int, int, str]] = []
+        read: Digests = defaultdict(hashlib.sha256)
         for key in self.plan.others[slot]:
-            info, sha, source_sha = self.plan.base.tensors[key], hashlib.sha256(), hashlib.sha256()
+            info, sha = self.plan.base.tensors[key], hashlib.sha256()
             offset = info.start
-            for source, data in self._pieces(slot, key):
+            for piece in self._pieces(slot, key, read):
+                data = raw(piece)
                 self.output.write(info.file, data, offset)
                 offset += len(data)
                 sha.update(data)
-                source_sha.update(source)
             written.append((info.file, info.start, info.stop, sha.hexdigest()))
-            read["base"] = source_sha.hexdigest()
-        self.output.record({"slot": slot, "written": written, "read": read, "reports": []})
+        digests = {source: sha.hexdigest() for source, sha in read.items()}
+        self.output.record({"slot": slot, "written": written, "read": digests, "reports": []})
 
-    def _pieces(self, slot: str, key: str) -> Iterable[tuple[memoryview, memoryview]]:
-        """The base's bytes and the new ones, a bounded number at a time."""
+    def _pieces(self, slot: str, key: str, read: Digests) -> Iterable[Tensor]:
+        """The new tensor, flattened, a bounded number of bytes at a time."""
         plan, info = self.plan, self.plan.base.tensors[key]
         base = plan.base.file(key)
         if (slot not in plan.averaged and plan.merged is None) or info.dtype not in FLOATS:
-            yield from ((raw(piece), raw(piece)) for piece in base.chunks(info))
+            for piece in base.chunks(info):
+                read["base"].update(raw(piece))
+                yield piece
             return
-        dtype = FLOATS[info.dtype]
         count = CHUNK_BYTES // 8
         for start in range(0, info.numel, count):
             stop = min(start + count, info.numel)
-            theta_0 = base.elements(info, start, stop)
-            value = theta_0 if plan.merged is None else plan.merged.elements(slot, start, stop, theta_0)
-            value = theta_0 if value is None else value.to(dtype)
-            if slot in plan.averaged:
-                value = self._average(slot, start, stop, theta_0, value)
-            yield raw(theta_0), raw(value)
+            value = theta_0 = base.elements(info, start, stop)
+            read["base"].update(raw(theta_0))
+            if plan.merged is not None and (so_far := plan.merged.elements(slot, start, stop, theta_0)) is not None:
+                read["merged"].update(raw(so_far))
+                value = so_far.to(theta_0.dtype)
+            yield self._average(slot, start, stop, theta_0, value, read) if slot in plan.averaged else value
 
-    def _average(self, slot: str, start: int, stop: int, theta_0: Tensor, value: Tensor) -> Tensor:
-        for step, task in enumerate(self.plan.tasks, self.plan.first_step):
+    def _average(self, slot: str, start: int, stop: int, theta_0: Tensor, value: Tensor, read: Digests) -> Tensor:
+        for number, task in enumerate(self.plan.tasks):
+            step = self.plan.first_step + number
             new = task.elements(slot, start, stop, theta_0)
             if new is None or (self.plan.config.other_params == "first" and step > 1):
                 continue
-            if not is_finite(new):
-                raise ValueError(f"model '{task.checkpoint.name}', tensor '{slot}' has NaN or infinite values")
+            read[f"task {number}"].update(raw(new))
             value = running_mean(value, new, step).to(theta_0.dtype)
+            if not is_finite(value):
+                raise ValueError(
+                    f"model '{task.checkpoint.name}', tensor '{slot}' has NaN or infinite values, or such that "
+                    f"{theta_0.dtype} can't hold"
+                )
         return value
 
 

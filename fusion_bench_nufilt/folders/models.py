@@ -1,15 +1,15 @@
 """Base, merged and task models, addressed by slot whatever their files call a tensor."""
 
-import json
 import math
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.core import LowRank
+
 from .architecture import Architecture, by_slot
 from .checkpoint import Checkpoint, is_adapter, some
-from .tensors import FLOATS
 
 _PREFIX = "base_model.model."
 # What changes the base's own weights or adds other terms than B A.
@@ -18,11 +18,14 @@ _REFUSED = {
     "fan_in_fan_out": "fan_in_fan_out, for transposed (Conv1D) layers, which are not merged",
     "lora_bias": "lora_bias",
     "use_qalora": "QALoRA",
+    "kasa_config": "KaSA, which truncates the base",
+    "arrow_config": "Arrow, which mixes several adapters by the input",
+    "layer_replication": "layer_replication, which adds layers",
     "target_parameters": "target_parameters",
     "trainable_token_indices": "trainable_token_indices",
     "alora_invocation_tokens": "activated LoRA, which acts on some tokens only",
 }
-_REFUSED_INITS = ("pissa", "olora", "corda", "loftq")
+_REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class Task(Protocol):
@@ -30,9 +33,10 @@ class Task(Protocol):
 
     checkpoint: Checkpoint
     slots: dict[str, tuple[int, ...]]  # shapes of the full tensors that it changes or brings
+    keys: dict[str, str]  # of its checkpoint, for the slots that it has in full
 
-    def weight(self, slot: str, theta_0: Tensor) -> tuple[Tensor, str]:
-        """The full weight, given the base's, and the digest of what was read for it."""
+    def weight(self, slot: str) -> tuple[Tensor | LowRank, str]:
+        """The weight of a linear layer, or the factors of its update, and the digest of what was read for it."""
 
     def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor | None:
         """Elements of a flattened tensor outside the merged layers, given the base's; None: it has none."""
@@ -49,15 +53,14 @@ class FullModel:
         self.keys = {slot: keys[0] for slot, keys in by_slot(architecture, checkpoint).items()}
         self.slots = {slot: checkpoint.tensors[key].shape for slot, key in self.keys.items()}
 
-    def weight(self, slot: str, theta_0: Tensor) -> tuple[Tensor, str]:
+    def weight(self, slot: str) -> tuple[Tensor, str]:
         return self.checkpoint.read(self.keys[slot])
 
     def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor | None:
         if slot not in self.keys:
             return None
         key = self.keys[slot]
-        info = self.checkpoint.tensors[key]
-        return self.checkpoint.file(key).elements(info, start, stop) if info.dtype in FLOATS else None
+        return self.checkpoint.file(key).elements(self.checkpoint.tensors[key], start, stop)
 
     def ignore(self, slot: str) -> None:
         del self.keys[slot], self.slots[slot]
@@ -76,19 +79,20 @@ class LoraAdapter:
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.checkpoint = checkpoint
-        self.config = json.loads((checkpoint.folder / "adapter_config.json").read_text())
+        self.config = checkpoint.adapter_config
         self._check_kind()
         self.pairs: dict[str, tuple[str, str, float]] = {}  # key of A, key of B, scaling
-        self._whole: dict[str, str] = {}
+        self.keys: dict[str, str] = {}  # keys of whole tensors
         self.slots: dict[str, tuple[int, ...]] = {}
         unknown = []
         for key, info in checkpoint.tensors.items():
-            name = key.removeprefix(_PREFIX)
+            name = key.removeprefix(_PREFIX).replace(".base_layer.bias", ".bias")  # biases that were trained as well
             module, is_a, _ = name.partition(".lora_A.weight")
-            if is_a:
+            if is_a and len(info.shape) == 2:
                 key_b = key.replace(".lora_A.weight", ".lora_B.weight")
                 if key_b not in checkpoint.tensors:
                     raise ValueError(f"adapter '{checkpoint.name}' has '{key}' and no '{key_b}'")
+                checkpoint.check_floats((key, key_b))
                 slot = architecture.slot(f"{module}.weight")
                 (rank, d_i), (d_o, rank_b) = info.shape, checkpoint.tensors[key_b].shape
                 if rank != rank_b:
@@ -99,7 +103,7 @@ class LoraAdapter:
                 continue  # the base's own weight, which peft saves along with an adapted embedding or head
             elif ".lora_" not in name:
                 slot = architecture.slot(name)
-                self._whole[slot] = key
+                self.keys[slot] = key
                 self.slots[slot] = info.shape
             elif not name.endswith(".lora_B.weight"):
                 unknown.append(key)
@@ -123,38 +127,37 @@ class LoraAdapter:
         from peft.utils.other import get_pattern_key
 
         pattern: dict[str, float] = self.config.get("alpha_pattern") or {}
-        alpha = pattern.get(get_pattern_key(list(pattern), module), float(self.config["lora_alpha"]))
+        alpha = pattern.get(get_pattern_key(list(pattern), module), self.config.get("lora_alpha", 8))
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
-    def weight(self, slot: str, theta_0: Tensor) -> tuple[Tensor, str]:
-        if slot in self._whole:
-            return self.checkpoint.read(self._whole[slot])
+    def weight(self, slot: str) -> tuple[Tensor | LowRank, str]:
+        if slot in self.keys:
+            return self.checkpoint.read(self.keys[slot])
         key_a, key_b, scaling = self.pairs[slot]
         (a, digest_a), (b, digest_b) = self.checkpoint.read(key_a), self.checkpoint.read(key_b)
-        wide = torch.promote_types(theta_0.dtype, torch.float32)
-        return theta_0.to(wide) + (b.to(wide) @ a.to(wide)) * scaling, digest_a + digest_b
+        wide = torch.promote_types(a.dtype, torch.float32)
+        return LowRank(b.to(wide) * scaling, a.to(wide)), digest_a + digest_b
 
     def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor | None:
-        if slot in self._whole:
-            key = self._whole[slot]
+        if slot in self.keys:
+            key = self.keys[slot]
             return self.checkpoint.file(key).elements(self.checkpoint.tensors[key], start, stop)
         if slot not in self.pairs:
             return theta_0
-        (_, d_i), wide = self.slots[slot], torch.promote_types(theta_0.dtype, torch.float32)
+        update, _ = self.weight(slot)
+        assert isinstance(update, LowRank)
+        d_i, wide = update.shape[1], torch.promote_types(theta_0.dtype, torch.float32)
         first, last = start // d_i, -(-stop // d_i)  # the rows that hold these elements
-        key_a, key_b, scaling = self.pairs[slot]
-        a, b = self.checkpoint.read(key_a)[0], self.checkpoint.read(key_b)[0]
-        delta = (b[first:last].to(wide) @ a.to(wide)).flatten() * scaling
-        return theta_0.to(wide) + delta[start - first * d_i : stop - first * d_i]
+        rows = LowRank(update.left[first:last], update.right).product().flatten()
+        return theta_0.to(wide) + rows[start - first * d_i : stop - first * d_i]
 
     def ignore(self, slot: str) -> None:
         del self.slots[slot]
-        self._whole.pop(slot, None)
+        self.keys.pop(slot, None)
+        self.pairs.pop(slot, None)
 
 
 def open_task(name: str, architecture: Architecture) -> Task:
     """A task by folder or hub name: a whole model, or a peft adapter."""
     checkpoint = Checkpoint.open(name)
-    if is_adapter(checkpoint.folder):
-        return LoraAdapter(Checkpoint.from_folder(name, checkpoint.folder), architecture)
-    return FullModel(checkpoint, architecture)
+    return (LoraAdapter if is_adapter(checkpoint.folder) else FullModel)(checkpoint, architecture)

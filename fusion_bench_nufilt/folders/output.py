@@ -43,12 +43,13 @@ class Output:
         records = self._journal(run)
         if records is None:
             shutil.rmtree(self.model, ignore_errors=True)
-            self._journal_path.write_text(json.dumps({"run": run}) + "\n")
         for file, (header, size) in headers.items():
             self._files[file] = self._open(file, header, size)
         self.done = {record["slot"]: record for record in records or [] if self._holds(record["written"])}
         # Written anew, so that no half line of a killed process is left in the middle.
-        self._journal_path.write_text("".join(json.dumps(r) + "\n" for r in [{"run": run}, *self.done.values()]))
+        journal = self.work / "journal.new"
+        journal.write_text("".join(json.dumps(r) + "\n" for r in [{"run": run}, *self.done.values()]))
+        journal.replace(self._journal_path)
 
     def _journal(self, run: str) -> list[Record] | None:
         """Records of an interrupted run with these inputs and settings."""

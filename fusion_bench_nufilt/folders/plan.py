@@ -1,5 +1,7 @@
 """What a merge will do and what it will take."""
 
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -11,11 +13,13 @@ from fusion_bench_nufilt.core import FusionConfig
 from .architecture import Layer
 from .checkpoint import Checkpoint
 from .memory import layer_memory, predict_seconds, process_memory
-from .models import FullModel, LoraAdapter, Task
+from .models import FullModel, Task
 from .tensors import FLOATS
 
 Accumulate = Literal["stored", "float32"]
 OnShapeMismatch = Literal["error", "keep-base"]
+# On an accelerator, layers of equal shape are solved together; about this much memory of it.
+BATCH_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,11 @@ class Plan:
         return [*([self.merged] if self.merged else []), *([self.state] if self.state else []), *self.tasks]
 
     @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """All that is read."""
+        return [self.base, *(model.checkpoint for model in self.models)]
+
+    @property
     def last_step(self) -> int:
         """How many tasks the result holds."""
         return self.first_step + len(self.tasks) - 1
@@ -108,15 +117,33 @@ class Plan:
         dtype = self.dtype(layer.keys[0])
         wide = 8 if dtype == torch.float64 else 4
         running = wide if self.settings.accumulate == "float32" or self.state else dtype.itemsize
-        task = max(self._itemsize(task, layer.slot, wide) for task in self.tasks)
+        task = max(self._itemsize(task, layer.slot) for task in self.tasks)
         shape = self.base.tensors[layer.keys[0]].shape
         return layer_memory(shape, dtype.itemsize + running + task, wide=wide, on_cpu=self.on_cpu)
 
-    def _itemsize(self, task: Task, slot: str, wide: int) -> int:
-        if isinstance(task, LoraAdapter):
-            return wide
-        assert isinstance(task, FullModel)
-        return FLOATS[task.checkpoint.tensors[task.keys[slot]].dtype].itemsize
+    def _itemsize(self, task: Task, slot: str) -> int:
+        """Bytes per element of a task's weight as stored; the factors of a LoRA are too thin to count."""
+        key = task.keys.get(slot)
+        return 0 if key is None else FLOATS[task.checkpoint.tensors[key].dtype].itemsize
+
+    def batches(self, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
+        """What is worked on at a time: one layer on a CPU, else as many of a kind as are solved together."""
+        groups: dict[tuple[tuple[int, ...], str], list[Layer]] = defaultdict(list)
+        for layer in layers:
+            info = self.base.tensors[layer.keys[0]]
+            groups[info.shape, info.dtype].append(layer)
+        for ((d_o, d_i), _), group in groups.items():
+            size = 1 if self.on_cpu else BATCH_BYTES // (4 * (5 * d_o * d_i + 3 * d_i**2))
+            if self.settings.max_memory is not None:
+                size = min(size, self.budget // self.layer_memory(group[0]))
+            size = max(1, size)
+            yield from (group[i : i + size] for i in range(0, len(group), size))
+
+    @property
+    def _largest(self) -> int:
+        """Bytes that layers take together if nothing bounds them."""
+        held = sorted(sum(map(self.layer_memory, batch)) for batch in self.batches(self.layers))
+        return sum(held[-self.workers :])
 
     @cached_property
     def process_memory(self) -> int:
@@ -128,13 +155,12 @@ class Plan:
         """Bytes that layers may take together."""
         if self.settings.max_memory is not None:
             return self.settings.max_memory - self.process_memory
-        return sum(sorted(map(self.layer_memory, self.layers))[-self.workers :])
+        return self._largest
 
     @property
     def memory(self) -> int:
         """Predicted peak of the process's resident memory, bytes."""
-        largest = sum(sorted(map(self.layer_memory, self.layers))[-self.workers :])
-        return self.process_memory + min(largest, self.budget)
+        return self.process_memory + min(self._largest, self.budget)
 
     @property
     def keeps_state(self) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 from fusion_bench_nufilt.core import FusionConfig
 
 from .architecture import Architecture, Layer, by_slot
-from .checkpoint import Checkpoint, is_adapter, some
+from .checkpoint import Checkpoint, is_adapter, read_json, some
+from .manifest import run_identity
 from .models import FullModel, LoraAdapter, Task, open_task
 from .plan import Plan, Settings
 from .tensors import FLOATS
@@ -49,17 +50,11 @@ def plan_merge(
     architecture = Architecture(theta_0)
     layers = architecture.layers(theta_0, config.target_modules, config.exclude_modules)
     chosen = {layer.slot for layer in layers}
-    for layer in layers:
-        if (info := theta_0.tensors[layer.keys[0]]).dtype not in FLOATS:
-            raise ValueError(
-                f"model '{base}', layer '{layer.keys[0]}' is stored as {info.dtype}: quantised weights can't be "
-                f"merged, only {', '.join(FLOATS)}; name the model it was quantised from"
-            )
-
+    theta_0.check_floats(key for layer in layers for key in layer.keys)
     whole = FullModel(theta_0, architecture)
     so_far = None if merged is None else FullModel(_open_merged(merged), architecture)
     models = [open_task(task, architecture) for task in tasks]
-    manifest = {} if so_far is None else read_manifest(so_far.checkpoint.folder)
+    manifest = {} if so_far is None else read_json(so_far.checkpoint.folder / MANIFEST)
     warnings = [] if so_far is None else _check_merged(whole, so_far, manifest, config, settings)
     for model in models:
         warnings += _check_shapes(whole, model, chosen, settings)
@@ -69,13 +64,17 @@ def plan_merge(
     first_step = _first_step(settings, so_far, manifest)
     others = {slot: tuple(keys) for slot, keys in by_slot(architecture, theta_0).items() if slot not in chosen}
     changed = config.other_params == "mean" or (config.other_params == "first" and first_step == 1)
-    averaged = {
-        slot for slot, keys in others.items() if changed and theta_0.tensors[keys[0]].dtype in FLOATS
-    }  # fmt: skip
+    floats = {slot for slot, keys in others.items() if theta_0.tensors[keys[0]].dtype in FLOATS}
+    averaged = floats if changed else set()
+    if so_far is not None:
+        so_far.checkpoint.check_floats(so_far.keys[slot] for slot in chosen | floats)
+    for model in models:
+        model.checkpoint.check_floats(key for slot, key in model.keys.items() if slot in chosen | averaged)
+    state = None if so_far is None else _state(so_far.checkpoint, architecture)
     plan = Plan(
         base=theta_0,
         merged=so_far,
-        state=_state(so_far, architecture, settings, warnings),
+        state=state if settings.accumulate == "float32" else None,
         tasks=models,
         config=config,
         settings=settings,
@@ -87,6 +86,10 @@ def plan_merge(
         history=list(manifest.get("tasks", [])),
         warnings=warnings,
     )
+    if state is not None and plan.state is None:
+        warnings.append(f"'{merged}' has its merged layers in float32; --accumulate float32 would go on from there")
+    elif plan.keeps_state and manifest and any(layer.slot not in (state.keys if state else ()) for layer in layers):
+        warnings.append(f"'{merged}' does not have all merged layers in float32: going on from the rounded ones")
     _check_memory(plan)
     warnings += check_relation(plan)
     return plan
@@ -108,13 +111,21 @@ def check_disk(plan: Plan, out: Path, already: int = 0) -> None:
         raise ValueError(f"the result takes {plan.disk / 1e9:.1f} GB and '{folder}' has {free / 1e9:.1f} GB left")
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """nufilt.json of a folder; empty if it has none."""
-    path = folder / MANIFEST
-    try:
-        return dict(json.loads(path.read_text())) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"'{path}' is no JSON: {error}") from error
+def check_output(plan: Plan, out: Path) -> bool:
+    """Whether ``out`` is this very merge, finished.
+
+    Raises:
+        ValueError: it is something else, or inside an input.
+    """
+    for checkpoint in plan.checkpoints:
+        if checkpoint.folder.resolve() in (out.resolve(), *out.resolve().parents):
+            raise ValueError(f"'{out}' is inside '{checkpoint.name}', which is not written to: name another folder")
+    if not (out.exists() or out.is_symlink()):
+        return False
+    here = not any(checkpoint.remote for checkpoint in plan.checkpoints)
+    if here and read_json(out / MANIFEST).get("run") == run_identity(plan):
+        return True
+    raise ValueError(f"'{out}' exists: remove it or name another folder")
 
 
 def _open_merged(name: str) -> Checkpoint:
@@ -130,7 +141,7 @@ def _check_shapes(base: FullModel, model: FullModel | Task, chosen: set[str], se
     kept = []
     for slot, shape in model.slots.items():
         if slot not in base.slots:
-            if adapter:
+            if adapter and slot not in model.keys:
                 raise ValueError(f"adapter '{name}' is for another base: '{base.checkpoint.name}' has no '{slot}'")
         elif shape != base.slots[slot]:
             outside = slot not in chosen
@@ -177,7 +188,7 @@ def _check_merged(
 def _first_step(settings: Settings, merged: FullModel | None, manifest: Mapping[str, Any]) -> int:
     if settings.step is not None or merged is None:
         return settings.step or 1
-    if "step" not in manifest:
+    if not isinstance(manifest.get("step"), int):
         raise ValueError(
             f"'{merged.checkpoint.name}' has no {MANIFEST} that tells how many tasks it holds: say with --step which "
             "number the new one has"
@@ -185,20 +196,10 @@ def _first_step(settings: Settings, merged: FullModel | None, manifest: Mapping[
     return int(manifest["step"]) + 1
 
 
-def _state(
-    merged: FullModel | None, architecture: Architecture, settings: Settings, warnings: list[str]
-) -> FullModel | None:
+def _state(merged: Checkpoint, architecture: Architecture) -> FullModel | None:
     """The merged layers in float32 that an earlier merge with ``accumulate=float32`` left."""
-    if merged is None:
-        return None
-    folder = merged.checkpoint.folder / STATE
-    if settings.accumulate == "float32" and folder.is_dir():
-        return FullModel(Checkpoint.from_folder(str(folder), folder), architecture)
-    if folder.is_dir():
-        warnings.append(f"'{folder}' holds the merged layers in float32; --accumulate float32 would go on from there")
-    elif settings.accumulate == "float32" and read_manifest(merged.checkpoint.folder):
-        warnings.append(f"'{merged.checkpoint.name}' has no float32 layers: going on from the rounded ones")
-    return None
+    folder = merged.folder / STATE
+    return FullModel(Checkpoint.from_folder(str(folder), folder), architecture) if folder.is_dir() else None
 
 
 def _check_memory(plan: Plan) -> None:

@@ -42,6 +42,8 @@ class TensorInfo:
 class TensorFile:
     """One safetensors file, open for reading.
 
+    Its ``stamp`` is size and time of the last change when it was opened.
+
     Args:
         path: the file.
 
@@ -51,6 +53,7 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         try:
+            self.stamp = _stamp(path)
             with safe_open(path, framework="pt"):  # checks sizes and offsets against each other
                 pass
             with open(path, "rb") as file:
@@ -67,6 +70,10 @@ class TensorFile:
             )
             for key, value in content.items()
         }
+
+    def changed(self) -> bool:
+        """Whether it was written to since it was opened."""
+        return _stamp(self.path) != self.stamp
 
     @cached_property
     def _descriptor(self) -> int:
@@ -98,6 +105,11 @@ class TensorFile:
                 raise ValueError(f"'{self.path}' ended before its header says: was it changed during the run?")
             done += count
         return buffer
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
 
 
 def raw(tensor: Tensor) -> memoryview:

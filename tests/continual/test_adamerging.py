@@ -1,6 +1,7 @@
 """Layer-wise AdaMerging on the new task's images, against a computation of its own."""
 
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def pools(demo):
 
 def algorithm(taskpool, **options):
     made = NewTaskAdaMergingAlgorithm(**options)
-    made._fabric_instance, made.taskpool = taskpool.fabric, taskpool
+    made._fabric_instance, made._program = taskpool.fabric, SimpleNamespace(taskpool=taskpool)
     return made
 
 
@@ -111,3 +112,13 @@ def test_without_test_images_it_is_refused(pools):
     del taskpool._test_datasets["shapes"]
     with pytest.raises(ValueError, match="CLIPVisionModelTaskPool with test images of 'shapes'"):
         algorithm(taskpool).run(modelpool)
+
+
+def test_it_runs_under_the_protocol(pools):
+    _, taskpool = pools
+    algorithm = instantiate(compose_run(["method=continual/adamerging", "method.base_method.max_steps=1"]).method)
+    algorithm._fabric_instance = taskpool.fabric
+    models = {name: load_vision_model(name) for name in ("_pretrained_", "digits", "shapes")}
+    merged = algorithm.run(models, taskpool)
+    assert type(merged) is type(models["_pretrained_"])
+    assert algorithm.matrix.missing == []

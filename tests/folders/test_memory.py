@@ -105,6 +105,20 @@ def test_a_bound_below_the_largest_layer_is_refused_with_what_it_needs(folders):
         plan_merge(f"{folders}/base", [f"{folders}/task1"], None, FusionConfig(), Settings(max_memory=10**8))
 
 
+def test_layers_solved_together_on_an_accelerator_count_together(folders, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    names = f"{folders}/base", [f"{folders}/task1"], None, FusionConfig()
+    plan = plan_merge(*names, Settings(device="cuda"))
+    batches = list(plan.batches(plan.layers))
+    held = [sum(map(plan.layer_memory, batch)) for batch in batches]
+    assert sorted(map(len, batches)) == [1, 2, 4]  # down, gate and up, the four of the attention
+    assert plan.memory == plan.process_memory + max(held)
+    bound = plan.process_memory + max(held) - 1
+    bounded = plan_merge(*names, Settings(device="cuda", max_memory=bound))
+    assert all(sum(map(bounded.layer_memory, batch)) <= bounded.budget for batch in bounded.batches(bounded.layers))
+    assert bounded.memory <= bound
+
+
 def test_a_budget_is_never_exceeded_and_a_large_reservation_goes_alone():
     budget, held, most = Budget(10), [0], [0]
     lock = threading.Lock()

@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPVisionModel
 
-from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.folders import Settings, plan_merge
 from fusion_bench_nufilt.targets import select_layers
-from tests.folders.helpers import RANKS, merge, same, save_stream, tensors
+from tests.folders.helpers import RANKS, change, merge, same, save_stream, tensors
 from tests.models import clip, full_clip, llama, llava, t5
 
 FAMILIES = [clip, full_clip, t5, llama, llava]
@@ -159,6 +160,33 @@ def test_float32_layers_are_kept_beside_the_model_and_out_of_its_way(tmp_path):
     AutoModelForCausalLM.from_pretrained(out)
 
 
+def test_float32_layers_go_on_where_they_are_and_rounded_ones_where_they_are_not(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
+    merge(tmp_path, ["task1"], "one", settings={"accumulate": "float32"}, target_modules=["mlp"])
+    out = merge(tmp_path, ["task2"], "two", merged="one", settings={"accumulate": "float32"})
+    warnings = json.loads((out / "nufilt.json").read_text())["warnings"]
+    assert any("does not have all merged layers in float32" in text for text in warnings)
+    assert len(load_file(out / "nufilt_state" / "model.safetensors")) == 14
+
+
+def test_a_float32_base_needs_no_float32_layers_beside_it(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    settings = Settings(accumulate="float32")
+    merge(tmp_path, ["task1"], "one", settings=settings)
+    plan = plan_merge(
+        str(tmp_path / "base"), [str(tmp_path / "task2")], str(tmp_path / "one"), FusionConfig(**RANKS), settings
+    )
+    assert plan.warnings == []
+
+
+def test_a_task_stored_in_more_digits_is_computed_in_the_bases(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    expected = tensors(merge(tmp_path, ["task1", "task2"], "expected"))
+    for key in select_layers(llama()):
+        change(tmp_path / "task2", key, lambda value: value.double())
+    assert same(tensors(merge(tmp_path, ["task1", "task2"])), expected)
+
+
 def test_the_manifest_says_what_was_merged_and_the_card_names_no_folder(tmp_path):
     save_stream(tmp_path, llama())
     out = merge(tmp_path)
@@ -169,6 +197,25 @@ def test_the_manifest_says_what_was_merged_and_the_card_names_no_folder(tmp_path
     assert len({entry["sha256"] for entry in manifest["inputs"].values()}) == 4
     assert str(tmp_path) not in (out / "nufilt.json").read_text() + (out / "README.md").read_text()
     assert 'base_model: "base"' in (out / "README.md").read_text()
+
+
+def test_warnings_in_the_manifest_name_no_folder(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    llama(seed=9).save_pretrained(tmp_path / "task1")
+    text = (merge(tmp_path, ["task1"]) / "nufilt.json").read_text()
+    assert "'task1' looks as if it was made from another base than 'base'" in text
+    assert str(tmp_path) not in text
+
+
+def test_digests_of_inputs_tell_averaged_tensors_too(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    digests = []
+    for out in ("one", "two"):
+        manifest = json.loads((merge(tmp_path, ["task1"], out, other_params="mean") / "nufilt.json").read_text())
+        assert manifest["inputs"]["task 0"]["tensors_read"] == 20
+        digests.append(manifest["inputs"]["task 0"]["sha256"])
+        change(tmp_path / "task1", "model.norm.weight", lambda value: value + 1e-3)
+    assert digests[0] != digests[1]
 
 
 def test_the_inputs_are_not_written_to(tmp_path):

@@ -6,10 +6,11 @@ import os
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.folders import Settings, plan_merge, tensors
+from fusion_bench_nufilt.folders import merge as merge_module
 from tests.folders.helpers import change, hashes, merge, save_stream
 from tests.models import llama
 
@@ -130,9 +131,32 @@ def test_a_merged_weight_that_half_precision_cannot_hold(tmp_path):
     refuse_late(tmp_path, f"tensor '{UP}': the merged weight became infinite in F16")
 
 
-def test_quantised_weights(stream):
-    change(stream / "base", UP, lambda tensor: tensor.to(torch.int8))
-    refuse(stream, f"'{UP}' is stored as I8: quantised weights can't be merged")
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("model", ["base", "task2"])
+def test_quantised_weights(stream, model, dtype):
+    change(stream / model, UP, lambda tensor: tensor.to(dtype))
+    refuse(stream, f"{model}', tensor '{UP}' is stored as (I8|F8_E4M3): quantised weights can't be merged")
+
+
+def test_quantised_weights_of_the_merged_model(stream):
+    (stream / "task1").rename(stream / "one")
+    (stream / "task2").rename(stream / "task1")
+    (stream / "one" / "nufilt.json").write_text('{"step": 1}')
+    change(stream / "one", UP, lambda tensor: tensor.to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match=f"one', tensor '{UP}' is stored as F8_E4M3"):
+        plan_merge(str(stream / "base"), [str(stream / "task1")], str(stream / "one"))
+
+
+def test_quantised_weights_are_refused_where_they_are_averaged_and_no_matter_where_not(stream):
+    change(stream / "task2", EMBEDDING, lambda tensor: tensor.to(torch.float8_e4m3fn))
+    refuse(stream, f"task2', tensor '{EMBEDDING}' is stored as F8_E4M3", other_params="mean")
+    plan_merge(str(stream / "base"), [str(stream / "task2")])
+
+
+def test_a_tensor_in_two_shards(stream):
+    first, *_, last = sorted((stream / "base").glob("*.safetensors"))
+    save_file({**load_file(first), **load_file(last)}, first, metadata={"format": "pt"})
+    refuse(stream, rf"base' has '.*' in '{last.name}' and in another file: remove one of them")
 
 
 def test_a_target_that_matches_no_layer(stream):
@@ -156,6 +180,15 @@ def test_a_merged_model_of_unknown_step(stream):
     plan_merge(str(stream / "base"), [str(stream / "task2")], str(stream / "task1"), settings=Settings(step=2))
 
 
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [("[1]", r"nufilt\.json' is no JSON object"), ('{"step": "x"}', "say with --step")],
+)
+def test_a_manifest_that_is_none(stream, manifest, message):
+    (stream / "task1" / "nufilt.json").write_text(manifest)
+    refuse(stream, message, merged="task1")
+
+
 def test_changed_settings_are_warned_about(stream):
     merge(stream, ["task1"], "one")
     plan = plan_merge(str(stream / "base"), [str(stream / "task2")], str(stream / "one"), settings=Settings(seed=7))
@@ -171,6 +204,26 @@ def test_an_output_that_exists(stream):
 def test_an_output_inside_an_input(stream):
     with pytest.raises(ValueError, match=r"is inside '.*task1', which is not written to"):
         merge(stream, ["task1"], "task1/out")
+
+
+def test_a_mean_that_half_precision_cannot_hold(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2, dtype=torch.float16)
+    change(tmp_path / "task2", EMBEDDING, lambda tensor: tensor.float() + 1e6)
+    with pytest.raises(ValueError, match=rf"model '.*task2', tensor '{EMBEDDING}' has .* torch\.float16 can't hold"):
+        merge(tmp_path, ["task1", "task2"], other_params="mean")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
+    fuse = merge_module.fuse_layers
+
+    def overwrite_and_fuse(*args, **kwargs):
+        path = stream / "task2" / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-64] + bytes(64))
+        return fuse(*args, **kwargs)
+
+    monkeypatch.setattr(merge_module, "fuse_layers", overwrite_and_fuse)
+    refuse_late(stream, "task2' was changed during the run")
 
 
 def test_a_config_that_is_no_json(stream):

@@ -1,20 +1,24 @@
 """A run that was killed leaves nothing that looks finished, and goes on where it stopped."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
+from transformers import LlamaForCausalLM
 
 from fusion_bench_nufilt.folders import merge as merge_module
 from fusion_bench_nufilt.folders.output import work_folder
 from tests.conftest import REPO
 from tests.folders.helpers import change, hashes, merge, save_stream
+from tests.folders.test_adapters import save_adapter
 from tests.models import llama
 
 # One process imports everything, forks a merge ten times and kills it at a random moment; then once more to the end.
@@ -131,6 +135,36 @@ def test_a_half_written_line_of_the_journal_is_forgotten(stream, monkeypatch):
     path = work_folder(stream / "out") / "journal.jsonl"
     path.write_text(path.read_text()[:-30])
     assert hashes(merge(stream)) == expected
+
+
+def test_a_disk_too_full_for_the_journal_loses_nothing(stream, monkeypatch):
+    done = interrupted(stream, monkeypatch)
+    write_text = Path.write_text
+
+    def full(path, text):
+        write_text(path, text[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        merge(stream)
+    monkeypatch.setattr(Path, "write_text", write_text)
+    computed = count_layers(monkeypatch)
+    merge(stream)
+    assert len(set(computed)) == 14 - min(done, 14)
+
+
+def test_an_adapter_scaled_otherwise_starts_anew(stream, monkeypatch):
+    save_adapter(stream, LlamaForCausalLM.from_pretrained(stream / "base"))
+    (stream / "task3").rename(stream / "unused")
+    (stream / "adapter").rename(stream / "task3")
+    interrupted(stream, monkeypatch)
+    path = stream / "task3" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": 64}))
+    assert hashes(merge(stream)) == hashes(merge(stream, out="expected"))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": 32}))
+    with pytest.raises(ValueError, match="out' exists"):  # it is not what is asked for now
+        merge(stream)
 
 
 @pytest.mark.parametrize("what", ["settings", "input"])
