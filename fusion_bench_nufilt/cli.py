@@ -121,7 +121,7 @@ def compare(
     logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
     try:
         from fusion_bench_nufilt import compare as room
-        from fusion_bench_nufilt.continual.report import print_table
+        from fusion_bench_nufilt.continual.report import fits_terminal, print_table
 
         words = list(overrides or ())
         specs = room.parse_methods(methods, room.Methods(words)) if methods else []
@@ -143,10 +143,12 @@ def compare(
     except KeyboardInterrupt:
         terminal.print(f"interrupted: what is finished is kept in {out}; the same command goes on", highlight=False)
         raise typer.Exit(130) from None
-    tables = room.task_table(comparison), room.main_table(comparison)
-    for table in tables:
-        print_table(room.as_rich(table))
-    print("\n".join(tables[-1].notes))
+    main = room.main_table(comparison)
+    per_task = room.as_rich(room.task_table(comparison))
+    if fits_terminal(per_task):  # else it is in per_task.md
+        print_table(per_task)
+    print_table(room.as_rich(main))
+    print("\n".join(main.notes))
     terminal.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
     if not comparison.finished:
         raise typer.Exit(1)

@@ -37,8 +37,19 @@ def print_table(table: Table) -> None:
     """Print a table to standard output, whole also where that is no terminal."""
     console = Console()
     if not console.is_terminal:  # a pipe has no width of its own, and a cropped table is of no use
-        console = Console(width=Measurement.get(console, console.options.update(max_width=1000), table).maximum)
+        console = Console(width=_width(table))
     console.print(table)
+
+
+def fits_terminal(table: Table) -> bool:
+    """Would :func:`print_table` show all of it?"""
+    console = Console()
+    return not console.is_terminal or _width(table) <= console.width
+
+
+def _width(table: Table) -> int:
+    console = Console()
+    return Measurement.get(console, console.options.update(max_width=1000), table).maximum
 
 
 def summary(matrix: AccuracyMatrix) -> str:

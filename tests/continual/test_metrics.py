@@ -51,3 +51,29 @@ def test_nothing_measured_is_not_a_number():
     assert math.isnan(empty.acc)
     assert math.isnan(empty.bwt)
     assert empty.missing == ["a", "b"]
+
+
+def test_plasticity_is_the_mean_of_the_diagonal():
+    assert matrix([[0.9], [0.8, 0.7], [0.6, 0.65, 0.5]]).plasticity == pytest.approx(0.7)
+    assert matrix([[0.9], [math.nan, math.nan], [0.6, 0.65, 0.5]]).plasticity == pytest.approx(0.7)
+    assert math.isnan(AccuracyMatrix("ab").plasticity)
+
+
+def test_the_mean_of_the_tasks_seen_needs_them_all():
+    assert matrix([[0.9], [0.8, 0.7], [0.6, 0.65, 0.5]]).mean_seen == pytest.approx([0.9, 0.75, 0.58333333])
+    diagonal = matrix([[0.9], [math.nan, 0.7], [0.6, 0.65, 0.5]]).mean_seen
+    assert math.isnan(diagonal[1])
+    assert diagonal[[0, 2]] == pytest.approx([0.9, 0.58333333])
+
+
+def test_a_task_that_never_gets_a_score_is_not_waited_for():
+    nan = math.nan
+    assert matrix([[0.9], [0.8, nan], [0.6, nan, 0.5]]).mean_seen == pytest.approx([0.9, 0.8, 0.55])
+    assert math.isnan(matrix([[nan], [nan, 0.7], [nan, 0.6, 0.5]]).mean_seen[0])
+
+
+def test_rows_and_back_are_the_same():
+    filled = matrix([[0.9], [math.nan, 0.7], [0.6, 0.65, 0.5]])
+    assert filled.rows()[1] == [None, 0.7, None]
+    again = AccuracyMatrix.from_rows(filled.tasks, filled.rows())
+    assert again.rows() == filled.rows()
