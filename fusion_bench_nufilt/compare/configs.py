@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,10 @@ from fusion_bench.utils import import_object, instantiate
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
+from hydra.errors import HydraException
 from lightning import Fabric
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 
@@ -25,9 +28,22 @@ PROGRAM = "fabric_model_fusion"
 NOT_AMONG_ALL = ("batch", "stream", "adamerging")
 
 
+@contextmanager
+def composing() -> Iterator[None]:
+    """Turn what Hydra and OmegaConf raise into a ValueError of one line."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
 def compose_run(overrides: Sequence[str]) -> DictConfig:
-    """What `fusion_bench` composes from these overrides."""
-    with _config_loader():
+    """What `fusion_bench` composes from these overrides.
+
+    Raises:
+        ValueError: they can't be composed.
+    """
+    with composing(), _config_loader():
         return compose(PROGRAM, list(overrides))
 
 
@@ -148,11 +164,18 @@ def make_method(config: DictConfig, fabric: Fabric) -> Any:
     return _make(config, fabric, load_algorithm_from_config)
 
 
+def plain(config: DictConfig) -> Any:
+    """The resolved values, as JSON gives them back."""
+    with composing():
+        return json.loads(json.dumps(OmegaConf.to_container(config, resolve=True), default=str))
+
+
 def _make(config: DictConfig, fabric: Fabric, load_v01: Callable[[DictConfig], Any]) -> Any:
     """As FusionBench's program does it; a config without ``_target_`` is of FusionBench 0.1."""
-    made = (
-        instantiate(config, _recursive_=config.get("_recursive_", False)) if "_target_" in config else load_v01(config)
-    )
+    if "_target_" in config:
+        made = instantiate(config, _recursive_=config.get("_recursive_", False))
+    else:
+        made = load_v01(config)
     for attribute in ("_fabric_instance", "_fabric"):  # the second is the 0.1 kind's
         if hasattr(made, attribute):
             setattr(made, attribute, fabric)

@@ -165,10 +165,11 @@ def sensitivity(comparison: Comparison) -> Figure:
     """ACC (above) and BWT (below) over each setting, the others fixed; a dashed line marks the value they have."""
     figure = Figure(figsize=(11, 5), layout="constrained")
     panels = figure.subplots(2, len(SENSITIVITY), sharex="col", sharey="row")
-    default = comparison.methods[0]
+    default = sensitivity_default(comparison)
+    assert default is not None
     for column, (key, symbol) in enumerate(SENSITIVITY.items()):
-        varied = [m for m in comparison.methods if m.spec.label.startswith(f"{key}=")]
-        curve = sorted((m for m in [default, *varied] if m.matrices), key=lambda m: m.setting(key))
+        varied = [m for m in comparison.finished if _changed(m) == [key]]
+        curve = sorted([default, *varied], key=lambda method: method.setting(key))
         values = [method.setting(key) for method in curve]
         for axes, name, value in ((panels[0, column], "ACC (%)", _acc), (panels[1, column], "BWT (%)", _bwt)):
             means = [100 * value(method).mean for method in curve]
@@ -183,6 +184,17 @@ def sensitivity(comparison: Comparison) -> Figure:
                 axes.set_ylabel(name)
         panels[1, column].set_xlabel(f"{key} (${symbol}$)" if "_" in symbol else key)
     return figure
+
+
+def sensitivity_default(comparison: Comparison) -> MethodResult | None:
+    """NUFILT with nothing changed, which the others differ from; None if it is not there or failed."""
+    return next((method for method in comparison.finished if _changed(method) == []), None)
+
+
+def _changed(method: MethodResult) -> list[str] | None:
+    """The settings in which it differs from NUFILT; None for another method."""
+    settings = method.spec.settings
+    return [setting.partition("=")[0] for setting in settings] if method.spec.method == "nufilt" else None
 
 
 def _acc(method: MethodResult) -> Mean:

@@ -65,8 +65,10 @@ def _wanted(comparison: Comparison) -> list[str]:
         names.append("stability_plasticity.png")
     if comparison.settings["evaluate"] == "every_step":
         names.append("accuracy_per_step.png")
-    if comparison.preset in ("ablation", "sensitivity"):
-        names.append(f"{comparison.preset}.png")
+    if comparison.preset == "ablation":
+        names.append("ablation.png")
+    if comparison.preset == "sensitivity" and plots.sensitivity_default(comparison) is not None:
+        names.append("sensitivity.png")
     return names
 
 

@@ -9,20 +9,18 @@ from typing import Any, get_args
 
 import lightning
 import torch
-from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from fusion_bench_nufilt.continual.report import summary
 from fusion_bench_nufilt.continual.stream import Evaluate
 
-from .configs import compose_run, make_method
+from .configs import compose_run, make_method, plain
 from .display import progress_bars, quiet, steps_bar
 from .specs import RunSpec, check_specs
 from .store import Run, Store
 from .summary import Comparison, MethodResult
-from .workbench import Workbench, plain, score_references
+from .workbench import Workbench, score_references
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +64,7 @@ def compare(
     if wrong := [override for override in overrides if override.startswith(("method=", "modelpool="))]:
         raise ValueError(f"'{wrong[0]}': the methods and the model pool are chosen by options of their own")
     everywhere = [f"modelpool={modelpool}", *overrides]
-    try:
-        workbench = Workbench(compose_run([o for o in everywhere if not o.lstrip("+~").startswith("method.")]))
-    except _COMPOSING as error:
-        raise ValueError(_reason(error)) from None
+    workbench = Workbench(compose_run([o for o in everywhere if not o.lstrip("+~").startswith("method.")]))
     settings = {
         "modelpool": modelpool,
         "overrides": list(overrides),
@@ -115,9 +110,9 @@ def _known_runs(
     for spec in specs:
         try:
             configs[spec] = plain(compose_run([*overrides, *spec.overrides]).method)
-        except _COMPOSING as error:
-            log.warning("%s: %s", spec.label, _reason(error))
-            runs |= {(spec, seed): Run(seed, {}, {}, error=_reason(error)) for seed in seeds}
+        except ValueError as error:
+            log.warning("%s: %s", spec.label, error)
+            runs |= {(spec, seed): Run(seed, {}, {}, error=str(error)) for seed in seeds}
     missing = {}
     for seed in seeds:
         for spec, config in configs.items():
@@ -144,10 +139,7 @@ def _run(workbench: Workbench, config: dict[str, Any], seed: int, on_step: Calla
         torch.cuda.empty_cache()
 
 
-_COMPOSING = (HydraException, OmegaConfBaseException)
-
-
 def _reason(error: Exception) -> str:
     """In one line."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, ValueError | HydraException) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

@@ -1,19 +1,18 @@
 """What all runs of a comparison share: models, data, classification heads, and the scores of the single models."""
 
-import json
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import lightning
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.continual.evaluation import score
 from fusion_bench_nufilt.continual.report import package_versions
 
-from .configs import make_fabric, make_modelpool, make_taskpool, taskpool_config
+from .configs import make_fabric, make_modelpool, make_taskpool, plain, taskpool_config
 from .store import References
 
 
@@ -65,8 +64,3 @@ def score_references(workbench: Workbench, on_step: Callable[[int], Any]) -> Ref
         references["individual"] |= scores(task, [task])
         on_step(step)
     return references
-
-
-def plain(config: DictConfig) -> Any:
-    """The resolved values, as JSON gives them back."""
-    return json.loads(json.dumps(OmegaConf.to_container(config, resolve=True), default=str))

@@ -2,10 +2,13 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 
-from fusion_bench_nufilt.compare import save_report
+from fusion_bench_nufilt.compare import RunSpec, save_report
+from fusion_bench_nufilt.compare.plots import sensitivity
+from fusion_bench_nufilt.compare.summary import MethodResult
 from tests.compare.helpers import CONFIG, comparison, failed, finished
 
 SEEDS = (42, 43)
@@ -59,7 +62,16 @@ def test_the_ablation_ends_in_bars(tmp_path):
     assert "ablation.png" in save_report(two(preset="ablation", modelpool=B32), tmp_path)
 
 
-def test_the_sensitivity_ends_in_curves(tmp_path):
-    ranks = {"nufilt": 8, "null_rank=2": 2, "null_rank=4": 4, "null_rank=16": 16}
-    runs = {label: [finished(s, config=CONFIG | {"null_rank": rank}) for s in SEEDS] for label, rank in ranks.items()}
-    assert "sensitivity.png" in save_report(comparison(runs, preset="sensitivity"), tmp_path)
+def test_the_sensitivity_ends_in_curves_around_the_default(tmp_path):
+    specs = {RunSpec("ours", (), "nufilt"): 8}
+    specs |= {RunSpec(f"rank {n}", (), "nufilt", (f"null_rank={n}",)): n for n in (2, 4, 16)}
+    specs |= {RunSpec("other", (), "opcm"): 1}
+    methods = [
+        MethodResult(spec, [finished(seed, config=CONFIG | {"null_rank": rank}) for seed in SEEDS])
+        for spec, rank in specs.items()
+    ]
+    result = replace(two(preset="sensitivity"), methods=methods)
+    assert "sensitivity.png" in save_report(result, tmp_path)
+    curve = sensitivity(result).axes[0].lines[0]
+    assert curve.get_xdata().tolist() == [2, 4, 8, 16]
+    assert "sensitivity.png" not in save_report(replace(result, methods=methods[1:]), tmp_path)
