@@ -91,7 +91,7 @@ def _draw_equal_acc(axes: Axes, tasks: int) -> None:
         axes.plot([left, right], [(acc - left) / share, (acc - right) / share], color="0.85", linewidth=0.8, zorder=0)
         at_top = acc - share * top  # where the line leaves the frame
         x, y = (at_top, top) if left <= at_top <= right else (right, (acc - right) / share)
-        if bottom <= y <= top:
+        if bottom <= y <= top and x - left > 0.08 * (right - left):  # room for the words
             axes.annotate(
                 f"ACC {acc}", (x, y), (-2, -2), textcoords="offset points",
                 ha="right", va="top", fontsize=7, color="0.5",
