@@ -70,6 +70,8 @@ def plan_merge(
         so_far.checkpoint.check_floats(so_far.keys[slot] for slot in chosen | floats)
     for model in models:
         model.checkpoint.check_floats(key for slot, key in model.keys.items() if slot in chosen | averaged)
+        if isinstance(model, FullModel) and (absent := sorted(averaged - model.keys.keys())):
+            warnings.append(f"'{model.checkpoint.name}' lacks {some(absent)}: left out of their means")
     state = None if so_far is None else _state(so_far.checkpoint, architecture)
     plan = Plan(
         base=theta_0,
