@@ -78,9 +78,7 @@ def plan_merge(
         if settings.accumulate == "float32":
             state = FullModel(Checkpoint.from_folder(str(kept), kept), architecture)
         else:
-            warnings.append(
-                f"'{merged}' has the merged layers in float32; --accumulate float32 goes on from there"
-            )
+            warnings.append(f"'{merged}' has the merged layers in float32; --accumulate float32 goes on from there")
     plan = Plan(
         base=theta_0,
         merged=so_far,
