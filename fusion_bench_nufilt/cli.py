@@ -88,7 +88,7 @@ def merge(
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             bar = progress.add_task("", total=len(plan.layers) + len(plan.others))
             merge_folders(plan, out, lambda done, total: progress.update(bar, completed=done, total=total))
-        console.print(f"[bold]{out}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
+        console.print(f"[bold]{escape(str(out))}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
     except (ValueError, OSError) as error:
         raise _failed(error) from None
 

@@ -79,6 +79,12 @@ def test_what_the_system_refuses_is_one_line_too_and_a_dry_run_tells_an_output_t
     assert (code, "exists: remove it" in text) == (1, True)
 
 
+def test_the_name_of_a_folder_is_no_markup(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    out = tmp_path / "[" / "bold]"
+    assert nufilt("merge", "--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", out, *FLAGS)[0] == 0
+
+
 def test_words_choose_layers_as_in_the_yaml(tmp_path):
     save_stream(tmp_path, llama(), tasks=1)
     arguments = ("--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", tmp_path / "out", "--dry-run")

@@ -123,11 +123,17 @@ class _Merge:
         for layer in layers:
             theta_0[layer.name], read[layer.slot]["base"] = plan.base.read(layer.keys[0])
             running[layer.name] = theta_0[layer.name]
-            if plan.state is not None and layer.slot in plan.state.keys:
-                running[layer.name], read[layer.slot]["state"] = plan.state.weight(layer.slot)
-            elif plan.merged is not None:
+            if plan.merged is not None:
                 weight, read[layer.slot]["merged"] = plan.merged.weight(layer.slot)
                 running[layer.name] = weight.to(plan.dtype(layer.keys[0]))
+            if plan.state is not None and layer.slot in plan.state.keys:
+                weight, read[layer.slot]["state"] = plan.state.weight(layer.slot)
+                if not torch.equal(weight.to(running[layer.name].dtype), running[layer.name]):
+                    raise ValueError(
+                        f"'{plan.state.checkpoint.name}' does not belong to the weights beside it: '{layer.name}' "
+                        "differs; remove it if the weights are right"
+                    )
+                running[layer.name] = weight
             if plan.settings.accumulate == "float32":
                 wide = torch.promote_types(plan.dtype(layer.keys[0]), torch.float32)
                 running[layer.name] = running[layer.name].to(wide)

@@ -50,7 +50,11 @@ class FullModel:
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.checkpoint = checkpoint
-        self.keys = {slot: keys[0] for slot, keys in by_slot(architecture, checkpoint).items()}
+        # Where a model that the base ties is stored untied, the slot's own name wins: the embedding, not the head.
+        self.keys = {
+            slot: next((key for key in keys if architecture.module_name(key) == slot), keys[0])
+            for slot, keys in by_slot(architecture, checkpoint).items()
+        }
         self.slots = {slot: checkpoint.tensors[key].shape for slot, key in self.keys.items()}
 
     def weight(self, slot: str) -> tuple[Tensor, str]:
@@ -105,7 +109,7 @@ class LoraAdapter:
                 slot = architecture.slot(name)
                 self.keys[slot] = key
                 self.slots[slot] = info.shape
-            elif not name.endswith(".lora_B.weight"):
+            elif not name.endswith(".lora_B.weight") or key.replace(".lora_B.", ".lora_A.") not in checkpoint.tensors:
                 unknown.append(key)
         if unknown:
             raise ValueError(f"adapter '{checkpoint.name}': {some(unknown)}: no LoRA of a linear layer")

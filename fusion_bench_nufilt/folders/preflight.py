@@ -70,11 +70,19 @@ def plan_merge(
         so_far.checkpoint.check_floats(so_far.keys[slot] for slot in chosen | floats)
     for model in models:
         model.checkpoint.check_floats(key for slot, key in model.keys.items() if slot in chosen | averaged)
-    state = None if so_far is None else _state(so_far.checkpoint, architecture)
+        if isinstance(model, FullModel) and (absent := sorted(averaged - model.keys.keys())):
+            warnings.append(f"'{model.checkpoint.name}' is left out of the mean of {some(absent)}")
+    kept = None if so_far is None else so_far.checkpoint.folder / STATE  # the merged layers in float32
+    state = None
+    if kept is not None and kept.is_dir():
+        if settings.accumulate == "float32":
+            state = FullModel(Checkpoint.from_folder(str(kept), kept), architecture)
+        else:
+            warnings.append(f"'{merged}' has the merged layers in float32; --accumulate float32 goes on from there")
     plan = Plan(
         base=theta_0,
         merged=so_far,
-        state=state if settings.accumulate == "float32" else None,
+        state=state,
         tasks=models,
         config=config,
         settings=settings,
@@ -86,9 +94,7 @@ def plan_merge(
         history=list(manifest.get("tasks", [])),
         warnings=warnings,
     )
-    if state is not None and plan.state is None:
-        warnings.append(f"'{merged}' has its merged layers in float32; --accumulate float32 would go on from there")
-    elif plan.keeps_state and manifest and any(layer.slot not in (state.keys if state else ()) for layer in layers):
+    if plan.keeps_state and manifest and not chosen <= (state.keys.keys() if state else set()):
         warnings.append(f"'{merged}' does not have all merged layers in float32: going on from the rounded ones")
     _check_memory(plan)
     warnings += check_relation(plan)
@@ -194,12 +200,6 @@ def _first_step(settings: Settings, merged: FullModel | None, manifest: Mapping[
             "number the new one has"
         )
     return int(manifest["step"]) + 1
-
-
-def _state(merged: Checkpoint, architecture: Architecture) -> FullModel | None:
-    """The merged layers in float32 that an earlier merge with ``accumulate=float32`` left."""
-    folder = merged.folder / STATE
-    return FullModel(Checkpoint.from_folder(str(folder), folder), architecture) if folder.is_dir() else None
 
 
 def _check_memory(plan: Plan) -> None:

@@ -162,6 +162,15 @@ def test_a_lora_of_a_convolution_is_refused_by_name(tmp_path):
     refuse(tmp_path, r"patch_embedding\.lora_A\.weight': no LoRA of a linear layer")
 
 
+@pytest.mark.parametrize("lost", ["A", "B"])
+def test_half_a_lora_is_refused_by_name(tmp_path, lost):
+    save_stream(tmp_path, llama(), tasks=1)
+    save_adapter(tmp_path, LlamaForCausalLM.from_pretrained(tmp_path / "base"))
+    key = f"base_model.model.model.layers.0.self_attn.q_proj.lora_{lost}.weight"
+    change(tmp_path / "adapter", key, lambda value: None)
+    refuse(tmp_path, r"layers\.0\.self_attn\.q_proj\.lora_(B\.weight': no LoRA|A\.weight' and no '.*lora_B)")
+
+
 def test_an_adapter_config_that_is_no_json_is_refused_by_name(tmp_path):
     save_stream(tmp_path, llama(), tasks=1)
     save_adapter(tmp_path, LlamaForCausalLM.from_pretrained(tmp_path / "base"))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPVisionModel
 
 from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm
@@ -101,10 +101,24 @@ def test_tied_weights_stay_tied_and_are_written_once(tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+def test_a_task_that_unties_its_head_gives_its_embedding_to_the_tied_weight(tmp_path):
+    save_stream(tmp_path, llama(tie_word_embeddings=True), tasks=1)
+    expected = tensors(merge(tmp_path, ["task1"], "expected", other_params="mean"))
+    path = tmp_path / "task1" / "model.safetensors"
+    save_file({**load_file(path), "lm_head.weight": torch.ones(50, 32)}, path, metadata={"format": "pt"})
+    assert same(tensors(merge(tmp_path, ["task1"], other_params="mean")), expected)
+
+
+def test_a_tensor_that_a_task_lacks_is_left_out_of_its_mean_with_a_warning(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    change(tmp_path / "task1", "model.norm.weight", lambda value: None)
+    out = merge(tmp_path, ["task1"], other_params="mean")
+    assert "'task1' is left out of the mean of 'model.norm.weight'" in (out / "nufilt.json").read_text()
+    assert torch.equal(*(tensors(folder)["model.norm.weight"] for folder in (out, tmp_path / "base")))
+
+
 def test_a_task_that_names_its_tensors_otherwise_is_the_same_task(tmp_path):
     """Older LLaVA checkpoints say `language_model.model.…` where newer ones say `model.language_model.…`."""
-    from safetensors.torch import save_file
-
     models = save_stream(tmp_path, llava())
     expected = tensors(merge(tmp_path))
     for path in (tmp_path / "task2").glob("*.safetensors"):

@@ -189,6 +189,15 @@ def test_a_manifest_that_is_none(stream, manifest, message):
     refuse(stream, message, merged="task1")
 
 
+def test_float32_layers_of_weights_that_were_changed_since(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
+    settings = Settings(accumulate="float32")
+    merge(tmp_path, ["task1"], "one", settings=settings)
+    change(tmp_path / "one", UP, lambda tensor: tensor * 2)
+    with pytest.raises(ValueError, match=r"nufilt_state' does not belong to the weights.*1\.mlp\.up_proj'"):
+        merge(tmp_path, ["task2"], merged="one", settings=settings)
+
+
 def test_changed_settings_are_warned_about(stream):
     merge(stream, ["task1"], "one")
     plan = plan_merge(str(stream / "base"), [str(stream / "task2")], str(stream / "one"), settings=Settings(seed=7))
