@@ -89,14 +89,17 @@ def update_ridge(ridge: float, *, in_tau: bool = False, restore_only: bool = Fal
     return solve
 
 
-def adapter_ridge(ridge: float, *, rank: float = math.inf, restore_only: bool = False) -> Solve:
+def adapter_ridge(ridge: float, *, rank: float = math.inf, sketch: bool = False, restore_only: bool = False) -> Solve:
     r"""min_A ||T - tau B A V||^2 + lambda ||A||^2 with B fixed to the top right singular vectors of tau, ``rank`` times
     r_l of them; where B has all, BA is any matrix. The columns of tau B are orthogonal: with g their squared norms and
-    V^T V = W s W^T, A = [(B^T tau^T T W) / (g s^T + lambda)] W^T V^T. ridge is lambda over the mean g."""
+    V^T V = W s W^T, A = [(B^T tau^T T W) / (g s^T + lambda)] W^T V^T. ridge is lambda over the mean g.
+
+    ``sketch``: B spans tau^T tau A^T instead, with the initial A of the adapter, so that no more singular vectors of
+    tau are needed than V_t."""
 
     def solve(p: Problem) -> Tensor:
         V, T = p.V, (p.tau - p.tau_filtered) @ p.V_t if restore_only else p.T
-        B = p.E[:, : round(min(rank * len(p.A), p.E.shape[-1]))]
+        B = sketched(p) if sketch else p.E[:, : round(min(rank * len(p.A), p.E.shape[-1]))]
         tau_B = p.tau @ B
         g, scale = tau_B.square().sum(dim=0), p.tau.square().sum() / min(p.tau.shape)
         s, W = torch.linalg.eigh(V.mT @ V)
@@ -104,6 +107,13 @@ def adapter_ridge(ridge: float, *, rank: float = math.inf, restore_only: bool = 
         return tau_B @ (C @ (V @ W).mT)
 
     return solve
+
+
+def sketched(p: Problem) -> Tensor:
+    """An orthonormal basis of the rows of A tau^T tau in which tau^T tau is diagonal, ``(d_i, r_l)``."""
+    G = p.tau.mT @ p.tau
+    Q = torch.linalg.qr(G @ p.A.mT).Q
+    return Q @ torch.linalg.eigh(Q.mT @ G @ Q).eigenvectors
 
 
 PAPER, UNFILTERED = "Adam 50 x 1e-3 (paper)", "adapter only (P = I)"
@@ -119,6 +129,7 @@ WAYS: dict[str, Solve] = {
     **{f"update ridge {ridge:g}": update_ridge(ridge) for ridge in (0.01, 0.1, 0.3, 1, 3, 10)},
     **{f"adapter ridge {ridge:g}": adapter_ridge(ridge) for ridge in (0.01, 0.1, 1, 3, 10, 30, 100)},
     **{f"adapter ridge {ridge:g}, rank r_l": adapter_ridge(ridge, rank=1) for ridge in (1, 3, 10, 30)},
+    **{f"adapter ridge {ridge:g}, sketched": adapter_ridge(ridge, sketch=True) for ridge in (3, 10, 30)},
     **{f"adapter ridge 10, rank {n} r_l": adapter_ridge(10, rank=n) for n in (0.8, 3)},
     # Not candidates: they take the candidates apart.
     "why: Adam 50 x 1e-3, U kept in span V": adam(50, 1e-3, inside=True),
@@ -243,7 +254,8 @@ def time_layer(d_o: int, d_i: int) -> str:
         "Adam 5 x 0.01",
         "update ridge 1",
         "adapter ridge 1",
-        "adapter ridge 1, rank r_l",
+        "adapter ridge 10, rank r_l",
+        "adapter ridge 10, sketched",
     ):
         seconds = []
         for _ in range(7):

@@ -29,7 +29,7 @@ class NufiltContinualMergingAlgorithm(ContinualMergingAlgorithm):
 
     Args:
         null_rank, lora_rank, task_rank, lr, max_steps, init_std, null_space, target_modules, exclude_modules,
-            other_params, first_task, solver: see :class:`fusion_bench_nufilt.core.FusionConfig`.
+            other_params, first_task, solver, ridge: see :class:`fusion_bench_nufilt.core.FusionConfig`.
         **kwargs: the protocol, see :class:`fusion_bench_nufilt.continual.ContinualMergingAlgorithm`.
 
     Examples:
@@ -51,6 +51,7 @@ class NufiltContinualMergingAlgorithm(ContinualMergingAlgorithm):
         other_params: OtherParams = "pretrained",
         first_task: FirstTask = "paper",
         solver: Solver = "adam",
+        ridge: float = 10.0,
         **kwargs: Any,
     ) -> None:
         self.fusion_config = FusionConfig(
@@ -66,6 +67,7 @@ class NufiltContinualMergingAlgorithm(ContinualMergingAlgorithm):
             other_params=other_params,
             first_task=first_task,
             solver=solver,
+            ridge=ridge,
         )
         super().__init__(**kwargs)
 

@@ -45,6 +45,8 @@ def merge(
     exclude_modules: Annotated[list[str] | None, typer.Option(help="Layers to leave out, likewise.")] = None,
     other_params: Annotated[str, typer.Option(help="All other tensors: pretrained, first or mean.")] = "pretrained",
     first_task: Annotated[str, typer.Option(help="paper: taken whole; release: as the authors' run.")] = "paper",
+    solver: Annotated[str, typer.Option(help="The adapter: adam, or closed_form (a ridge problem).")] = "adam",
+    ridge: Annotated[float, typer.Option(help="Ridge of closed_form.")] = 10.0,
     accumulate: Annotated[str, typer.Option(help="Merged layers between steps: stored (dtype) or float32.")] = "stored",
     on_shape_mismatch: Annotated[str, typer.Option(help="Embeddings of another size: error or keep-base.")] = "error",
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")] = "cpu",
@@ -69,6 +71,8 @@ def merge(
             exclude_modules=_patterns(exclude_modules),
             other_params=other_params,  # type: ignore[arg-type]
             first_task=first_task,  # type: ignore[arg-type]
+            solver=solver,  # type: ignore[arg-type]
+            ridge=ridge,
         )
         settings = Settings(
             seed=seed,

@@ -132,3 +132,37 @@ def fit_adapter(objective: Objective, A: Tensor, *, lr: float, max_steps: int) -
         torch.baddbmm(A.grad, E, V.mT, beta=0, alpha=2, out=A.grad)
         adam.step()
     return A, B, losses
+
+
+def solve_adapter(objective: Objective, A: Tensor, *, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Minimise :math:`L(A, B) + \lambda \|A\|^2` over A, with B fixed: a small linear system in place of Adam's steps.
+
+    B is an orthonormal basis of the rows of the initial :math:`A G`, a sketch of the directions in which
+    :math:`\tau` is large, with :math:`B^\top G B = \operatorname{diag}(g)`. With :math:`V^\top V = W s W^\top` the
+    minimiser is :math:`A = [(B^\top H W) / (g s^\top + \lambda)]\, W^\top V^\top`, its rows in span V. Not in the
+    paper: the ridge does what stopping Adam early does, see ``docs/notes/closed_form.md``.
+
+    Args:
+        objective: of n layers.
+        A: initial ``(n, r_l, d_i)``.
+        ridge: :math:`\lambda`, over the mean eigenvalue :math:`\|\tau\|_F^2 / d_i` of G.
+
+    Returns:
+        A ``(n, r_l, d_i)``, B ``(n, d_i, r_l)`` and the losses ``(n, 2)``, without the ridge, before and after.
+    """
+    tau, V, H = objective.tau, objective.V, objective.H
+
+    def gram(X: Tensor) -> Tensor:
+        return tau.mT @ (tau @ X) if objective.gram is None else objective.gram @ X
+
+    Q = torch.linalg.qr(gram(A.mT)).Q
+    g, F = torch.linalg.eigh(Q.mT @ gram(Q))
+    B = Q @ F
+    s, W = torch.linalg.eigh(V.mT @ V)
+    penalty = ridge * tau.square().sum(dim=(-2, -1), keepdim=True) / tau.shape[-1]
+    target = B.mT @ H @ W[..., : H.shape[-1], :]  # in the coordinates where the system is diagonal
+    D = target / (g[..., None] * s[..., None, :] + penalty.clamp_min(torch.finfo(A.dtype).tiny))
+    reached = D * s[..., None, :]  # A V = reached W^T
+    gain = (reached * (2 * target - g[..., None] * reached)).sum(dim=(-2, -1))
+    losses = torch.stack([objective.target_norm2, objective.target_norm2 - gain], dim=-1)
+    return D @ (V @ W).mT, B, losses

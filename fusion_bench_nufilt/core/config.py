@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 OtherParams = Literal["pretrained", "first", "mean"]
 FirstTask = Literal["paper", "release"]
-Solver = Literal["adam"]
+Solver = Literal["adam", "closed_form"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ class FusionConfig:
             ``first`` takes the first task's, ``mean`` their running mean over the tasks.
         first_task: ``paper`` takes the first model whole; ``release`` drops its first r_p input coordinates, as the
             authors' released run does.
-        solver: how the adapter is found; ``adam`` is the paper's.
+        solver: how the adapter is found. ``adam`` is the paper's; ``closed_form`` solves a ridge problem instead, see
+            :func:`fusion_bench_nufilt.core.adapter.solve_adapter`, and uses neither ``lr`` nor ``max_steps``.
+        ridge: of ``closed_form``; larger restores less of what the filter took, and disturbs less of what was merged.
 
     Raises:
         ValueError: a value out of its range; the message names the key.
@@ -52,14 +54,16 @@ class FusionConfig:
     other_params: OtherParams = "pretrained"
     first_task: FirstTask = "paper"
     solver: Solver = "adam"
+    ridge: float = 10.0
 
     def __post_init__(self) -> None:
         for key in ("null_rank", "lora_rank", "task_rank", "max_steps"):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{key} must be a whole number >= 0, got {value!r}")
-        if not (_is_number(self.lr) and self.lr > 0):
-            raise ValueError(f"lr must be a number > 0, got {self.lr!r}")
+        for key in ("lr", "ridge"):
+            if not (_is_number(value := getattr(self, key)) and value > 0):
+                raise ValueError(f"{key} must be a number > 0, got {value!r}")
         if not (_is_number(self.init_std) and self.init_std >= 0):
             raise ValueError(f"init_std must be a number >= 0, got {self.init_std!r}")
         if not (isinstance(self.null_space, bool) or self.null_space == "zero"):

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .adapter import Objective, fit_adapter, loop_gram
+from .adapter import Objective, fit_adapter, loop_gram, solve_adapter
 from .config import FusionConfig
 from .low_rank import LowRank
 from .projector import first_coordinates, null_space_filter, protected_subspace
@@ -235,7 +235,10 @@ def _fuse_stack(
     del theta, tau_filtered
     loss_before = loss_after = objective.target_norm2
     if A is not None and not fresh.all():
-        A, B, losses = fit_adapter(objective, A, lr=config.lr, max_steps=config.max_steps)
+        if config.solver == "adam":
+            A, B, losses = fit_adapter(objective, A, lr=config.lr, max_steps=config.max_steps)
+        else:
+            A, B, losses = solve_adapter(objective, A, ridge=config.ridge)
         weights.baddbmm_(all_outputs(tau @ B), A.masked_fill_(fresh, 0))
         loss_after = torch.where(fresh[:, 0, 0], loss_before, losses[:, -1])
     if config.first_task == "paper" and some_fresh:

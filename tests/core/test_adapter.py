@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusion_bench_nufilt.core.adapter import Objective, fit_adapter
+from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, solve_adapter
 from fusion_bench_nufilt.core.projector import null_space_filter, protected_subspace
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 from tests.core.matrices import random_layer
@@ -79,3 +79,53 @@ def test_the_initial_a_is_not_changed():
     before = A.clone()
     fit_adapter(Objective.build(*(t[None] for t in problem((20, 16), "filter"))), A, lr=1e-3, max_steps=3)
     assert torch.equal(A, before)
+
+
+def closed_form(shape, projector, ridge, rank=4):
+    """Its problem, A and B, and the losses."""
+    tau, filtered, *rest = problem(shape, projector)
+    stack = [tensor[None] for tensor in (tau, filtered, *rest)]
+    if projector == "identity":
+        stack[1] = stack[0]
+    A, B, losses = solve_adapter(Objective.build(*stack), start_of_a(shape, rank)[None], ridge=ridge)
+    return (tau, filtered, *rest), A[0], B[0], losses[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("projector", PROJECTORS)
+@pytest.mark.parametrize("ridge", [1e-3, 10])
+def test_the_closed_form_has_no_gradient_and_tells_its_losses(shape, projector, ridge):
+    layer, A, B, losses = closed_form(shape, projector, ridge)
+    penalty = ridge * layer[0].square().sum() / shape[1]
+    A = A.clone().requires_grad_()
+    loss = plain_loss(*layer, A, B)
+    (gradient,) = torch.autograd.grad(loss + penalty * A.square().sum(), A)
+    start = torch.zeros_like(A).requires_grad_()
+    (at_zero,) = torch.autograd.grad(plain_loss(*layer, start, B), start)
+    assert gradient.norm() <= 1e-9 * at_zero.norm()
+    torch.testing.assert_close(losses.tolist(), [plain_loss(*layer, start, B).item(), loss.item()], rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_its_b_is_an_orthonormal_sketch_of_tau(shape):
+    (tau, *_), _, B, _ = closed_form(shape, "filter", 10)
+    torch.testing.assert_close(B.mT @ B, torch.eye(4, dtype=torch.float64))
+    sketch = tau.mT @ (tau @ start_of_a(shape).mT)
+    torch.testing.assert_close(B @ (B.mT @ sketch), sketch)
+
+
+def test_a_larger_ridge_leaves_more_of_the_loss_and_a_smaller_adapter():
+    results = [closed_form((20, 16), "filter", ridge) for ridge in (1e-6, 1, 1e6)]
+    losses, norms = [float(r[3][1]) for r in results], [float(r[1].norm()) for r in results]
+    assert losses == sorted(losses)
+    assert norms == sorted(norms, reverse=True)
+    assert losses[-1] == pytest.approx(float(results[-1][3][0]), rel=1e-4)
+
+
+def test_a_task_vector_of_zero_gives_no_adapter():
+    tau, filtered, tau_merged, V_t, V_p = problem((20, 16), "filter")
+    objective = Objective.build(*(tensor[None] for tensor in (0 * tau, 0 * filtered, tau_merged, V_t, V_p)))
+    A, B, losses = solve_adapter(objective, start_of_a((20, 16))[None], ridge=10)
+    assert not A.any()
+    assert B.isfinite().all()
+    assert losses[0, 0] == losses[0, 1]

@@ -37,13 +37,15 @@ def both(theta_0, theta, factors, config=CONFIG):
     st.sampled_from(["paper", "release"]),
     st.booleans(),
     st.integers(0, 5),
+    st.sampled_from(["adam", "closed_form"]),
 )
 def test_factors_give_the_weights_and_reports_of_their_product(
-    d_o, d_i, rank, seed, null_space, first_task, fresh, task_rank
+    d_o, d_i, rank, seed, null_space, first_task, fresh, task_rank, solver
 ):
     theta_0, theta, _ = random_layer(d_o, d_i, seed)
     # Beyond the factors' rank their product has directions too: its rounding.
-    config = replace(CONFIG, null_space=null_space, first_task=first_task, task_rank=min(task_rank, rank))
+    task_rank = min(task_rank, rank)
+    config = replace(CONFIG, null_space=null_space, first_task=first_task, task_rank=task_rank, solver=solver)
     factors = low_rank(d_o, d_i, rank, seed)
     (weight, report), (expected, expected_report) = both(theta_0, theta_0 if fresh else theta, factors, config)
     torch.testing.assert_close(weight, expected, rtol=0, atol=1e-9 * factors.product().norm().item())
