@@ -104,16 +104,17 @@ def update(shape, generator):
 
 
 def measure(folder, arguments):
-    """Merge in a process of its own: seconds, peak RSS, bytes read and written."""
+    """Merge in a process of its own: seconds, CPU seconds of all threads, peak RSS, bytes read and written."""
     code = (
-        "import json, sys\n"
+        "import json, sys, time\n"
         "from fusion_bench_nufilt.cli import app\n"
         "try: app(sys.argv[1:])\n"
         "finally:\n"
         "    io = dict(line.split(': ') for line in open('/proc/self/io').read().splitlines())\n"
         "    status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
         "    rss = int(status['VmHWM'].split()[0]) * 1024\n"
-        "    print(json.dumps({'rss': rss, 'read': int(io['rchar']), 'written': int(io['wchar'])}))\n"
+        "    traffic = {'read': int(io['rchar']), 'written': int(io['wchar'])}\n"
+        "    print(json.dumps({'rss': rss, 'cpu': time.process_time(), **traffic}))\n"
     )
     names = ("base", "merged", "task")
     options = [part for name in names for part in (f"--{name}", str(folder / name))]
@@ -129,7 +130,11 @@ def main():
     parser.add_argument("--folder", type=Path, default=Path("outputs/folders"))
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints, and use those that are there")
     arguments, options = parser.parse_known_args()
-    print("| size | parameters | layers | minutes | peak RSS, GB | read, GB | written, GB |\n" + "| --- " * 7 + "|")
+    print(
+        "| size | parameters | layers | minutes | CPU minutes | peak RSS, GB | read, GB | written, GB |\n"
+        + "| --- " * 8
+        + "|"
+    )
     for size in arguments.size or ["1B"]:
         folder = arguments.folder / size
         if folder.exists() and not arguments.keep:
@@ -141,7 +146,8 @@ def main():
         parameters, layers = json.loads(about.read_text())
         shutil.rmtree(folder / "out", ignore_errors=True)
         result = measure(folder, options)
-        row = [f"{result['seconds'] / 60:.1f}", *(f"{result[key] / 1e9:.2f}" for key in ("rss", "read", "written"))]
+        minutes = (f"{result[key] / 60:.1f}" for key in ("seconds", "cpu"))
+        row = [*minutes, *(f"{result[key] / 1e9:.2f}" for key in ("rss", "read", "written"))]
         print("|", " | ".join([size, f"{parameters / 1e9:.2f}B", str(layers), *row]), "|", flush=True)
         if not arguments.keep:
             shutil.rmtree(folder)
