@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from lightning import Fabric
+from lightning.fabric.loggers import TensorBoardLogger
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPVisionModel
 
@@ -62,6 +64,17 @@ def test_a_stream_at_once_is_the_stream_one_by_one(tmp_path, make, options):
     one_by_one = merge(tmp_path, ["task3"], "out3", merged="out2", **options)
     assert same(tensors(one_by_one), tensors(merge(tmp_path, **options)))
     manifest = json.loads((one_by_one / "nufilt.json").read_text())
+    assert (manifest["step"], manifest["tasks"]) == (3, ["task1", "task2", "task3"])
+
+
+def test_a_step_that_fusion_bench_saved_goes_on_as_a_folder(tmp_path):
+    models = save_stream(tmp_path, clip())
+    first = NufiltContinualMergingAlgorithm(**{**RANKS, "shuffle_order": False})
+    first._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(tmp_path / "run", "", ""))
+    first.run({name: models[name] for name in ("_pretrained_", "task1", "task2")})
+    out = merge(tmp_path, ["task3"], merged="run/checkpoints/merged_model_1")
+    assert same(CLIPVisionModel.from_pretrained(out).state_dict(), algorithm(models).state_dict())
+    manifest = json.loads((out / "nufilt.json").read_text())
     assert (manifest["step"], manifest["tasks"]) == (3, ["task1", "task2", "task3"])
 
 
