@@ -5,6 +5,7 @@ Writes results.md and results.json. README.md beside this file says what is meas
 
 import argparse
 import ctypes
+import dataclasses
 import functools
 import importlib.metadata
 import json
@@ -42,7 +43,8 @@ MODELS = {
     "llama-7b-block": {(4096, 4096): 4, (11008, 4096): 2, (4096, 11008): 1},
     "tiny": {(192, 160): 4, (160, 192): 2},
 }
-METHODS = ("plain", "ours", "OPCM", "WUDI", "DOP")
+OURS = {"ours": "adam", "closed form": "closed_form"}  # and their solvers
+METHODS = ("plain", *OURS, "OPCM", "WUDI", "DOP")
 PARTS = ("subspaces", "solve", "fuse")
 DIFFERENCE = "‖ours - plain‖ / ‖τ‖"
 CONFIG = FusionConfig()  # the paper's setting
@@ -103,7 +105,8 @@ class Steps:
 
 def merge(method: str, layers: list[Layer], device: str, config: FusionConfig = CONFIG) -> Iterator[Tensor]:
     """New weights, layer by layer; layers of equal shape come together."""
-    if method == "ours":
+    if method in OURS:
+        config = dataclasses.replace(config, solver=OURS[method])
         *models, lora_A = ({str(number): layer[i] for number, layer in enumerate(layers)} for i in range(4))
         yield from (weight for _, weight, _ in fuse_each(*models, config, lora_A=lora_A))
     elif method == "plain":
@@ -174,10 +177,10 @@ def measure_shape(shape: Shape, args: argparse.Namespace) -> dict[str, float]:
         number, results = repeat % size, {}
         columns["products"].append(needed_flops(*shape, CONFIG) / matmul_rate(args.device, max(shape)))
         for method in args.methods:
-            if method != "ours" and max(columns[method], default=0.0) > args.patience:
+            if method not in OURS and max(columns[method], default=0.0) > args.patience:
                 continue
             Steps.patience, Steps.skipped = args.patience, 0.0
-            group, begin = layers if method == "ours" else [layers[number]], now()
+            group, begin = layers if method in OURS else [layers[number]], now()
             merged = list(merge(method, group, args.device))
             columns[method].append((now() - begin + Steps.skipped) / len(group))
             results[method] = merged[number % len(merged)]
@@ -212,15 +215,15 @@ def measure_memory(method: str, layers: dict[Shape, int], device: str, threads: 
     torch.set_num_threads(threads)
     model = [make_layer(shape, number, device) for shape, count in layers.items() for number in range(count)]
     _spectral.cache_clear()
-    if method not in ("plain", "ours"):
+    if method not in ("plain", *OURS):
         peer(method, device)
-    Steps.patience, config = 0.0, CONFIG if method == "ours" else FusionConfig(max_steps=2)
+    Steps.patience, config = 0.0, CONFIG if method in OURS else FusionConfig(max_steps=2)
     ctypes.CDLL(None).malloc_trim(0)  # give back what making the inputs freed, and count the peak from here
     Path("/proc/self/clear_refs").write_text("5")
     before, begin = _megabytes(device, "VmRSS"), now()
     for (_, theta, _, _), weight in zip(model, merge(method, model, device, config), strict=True):
         theta.copy_(weight)  # as FusionBench's methods and ours do: new weights take the place of old ones
-    spent, extra = now() - begin if method == "ours" else "cut short", _megabytes(device, "VmHWM") - before
+    spent, extra = now() - begin if method in OURS else "cut short", _megabytes(device, "VmHWM") - before
     return {"three models, MB": 3e-6 * sum(layer[0].nbytes for layer in model), "extra MB": extra, "seconds": spent}
 
 
