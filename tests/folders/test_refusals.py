@@ -227,8 +227,9 @@ def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
     fuse = merge_module.fuse_layers
 
     def overwrite_and_fuse(*args, **kwargs):
-        path = stream / "task2" / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:-64] + bytes(64))
+        with (stream / "task2" / "model.safetensors").open("r+b") as file:  # in place: another thread may be reading
+            file.seek(-64, os.SEEK_END)
+            file.write(bytes(64))
         return fuse(*args, **kwargs)
 
     monkeypatch.setattr(merge_module, "fuse_layers", overwrite_and_fuse)
