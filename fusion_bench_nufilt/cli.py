@@ -113,6 +113,7 @@ def compare(
     evaluate: Annotated[
         str, typer.Option(help="every_step, diagonal (enough for ACC and BWT) or last (ACC only).")
     ] = "every_step",
+    jobs: Annotated[int, typer.Option(help="Runs at a time, each in a process of its own.")] = 1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete what OUT holds and start again.")] = False,
 ) -> None:
     """Compare continual merging methods over task orders: tables, pictures and all numbers in one folder.
@@ -139,6 +140,7 @@ def compare(
             evaluate=evaluate,  # type: ignore[arg-type]
             overwrite=overwrite,
             preset=preset,
+            jobs=jobs,
             console=terminal,
         )
         files = room.save_report(comparison, out)

@@ -1,22 +1,19 @@
 """Runs every method on every seed."""
 
-import gc
 import logging
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import lightning
-import torch
-from omegaconf import DictConfig
 from rich.console import Console
+from rich.progress import Progress
 
 from fusion_bench_nufilt.continual.report import summary
 from fusion_bench_nufilt.continual.stream import Evaluate
 
-from .configs import compose_run, make_method, plain
+from .configs import compose_run, plain
 from .display import progress_bars, quiet, steps_bar
+from .pairs import Configs, Pair, run_pair, run_side_by_side
 from .specs import RunSpec, check_specs
 from .store import Run, Store
 from .summary import Comparison, MethodResult
@@ -24,7 +21,7 @@ from .workbench import Workbench, score_references
 
 log = logging.getLogger(__name__)
 
-Runs = dict[tuple[RunSpec, int], Run]  # by method and seed
+Runs = dict[Pair, Run]
 
 
 def compare(
@@ -37,6 +34,7 @@ def compare(
     evaluate: Evaluate = "every_step",
     overwrite: bool = False,
     preset: str | None = None,
+    jobs: int = 1,
     console: Console | None = None,
 ) -> Comparison:
     """Run every method on every seed, keeping every finished pair in ``out``; what is there already is not run again.
@@ -52,19 +50,23 @@ def compare(
         evaluate: what to score, see :func:`fusion_bench_nufilt.continual.tasks_to_score`.
         overwrite: delete what ``out`` holds and start again.
         preset: kept in the result, for its pictures.
+        jobs: how many runs at a time, each in a process of its own with its own models and data.
         console: where progress is shown, if it is a terminal. It must hold on to its stream: ``sys.stderr`` is
             silenced meanwhile.
 
     Raises:
-        ValueError: ``out`` holds results of other settings, or nothing can be scored.
+        ValueError: ``out`` holds results of other settings, nothing can be scored, or a process of several was killed.
     """
     check_specs(specs)
     if evaluate not in get_args(Evaluate):
         raise ValueError(f"evaluate must be one of {', '.join(get_args(Evaluate))}, got '{evaluate}'")
     if wrong := [override for override in overrides if override.startswith(("method=", "modelpool="))]:
         raise ValueError(f"'{wrong[0]}': the methods and the model pool are chosen by options of their own")
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
     everywhere = [f"modelpool={modelpool}", *overrides]
-    workbench = Workbench(compose_run([o for o in everywhere if not o.lstrip("+~").startswith("method.")]))
+    pools = [override for override in everywhere if not override.lstrip("+~").startswith("method.")]
+    workbench = Workbench(compose_run(pools))
     settings = {
         "modelpool": modelpool,
         "overrides": list(overrides),
@@ -81,16 +83,21 @@ def compare(
                 references = score_references(workbench, on_step)
             store.save_references(references)
         overall = progress.add_task("", total=len(specs) * len(seeds), completed=len(runs))
-        for (spec, seed), config in configs.items():
-            progress.update(overall, description=f"{spec.label}, seed {seed}")
-            with steps_bar(progress, "step", len(tasks)) as on_step:
-                run = _run(workbench, config, seed, on_step)
+        done = _one_by_one(workbench, configs, progress) if jobs == 1 else run_side_by_side(configs, jobs, pools)
+        for (spec, seed), run in done:
             store.save(spec, run)
             runs[spec, seed] = run
             log.info("%s, seed %d: %s", spec.label, seed, summary(run.matrix) if run.matrix else run.error)
             progress.advance(overall)
     methods = [MethodResult(spec, [runs[spec, seed] for seed in seeds]) for spec in specs]
     return Comparison(settings, tasks, list(seeds), references, methods, preset)
+
+
+def _one_by_one(workbench: Workbench, configs: Configs, progress: Progress) -> Iterator[tuple[Pair, Run]]:
+    for (spec, seed), config in configs.items():
+        with steps_bar(progress, f"{spec.label}, seed {seed}", len(workbench.tasks)) as on_step:
+            run = run_pair(workbench, config, seed, on_step)
+        yield (spec, seed), run
 
 
 def _protocol(evaluate: Evaluate) -> list[str]:
@@ -100,7 +107,7 @@ def _protocol(evaluate: Evaluate) -> list[str]:
 
 def _known_runs(
     store: Store, specs: Sequence[RunSpec], seeds: Sequence[int], overrides: Sequence[str]
-) -> tuple[Runs, dict[tuple[RunSpec, int], dict[str, Any]]]:
+) -> tuple[Runs, dict[Pair, dict[str, Any]]]:
     """What need not be run (it is there, or its configuration is wrong), and the configurations of what must be.
 
     All methods of a seed come before the next seed, so that what is interrupted has some seeds whole.
@@ -122,24 +129,3 @@ def _known_runs(
             else:
                 missing[spec, seed] = seeded
     return runs, missing
-
-
-def _run(workbench: Workbench, config: dict[str, Any], seed: int, on_step: Callable[[int], Any]) -> Run:
-    """Merge the stream with one method on one seed; if it fails, that is the result."""
-    about = (seed, config, workbench.environment)
-    try:
-        lightning.seed_everything(seed, verbose=False)  # some methods draw from the global generators
-        algorithm = make_method(DictConfig(config), workbench.fabric)
-        algorithm.run(workbench.modelpool, workbench.evaluator, on_step=on_step)
-        return Run(*about, algorithm.matrix, algorithm.merge_seconds)
-    except Exception as error:
-        return Run(*about, error=_reason(error), traceback=traceback.format_exc())
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def _reason(error: Exception) -> str:
-    """In one line."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

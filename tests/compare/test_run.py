@@ -2,6 +2,8 @@
 
 import logging
 import math
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 from fusion_bench.models.hf_clip import HFCLIPClassifier
@@ -58,6 +60,31 @@ def test_the_scores_are_those_of_the_method_by_itself(tmp_path):
     alone = NufiltContinualMergingAlgorithm(max_steps=1, seed=43, save_on_every_step=False)
     alone.run(bench.modelpool, bench.evaluator)
     assert (method.acc.mean, method.bwt.mean) == (alone.matrix.acc, alone.matrix.bwt)
+
+
+def test_runs_side_by_side_have_the_scores_of_runs_one_by_one(tmp_path):
+    seeds, methods = (42, 43), "nufilt, nufilt:null_rank=-1"  # the second fails
+    alone = run(tmp_path / "alone", methods, seeds, **CHEAP)
+    together = run(tmp_path / "together", methods, seeds, jobs=2, **CHEAP)
+    for ours, theirs in zip(together.methods, alone.methods, strict=True):
+        assert [run.matrix and run.matrix.rows() for run in ours.runs] == [
+            run.matrix and run.matrix.rows() for run in theirs.runs
+        ]
+        assert ours.failures == theirs.failures
+    assert together.methods[1].failures
+
+
+def test_a_killed_process_is_said_and_what_is_finished_is_kept(tmp_path, monkeypatch):
+    class Killed(ProcessPoolExecutor):
+        def submit(self, *args):
+            future = Future()
+            future.set_exception(BrokenProcessPool())
+            return future
+
+    monkeypatch.setattr("fusion_bench_nufilt.compare.pairs.ProcessPoolExecutor", Killed)
+    with pytest.raises(ValueError, match=r"killed.*--jobs"):
+        run(tmp_path, jobs=2, **CHEAP)
+    assert (tmp_path / "references.json").exists()
 
 
 def test_finished_pairs_are_kept_and_methods_and_seeds_can_be_added(tmp_path, started):
