@@ -58,6 +58,31 @@ def test_an_explicit_placeholder_means_no_evaluation(fusion_bench):
     assert not (fusion_bench.logs / "checkpoints").exists()
 
 
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        (["method=continual/opcm"], "OPCMForCLIP"),
+        (["method=continual/batch", "+method@method.base_method=dare/task_arithmetic"], "DareTaskArithmetic"),
+    ],
+)
+def test_fusionbenchs_own_methods_merge_score_and_save_likewise(fusion_bench, method, name):
+    fusion_bench(*method, "modelpool=nufilt_demo")
+    result = matrix_of(fusion_bench.logs)
+    assert result["method"] == name
+    assert result["missing"] == []
+    CLIPVisionModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_7")
+
+
+def test_an_interrupted_command_goes_on(fusion_bench):
+    fusion_bench(*DEMO)
+    whole = matrix_of(fusion_bench.logs)
+    for step in (6, 7):
+        (fusion_bench.logs / "checkpoints" / f"merged_model_{step}" / "model.safetensors").unlink()
+    done = fusion_bench(*DEMO, "method.resume=true")
+    assert "going on after step 6" in done.stdout + done.stderr
+    assert matrix_of(fusion_bench.logs)["accuracy_matrix"] == whole["accuracy_matrix"]
+
+
 PRESETS = {
     "naive": {"null_space": False, "lora_rank": 0},
     "filter_only": {"null_space": True, "lora_rank": 0},

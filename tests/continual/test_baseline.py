@@ -33,7 +33,7 @@ def baseline(name, *overrides):
 
 def by_itself(name, models, *overrides):
     """FusionBench's own run of a continual method."""
-    method = instantiate(compose_run([f"method=opcm/{name}", *overrides]).method)
+    method = instantiate(compose_run([f"method={'dop' if name == 'dop' else 'opcm'}/{name}", *overrides]).method)
     method._fabric_instance = Fabric(devices=1, accelerator="cpu")
     method._program = SimpleNamespace(taskpool=SimpleNamespace(_test_datasets=None))
     method.save_on_every_step = method.evaluate_on_every_step = False
@@ -56,13 +56,14 @@ def test_every_step_is_finite_and_no_model_of_the_pool_is_changed(name):
         assert all(torch.equal(value, before[key][name]) for name, value in model.state_dict().items()), key
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [*OWN, "dop"])
 @pytest.mark.parametrize("seed", [42, 43])
 def test_a_continual_method_of_fusionbench_is_run_as_it_is(name, seed):
     models = pool()
-    settings = ["method.base_method.scaling_factor=0.5"] if name == "ties_merging" else []
-    merged = baseline(name, f"method.seed={seed}", *settings).run(models)
-    assert_same(merged, by_itself(name, models, f"method.seed={seed}"), rtol=0, atol=0)
+    settings = {"ties_merging": ["scaling_factor=0.3"], "dop": ["num_steps=2"]}.get(name, [])
+    merged = baseline(name, f"method.seed={seed}", *(f"method.base_method.{setting}" for setting in settings))
+    own = by_itself(name, models, f"method.seed={seed}", *(f"method.{setting}" for setting in settings))
+    assert_same(merged.run(models), own, rtol=0, atol=0)
 
 
 def test_task_arithmetic_is_fusionbenchs_continual_one():
