@@ -85,9 +85,14 @@ class Methods:
         target = self.compose([f"method={name}"]).get("_target_")
         made = import_object(target) if target else None
         if inspect.isclass(made) and issubclass(made, ContinualMergingAlgorithm):
-            return [f"method={name}"]
+            return [f"method={name}", *(self._own_settings(name) if folder == "nufilt" else ())]
         kind = "stream" if hasattr(made, "save_merged_model") else "batch"
         return [f"method=continual/{kind}", f"+method@method.base_method={name}"]
+
+    def _own_settings(self, name: str) -> list[str]:
+        """What makes a variant of NUFILT what it is: said again, so that overrides for all methods do not undo it."""
+        default, variant = (plain(self.compose([f"method={method}"])) for method in ("nufilt", name))
+        return [f"method.{key}={json.dumps(value)}" for key, value in variant.items() if value != default[key]]
 
     def place(self, overrides: Sequence[str], setting: str) -> str:
         """The override for ``KEY=VALUE``: of the method that was chosen, or else of FusionBench's that it runs."""

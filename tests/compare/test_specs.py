@@ -22,6 +22,16 @@ def test_a_label_stands_before_the_name():
     assert specs[0].settings == ("null_rank=21",)
 
 
+def test_a_variant_of_nufilt_stays_what_its_name_says_under_overrides_for_all():
+    everywhere = ["method.lora_rank=10", "method.null_space=true", "method.target_modules=auto", "method.null_rank=21"]
+    specs = parse("nufilt/filter_only, nufilt/adapter_alone, nufilt/all_linear, nufilt/filter_only:lora_rank=3")
+    configs = [compose_run([*everywhere, *spec.overrides]).method for spec in specs]
+    assert [config.lora_rank for config in configs] == [0, 10, 10, 3]
+    assert [config.null_space for config in configs] == [True, "zero", True, True]
+    assert configs[2].target_modules == "all-linear"
+    assert {config.null_rank for config in configs} == {21}
+
+
 def test_a_setting_goes_to_the_method_that_has_it():
     (spec,) = parse("task_arithmetic:scaling_factor=0.1:shuffle_order=false")
     config = compose_run(spec.overrides).method
