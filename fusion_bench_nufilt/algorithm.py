@@ -15,9 +15,9 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
-from fusion_bench_nufilt.continual.checkpoint import write_text
 from fusion_bench_nufilt.core import FusionConfig, LayerReport, fuse_each
 from fusion_bench_nufilt.core.config import FirstTask, OtherParams, Solver
+from fusion_bench_nufilt.files import write_text
 from fusion_bench_nufilt.targets import check_model, layer_name, merge_other_params, select_layers
 
 log = logging.getLogger(__name__)

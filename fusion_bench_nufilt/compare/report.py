@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from fusion_bench_nufilt.continual.checkpoint import atomic_file, write_text
+from fusion_bench_nufilt.files import atomic_file, write_text
 
 from . import plots
 from .store import references_as_json

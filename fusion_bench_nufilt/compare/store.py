@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_nufilt.continual import AccuracyMatrix
-from fusion_bench_nufilt.continual.checkpoint import write_text
+from fusion_bench_nufilt.files import write_text
 
 from .specs import RunSpec
 

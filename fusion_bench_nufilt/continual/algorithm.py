@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from torch import nn
 from tqdm.auto import tqdm
 
-from .checkpoint import MANIFEST
+from fusion_bench_nufilt.files import MANIFEST
+
 from .evaluation import Evaluator, Report, score
 from .metrics import AccuracyMatrix
 from .report import package_versions, print_matrix, save_matrix

@@ -1,12 +1,8 @@
-"""Files that are either whole or not there, and checkpoints that know whether they are still whole."""
+"""Checkpoints that know whether they are still whole."""
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -15,44 +11,7 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import nn
 
-#: Written beside every merged model: ``step`` and ``tasks`` say what is in it, ``files`` the digests of its files.
-MANIFEST = "nufilt.json"
-
-
-@contextmanager
-def atomic_file(target: Path) -> Iterator[Path]:
-    """A temporary path beside ``target``; the file written there takes its place when the block ends well."""
-    temporary = target.with_name(f".{target.name}-{os.getpid()}")
-    try:
-        yield temporary
-        _sync(temporary)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_text(target: Path, text: str) -> None:
-    """Write a text file, atomically."""
-    with atomic_file(target) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def atomic_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside ``target`` that takes its place when the block ends well, and is removed otherwise."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        yield temporary
-        for file in temporary.rglob("*"):
-            _sync(file)
-        if target.exists():
-            shutil.rmtree(target)
-        temporary.chmod(0o755)  # mkdtemp's folders are private
-        temporary.rename(target)
-        _sync(target.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+from fusion_bench_nufilt.files import MANIFEST, atomic_folder
 
 
 def save_checkpoint(model: nn.Module, folder: Path, about: Mapping[str, Any]) -> None:
@@ -61,7 +20,7 @@ def save_checkpoint(model: nn.Module, folder: Path, about: Mapping[str, Any]) ->
     Args:
         model: what to save.
         folder: where; what is there is replaced.
-        about: what the manifest says beside the digests of the files.
+        about: what the manifest says beside ``files``, their sizes and digests.
     """
     with atomic_folder(folder) as temporary:
         save_pretrained = getattr(model, "save_pretrained", None)
@@ -110,11 +69,3 @@ def _fingerprint(file: Path) -> dict[str, Any]:
             digest.update(block)
             size += len(block)
     return {"size": size, "sha256": digest.hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

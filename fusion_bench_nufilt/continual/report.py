@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from .checkpoint import atomic_file, write_text
+from fusion_bench_nufilt.files import atomic_file, write_text
+
 from .metrics import AccuracyMatrix
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from .checkpoint import atomic_file, load_checkpoint, read_manifest, save_checkpoint, write_text
+from fusion_bench_nufilt.files import atomic_file, write_text
+
+from .checkpoint import load_checkpoint, read_manifest, save_checkpoint
 from .evaluation import Report
 
 log = logging.getLogger(__name__)

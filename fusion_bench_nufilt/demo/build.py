@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -21,6 +19,7 @@ from fusion_bench_nufilt.demo.recipe import Recipe, active_recipe, cache_folder
 from fusion_bench_nufilt.demo.render import SIDE
 from fusion_bench_nufilt.demo.tasks import TASKS, render
 from fusion_bench_nufilt.demo.train import Tick, finetune, pretrain
+from fusion_bench_nufilt.files import atomic_folder
 
 
 class Part(NamedTuple):
@@ -58,9 +57,6 @@ def _parts(recipe: Recipe, folder: Path) -> dict[str, Part]:
 
 
 def _build(recipe: Recipe, folder: Path) -> None:
-    # Nobody else builds now, so drafts that lie about were left by a process that died.
-    for leftover in folder.glob("*.draft"):
-        shutil.rmtree(leftover)
     missing = {k: p for k, p in _parts(recipe, folder).items() if not (folder / k).is_dir()}
     if not missing:
         return
@@ -68,7 +64,7 @@ def _build(recipe: Recipe, folder: Path) -> None:
     with tqdm(total=sum(part.steps for part in missing.values()), unit="step", disable=None) as bar:
         for name, part in missing.items():
             bar.set_description(part.title)
-            with _own_conditions(recipe), _appearing(folder / name) as draft:
+            with _own_conditions(recipe), atomic_folder(folder / name) as draft:
                 part.make(recipe, draft, bar.update)
 
 
@@ -124,16 +120,6 @@ def _only_builder(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-@contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """An empty folder to fill. It becomes `target` if all goes well, and goes away otherwise."""
-    with TemporaryDirectory(suffix=".draft", dir=target.parent) as scratch:
-        draft = Path(scratch) / target.name
-        draft.mkdir()
-        yield draft
-        draft.rename(target)
 
 
 @contextmanager

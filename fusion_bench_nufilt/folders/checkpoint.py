@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fusion_bench_nufilt.core.fusion import is_finite
+from fusion_bench_nufilt.files import MANIFEST
 
 from . import hub
 from .tensors import FLOATS, TensorFile, TensorInfo, digest
@@ -97,7 +98,7 @@ class Checkpoint:
         """Configuration, tokenizer, processor and whatever else is not weights, relative to the folder."""
         found = [path for path in self.folder.iterdir() if path.is_file() and not path.name.endswith(_WEIGHTS)]
         found += (self.folder / "additional_chat_templates").glob("*")
-        skip = {"README.md", ".gitattributes", "nufilt.json"}
+        skip = {"README.md", ".gitattributes", MANIFEST}
         return sorted(path.relative_to(self.folder) for path in found if path.name not in skip)
 
     def identity(self) -> list[object]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.core import fuse_layers
 from fusion_bench_nufilt.core.fusion import is_finite, map_layers
+from fusion_bench_nufilt.files import MANIFEST
 from fusion_bench_nufilt.targets import running_mean
 
 from .architecture import Layer
@@ -22,7 +23,7 @@ from .manifest import model_card, nufilt_json, run_identity
 from .memory import Budget, return_freed_memory
 from .output import Output, Record, work_folder
 from .plan import BATCH_BYTES, Plan
-from .preflight import MANIFEST, STATE, check_disk, check_output, check_relation
+from .preflight import STATE, check_disk, check_output, check_relation
 from .tensors import CHUNK_BYTES, FLOATS, digest, float32_header, raw
 
 Digests = dict[str, "hashlib._Hash"]  # of what was read, by model

@@ -10,6 +10,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from fusion_bench_nufilt.files import sync
+
 from .tensors import file_digest, write_at
 
 Record = dict[str, Any]
@@ -105,12 +107,3 @@ class Output:
 def work_folder(out: Path) -> Path:
     """Where a folder is written before it takes its name."""
     return out.with_name(f".{out.name}.nufilt")
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_nufilt.core import FusionConfig
+from fusion_bench_nufilt.files import MANIFEST
 
 from .architecture import Architecture, Layer, by_slot
 from .checkpoint import Checkpoint, is_adapter, read_json, some
@@ -16,7 +17,6 @@ from .models import FullModel, LoraAdapter, Task, open_task
 from .plan import Plan, Settings
 from .tensors import FLOATS
 
-MANIFEST = "nufilt.json"
 STATE = "nufilt_state"
 # A fine-tuned model stays close to its base; models trained apart have a cosine of about zero.
 _LEAST_COSINE, _MOST_CHANGE, _SAMPLED_LAYERS, _SAMPLED_ELEMENTS = 0.9, 0.5, 8, 2**20

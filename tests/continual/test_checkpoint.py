@@ -6,14 +6,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
-from fusion_bench_nufilt.continual.checkpoint import (
-    atomic_file,
-    atomic_folder,
-    load_checkpoint,
-    read_manifest,
-    save_checkpoint,
-    write_text,
-)
+from fusion_bench_nufilt.continual.checkpoint import load_checkpoint, read_manifest, save_checkpoint
+from fusion_bench_nufilt.files import atomic_file, atomic_folder, write_text
 from tests.models import Shared, clip, llava, t5
 
 
@@ -49,6 +43,13 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path):
         interrupted()
     assert everything_in(tmp_path) == ["model.safetensors", "nufilt.json", "step"]
     assert all(torch.equal(value, before[key]) for key, value in load_file(tmp_path / "step/model.safetensors").items())
+
+
+def test_what_a_killed_process_left_gives_way_to_the_next_save(tmp_path):
+    (tmp_path / ".step.new").mkdir()
+    (tmp_path / ".step.new" / "half").touch()
+    save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {})
+    assert everything_in(tmp_path) == ["model.safetensors", "nufilt.json", "step"]
 
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):

@@ -17,7 +17,8 @@ from lightning.fabric.loggers import TensorBoardLogger
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare import compose_run
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
-from fusion_bench_nufilt.continual.checkpoint import MANIFEST, read_manifest
+from fusion_bench_nufilt.continual.checkpoint import read_manifest
+from fusion_bench_nufilt.files import MANIFEST
 from tests.models import clip, finetuned
 
 SMALL = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5, "shuffle_order": False, "other_params": "mean"}

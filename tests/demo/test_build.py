@@ -24,13 +24,13 @@ def copy(demo, tmp_path, monkeypatch):
 def made(monkeypatch):
     """The names of the parts that are made from now on."""
     names = []
-    appearing = build._appearing
+    appearing = build.atomic_folder
 
     def spy(target):
         names.append(target.name)
         return appearing(target)
 
-    monkeypatch.setattr(build, "_appearing", spy)
+    monkeypatch.setattr(build, "atomic_folder", spy)
     return names
 
 
@@ -71,18 +71,18 @@ def test_an_interrupted_build_leaves_no_part_and_is_taken_up(copy, made, monkeyp
         with pytest.raises(KeyboardInterrupt):
             build.demo_folder()
     assert not (copy / "digits").exists()
-    assert list(copy.glob("*.draft")) == []
+    assert list(copy.glob("*digits*")) == []
     build.demo_folder()
     assert (copy / "digits" / WEIGHTS).exists()
 
 
 def test_what_a_killed_build_left_is_swept_away(copy):
     shutil.rmtree(copy / "digits")
-    half = copy / "tmpdead.draft" / "digits"
-    half.mkdir(parents=True)
+    half = copy / ".digits.new"
+    half.mkdir()
     (half / WEIGHTS).write_bytes(b"half")
     build.demo_folder()
-    assert not half.parent.exists()
+    assert not half.exists()
     load_file(copy / "digits" / WEIGHTS)
 
 
