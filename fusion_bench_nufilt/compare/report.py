@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from fusion_bench_nufilt.continual.metrics import or_none
 from fusion_bench_nufilt.files import atomic_file, write_text
 
 from . import plots
@@ -112,16 +113,12 @@ def _pair(name: str, mean: Mean) -> dict[str, float]:
 def _csv(rows: Iterable[dict[str, Any]]) -> str:
     rows = list(rows)
     text = io.StringIO()
-    header = dict.fromkeys(key for row in [*rows[::-1]] for key in row)
+    header = dict.fromkeys(key for row in reversed(rows) for key in row)
     writer = csv.DictWriter(text, list(header), lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({key: "" if _missing(value) else value for key, value in row.items()})
+        writer.writerow({key: "" if or_none(value) is None else value for key, value in row.items()})
     return text.getvalue()
-
-
-def _missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _results(comparison: Comparison) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_nufilt.continual import AccuracyMatrix
+from fusion_bench_nufilt.continual.metrics import or_none
 from fusion_bench_nufilt.files import write_text
 
 from .specs import RunSpec
@@ -107,10 +108,7 @@ _WAY_OUT = "Choose another folder or label, or delete them with --overwrite"
 
 def references_as_json(references: References) -> dict[str, dict[str, float | None]]:
     """The same, for JSON, which knows no NaN."""
-    return {
-        label: {task: None if math.isnan(value) else value for task, value in scores.items()}
-        for label, scores in references.items()
-    }
+    return {label: {task: or_none(value) for task, value in scores.items()} for label, scores in references.items()}
 
 
 def _read(file: Path) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_bench_nufilt.continual import AccuracyMatrix
+from fusion_bench_nufilt.continual.metrics import or_none
 from fusion_bench_nufilt.continual.report import percent
 
 from .paper import Published, paper_settings, published
@@ -38,11 +39,7 @@ class Mean:
 
     def as_json(self) -> dict[str, float | int | None]:
         """For JSON, which knows no NaN."""
-        return {
-            "mean": None if math.isnan(self.mean) else self.mean,
-            "std": None if math.isnan(self.std) else self.std,
-            "count": self.count,
-        }
+        return {"mean": or_none(self.mean), "std": or_none(self.std), "count": self.count}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from fusion_bench.utils.parameters import count_parameters
 from torch import nn
 
+from .metrics import or_none
+
 log = logging.getLogger(__name__)
 
 Report = dict[str, Any]
@@ -61,9 +63,9 @@ class Evaluator:
                 self._warned.add(task)
                 log.warning("the task pool has no task '%s': its scores are missing", task)
         # A constant prediction has no rank correlation: NaN, which JSON does not know, is a missing score.
-        report |= {task: {key: _or_none(value) for key, value in result.items()} for task, result in results.items()}
+        report |= {task: {key: or_none(value) for key, value in result.items()} for task, result in results.items()}
         report["average"] = {
-            metric: _or_none(sum(values) / len(values))
+            metric: or_none(sum(values) / len(values))
             for metric in ("accuracy", "loss")
             if (values := [result[metric] for result in results.values() if metric in result])
         }
@@ -74,10 +76,6 @@ def score(result: dict[str, float | None]) -> float:
     """The one number of a task: accuracy, Spearman's rho for a regression task, else NaN (missing)."""
     value = result.get("accuracy", result.get("spearman_rho"))
     return math.nan if value is None else float(value)
-
-
-def _or_none(value: float) -> float | None:
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 class _Scorer:

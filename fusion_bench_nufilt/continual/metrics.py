@@ -8,6 +8,11 @@ from fusion_bench.metrics.continual_learning import compute_backward_transfer
 from numpy.typing import NDArray
 
 
+def or_none(value: float) -> float | None:
+    """A value as JSON can hold it: None for NaN, anything else as it is."""
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
 class AccuracyMatrix:
     r"""Scores :math:`a_i(\theta_t)` of task i after step t; NaN where not (or not yet) measured.
 
@@ -29,7 +34,7 @@ class AccuracyMatrix:
 
     def rows(self) -> list[list[float | None]]:
         """:attr:`values` for JSON, which knows no NaN: None where not measured."""
-        return [[None if math.isnan(value) else value for value in row] for row in self.values.tolist()]
+        return [[or_none(value) for value in row] for row in self.values.tolist()]
 
     def record(self, step: int, scores: dict[str, float]) -> None:
         """Enter the scores of some tasks after a step (from 1); a score that is not a number stays missing."""

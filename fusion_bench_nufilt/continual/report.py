@@ -18,7 +18,7 @@ from rich.table import Table
 
 from fusion_bench_nufilt.files import atomic_file, write_text
 
-from .metrics import AccuracyMatrix
+from .metrics import AccuracyMatrix, or_none
 
 
 def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
@@ -74,8 +74,8 @@ def save_matrix(matrix: AccuracyMatrix, folder: Path, about: dict[str, Any]) -> 
         **about,
         "tasks": matrix.tasks,
         "accuracy_matrix": matrix.rows(),
-        "ACC": _or_none(matrix.acc),
-        "BWT": _or_none(matrix.bwt),
+        "ACC": or_none(matrix.acc),
+        "BWT": or_none(matrix.bwt),
         "missing": matrix.missing,
     }
     write_text(folder / "accuracy_matrix.json", json.dumps(content, indent=2))
@@ -125,7 +125,3 @@ def percent(value: float, *, sign: bool = False) -> str:
     if math.isnan(value):
         return "-"
     return f"{100 * value:+.1f}" if sign else f"{100 * value:.1f}"
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value
