@@ -144,7 +144,7 @@ def compare(
             console=terminal,
         )
         files = room.save_report(comparison, out)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # a hub out of reach is an OSError
         raise _failed(error) from None
     except KeyboardInterrupt:
         terminal.print(f"interrupted: what is finished is kept in {out}; the same command goes on", highlight=False)

@@ -127,6 +127,20 @@ def test_what_is_wrong_with_a_comparison_is_one_message_and_exit_code_1(tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_one_message_and_exit_code_1(tmp_path):
+    (tmp_path / "file").touch()
+    code, text = nufilt("compare", "--methods", "nufilt", "--out", tmp_path / "file" / "out", *QUICK)
+    assert code == 1
+    assert "error: " in text
+    assert "Traceback" not in text
+
+
+def test_a_generic_baseline_says_that_it_needs_a_method(demo, tmp_path):
+    code, text = nufilt("compare", "--methods", "batch", "--out", tmp_path / "out", "--evaluate", "last")
+    assert code == 1
+    assert "Missing mandatory value: method.base_method" in " ".join(text.split())
+
+
 def test_an_interrupted_comparison_says_that_it_goes_on(demo, tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt

@@ -24,8 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 
 PROGRAM = "fabric_model_fusion"
-# `batch` and `stream` run any of FusionBench's methods; `adamerging` needs test data.
-NOT_AMONG_ALL = ("batch", "stream", "adamerging")
+_GENERIC = ("batch", "stream")  # they run any of FusionBench's methods, and are none by themselves
+NOT_AMONG_ALL = (*_GENERIC, "adamerging")  # which needs test data
 
 
 @contextmanager
@@ -122,7 +122,7 @@ class Methods:
     def _unknown(self, name: str) -> str:
         there_is = list(self._tree())
         ours = [path for path in there_is if path.split("/")[0] in ("nufilt", "continual")]
-        ours = [path.removeprefix("continual/") for path in ours]
+        ours = [short for path in ours if (short := path.removeprefix("continual/")) not in _GENERIC]
         others = [path for path in there_is if path not in ours and not path.startswith("continual/")]
         close = difflib.get_close_matches(name, [*ours, *others], n=3)
         hint = f" (did you mean {' or '.join(close)}?)" if close else ""
@@ -172,7 +172,7 @@ def make_method(config: DictConfig, fabric: Fabric) -> Any:
 def plain(config: DictConfig) -> Any:
     """The resolved values, as JSON gives them back."""
     with composing():
-        return json.loads(json.dumps(OmegaConf.to_container(config, resolve=True), default=str))
+        return json.loads(json.dumps(OmegaConf.to_container(config, resolve=True, throw_on_missing=True), default=str))
 
 
 def _make(config: DictConfig, fabric: Fabric, load_v01: Callable[[DictConfig], Any]) -> Any:

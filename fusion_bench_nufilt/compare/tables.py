@@ -110,7 +110,8 @@ def _notes(comparison: Comparison) -> list[str]:
     ]
     if settings["overrides"]:
         notes.append(f"with {' '.join(settings['overrides'])}")
-    notes.append(", ".join(f"{name} {version}" for name, version in comparison.environments.items()))
+    if comparison.environments:  # none where nothing was run
+        notes.append(", ".join(f"{name} {version}" for name, version in comparison.environments.items()))
     if missing := sorted({task for method in comparison.finished for m in method.matrices for task in m.missing}):
         notes.append(f"no score, and not in the means: {', '.join(missing)}")
     for method in comparison.methods:
