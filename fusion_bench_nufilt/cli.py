@@ -1,10 +1,14 @@
 """The `nufilt` command."""
 
+import dataclasses
+import inspect
 import logging
 import re
 import sys
+from collections.abc import Callable, Sequence
+from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 from rich.console import Console
@@ -14,9 +18,43 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fusion_bench_nufilt.core import FusionConfig
+from fusion_bench_nufilt.core.options import choices, split_options
+from fusion_bench_nufilt.folders.plan import Settings
+from fusion_bench_nufilt.targets import TargetConfig
+
+_Command = TypeVar("_Command", bound=Callable[..., None])
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console(stderr=True)
+
+
+def _takes_options(*kinds: type) -> Callable[[_Command], _Command]:
+    """Give a command, which takes ``**options``, the fields of dataclasses for its options."""
+
+    def decorate(command: _Command) -> _Command:
+        parameters = list(inspect.signature(command).parameters.values())[:-1]
+        for each in (each for kind in kinds for each in dataclasses.fields(kind)):
+            kind, default = _as_typed(each)
+            info = typer.Option(help=each.metadata["help"], rich_help_panel=each.metadata["panel"])
+            parameters.append(
+                Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+            )
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
+    """Type and default of an option as it is typed on the command line."""
+    if values := choices(option):
+        words = tuple(str(value).lower() if isinstance(value, bool) else value for value in values)
+        return Literal[words], words[values.index(option.default)]
+    if option.name == "max_memory":
+        return str | None, None
+    if Sequence[str] in get_args(option.type):
+        return list[str] | None, None
+    return option.type, option.default
 
 
 @app.callback()
@@ -25,64 +63,35 @@ def main() -> None:
 
 
 @app.command()
+@_takes_options(FusionConfig, TargetConfig, Settings)
 def merge(
-    base: Annotated[str, typer.Option(help="Pretrained model: folder or hub name.")],
-    task: Annotated[list[str], typer.Option(help="Fine-tuned model or peft LoRA adapter; repeat it for a stream.")],
-    out: Annotated[Path, typer.Option(help="Folder to make.")],
-    merged: Annotated[str | None, typer.Option(help="What is merged so far, to add to it.")] = None,
-    step: Annotated[int | None, typer.Option(help="Number of the first task; default: MERGED says.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the adapters' initialisation.")] = 42,
-    null_rank: Annotated[int, typer.Option(help="Directions of what is merged that the filter protects.")] = 128,
-    lora_rank: Annotated[int, typer.Option(help="Rank of the adapter; 0: none.")] = 64,
-    task_rank: Annotated[int, typer.Option(help="Directions of the new task that the adapter is to keep.")] = 8,
-    lr: Annotated[float, typer.Option(help="Learning rate of Adam.")] = 1e-3,
-    max_steps: Annotated[int, typer.Option(help="Steps of Adam.")] = 50,
-    init_std: Annotated[float, typer.Option(help="Standard deviation of the adapter's initial A.")] = 0.02,
-    null_space: Annotated[str, typer.Option(help="Projector: true, false (P = I) or zero (P = 0).")] = "true",
-    target_modules: Annotated[
-        list[str] | None, typer.Option(help="Layers: auto, all-linear, one regular expression, or repeated words.")
+    base: Annotated[str, typer.Option(help="Pretrained model: folder or hub name.", rich_help_panel="Models")],
+    task: Annotated[
+        list[str],
+        typer.Option(help="Fine-tuned model or peft LoRA adapter; repeat it for a stream.", rich_help_panel="Models"),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to make.", rich_help_panel="Models")],
+    merged: Annotated[
+        str | None, typer.Option(help="What is merged so far, to add to it.", rich_help_panel="Models")
     ] = None,
-    exclude_modules: Annotated[list[str] | None, typer.Option(help="Layers to leave out, likewise.")] = None,
-    other_params: Annotated[str, typer.Option(help="All other tensors: pretrained, first or mean.")] = "pretrained",
-    first_task: Annotated[str, typer.Option(help="paper: taken whole; release: as the authors' run.")] = "paper",
-    solver: Annotated[str, typer.Option(help="The adapter: adam, or closed_form (a ridge problem).")] = "adam",
-    ridge: Annotated[float, typer.Option(help="Ridge of closed_form.")] = 10.0,
-    accumulate: Annotated[str, typer.Option(help="Merged layers between steps: stored (dtype) or float32.")] = "stored",
-    on_shape_mismatch: Annotated[str, typer.Option(help="Embeddings of another size: error or keep-base.")] = "error",
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")] = "cpu",
-    max_memory: Annotated[str | None, typer.Option(help="Most memory to hold, such as 4GB.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the plan, stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, print the plan, stop.", rich_help_panel="Machine")
+    ] = False,
+    **options: Any,
 ) -> None:
     """Merge fine-tuned models into one, layer by layer, without loading a model."""
     _log_to(console)
     try:
-        from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
+        from fusion_bench_nufilt.folders import merge_folders, plan_merge
         from fusion_bench_nufilt.folders.preflight import check_disk, check_output
 
-        config = FusionConfig(
-            null_rank=null_rank,
-            lora_rank=lora_rank,
-            task_rank=task_rank,
-            lr=lr,
-            max_steps=max_steps,
-            init_std=init_std,
-            null_space={"true": True, "false": False}.get(null_space, null_space),  # type: ignore[arg-type]
-            target_modules=_patterns(target_modules) or "auto",
-            exclude_modules=_patterns(exclude_modules),
-            other_params=other_params,  # type: ignore[arg-type]
-            first_task=first_task,  # type: ignore[arg-type]
-            solver=solver,  # type: ignore[arg-type]
-            ridge=ridge,
-        )
-        settings = Settings(
-            seed=seed,
-            step=step,
-            accumulate=accumulate,  # type: ignore[arg-type]
-            on_shape_mismatch=on_shape_mismatch,  # type: ignore[arg-type]
-            device=device,
-            max_memory=_bytes(max_memory),
-        )
-        plan = plan_merge(base, task, merged, config, settings)
+        for key in ("target_modules", "exclude_modules"):
+            options[key] = _patterns(options[key])
+        options["target_modules"] = options["target_modules"] or "auto"
+        options["null_space"] = {"true": True, "false": False}.get(options["null_space"], options["null_space"])
+        options["max_memory"] = _bytes(options["max_memory"])
+        (config, targets, settings), _ = split_options([FusionConfig, TargetConfig, Settings], options)
+        plan = plan_merge(base, task, merged, config, targets, settings)
         _print_plan(plan, out)
         if dry_run:
             if not check_output(plan, out):
@@ -205,7 +214,7 @@ def _print_plan(plan: Any, out: Path) -> None:
         table.add_row(f"step {number}", f"{escape(task.checkpoint.name)} ({kind})")
     first, last = plan.layers[0].name, plan.layers[-1].name
     table.add_row("merged", f"{len(plan.layers)} linear layers, {first} … {last} (known from {plan.origin})")
-    table.add_row("averaged", f"{len(plan.averaged)} tensors (other_params={plan.config.other_params})")
+    table.add_row("averaged", f"{len(plan.averaged)} tensors (other_params={plan.targets.other_params})")
     table.add_row("copied", f"{plan.copied} tensors, bit by bit")
     table.add_row("memory", f"{plan.memory / 1e9:.2f} GB at most")
     table.add_row("disk", f"{plan.disk / 1e9:.2f} GB in {escape(str(out))}")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusion_bench_nufilt.targets import check_model, layer_name, merge_other_params, select_layers
+from fusion_bench_nufilt.targets import TargetConfig, check_model, layer_name, merge_other_params, select_layers
 from tests.models import Shared, clip, finetuned, llama, llava, t5
 
 
@@ -173,3 +173,19 @@ def test_whole_numbers_such_as_position_ids_stay():
     task.num_batches_tracked += 5
     merge_other_params(base, task, [], "mean", 1)
     assert base.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("target_modules", ""),
+        ("target_modules", []),
+        ("target_modules", ["q_proj", 3]),
+        ("target_modules", None),
+        ("exclude_modules", [""]),
+        ("other_params", "median"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(key, value):
+    with pytest.raises(ValueError, match=key):
+        TargetConfig(**{key: value})

@@ -72,7 +72,7 @@ class Methods:
 
         Args:
             name: a continual method, with or without ``continual/``, or a method of FusionBench, which is run
-                continually, see :class:`fusion_bench_nufilt.continual.BatchMethodBaseline`.
+                continually, see :class:`fusion_bench_nufilt.baselines.BatchMethodBaseline`.
 
         Raises:
             ValueError: no such method; the message lists what there is.

@@ -6,32 +6,33 @@ import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from fusion_bench import BaseAlgorithm, BaseModelPool, auto_register_config
 from fusion_bench.mixins import LightningFabricMixin, SimpleProfilerMixin
 from fusion_bench.taskpool import DummyTaskPool
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from torch import nn
 from tqdm.auto import tqdm
 
-from fusion_bench_nufilt.files import MANIFEST
+from fusion_bench_nufilt.core.options import split_options, takes_options, unknown_option
 
+from .config import ProtocolConfig
 from .evaluation import Evaluator, Report, score
 from .metrics import AccuracyMatrix
+from .program import ReportedTaskPool, use_bundled_taskpool
 from .report import package_versions, print_matrix, save_matrix
 from .run_folder import RunFolder
-from .stream import Evaluate, task_order, tasks_to_score
+from .stream import MERGED, Evaluate, merged_before, task_order, tasks_to_score
 
 log = logging.getLogger(__name__)
 
-MERGED = "_merged_"
 _NOT_IN_THE_RESULT = ("_target_", "save_on_every_step", "check_models", "resume")
 
 
 @auto_register_config
+@takes_options(ProtocolConfig)
 class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm):
     """Merges a stream of models one after another, scores the result, saves every step.
 
@@ -40,16 +41,10 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     model goes on from there; steps are counted from the first model that is in it.
 
     Args:
-        shuffle_order: shuffle the models with ``random.Random(seed)``; otherwise they come in the pool's order.
-        seed: of the order and of everything drawn.
-        evaluate: ``last``, ``diagonal`` or ``every_step``, see :func:`fusion_bench_nufilt.continual.tasks_to_score`.
-        save_on_every_step: keep ``checkpoints/merged_model_{step}`` in the log directory.
-        check_models: load every model once before the first step, to refuse a bad one before any work.
-        resume: go on after the last whole step that an interrupted run left in the log directory, with the same result.
-        num_merged: how many models are in the pool's ``_merged_`` model; None: the manifest of its checkpoint says.
+        **kwargs: options of :class:`ProtocolConfig`.
 
     Raises:
-        ValueError: a value out of its range.
+        ValueError: a value out of its range, or an option that there is not; names it.
     """
 
     # of the last run
@@ -67,34 +62,12 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     resume: bool
     num_merged: int | None
 
-    def __init__(
-        self,
-        shuffle_order: bool = True,
-        seed: int = 42,
-        evaluate: Evaluate = "diagonal",
-        save_on_every_step: bool = True,
-        check_models: bool = True,
-        resume: bool = False,
-        num_merged: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise ValueError(f"seed must be a whole number, got {seed!r}")
-        if evaluate not in get_args(Evaluate):
-            raise ValueError(f"evaluate must be one of {', '.join(get_args(Evaluate))}, got {evaluate!r}")
-        for key, value in (
-            ("shuffle_order", shuffle_order),
-            ("save_on_every_step", save_on_every_step),
-            ("check_models", check_models),
-            ("resume", resume),
-        ):
-            if not isinstance(value, bool):
-                raise ValueError(f"{key} must be true or false, got {value!r}")
-        if resume and not save_on_every_step:
-            raise ValueError("resume=true needs the checkpoints that save_on_every_step=false does not keep")
-        if num_merged is not None and (not isinstance(num_merged, int) or num_merged < 1):
-            raise ValueError(f"num_merged must be a number of models, at least 1, got {num_merged!r}")
-        super().__init__(**kwargs)
+    def __init__(self, **kwargs: Any) -> None:
+        _, others = split_options([ProtocolConfig], kwargs)
+        for key in others:
+            if key not in self._config_mapping.values():
+                raise ValueError(f"{type(self).__name__}: {unknown_option(key, self._config_mapping.values())}")
+        super().__init__(**others)
 
     @property
     def name(self) -> str:
@@ -119,13 +92,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def on_run_start(self) -> None:
         """Use the task pool that the model pool brings along, unless the user named one."""
-        program, bundled = self._program, None
-        if program is not None and program._modelpool is not None:
-            bundled = program._modelpool.get("taskpool")
-        if bundled is not None and isinstance(program.taskpool, DummyTaskPool) and not _taskpool_was_named():
-            program.taskpool = program._instantiate_and_setup(
-                bundled, compat_load_fn="fusion_bench.compat.taskpool.load_taskpool_from_config"
-            )
+        if self._program is not None:
+            use_bundled_taskpool(self._program)
 
     @torch.no_grad()
     def run(
@@ -155,7 +123,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         if self.fabric.world_size > 1:
             raise ValueError("continual merging runs in one process: set fabric.devices=1")
         self.folder = None if self.log_dir is None else RunFolder(Path(self.log_dir))
-        self._read_history(modelpool)
+        self.history, self.first_step = merged_before(modelpool, self.num_merged)
         if taskpool is None and self._program is not None:
             taskpool = self._program.taskpool
         scored = taskpool is not None and not isinstance(taskpool, DummyTaskPool)
@@ -217,8 +185,10 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             with self.profile("saving"):
                 self.folder.save_step(step, merged, {**about, "run": self._about})
         if self.evaluator is not None:
+            device = next(merged.parameters()).device
             with self.profile("evaluating"):
                 self._evaluate_step(self.evaluator, step, merged)
+            merged.to(device)  # the task pool may have moved it
         if self.on_step is not None:
             self.on_step(step)
 
@@ -226,23 +196,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         with self.profile("checking models"):
             for name in tqdm(names, desc="Checking models", disable=None):
                 self.check_model(pretrained, modelpool.load_model(name), name)
-
-    def _read_history(self, modelpool: BaseModelPool) -> None:
-        """Which models are in the pool's `_merged_` model, and how many."""
-        self.history, self.first_step = [], 1
-        if MERGED not in modelpool.all_model_names:
-            if self.num_merged is not None:
-                raise ValueError(f"num_merged={self.num_merged}, but the model pool has no '{MERGED}' model")
-            return
-        entry = modelpool._models[MERGED]
-        folder = entry if isinstance(entry, str) else getattr(entry, "pretrained_model_name_or_path", None)
-        if folder is not None and (Path(folder) / MANIFEST).is_file():
-            manifest = json.loads((Path(folder) / MANIFEST).read_text())
-            self.history, self.first_step = list(manifest["tasks"]), int(manifest["step"]) + 1
-        elif self.num_merged is None:
-            raise ValueError(f"how many models are in '{MERGED}'? Its checkpoint does not say: set num_merged")
-        if self.num_merged is not None:
-            self.first_step = self.num_merged + 1
 
     def _restore_newest_step(self, merged: nn.Module) -> int:
         """Give ``merged`` the weights after the newest whole step that the log directory holds; returns its number."""
@@ -279,7 +232,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             if self._is_last(step):
                 self.log_dict({"ACC": self.matrix.acc, "BWT": self.matrix.bwt}, step=step)
         if self._is_last(step) and self._program is not None:
-            self._program.taskpool = _ReportedTaskPool(evaluator.taskpool, merged, report)
+            self._program.taskpool = ReportedTaskPool(evaluator.taskpool, merged, report)
 
     def _tasks_to_score(self, step: int) -> list[str]:
         return tasks_to_score(self.matrix.tasks, step - self.first_step + 1, self.evaluate)
@@ -309,23 +262,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         models = {name: _describe(modelpool, name) for name in modelpool.all_model_names}
         run = {"method": self.name, "order": self.matrix.tasks, "models": models, **settings}
         return dict(json.loads(json.dumps(run)))
-
-
-class _ReportedTaskPool:
-    """Answers FusionBench's evaluation of the merged model, after ``run``, with the report that the last step made."""
-
-    def __init__(self, taskpool: Any, model: nn.Module, report: Report) -> None:
-        self.taskpool, self.model, self.report = taskpool, model, report
-
-    def evaluate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Report:
-        return self.report if model is self.model else self.taskpool.evaluate(model, *args, **kwargs)
-
-
-def _taskpool_was_named() -> bool:
-    """Did the user choose a task pool on the command line? FusionBench's default one is a placeholder."""
-    if not HydraConfig.initialized():
-        return False
-    return any(override.lstrip("+~").startswith("taskpool") for override in HydraConfig.get().overrides.task)
 
 
 def _describe(modelpool: BaseModelPool, name: str) -> Any:

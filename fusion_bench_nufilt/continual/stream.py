@@ -1,10 +1,17 @@
-"""The order in which models arrive, and what is scored on the way."""
+"""The order in which models arrive, what came before them, and what is scored on the way."""
 
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
+from fusion_bench import BaseModelPool
+
+from fusion_bench_nufilt.files import MANIFEST
+
 Evaluate = Literal["last", "diagonal", "every_step"]
+MERGED = "_merged_"
 
 
 def task_order(names: Sequence[str], *, shuffle: bool, seed: int) -> list[str]:
@@ -30,3 +37,31 @@ def tasks_to_score(order: Sequence[str], step: int, evaluate: Evaluate) -> list[
     if step == len(order) or evaluate == "every_step":
         return list(order[:step])
     return [order[step - 1]] if evaluate == "diagonal" else []
+
+
+def merged_before(modelpool: BaseModelPool, num_merged: int | None) -> tuple[list[str], int]:
+    """What is in the pool's ``_merged_`` model.
+
+    Args:
+        modelpool: may have no such model.
+        num_merged: how many models are in it; None: the manifest of its checkpoint says.
+
+    Returns:
+        Their names, as far as they are known, and the number of the next one (from 1).
+
+    Raises:
+        ValueError: their number is not known, or is given where there is no such model.
+    """
+    if MERGED not in modelpool.all_model_names:
+        if num_merged is not None:
+            raise ValueError(f"num_merged={num_merged}, but the model pool has no '{MERGED}' model")
+        return [], 1
+    entry = modelpool._models[MERGED]
+    folder = entry if isinstance(entry, str) else getattr(entry, "pretrained_model_name_or_path", None)
+    names = []
+    if folder is not None and (Path(folder) / MANIFEST).is_file():
+        manifest = json.loads((Path(folder) / MANIFEST).read_text())
+        names, num_merged = list(manifest["tasks"]), num_merged or int(manifest["step"])
+    if num_merged is None:
+        raise ValueError(f"how many models are in '{MERGED}'? Its checkpoint does not say: set num_merged")
+    return names, num_merged + 1

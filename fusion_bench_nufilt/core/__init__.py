@@ -1,7 +1,8 @@
 """The method on tensors: needs torch, reads no file, prints nothing."""
 
+from .checks import check_layers
 from .config import FusionConfig
-from .fusion import LayerReport, check_layers, fuse_each, fuse_layers
+from .fusion import LayerReport, fuse_each, fuse_layers
 from .low_rank import LowRank
 
 __all__ = ["FusionConfig", "LayerReport", "LowRank", "check_layers", "fuse_each", "fuse_layers"]

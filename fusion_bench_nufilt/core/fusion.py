@@ -2,25 +2,20 @@
 
 import hashlib
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from .adapter import Objective, fit_adapter, loop_gram, solve_adapter
+from .checks import Layers, TaskLayers, check_adapters, check_layers
 from .config import FusionConfig
 from .low_rank import LowRank
 from .projector import first_coordinates, null_space_filter, protected_subspace
 from .subspace import subspace_affinity, top_right_singular_vectors
-
-Layers = Mapping[str, Tensor]
-TaskLayers = Mapping[str, Tensor | LowRank]
-_T = TypeVar("_T")
-_R = TypeVar("_R")
+from .workers import map_layers
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,7 @@ def fuse_each(
     check_layers(pretrained, merged, model="merged")
     check_layers(pretrained, task, model="task")
     if lora_A is not None:
-        _check_adapters(merged, lora_A, config.lora_rank)
+        check_adapters(merged, lora_A, config.lora_rank)
     where = torch.device(device or next((weight.device for weight in merged.values()), "cpu"))
 
     @torch.no_grad()
@@ -148,47 +143,6 @@ def fuse_each(
 
     for results in map_layers(solve, list(_stacks(merged, task, where, batch_bytes)), where):
         yield from results
-
-
-def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
-    """Refuse layers that cannot be merged with the reference's.
-
-    Raises:
-        ValueError: a layer is missing, unknown, not a matrix, of another shape, not floating point or not finite;
-            names ``model`` and the layer.
-    """
-    for name, weight in reference.items():
-        if name not in layers:
-            raise ValueError(f"model '{model}' lacks layer '{name}' {tuple(weight.shape)} of the pretrained model")
-        other = layers[name]
-        matrices = (other.left, other.right) if isinstance(other, LowRank) else (other,)
-        for matrix in matrices:
-            if matrix.ndim != 2 or not matrix.is_floating_point():
-                raise ValueError(
-                    f"model '{model}', layer '{name}': expected a floating-point matrix, "
-                    f"got shape {tuple(matrix.shape)} of {matrix.dtype}"
-                )
-        if other.shape != weight.shape:
-            raise ValueError(
-                f"model '{model}', layer '{name}': shape {tuple(other.shape)} differs from the pretrained "
-                f"model's {tuple(weight.shape)}"
-            )
-        if not all(map(is_finite, matrices)):
-            raise ValueError(f"model '{model}', layer '{name}': the weight has NaN or infinite values")
-    if extra := layers.keys() - reference.keys():
-        raise ValueError(f"model '{model}' has layers that the pretrained model lacks: {sorted(extra)}")
-
-
-def is_finite(weight: Tensor) -> bool:
-    """Whether all values are finite, in one pass without a temporary: a sum shows every NaN and infinity."""
-    return bool(torch.isfinite(weight.sum(dtype=_widened_dtype(weight))))
-
-
-def _check_adapters(layers: Layers, lora_A: Layers, rank: int) -> None:
-    for name, weight in layers.items():
-        expected, got = (rank, weight.shape[1]), tuple(lora_A[name].shape) if name in lora_A else None
-        if rank > 0 and got != expected:
-            raise ValueError(f"lora_A of layer '{name}': expected shape {expected}, got {got}")
 
 
 def _fuse_stack(
@@ -267,38 +221,6 @@ def _stacks(layers: Layers, task: TaskLayers, where: torch.device, batch_bytes: 
         layer_bytes = (4 * shape.numel() + 2 * shape[1] ** 2) * dtype.itemsize
         size = 1 if where.type == "cpu" else max(1, batch_bytes // layer_bytes)
         yield from (names[i : i + size] for i in range(0, len(names), size))
-
-
-def map_layers(
-    function: Callable[[_T], _R], items: Sequence[_T], where: torch.device, workers: int | None = None
-) -> Iterator[_R]:
-    """Results in order; on a CPU a layer per thread (torch's number of threads, or fewer ``workers``), each with
-    single-threaded mathematics.
-
-    That beats parallel mathematics on one layer (eigenvalue solvers hardly scale), does not stall on a busy machine,
-    and makes the result independent of the number of threads, to the last bit.
-    """
-    if where.type != "cpu":
-        yield from map(function, items)
-        return
-    threads = torch.get_num_threads()
-    workers = min(workers or threads, threads)
-    try:
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            # Not all at once: what is finished waits in memory until it is taken.
-            ahead: deque[Future[_R]] = deque()
-            try:
-                for item in items:
-                    ahead.append(pool.submit(function, item))
-                    if len(ahead) > 2 * workers:
-                        yield ahead.popleft().result()
-                while ahead:
-                    yield ahead.popleft().result()
-            finally:  # after an error or an interrupt, what has not begun never does
-                for future in ahead:
-                    future.cancel()
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _widened_dtype(weight: Tensor) -> torch.dtype:

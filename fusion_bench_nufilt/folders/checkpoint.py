@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion_bench_nufilt.core.fusion import is_finite
+from fusion_bench_nufilt.core.checks import is_finite
 from fusion_bench_nufilt.files import MANIFEST
 
 from . import hub

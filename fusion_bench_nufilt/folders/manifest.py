@@ -17,7 +17,8 @@ def run_identity(plan: Plan) -> str:
     device = plan.settings.device.partition(":")[0]
     content = [
         [checkpoint.identity() for checkpoint in plan.checkpoints],
-        [dataclasses.asdict(plan.config), plan.settings.seed, plan.first_step, plan.settings.accumulate, device],
+        [dataclasses.asdict(plan.config), dataclasses.asdict(plan.targets)],
+        [plan.settings.seed, plan.first_step, plan.settings.accumulate, device],
         [sorted(layer.name for layer in plan.layers), sorted(plan.averaged), versions()],
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -50,7 +51,7 @@ def nufilt_json(plan: Plan, records: Sequence[Mapping[str, Any]], run: str) -> s
         "step": plan.last_step,
         "tasks": plan.history + [task.checkpoint.label for task in plan.tasks],
         "inputs": inputs,
-        "settings": {**dataclasses.asdict(plan.config), "seed": plan.settings.seed},
+        "settings": {**dataclasses.asdict(plan.config), **dataclasses.asdict(plan.targets), "seed": plan.settings.seed},
         "accumulate": plan.settings.accumulate,
         "linear_layers_known_from": plan.origin,
         "tensors": {"merged": len(plan.layers), "averaged": len(plan.averaged), "copied": plan.copied},
@@ -94,8 +95,9 @@ without data and without training, of these models in this order:
 {stream}
 
 {len(plan.layers)} linear layers were merged (null_rank {config.null_rank}, lora_rank {config.lora_rank}, task_rank
-{config.task_rank}, seed {plan.settings.seed}); all other tensors {rest[config.other_params]}. `nufilt.json` has every
-setting, digests of all inputs and a report for every layer of the last merge. To merge one more model into this one:
+{config.task_rank}, seed {plan.settings.seed}); all other tensors {rest[plan.targets.other_params]}. `nufilt.json` has
+every setting, digests of all inputs and a report for every layer of the last merge. To merge one more model into this
+one:
 
     nufilt merge --base {plan.base.label} --merged THIS_FOLDER --task NEW --out OUT
 """

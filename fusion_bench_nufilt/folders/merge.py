@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core import fuse_layers
-from fusion_bench_nufilt.core.fusion import is_finite, map_layers
+from fusion_bench_nufilt.core.checks import is_finite
+from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.files import MANIFEST
 from fusion_bench_nufilt.targets import running_mean
 
@@ -220,7 +221,7 @@ class _Merge:
         for number, task in enumerate(self.plan.tasks):
             step = self.plan.first_step + number
             new = task.elements(slot, start, stop, theta_0)
-            if new is None or (self.plan.config.other_params == "first" and step > 1):
+            if new is None or (self.plan.targets.other_params == "first" and step > 1):
                 continue
             read[f"task {number}"].update(raw(new))
             value = running_mean(value, new, step).to(theta_0.dtype)

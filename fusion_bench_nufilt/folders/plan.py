@@ -3,12 +3,14 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal, get_args
+from functools import cached_property, partial
+from typing import Literal
 
 import torch
 
-from fusion_bench_nufilt.core import FusionConfig
+from fusion_bench_nufilt.core import FusionConfig, options
+from fusion_bench_nufilt.core.options import check_choices, check_whole
+from fusion_bench_nufilt.targets import TargetConfig
 
 from .architecture import Layer
 from .checkpoint import Checkpoint
@@ -16,8 +18,7 @@ from .memory import layer_memory, predict_seconds, process_memory
 from .models import FullModel, Task
 from .tensors import FLOATS
 
-Accumulate = Literal["stored", "float32"]
-OnShapeMismatch = Literal["error", "keep-base"]
+option = partial(options.option, panel="Machine")
 # On an accelerator, layers of equal shape are solved together; about this much memory of it.
 BATCH_BYTES = 4 * 2**30
 
@@ -26,34 +27,35 @@ BATCH_BYTES = 4 * 2**30
 class Settings:
     """How folders are merged; the method itself is set by FusionConfig.
 
-    Args:
-        seed: of the adapters' initialisation.
-        step: number of the first task in the stream, from 1; default: one more than the merged folder's manifest
-            says, 1 without a merged folder.
-        accumulate: what the merged layers are kept in between steps: ``stored``, the base's dtype, or ``float32``,
-            which also writes them beside the model for the next merge, so that rounding does not add up.
-        on_shape_mismatch: tensors outside the merged layers (embeddings, head) whose shape differs from the
-            base's: ``error``, or ``keep-base``.
-        device: where to compute; ``cpu`` works on a layer per thread.
-        max_memory: bytes that the process may hold; fewer layers are then worked on at a time.
-
     Raises:
         ValueError: a value out of its range; names it.
     """
 
-    seed: int = 42
-    step: int | None = None
-    accumulate: Accumulate = "stored"
-    on_shape_mismatch: OnShapeMismatch = "error"
-    device: str = "cpu"
-    max_memory: int | None = None
+    seed: int = option(42, "Seed of the adapters' initialisation.", panel="Method")
+    step: int | None = option(
+        None,
+        "Number of the first task in the stream, from 1. If it is not given, it is one more than the manifest of the "
+        "merged folder says, and 1 without a merged folder.",
+    )
+    accumulate: Literal["stored", "float32"] = option(
+        "stored",
+        "What the merged layers are kept in between steps: stored means the base's dtype; float32 also writes them "
+        "beside the model for the next merge, so that rounding does not add up.",
+    )
+    on_shape_mismatch: Literal["error", "keep-base"] = option(
+        "error",
+        "What to do with a tensor outside the merged layers (embeddings, head) whose size differs from the base's: "
+        "refuse the model, or keep the base's tensor.",
+    )
+    device: str = option("cpu", "Where to compute, cpu or cuda; cpu works on a layer per thread.")
+    max_memory: int | None = option(
+        None, "The most memory to hold, such as 4GB; fewer layers are then worked on at a time."
+    )
 
     def __post_init__(self) -> None:
-        if self.step is not None and self.step < 1:
-            raise ValueError(f"step must be at least 1, got {self.step}")
-        for key, options in (("accumulate", Accumulate), ("on_shape_mismatch", OnShapeMismatch)):
-            if getattr(self, key) not in get_args(options):
-                raise ValueError(f"{key} must be one of {', '.join(get_args(options))}, got {getattr(self, key)!r}")
+        if self.step is not None:
+            check_whole(self, "step", least=1)
+        check_choices(self)
         try:
             device = torch.device(self.device)
         except RuntimeError as error:
@@ -71,6 +73,7 @@ class Plan:
     state: FullModel | None  # its layers in float32, where an earlier merge kept them
     tasks: list[Task]
     config: FusionConfig
+    targets: TargetConfig
     settings: Settings
     origin: str  # where the linear layers are known from
     layers: list[Layer]

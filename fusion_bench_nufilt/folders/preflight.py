@@ -9,6 +9,7 @@ from typing import Any
 
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.files import MANIFEST
+from fusion_bench_nufilt.targets import TargetConfig
 
 from .architecture import Architecture, Layer, by_slot
 from .checkpoint import Checkpoint, is_adapter, read_json, some
@@ -27,6 +28,7 @@ def plan_merge(
     tasks: Sequence[str],
     merged: str | None = None,
     config: FusionConfig | None = None,
+    targets: TargetConfig | None = None,
     settings: Settings | None = None,
 ) -> Plan:
     """Check all that headers tell, and a few samples of the weights where they are on this disk.
@@ -36,34 +38,35 @@ def plan_merge(
         tasks: folders or hub names of fine-tuned models or peft LoRA adapters, in merging order.
         merged: folder or hub name of what is merged so far; default: nothing yet.
         config: the method's settings.
+        targets: which layers are merged, and what happens to the rest.
         settings: how folders are merged.
 
     Raises:
         ValueError: names the model and the tensor that do not fit, and what to do.
     """
-    config, settings = config or FusionConfig(), settings or Settings()
+    config, targets, settings = config or FusionConfig(), targets or TargetConfig(), settings or Settings()
     if not tasks:
         raise ValueError("there is no task to merge")
     theta_0 = Checkpoint.open(base)
     if is_adapter(theta_0.folder):
         raise ValueError(f"the base '{base}' is an adapter: name the model that it was trained on")
     architecture = Architecture(theta_0)
-    layers = architecture.layers(theta_0, config.target_modules, config.exclude_modules)
+    layers = architecture.layers(theta_0, targets.target_modules, targets.exclude_modules)
     chosen = {layer.slot for layer in layers}
     theta_0.check_floats(key for layer in layers for key in layer.keys)
     whole = FullModel(theta_0, architecture)
     so_far = None if merged is None else FullModel(_open_merged(merged), architecture)
     models = [open_task(task, architecture) for task in tasks]
     manifest = {} if so_far is None else read_json(so_far.checkpoint.folder / MANIFEST)
-    warnings = [] if so_far is None else _check_merged(whole, so_far, manifest, config, settings)
+    warnings = [] if so_far is None else _check_merged(whole, so_far, manifest, config, targets, settings)
     for model in models:
         warnings += _check_shapes(whole, model, chosen, settings)
-        if config.other_params == "pretrained" and isinstance(model, LoraAdapter):
+        if targets.other_params == "pretrained" and isinstance(model, LoraAdapter):
             outside = [slot for slot in model.pairs if slot not in chosen]
             warnings += [f"adapter '{model.checkpoint.name}' also changes {some(outside)}: ignored"] if outside else []
     first_step = _first_step(settings, so_far, manifest)
     others = {slot: tuple(keys) for slot, keys in by_slot(architecture, theta_0).items() if slot not in chosen}
-    changed = config.other_params == "mean" or (config.other_params == "first" and first_step == 1)
+    changed = targets.other_params == "mean" or (targets.other_params == "first" and first_step == 1)
     floats = {slot for slot, keys in others.items() if theta_0.tensors[keys[0]].dtype in FLOATS}
     averaged = floats if changed else set()
     if so_far is not None:
@@ -85,6 +88,7 @@ def plan_merge(
         state=state,
         tasks=models,
         config=config,
+        targets=targets,
         settings=settings,
         origin=architecture.origin,
         layers=layers,
@@ -175,7 +179,12 @@ def _check_shapes(base: FullModel, model: FullModel | Task, chosen: set[str], se
 
 
 def _check_merged(
-    base: FullModel, merged: FullModel, manifest: Mapping[str, Any], config: FusionConfig, settings: Settings
+    base: FullModel,
+    merged: FullModel,
+    manifest: Mapping[str, Any],
+    config: FusionConfig,
+    targets: TargetConfig,
+    settings: Settings,
 ) -> list[str]:
     """The merged model must be the base's equal in keys and shapes; changed settings deserve a warning."""
     name = merged.checkpoint.name
@@ -185,7 +194,7 @@ def _check_merged(
                 f"the merged model '{name}' was not made from the base '{base.checkpoint.name}': '{slot}' is "
                 f"{merged.slots.get(slot)} there and {shape} in the base"
             )
-    now = json.loads(json.dumps({**dataclasses.asdict(config), "seed": settings.seed}))
+    now = json.loads(json.dumps({**dataclasses.asdict(config), **dataclasses.asdict(targets), "seed": settings.seed}))
     before = manifest.get("settings", {})
     changed = [f"{key} was {before[key]!r}, is {now[key]!r}" for key in now if before.get(key, now[key]) != now[key]]
     return [f"settings differ from those that '{name}' was made with: {'; '.join(changed)}"] if changed else []

@@ -7,7 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt import FusionConfig
+from fusion_bench_nufilt.core.options import split_options
 from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
+from fusion_bench_nufilt.targets import TargetConfig
 from tests.models import finetuned
 
 RANKS = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5}
@@ -25,6 +27,13 @@ def save_stream(folder, base, tasks=3, dtype=torch.float32, shards=SHARDED):
     return models
 
 
+def configs(options):
+    """The method's settings and the targets, from options of either."""
+    (config, targets), left = split_options([FusionConfig, TargetConfig], options)
+    assert not left, left
+    return config, targets
+
+
 def merge(folder, tasks=("task1", "task2", "task3"), out="out", merged=None, settings=None, **config):
     """Merge tasks by the names of their folders."""
     settings = settings if isinstance(settings, Settings) else Settings(**(settings or {}))
@@ -32,7 +41,7 @@ def merge(folder, tasks=("task1", "task2", "task3"), out="out", merged=None, set
         str(folder / "base"),
         [str(folder / task) for task in tasks],
         None if merged is None else str(folder / merged),
-        FusionConfig(**{**RANKS, **config}),
+        *configs({**RANKS, **config}),
         settings,
     )
     return merge_folders(plan, folder / out)

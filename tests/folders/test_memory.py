@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.folders import Settings, plan_merge
 from fusion_bench_nufilt.folders.memory import Budget
 from tests.conftest import REPO
@@ -28,7 +27,7 @@ torch.set_num_threads(2)
 folder, tasks, bound = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) or None
 names = [f"{folder}/task{i}" for i in range(1, tasks + 1)]
 config = FusionConfig(null_rank=16, lora_rank=8, max_steps=2)
-plan = plan_merge(f"{folder}/base", names, None, config, Settings(max_memory=bound))
+plan = plan_merge(f"{folder}/base", names, None, config, settings=Settings(max_memory=bound))
 merge_folders(plan, Path(folder) / f"out{tasks}{bound}")
 # Unlike getrusage, this does not begin with the memory of the process that started this one.
 peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -102,19 +101,19 @@ def test_a_bound_below_the_largest_layer_is_refused_with_what_it_needs(folders):
     with pytest.raises(
         ValueError, match=r"max_memory of 0\.10 GB is below the \d+\.\d+ GB that the largest layer needs"
     ):
-        plan_merge(f"{folders}/base", [f"{folders}/task1"], None, FusionConfig(), Settings(max_memory=10**8))
+        plan_merge(f"{folders}/base", [f"{folders}/task1"], None, settings=Settings(max_memory=10**8))
 
 
 def test_layers_solved_together_on_an_accelerator_count_together(folders, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    names = f"{folders}/base", [f"{folders}/task1"], None, FusionConfig()
-    plan = plan_merge(*names, Settings(device="cuda"))
+    names = f"{folders}/base", [f"{folders}/task1"], None
+    plan = plan_merge(*names, settings=Settings(device="cuda"))
     batches = list(plan.batches(plan.layers))
     held = [sum(map(plan.layer_memory, batch)) for batch in batches]
     assert sorted(map(len, batches)) == [1, 2, 4]  # down, gate and up, the four of the attention
     assert plan.memory == plan.process_memory + max(held)
     bound = plan.process_memory + max(held) - 1
-    bounded = plan_merge(*names, Settings(device="cuda", max_memory=bound))
+    bounded = plan_merge(*names, settings=Settings(device="cuda", max_memory=bound))
     assert all(sum(map(bounded.layer_memory, batch)) <= bounded.budget for batch in bounded.batches(bounded.layers))
     assert bounded.memory <= bound
 

@@ -9,10 +9,10 @@ from lightning.fabric.loggers import TensorBoardLogger
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPVisionModel
 
-from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.folders import Settings, plan_merge
 from fusion_bench_nufilt.targets import select_layers
-from tests.folders.helpers import RANKS, change, merge, same, save_stream, tensors
+from tests.folders.helpers import RANKS, change, configs, merge, same, save_stream, tensors
 from tests.models import clip, full_clip, llama, llava, t5
 
 FAMILIES = [clip, full_clip, t5, llama, llava]
@@ -201,7 +201,7 @@ def test_a_float32_base_needs_no_float32_layers_beside_it(tmp_path):
     settings = Settings(accumulate="float32")
     merge(tmp_path, ["task1"], "one", settings=settings)
     plan = plan_merge(
-        str(tmp_path / "base"), [str(tmp_path / "task2")], str(tmp_path / "one"), FusionConfig(**RANKS), settings
+        str(tmp_path / "base"), [str(tmp_path / "task2")], str(tmp_path / "one"), *configs(RANKS), settings
     )
     assert plan.warnings == []
 

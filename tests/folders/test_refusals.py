@@ -8,10 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.folders import Settings, plan_merge, tensors
 from fusion_bench_nufilt.folders import merge as merge_module
-from tests.folders.helpers import change, hashes, merge, save_stream
+from tests.folders.helpers import change, configs, hashes, merge, save_stream
 from tests.models import llama
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -31,7 +30,7 @@ def refuse(stream, message, merged=None, settings=None, **config):
             str(stream / "base"),
             [str(stream / "task1"), str(stream / "task2")],
             merged and str(stream / merged),
-            FusionConfig(**config),
+            *configs(config),
             settings,
         )
 

@@ -12,8 +12,8 @@ from lightning import Fabric
 from omegaconf import OmegaConf
 from torch import nn
 
+from fusion_bench_nufilt.baselines import BatchMethodBaseline, ContinualMethodBaseline
 from fusion_bench_nufilt.compare import compose_run
-from fusion_bench_nufilt.continual import BatchMethodBaseline, ContinualMethodBaseline
 from tests.models import clip, finetuned
 
 BATCH = ("task_arithmetic", "magmax", "wudi", "iso_c", "iso_cts", "tsvm", "knots_ties")

@@ -8,7 +8,7 @@ import torch
 from fusion_bench.method import TiesMergingAlgorithm
 from torch import nn
 
-from fusion_bench_nufilt.continual.knots import KnotsTiesMergingAlgorithm, knots_ties
+from fusion_bench_nufilt.baselines.knots import KnotsTiesMergingAlgorithm, knots_ties
 from tests.models import clip, finetuned
 
 SHAPES = {"tall": (7, 4), "wide": (3, 8), "bias": (5,), "conv": (2, 3, 2), "scale": ()}

@@ -11,13 +11,13 @@ from fusion_bench.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
 
+from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
+from fusion_bench_nufilt.continual.stream import MERGED
 from fusion_bench_nufilt.targets import check_model
-
-from .algorithm import MERGED, ContinualMergingAlgorithm
 
 
 class _Baseline(ContinualMergingAlgorithm):
-    base_method: DictConfig
+    base_method: DictConfig  # set by auto_register_config
 
     @property
     def name(self) -> str:
@@ -54,14 +54,14 @@ class BatchMethodBaseline(_Baseline):
         ValueError: the method returns another kind of model than it was given, or one that is not finite.
     """
 
+    merged_scale: float  # set by auto_register_config
+
     def __init__(self, base_method: DictConfig, merged_scale: float = 1.0, **kwargs: Any) -> None:
         if not merged_scale > 0:
             raise ValueError(f"merged_scale must be above 0, got {merged_scale!r}")
-        self.base_method, self.merged_scale = base_method, merged_scale
         super().__init__(**kwargs)
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
-        merged.to(next(pretrained.parameters()).device)  # scoring may have moved it
         # FusionBench's methods write their result into the pretrained model that they load.
         models = {"_pretrained_": deepcopy(pretrained)}
         if step > 1:
@@ -101,10 +101,7 @@ class ContinualMethodBaseline(_Baseline):
 
     def __init__(self, base_method: DictConfig, **kwargs: Any) -> None:
         if kwargs.get("resume"):
-            raise ValueError(
-                f"{base_method._target_} keeps more than the merged model: resume=true can't go on with it"
-            )
-        self.base_method = base_method
+            raise ValueError(f"{self.name} keeps more than the merged model: resume=true can't go on with it")
         super().__init__(**kwargs)
 
     def merge_stream(self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]) -> nn.Module:
@@ -114,8 +111,7 @@ class ContinualMethodBaseline(_Baseline):
 
         def observe(merged: nn.Module, index: int) -> None:
             nonlocal begin
-            # A copy, because scoring may move the model to another device under the method's feet.
-            self.finish_step(index + 1, deepcopy(merged), time.perf_counter() - begin)
+            self.finish_step(index + 1, merged, time.perf_counter() - begin)
             begin = time.perf_counter()
 
         method = self.make_base_method()

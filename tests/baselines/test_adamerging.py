@@ -10,8 +10,8 @@ from fusion_bench.utils import instantiate
 from lightning import Fabric
 from torch.func import functional_call
 
+from fusion_bench_nufilt.baselines.adamerging import NewTaskAdaMergingAlgorithm
 from fusion_bench_nufilt.compare import compose_run
-from fusion_bench_nufilt.continual.adamerging import NewTaskAdaMergingAlgorithm
 from fusion_bench_nufilt.demo import TASKS, load_clip, load_processor, load_test_dataset, load_vision_model, to_pixels
 from fusion_bench_nufilt.demo.train import text_features
 from tests.models import finetuned

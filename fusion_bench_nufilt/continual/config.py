@@ -1,0 +1,52 @@
+"""Settings of the protocol."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from fusion_bench_nufilt.core import options
+from fusion_bench_nufilt.core.options import check_choices, check_whole
+
+from .stream import Evaluate
+
+option = partial(options.option, panel="Protocol")
+
+
+@dataclass(frozen=True)
+class ProtocolConfig:
+    """How a stream of models is merged, scored and saved, whatever the method.
+
+    Raises:
+        ValueError: a value out of its range; the message names the key.
+    """
+
+    shuffle_order: bool = option(
+        True,
+        "Whether the models come in the order random.Random(seed).shuffle(names), otherwise in the pool's. Seeds 42 to "
+        "51 are the ten orders printed in the paper.",
+    )
+    seed: int = option(42, "Seed of the order and of everything drawn.")
+    evaluate: Evaluate = option(
+        "diagonal",
+        "What is scored. last: the final model. diagonal: also each task right after its own step, all that BWT needs. "
+        "every_step: all tasks seen so far after every step.",
+    )
+    save_on_every_step: bool = option(True, "Keep checkpoints/merged_model_{step} in the log directory.")
+    check_models: bool = option(
+        True, "Load every model once before the first step, so that a bad one is refused before any work."
+    )
+    resume: bool = option(
+        False,
+        "Go on after the last whole step that an interrupted run left in the log directory, with the same result.",
+    )
+    num_merged: int | None = option(
+        None, "How many models are in the pool's _merged_ model; null: the manifest of its checkpoint says."
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ValueError(f"seed must be a whole number, got {self.seed!r}")
+        check_choices(self)
+        if self.num_merged is not None:
+            check_whole(self, "num_merged", least=1)
+        if self.resume and not self.save_on_every_step:
+            raise ValueError("resume=true needs the checkpoints that save_on_every_step=false does not keep")

@@ -1,0 +1,59 @@
+"""What a merging step refuses, before any work."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .low_rank import LowRank
+
+Layers = Mapping[str, Tensor]
+TaskLayers = Mapping[str, Tensor | LowRank]
+
+
+def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
+    """Refuse layers that cannot be merged with the reference's.
+
+    Raises:
+        ValueError: a layer is missing, unknown, not a matrix, of another shape, not floating point or not finite;
+            names ``model`` and the layer.
+    """
+    for name, weight in reference.items():
+        if name not in layers:
+            raise ValueError(f"model '{model}' lacks layer '{name}' {tuple(weight.shape)} of the pretrained model")
+        other = layers[name]
+        matrices = (other.left, other.right) if isinstance(other, LowRank) else (other,)
+        for matrix in matrices:
+            if matrix.ndim != 2 or not matrix.is_floating_point():
+                raise ValueError(
+                    f"model '{model}', layer '{name}': expected a floating-point matrix, "
+                    f"got shape {tuple(matrix.shape)} of {matrix.dtype}"
+                )
+        if other.shape != weight.shape:
+            raise ValueError(
+                f"model '{model}', layer '{name}': shape {tuple(other.shape)} differs from the pretrained "
+                f"model's {tuple(weight.shape)}"
+            )
+        if not all(map(is_finite, matrices)):
+            raise ValueError(f"model '{model}', layer '{name}': the weight has NaN or infinite values")
+    if extra := layers.keys() - reference.keys():
+        raise ValueError(f"model '{model}' has layers that the pretrained model lacks: {sorted(extra)}")
+
+
+def check_adapters(layers: Layers, lora_A: Layers, rank: int) -> None:
+    """Refuse initial A that do not fit the layers.
+
+    Raises:
+        ValueError: one is missing or has another shape than ``(rank, d_i)``; names the layer.
+    """
+    for name, weight in layers.items():
+        expected, got = (rank, weight.shape[1]), tuple(lora_A[name].shape) if name in lora_A else None
+        if rank > 0 and got != expected:
+            raise ValueError(f"lora_A of layer '{name}': expected shape {expected}, got {got}")
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether no value is NaN or infinite, in one pass without a temporary of their size."""
+    wide = torch.promote_types(values.dtype, torch.float32)
+    # A sum shows every NaN and infinity; if it overflows, finite values may be the reason, and each is looked at.
+    return bool(torch.isfinite(values.sum(dtype=wide))) or bool(torch.isfinite(values).all())

@@ -1,0 +1,49 @@
+"""An option is said once: signature, YAML and messages agree with the dataclass."""
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.continual import ProtocolConfig
+from fusion_bench_nufilt.targets import TargetConfig
+
+KINDS = (FusionConfig, TargetConfig, ProtocolConfig)
+DEFAULTS = {each.name: each.default for kind in KINDS for each in dataclasses.fields(kind)}
+YAML = Path(__file__).parents[2] / "config" / "method" / "nufilt.yaml"
+
+
+def test_the_yaml_has_the_keys_and_values_of_the_dataclasses():
+    written = yaml.safe_load(YAML.read_text())
+    assert written.pop("_target_") == "fusion_bench_nufilt.NufiltContinualMergingAlgorithm"
+    assert {key: float(value) if key == "lr" else value for key, value in written.items()} == DEFAULTS
+
+
+def test_the_algorithm_names_every_option_in_its_signature_and_registers_it():
+    parameters = inspect.signature(NufiltContinualMergingAlgorithm).parameters
+    assert {name: parameters[name].default for name in DEFAULTS} == DEFAULTS
+    assert {key: NufiltContinualMergingAlgorithm().config[key] for key in DEFAULTS} == DEFAULTS
+
+
+def test_every_option_has_help():
+    for kind in KINDS:
+        for each in dataclasses.fields(kind):
+            assert each.metadata["help"].endswith("."), each.name
+
+
+def test_a_misspelt_keyword_is_refused_with_the_right_one():
+    with pytest.raises(ValueError, match=r"no option 'nul_rank'; did you mean 'null_rank'\?"):
+        NufiltContinualMergingAlgorithm(nul_rank=3)
+
+
+@pytest.mark.parametrize("method", ["nufilt", "continual/task_arithmetic", "continual/opcm"])
+def test_a_misspelt_key_in_yaml_is_refused_with_the_right_one(method):
+    from fusion_bench.utils import instantiate
+
+    config = compose_run([f"method={method}", "+method.shufle_order=false"]).method
+    with pytest.raises(Exception, match=r"no option 'shufle_order'; did you mean 'shuffle_order'\?"):
+        instantiate(config)
