@@ -1,6 +1,7 @@
-# make demo   merge eight small models, with NUFILT and with FusionBench's own continual methods
-# make test   lint, types and tests
-# Both set up everything they need in .venv first.
+# make demo       merge eight small models, with NUFILT and with FusionBench's own continual methods
+# make test       lint, types and tests
+# make test-slow  the tests that take minutes: kills, notebooks, a browser
+# Each sets up everything they need in .venv first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,13 +15,16 @@ export OMP_WAIT_POLICY ?= passive
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-slow lint clean
 
 demo: $(READY)
 	$(BIN)/python -m fusion_bench_nufilt.demo
 
 test: lint
 	$(BIN)/python -m pytest
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,9 +1,9 @@
 """The `nufilt` command."""
 
 import re
+import tomllib
 
 import pytest
-import tomllib
 from typer.testing import CliRunner
 
 from fusion_bench_nufilt.cli import app
