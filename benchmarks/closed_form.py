@@ -30,7 +30,7 @@ from fusion_bench_nufilt.core.adapter import Objective, fit_adapter
 from fusion_bench_nufilt.core.fusion import _initial_A
 from fusion_bench_nufilt.core.projector import null_space_filter, protected_subspace
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
-from fusion_bench_nufilt.targets import select_layers
+from fusion_bench_nufilt.layers import select_layers
 
 
 class Problem(NamedTuple):

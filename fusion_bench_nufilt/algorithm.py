@@ -16,7 +16,7 @@ from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolCon
 from fusion_bench_nufilt.core import FusionConfig, LayerReport, fuse_each
 from fusion_bench_nufilt.core.options import split_options, takes_options
 from fusion_bench_nufilt.files import write_text
-from fusion_bench_nufilt.targets import TargetConfig, check_model, layer_name, merge_other_params, select_layers
+from fusion_bench_nufilt.layers import TargetConfig, check_model, layer_name, merge_other_params, select_layers
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class NufiltContinualMergingAlgorithm(ContinualMergingAlgorithm):
 
     Args:
         **kwargs: options of :class:`fusion_bench_nufilt.core.FusionConfig`,
-            :class:`fusion_bench_nufilt.targets.TargetConfig` and
+            :class:`fusion_bench_nufilt.layers.TargetConfig` and
             :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
 
     Raises:

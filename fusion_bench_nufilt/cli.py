@@ -20,7 +20,7 @@ from rich.table import Table
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import choices, split_options
 from fusion_bench_nufilt.folders.plan import Settings
-from fusion_bench_nufilt.targets import TargetConfig
+from fusion_bench_nufilt.layers import TargetConfig
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm, fuse_layers
 from fusion_bench_nufilt.compare import compose_run
-from fusion_bench_nufilt.targets import layer_name, select_layers
+from fusion_bench_nufilt.layers import layer_name, select_layers
 from tests.core.test_parity import load_case
 from tests.models import Shared, clip, finetuned, llama, t5
 

@@ -17,7 +17,7 @@ from fusion_bench_nufilt.compare import compose_run
 from fusion_bench_nufilt.demo import TASKS as DEMO_TASKS
 from fusion_bench_nufilt.demo import load_clip, load_processor
 from fusion_bench_nufilt.demo.train import normalise
-from fusion_bench_nufilt.targets import select_layers
+from fusion_bench_nufilt.layers import select_layers
 from tests.conftest import REPO
 from tests.models import clip, finetuned
 

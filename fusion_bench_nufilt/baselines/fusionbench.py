@@ -13,7 +13,7 @@ from torch import nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.stream import MERGED
-from fusion_bench_nufilt.targets import check_model
+from fusion_bench_nufilt.layers import check_model
 
 
 class _Baseline(ContinualMergingAlgorithm):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fusion_bench_nufilt.targets import layer_name, select_layers
+from fusion_bench_nufilt.layers import layer_name, select_layers
 
 from .checkpoint import Checkpoint
 from .tensors import FLOATS

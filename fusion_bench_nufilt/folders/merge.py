@@ -16,7 +16,7 @@ from fusion_bench_nufilt.core import fuse_layers
 from fusion_bench_nufilt.core.checks import is_finite
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.files import MANIFEST
-from fusion_bench_nufilt.targets import running_mean
+from fusion_bench_nufilt.layers import running_mean
 
 from .architecture import Layer
 from .checkpoint import INDEX, SINGLE, some

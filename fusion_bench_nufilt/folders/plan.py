@@ -10,7 +10,7 @@ import torch
 
 from fusion_bench_nufilt.core import FusionConfig, options
 from fusion_bench_nufilt.core.options import check_choices, check_whole
-from fusion_bench_nufilt.targets import TargetConfig
+from fusion_bench_nufilt.layers import TargetConfig
 
 from .architecture import Layer
 from .checkpoint import Checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.files import MANIFEST
-from fusion_bench_nufilt.targets import TargetConfig
+from fusion_bench_nufilt.layers import TargetConfig
 
 from .architecture import Architecture, Layer, by_slot
 from .checkpoint import Checkpoint, is_adapter, read_json, some

@@ -10,7 +10,7 @@ import yaml
 from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare import compose_run
 from fusion_bench_nufilt.continual import ProtocolConfig
-from fusion_bench_nufilt.targets import TargetConfig
+from fusion_bench_nufilt.layers import TargetConfig
 
 KINDS = (FusionConfig, TargetConfig, ProtocolConfig)
 DEFAULTS = {each.name: each.default for kind in KINDS for each in dataclasses.fields(kind)}

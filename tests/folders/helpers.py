@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.core.options import split_options
 from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
-from fusion_bench_nufilt.targets import TargetConfig
+from fusion_bench_nufilt.layers import TargetConfig
 from tests.models import finetuned
 
 RANKS = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5}

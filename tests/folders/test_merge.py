@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIP
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.folders import Settings, plan_merge
-from fusion_bench_nufilt.targets import select_layers
+from fusion_bench_nufilt.layers import select_layers
 from tests.folders.helpers import RANKS, change, configs, merge, same, save_stream, tensors
 from tests.models import clip, full_clip, llama, llava, t5
 

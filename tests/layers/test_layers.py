@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusion_bench_nufilt.targets import TargetConfig, check_model, layer_name, merge_other_params, select_layers
+from fusion_bench_nufilt.layers import TargetConfig, check_model, layer_name, merge_other_params, select_layers
 from tests.models import Shared, clip, finetuned, llama, llava, t5
 
 

@@ -1,0 +1,16 @@
+"""Which layers of a model are merged, and what happens to every other parameter."""
+
+from fusion_bench_nufilt.layers.checks import check_model
+from fusion_bench_nufilt.layers.config import OtherParams, TargetConfig
+from fusion_bench_nufilt.layers.other_params import merge_other_params, running_mean
+from fusion_bench_nufilt.layers.selection import layer_name, select_layers
+
+__all__ = [
+    "OtherParams",
+    "TargetConfig",
+    "check_model",
+    "layer_name",
+    "merge_other_params",
+    "running_mean",
+    "select_layers",
+]

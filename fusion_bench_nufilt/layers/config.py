@@ -1,0 +1,48 @@
+"""The options that say which layers are merged, and what happens to every other parameter."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from fusion_bench_nufilt.core import options
+from fusion_bench_nufilt.core.options import check_choices
+
+option = partial(options.option, panel="Layers")
+
+OtherParams = Literal["pretrained", "first", "mean"]
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Which parameters are merged by the method, and what happens to the rest; see :func:`select_layers`.
+
+    Raises:
+        ValueError: a value out of its range; the message names the key.
+    """
+
+    target_modules: str | Sequence[str] = option(
+        "auto",
+        "What is merged. auto takes the authors' layers for CLIP vision towers (attention and fc1) and T5 (attention "
+        "and feed-forward), and all projections in the blocks of a decoder; all-linear takes every linear layer but "
+        "the output head. A list names words of module names, one string is a regular expression for the whole name.",
+    )
+    exclude_modules: str | Sequence[str] | None = option(None, "What is left out of them, in the same language.")
+    other_params: OtherParams = option(
+        "pretrained",
+        "Every other parameter: pretrained keeps it (the authors' setting), first takes the first task's, mean "
+        "averages over the tasks.",
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        _check_patterns("target_modules", self.target_modules)
+        if self.exclude_modules is not None:
+            _check_patterns("exclude_modules", self.exclude_modules)
+
+
+def _check_patterns(key: str, value: object) -> None:
+    """A pattern is one non-empty string or a non-empty list of them."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, Sequence) or not items or not all(isinstance(i, str) and i for i in items):
+        raise ValueError(f"{key} must be a string or a list of strings, none empty, got {value!r}")
