@@ -107,7 +107,7 @@ def measure(folder, arguments):
     """Merge in a process of its own: seconds, CPU seconds of all threads, peak RSS, bytes read and written."""
     code = (
         "import json, sys, time\n"
-        "from fusion_bench_nufilt.cli import app\n"
+        "from fusion_bench_nufilt.commands.app import app\n"
         "try: app(sys.argv[1:])\n"
         "finally:\n"
         "    io = dict(line.split(': ') for line in open('/proc/self/io').read().splitlines())\n"

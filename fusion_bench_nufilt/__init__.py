@@ -1,19 +1,19 @@
 """Null-space filtering (NUFILT) for data-free continual model merging, as a FusionBench plugin."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from fusion_bench_nufilt.core import FusionConfig, fuse_layers
 
 if TYPE_CHECKING:
     from fusion_bench_nufilt.algorithm import NufiltContinualMergingAlgorithm
+    from fusion_bench_nufilt.core import FusionConfig, fuse_layers
 
 __all__ = ["FusionConfig", "NufiltContinualMergingAlgorithm", "fuse_layers"]
 
+_HOMES = {"FusionConfig": "core", "NufiltContinualMergingAlgorithm": "algorithm", "fuse_layers": "core"}
+
 
 def __getattr__(name: str) -> Any:
-    """FusionBench is imported when the algorithm is asked for: `nufilt merge` has better use for its 300 MB."""
-    if name == "NufiltContinualMergingAlgorithm":
-        from fusion_bench_nufilt.algorithm import NufiltContinualMergingAlgorithm
-
-        return NufiltContinualMergingAlgorithm
+    """Torch and FusionBench are imported when they are needed: `nufilt --help` and `nufilt merge` are quicker so."""
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -215,7 +215,8 @@ def test_flan_t5_on_glue_with_the_command_of_the_readme(fusion_bench, hub):
 
 def test_flan_t5_is_compared_beside_the_papers_numbers(hub, tmp_path):
     options = ("--methods", "nufilt", "--modelpool", "flan-t5-base_glue", "--evaluate", "last", "--out", tmp_path)
-    command = [*hub, sys.executable, "-m", "fusion_bench_nufilt.cli", "compare", *options, "method.shuffle_order=false"]
+    nufilt = [sys.executable, "-m", "fusion_bench_nufilt.commands.app"]
+    command = [*hub, *nufilt, "compare", *options, "method.shuffle_order=false"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (row,) = (line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| nufilt"))

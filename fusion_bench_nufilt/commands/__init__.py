@@ -1,0 +1,1 @@
+"""The `nufilt` command, one file for each of its commands."""

@@ -1,0 +1,43 @@
+"""The `nufilt` command itself: a command named here is the function of that name in the file of that name."""
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+COMMANDS = {
+    "merge": "Merge fine-tuned models into one, layer by layer, without loading a model.",
+    "compare": "Compare continual merging methods over task orders.",
+}
+
+_SETTINGS: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False}
+app = typer.Typer(no_args_is_help=True, **_SETTINGS)
+
+
+@app.callback()
+def main() -> None:
+    """Null-space filtering (NUFILT): merge checkpoints of any size, compare merging methods."""
+
+
+class _Lazy(TyperCommand):
+    """Stands for a command until it is run or asked for its own help, since importing torch takes two seconds."""
+
+    def make_context(self, info_name: str | None, args: list[str], *others: Any, **more: Any) -> Any:
+        assert self.name is not None
+        alone = typer.Typer(**_SETTINGS)
+        alone.command(self.name)(getattr(import_module(f"{__package__}.{self.name}"), self.name))
+        return typer.main.get_command(alone).make_context(info_name, args, *others, **more)
+
+
+def _stand_in() -> None:
+    """Never called: what runs is the command that a ``_Lazy`` stands for."""
+
+
+for _name, _summary in COMMANDS.items():
+    app.command(_name, cls=_Lazy, help=_summary)(_stand_in)
+
+
+if __name__ == "__main__":
+    sys.exit(app())

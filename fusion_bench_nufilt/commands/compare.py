@@ -1,0 +1,68 @@
+"""`nufilt compare`: methods and task orders side by side."""
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .terminal import terminal
+
+
+def compare(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Further arguments of fusion_bench.")
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help="[LABEL=]NAME[:KEY=VALUE]..., separated by commas; all: NUFILT and the data-free baselines."),
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="Methods of the paper: ablation, sensitivity or paper.")] = None,
+    modelpool: Annotated[str, typer.Option(help="Models, as fusion_bench names them.")] = "nufilt_demo",
+    seeds: Annotated[str, typer.Option(help="Task orders: 42, 42,45 or 42:52 (42 to 51, the paper's ten).")] = "42",
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("outputs/compare"),
+    evaluate: Annotated[
+        str, typer.Option(help="every_step, diagonal (enough for ACC and BWT) or last (ACC only).")
+    ] = "every_step",
+    jobs: Annotated[int, typer.Option(help="Runs at a time, each in a process of its own.")] = 1,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete what OUT holds and start again.")] = False,
+) -> None:
+    """Compare continual merging methods over task orders: tables, pictures and all numbers in one folder.
+
+    Finished runs are kept: the same command goes on where it was interrupted, and methods and seeds can be added.
+    """
+    with terminal() as console:
+        logging.getLogger().setLevel(logging.WARNING)
+        logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
+        from fusion_bench_nufilt import compare as room
+        from fusion_bench_nufilt.continual.report import fits_terminal, print_table
+
+        words = list(overrides or ())
+        specs = room.parse_methods(methods, room.Methods(words)) if methods else []
+        specs += room.preset_specs(preset, modelpool, words) if preset else []
+        try:
+            comparison = room.compare(
+                modelpool,
+                specs,
+                room.parse_seeds(seeds),
+                out,
+                overrides=words,
+                evaluate=evaluate,  # type: ignore[arg-type]
+                overwrite=overwrite,
+                preset=preset,
+                jobs=jobs,
+                console=console,
+            )
+        except KeyboardInterrupt:
+            console.print(f"interrupted: what is finished is kept in {out}; the same command goes on", highlight=False)
+            raise typer.Exit(130) from None
+        files = room.save_report(comparison, out)
+    main = room.main_table(comparison)
+    per_task = room.as_rich(room.task_table(comparison))
+    if fits_terminal(per_task):  # else it is in per_task.md
+        print_table(per_task)
+    print_table(room.as_rich(main))
+    print("\n".join(main.notes))
+    console.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
+    if not comparison.finished:
+        raise typer.Exit(1)

@@ -1,0 +1,32 @@
+"""The `nufilt` command itself."""
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests.commands.helpers import nufilt
+from tests.conftest import REPO
+
+
+def test_the_command_is_installed():
+    scripts = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"nufilt": "fusion_bench_nufilt.commands.app:app"}
+
+
+@pytest.mark.parametrize("command", ["merge", "compare"])
+def test_every_command_is_listed_and_tells_its_own_options(command):
+    assert command in nufilt("--help")[1]
+    code, text = nufilt(command, "--help")
+    assert (code, f"Usage: root {command}" in text, "--out" in text) == (0, True, True), text
+
+
+@pytest.mark.parametrize(("arguments", "unwanted"), [(["--help"], "torch"), (["merge", "--help"], "fusion_bench")])
+def test_a_command_imports_only_what_it_needs(arguments, unwanted):
+    code = (
+        "import sys; from fusion_bench_nufilt.commands.app import app\n"
+        f"try: app({arguments})\nexcept SystemExit: print({unwanted!r} in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
