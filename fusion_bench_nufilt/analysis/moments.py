@@ -1,0 +1,62 @@
+r"""Second moments of a layer's inputs, which stand for the data in everything that this room measures.
+
+With :math:`C = \frac1N \sum_n x_n x_n^\top`, not centred, :math:`E\|D x\|^2 = \operatorname{tr}(D C D^\top)` for any
+matrix D: once C is recorded, no data is needed any more.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
+
+
+def second_moment(X: Tensor) -> Tensor:
+    r""":math:`C = X^\top X / N`, ``(d_i, d_i)``, of inputs ``(N, d_i)``, one a row."""
+    return gram_matrix(X) / len(X)
+
+
+class RunningMoment:
+    """The second moment of inputs that come in batches, in float64.
+
+    Args:
+        width: d_i.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.mean, self.count = torch.zeros(width, width, dtype=torch.float64), 0
+
+    def add(self, X: Tensor) -> None:
+        """Take in a batch ``(n, d_i)``; its own product is formed in float32 at least."""
+        if not len(X):
+            return
+        self.count += len(X)
+        batch = second_moment(X.to(torch.promote_types(X.dtype, torch.float32))).to(self.mean)
+        self.mean += (batch - self.mean) * (len(X) / self.count)
+
+
+def mean_square(D: Tensor, C: Tensor) -> Tensor:
+    r""":math:`E\|D x\|^2 = \operatorname{tr}(D C D^\top)`, ``(...)``.
+
+    Args:
+        D: ``(..., d_o, d_i)``.
+        C: ``(..., d_i, d_i)``.
+    """
+    return ((D @ C) * D).sum(dim=(-2, -1)).clamp_min(0)  # below 0 is rounding
+
+
+def data_subspace(C: Tensor, rank: int) -> Tensor:
+    """V_d: the eigenvectors ``(..., d_i, r_d)`` of the largest eigenvalues, the largest first; 0 beyond the rank of C.
+
+    Fewer inputs than ``rank`` cannot span that many directions.
+    """
+    V = top_eigenvectors(C, min(rank, C.shape[-1]))
+    energy = ((C @ V) * V).sum(dim=-2)
+    cutoff = C.shape[-1] * torch.finfo(C.dtype).eps * energy.amax(dim=-1, keepdim=True)
+    return V * (energy > cutoff)[..., None, :]
+
+
+def mean_of(moments: Iterable[Tensor]) -> Tensor:
+    """Their mean: every task counts the same, however many inputs it has."""
+    return torch.stack(list(moments)).mean(dim=0)

@@ -1,0 +1,76 @@
+"""Surrogates of stability and plasticity (paper, Section 3.3), and what the method minimises in their place."""
+
+from dataclasses import dataclass
+
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+
+from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+
+from .moments import mean_square
+
+
+@dataclass(frozen=True)
+class LayerLosses:
+    r"""One layer after one step. Lower is better; the relative ones have no unit.
+
+    Args:
+        stability: :math:`E_{x\sim\text{old tasks}} \|(W_m(t) - W_m(t-1)) x\|^2`; None at the first step.
+        plasticity: :math:`E_{x\sim\text{task }t} \|(W_m(t) - W_t) x\|^2`.
+        relative_stability: the same over :math:`E \|W_m(t-1) x\|^2`.
+        relative_plasticity: the same over :math:`E \|W_t x\|^2`.
+    """
+
+    stability: float | None
+    plasticity: float
+    relative_stability: float | None
+    relative_plasticity: float
+
+
+def layer_losses(W_new: Tensor, W_old: Tensor, W_task: Tensor, C_old: Tensor | None, C_task: Tensor) -> LayerLosses:
+    """Both surrogates of a layer for inputs with given second moments.
+
+    Args:
+        W_new: the merged weight after the step, ``(d_o, d_i)``.
+        W_old: before it.
+        W_task: of the step's own fine-tuned model.
+        C_old: mean of the old tasks' second moments, ``(d_i, d_i)``; None where there are none.
+        C_task: the step's own task's.
+    """
+    plasticity = float(mean_square(W_new - W_task, C_task))
+    relative_plasticity = plasticity / float(mean_square(W_task, C_task))
+    if C_old is None:
+        return LayerLosses(None, plasticity, None, relative_plasticity)
+    stability = float(mean_square(W_new - W_old, C_old))
+    return LayerLosses(stability, plasticity, stability / float(mean_square(W_old, C_old)), relative_plasticity)
+
+
+def harmonic_mean(a: float, b: float) -> float:
+    """2ab / (a + b); 0 where one is 0, so that a method which ignores the new task, or the old ones, gets 0."""
+    return 2 * a * b / (a + b) if a + b else 0.0
+
+
+def data_free_losses(
+    tau_new: Tensor, tau_old: Tensor, tau_task: Tensor, null_rank: int, task_rank: int
+) -> tuple[float, float]:
+    r"""The method's own surrogates :math:`\|(\tilde\tau_t - \tilde\tau_{t-1}) V_p\|_F^2` and
+    :math:`\|(\tilde\tau_t - \tau_t) V_t\|_F^2` (Section 4.2): stability and plasticity without data.
+
+    Args:
+        tau_new: update of the merged model after the step, ``(d_o, d_i)``.
+        tau_old: before it; V_p are its top ``null_rank`` right singular vectors.
+        tau_task: the new task vector; V_t are its top ``task_rank`` right singular vectors.
+        null_rank: r_p.
+        task_rank: r_v.
+    """
+    V_p = top_right_singular_vectors(tau_old, null_rank)
+    V_t = top_right_singular_vectors(tau_task, task_rank)
+    return float(((tau_new - tau_old) @ V_p).square().sum()), float(((tau_new - tau_task) @ V_t).square().sum())
+
+
+def rank_correlation(a: list[float], b: list[float]) -> float | None:
+    """Spearman's rank correlation; None where one of them is constant or there are fewer than three."""
+    if len(a) < 3 or len(set(a)) == 1 or len(set(b)) == 1:
+        return None
+    return float(spearmanr(torch.tensor(a), torch.tensor(b)).statistic)

@@ -1,0 +1,92 @@
+"""The identities that tie the surrogates to the data and to the method."""
+
+import pytest
+import torch
+
+from fusion_bench_nufilt.analysis.moments import RunningMoment, mean_of, mean_square, second_moment
+from fusion_bench_nufilt.analysis.surrogates import (
+    data_free_losses,
+    harmonic_mean,
+    layer_losses,
+    rank_correlation,
+)
+from fusion_bench_nufilt.core import FusionConfig, fuse_layers
+from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+
+D_O, D_I = 12, 16
+
+
+@pytest.fixture
+def draw():
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def test_the_losses_are_the_averages_over_explicitly_formed_outputs(draw):
+    """Identity (a), for weights of any method."""
+    W_new, W_old, W_task = draw(D_O, D_I), draw(D_O, D_I), draw(D_O, D_I)
+    old, new = [draw(50, D_I), draw(30, D_I)], draw(40, D_I)
+
+    found = layer_losses(W_new, W_old, W_task, mean_of(map(second_moment, old)), second_moment(new))
+
+    moved = [(X @ (W_new - W_old).mT).square().sum(dim=1).mean() for X in old]
+    before = [(X @ W_old.mT).square().sum(dim=1).mean() for X in old]
+    missed = (new @ (W_new - W_task).mT).square().sum(dim=1).mean()
+    assert found.stability == pytest.approx(float(sum(moved) / 2))
+    assert found.relative_stability == pytest.approx(float(sum(moved) / sum(before)))
+    assert found.plasticity == pytest.approx(float(missed))
+    assert found.relative_plasticity == pytest.approx(float(missed / (new @ W_task.mT).square().sum(dim=1).mean()))
+
+
+def test_the_filter_alone_moves_nothing_on_inputs_inside_the_protected_subspace(draw):
+    """Identity (b)."""
+    pretrained, tau_old, tau_task = draw(D_O, D_I), draw(D_O, D_I), draw(D_O, D_I)
+    config = FusionConfig(null_rank=5, lora_rank=0)
+    old = {"layer": pretrained + tau_old}
+    fused, _ = fuse_layers({"layer": pretrained}, old, {"layer": pretrained + tau_task}, config, step=2)
+    V_p = top_right_singular_vectors(tau_old, 5)
+    inside, anywhere = second_moment(draw(40, 5) @ V_p.mT), second_moment(draw(40, D_I))
+
+    def stability(C):
+        return layer_losses(fused["layer"], old["layer"], pretrained + tau_task, C, C).stability
+
+    assert stability(inside) < 1e-13
+    assert stability(anywhere) > 1
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_data_free_losses_sum_to_the_loss_that_the_method_reports(draw, lora_rank):
+    """Identity (c)."""
+    pretrained, tau_old, tau_task = draw(D_O, D_I), draw(D_O, D_I), draw(D_O, D_I)
+    config = FusionConfig(null_rank=5, lora_rank=lora_rank, task_rank=3)
+    task = {"layer": pretrained + tau_task}
+    fused, reports = fuse_layers({"layer": pretrained}, {"layer": pretrained + tau_old}, task, config, step=2)
+
+    losses = data_free_losses(fused["layer"] - pretrained, tau_old, tau_task, 5, 3)
+
+    assert sum(losses) == pytest.approx(reports["layer"].loss_after, rel=1e-6)
+
+
+def test_a_running_moment_is_the_moment_of_all_inputs_at_once(draw):
+    X, running = draw(101, D_I), RunningMoment(D_I)
+    for batch in (X[:1], X[1:60], X[60:60], X[60:]):
+        running.add(batch)
+
+    assert running.count == 101
+    assert torch.allclose(running.mean, second_moment(X))
+
+
+def test_mean_square_takes_many_layers_at_once(draw):
+    D, C = draw(3, D_O, D_I), torch.stack([second_moment(draw(20, D_I)) for _ in range(3)])
+    assert torch.allclose(mean_square(D, C), torch.stack([mean_square(d, c) for d, c in zip(D, C, strict=True)]))
+
+
+def test_a_method_that_ignores_one_side_has_harmonic_mean_zero():
+    assert harmonic_mean(0.0, 5.0) == harmonic_mean(0.0, 0.0) == 0
+    assert harmonic_mean(1.0, 3.0) == 1.5
+
+
+def test_what_is_constant_has_no_rank_correlation():
+    assert rank_correlation([1.0, 2.0, 3.0], [2.0, 4.0, 9.0]) == pytest.approx(1)
+    assert rank_correlation([1.0, 1.0, 1.0], [2.0, 4.0, 9.0]) is None
+    assert rank_correlation([1.0, 2.0], [2.0, 4.0]) is None
