@@ -86,7 +86,7 @@ class NufiltContinualMergingAlgorithm(ContinualMergingAlgorithm):
         if self.folder is None:
             return
         text = io.StringIO()
-        writer = csv.writer(text)
+        writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["step", "task", "layer", *(field.name for field in dataclasses.fields(LayerReport))])
         writer.writerows(self._rows)
         write_text(self.folder.path / "layers.csv", text.getvalue())

@@ -6,7 +6,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fusion_bench_nufilt.continual.report import draw_matrix, percent
+from fusion_bench_nufilt.continual import METRICS
+from fusion_bench_nufilt.continual.report import draw_matrix, summary
 
 from .presets import SENSITIVITY
 from .summary import Comparison, Mean, MethodResult
@@ -53,7 +54,7 @@ def accuracy_per_step(comparison: Comparison) -> Figure:
     axes.set_ylabel("mean score on the tasks seen so far (%)")
     axes.grid(axis="y", alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
-    final = {m.spec.label: m.acc.mean for m in comparison.finished}
+    final = {m.spec.label: m.metrics["ACC"].mean for m in comparison.finished}
     ranked = sorted(range(len(labels)), key=lambda i: -final.get(labels[i], -math.inf))
     figure.legend([handles[i] for i in ranked], [labels[i] for i in ranked], loc="outside right upper", fontsize=8)
     return figure
@@ -67,11 +68,12 @@ def stability_plasticity(comparison: Comparison) -> Figure:
     figure = Figure(figsize=(8.4, 5), layout="constrained")
     axes = figure.add_subplot()
     for number, method in enumerate(comparison.methods):
-        if math.isnan(method.plasticity.mean) or math.isnan(method.bwt.mean):
+        plasticity, bwt = method.metrics["plasticity"], method.metrics["BWT"]
+        if math.isnan(plasticity.mean) or math.isnan(bwt.mean):
             continue
         style = _style(number)
-        x, y = 100 * method.plasticity.mean, 100 * method.bwt.mean
-        xerr, yerr = _deviation(method.plasticity), _deviation(method.bwt)
+        x, y = 100 * plasticity.mean, 100 * bwt.mean
+        xerr, yerr = _deviation(plasticity), _deviation(bwt)
         axes.errorbar(x, y, yerr, xerr, fmt="none", color=style["color"], capsize=2, elinewidth=1)
         axes.plot(x, y, style["marker"], color=style["color"], markersize=8, label=method.spec.label)
     axes.margins(0.12)
@@ -122,7 +124,7 @@ def accuracy_matrices(comparison: Comparison) -> Figure:
             axes.set_yticks([])
         else:
             image = draw_matrix(axes, matrix, fontsize=6.5 if tasks <= 10 else 4.5)
-            title += f"\nACC {percent(matrix.acc)}  BWT {percent(matrix.bwt, sign=True)}"
+            title += f"\n{summary(matrix)}"
             lowest = place + across >= count
             axes.set_xticks(range(tasks), matrix.tasks if lowest else [], rotation=90, fontsize=7)
             axes.set_yticks(
@@ -142,14 +144,14 @@ def ablation(comparison: Comparison) -> Figure:
     methods = comparison.methods
     figure = Figure(figsize=(9, 1.4 + 0.55 * len(methods)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for axes, name, value in ((left, "ACC (%)", _acc), (right, "BWT (%)", _bwt)):
+    for axes, name in ((left, "ACC"), (right, "BWT")):
         for place, method in enumerate(methods):
-            mean = value(method)
+            mean = method.metrics[name]
             if not math.isnan(mean.mean):
                 axes.barh(place, 100 * mean.mean, xerr=_deviation(mean), color=_COLOURS[0], height=0.6, capsize=3)
-            text = mean.percent(sign=value is _bwt) if method.matrices else "failed"
+            text = mean.percent(sign=METRICS[name].signed) if method.matrices else "failed"
             axes.text(1.02, place, text, transform=axes.get_yaxis_transform(), va="center", fontsize=9)
-        axes.set_xlabel(name)
+        axes.set_xlabel(f"{name} (%)")
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
     numbers = [(printed[key].acc, place) for place, m in enumerate(methods) if (key := m.spec.label) in printed]
@@ -171,9 +173,9 @@ def sensitivity(comparison: Comparison) -> Figure:
         varied = [m for m in comparison.finished if _changed(m) == [key]]
         curve = sorted([default, *varied], key=lambda method: method.setting(key))
         values = [method.setting(key) for method in curve]
-        for axes, name, value in ((panels[0, column], "ACC (%)", _acc), (panels[1, column], "BWT (%)", _bwt)):
-            means = [100 * value(method).mean for method in curve]
-            deviations = [_deviation(value(method)) or 0.0 for method in curve]
+        for axes, name in ((panels[0, column], "ACC"), (panels[1, column], "BWT")):
+            means = [100 * method.metrics[name].mean for method in curve]
+            deviations = [_deviation(method.metrics[name]) or 0.0 for method in curve]
             axes.errorbar(values, means, deviations, color=_COLOURS[0], marker="o", markersize=5, capsize=3)
             axes.axvline(default.setting(key), color="grey", linestyle="--", linewidth=1)
             axes.set_xscale("log", base=2)
@@ -181,7 +183,7 @@ def sensitivity(comparison: Comparison) -> Figure:
             axes.minorticks_off()
             axes.grid(alpha=0.3)
             if column == 0:
-                axes.set_ylabel(name)
+                axes.set_ylabel(f"{name} (%)")
         panels[1, column].set_xlabel(f"{key} (${symbol}$)" if "_" in symbol else key)
     return figure
 
@@ -195,14 +197,6 @@ def _changed(method: MethodResult) -> list[str] | None:
     """The settings in which it differs from NUFILT; None for another method."""
     settings = method.spec.settings
     return [setting.partition("=")[0] for setting in settings] if method.spec.method == "nufilt" else None
-
-
-def _acc(method: MethodResult) -> Mean:
-    return method.acc
-
-
-def _bwt(method: MethodResult) -> Mean:
-    return method.bwt
 
 
 def _deviation(mean: Mean) -> float | None:

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def _wanted(comparison: Comparison) -> list[str]:
     if not finished:
         return []
     names = ["accuracy_matrices.png"]
-    if any(not math.isnan(method.bwt.mean) for method in finished):
+    if any(not math.isnan(method.metrics["BWT"].mean) for method in finished):
         names.append("stability_plasticity.png")
     if comparison.settings["evaluate"] == "every_step":
         names.append("accuracy_per_step.png")
@@ -87,10 +87,8 @@ def _method_rows(comparison: Comparison) -> Iterable[dict[str, Any]]:
         number = printed.get(method.spec.label)
         yield {
             "method": method.spec.label,
-            **_pair("ACC", method.acc),
-            **_pair("BWT", method.bwt),
-            **_pair("plasticity", method.plasticity),
-            **_pair("merging_seconds", method.seconds),
+            **_pairs(method.metrics),
+            **_pairs({"merging_seconds": method.seconds}),
             "paper_ACC": number and number.acc / 100,
             "paper_BWT": number and number.bwt and number.bwt / 100,
             "finished": " ".join(str(run.seed) for run in method.runs if run.matrix is not None),
@@ -102,12 +100,13 @@ def _task_rows(comparison: Comparison) -> Iterable[dict[str, Any]]:
     for label, scores in comparison.references.items():
         yield {"method": label, **{f"{task}_mean": scores[task] for task in comparison.tasks}}
     for method in comparison.methods:
-        pairs = [_pair(task, method.final(task)) for task in comparison.tasks]
-        yield {"method": method.spec.label} | {key: value for pair in pairs for key, value in pair.items()}
+        yield {"method": method.spec.label, **_pairs({task: method.final(task) for task in comparison.tasks})}
 
 
-def _pair(name: str, mean: Mean) -> dict[str, float]:
-    return {f"{name}_mean": mean.mean, f"{name}_std": mean.std}
+def _pairs(means: Mapping[str, Mean]) -> dict[str, float]:
+    """Two columns for each: its mean and its deviation."""
+    pairs = ({f"{name}_mean": mean.mean, f"{name}_std": mean.std} for name, mean in means.items())
+    return {column: value for pair in pairs for column, value in pair.items()}
 
 
 def _csv(rows: Iterable[dict[str, Any]]) -> str:
@@ -132,9 +131,7 @@ def _results(comparison: Comparison) -> dict[str, Any]:
         "methods": {
             method.spec.label: {
                 "overrides": list(method.spec.overrides),
-                "ACC": method.acc.as_json(),
-                "BWT": method.bwt.as_json(),
-                "plasticity": method.plasticity.as_json(),
+                **{name: mean.as_json() for name, mean in method.metrics.items()},
                 "merging_seconds": method.seconds.as_json(),
                 "final": {task: method.final(task).as_json() for task in comparison.tasks},
                 "published_percent": number._asdict() if (number := printed.get(method.spec.label)) else None,

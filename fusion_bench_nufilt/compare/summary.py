@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fusion_bench_nufilt.continual import AccuracyMatrix
+from fusion_bench_nufilt.continual import METRICS, AccuracyMatrix
 from fusion_bench_nufilt.continual.metrics import or_none
 from fusion_bench_nufilt.continual.report import percent
 
@@ -64,19 +64,9 @@ class MethodResult:
         return reasons
 
     @cached_property
-    def acc(self) -> Mean:
-        """ACC, see :attr:`AccuracyMatrix.acc`."""
-        return Mean.of(matrix.acc for matrix in self.matrices)
-
-    @cached_property
-    def bwt(self) -> Mean:
-        """BWT, the stability, see :attr:`AccuracyMatrix.bwt`."""
-        return Mean.of(matrix.bwt for matrix in self.matrices)
-
-    @cached_property
-    def plasticity(self) -> Mean:
-        """Mean score of each task right after its own step, see :attr:`AccuracyMatrix.plasticity`."""
-        return Mean.of(matrix.plasticity for matrix in self.matrices)
+    def metrics(self) -> dict[str, Mean]:
+        """Each of :data:`fusion_bench_nufilt.continual.METRICS` over the runs that did not fail."""
+        return {name: Mean.of(metric.of(matrix) for matrix in self.matrices) for name, metric in METRICS.items()}
 
     @cached_property
     def seconds(self) -> Mean:

@@ -9,6 +9,8 @@ from typing import Literal
 from rich.markup import escape
 from rich.table import Table as RichTable
 
+from fusion_bench_nufilt.continual import METRICS
+
 from .paper import Published
 from .summary import Comparison, Mean
 
@@ -38,23 +40,25 @@ class Table:
 
 
 def main_table(comparison: Comparison) -> Table:
-    """ACC and BWT of every method, mean ± standard deviation over the seeds, beside the paper's numbers."""
+    """The headline metrics of every method, mean ± standard deviation over the seeds, beside the paper's numbers."""
     printed = comparison.published
     complete = all(len(method.matrices) == len(method.runs) for method in comparison.methods)
-    accs = _marked(comparison, [method.acc for method in comparison.methods])
-    bwts = _marked(comparison, [method.bwt for method in comparison.methods], sign=True)
-
+    headline = [name for name, metric in METRICS.items() if metric.headline]
+    columns = {
+        name: _marked(comparison, [method.metrics[name] for method in comparison.methods], sign=METRICS[name].signed)
+        for name in headline
+    }
+    header = ["method", *(text for name in headline for text in (f"{name} %", f"paper {name}")), "merging s", "runs"]
     rows = [
-        [Cell(label), Cell(f"{100 * comparison.reference(label):.1f}"), _paper(printed.get(label), "acc")]
-        + [Cell("")] * 4
+        [Cell(label), Cell(f"{100 * comparison.reference(label):.1f}"), _paper(printed.get(label), "ACC")]
+        + [Cell("")] * (len(header) - 3)
         for label in comparison.references
     ]
-    for method, acc, bwt in zip(comparison.methods, accs, bwts, strict=True):
+    for place, method in enumerate(comparison.methods):
         number = printed.get(method.spec.label)
         done = "" if complete else f"{len(method.matrices)}/{len(method.runs)}"
-        cells = [acc, _paper(number, "acc"), bwt, _paper(number, "bwt"), Cell(_seconds(method.seconds)), Cell(done)]
-        rows.append([Cell(method.spec.label), *cells])
-    header = ["method", "ACC %", "paper ACC", "BWT %", "paper BWT", "merging s", "runs"]
+        measured = [cell for name in headline for cell in (columns[name][place], _paper(number, name))]
+        rows.append([Cell(method.spec.label), *measured, Cell(_seconds(method.seconds)), Cell(done)])
     title = f"{len(comparison.tasks)} models merged one after another"
     table = Table(title, header, rows, len(comparison.references), _notes(comparison))
     return _without_empty_columns(table)
@@ -85,9 +89,10 @@ def _marked(comparison: Comparison, means: Sequence[Mean], *, sign: bool = False
     return cells
 
 
-def _paper(number: Published | None, which: Literal["acc", "bwt"]) -> Cell:
-    value = None if number is None else number.acc if which == "acc" else number.bwt
-    return Cell("" if value is None else f"{value:.1f}" if which == "acc" else f"{value:+.1f}")
+def _paper(number: Published | None, name: str) -> Cell:
+    """The printed value of a metric, in per cent."""
+    value = getattr(number, name.lower(), None)
+    return Cell("" if value is None else f"{value:+.1f}" if METRICS[name].signed else f"{value:.1f}")
 
 
 def _seconds(mean: Mean) -> str:

@@ -3,13 +3,15 @@
 from .algorithm import ContinualMergingAlgorithm
 from .config import ProtocolConfig
 from .evaluation import Evaluator
-from .metrics import AccuracyMatrix
+from .metrics import METRICS, AccuracyMatrix, Metric
 from .stream import task_order, tasks_to_score
 
 __all__ = [
+    "METRICS",
     "AccuracyMatrix",
     "ContinualMergingAlgorithm",
     "Evaluator",
+    "Metric",
     "ProtocolConfig",
     "task_order",
     "tasks_to_score",

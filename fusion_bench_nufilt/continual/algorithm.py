@@ -230,7 +230,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         if self.fabric.loggers:
             self.log_dict({f"score/{task}": value for task, value in scores.items()}, step=step)
             if self._is_last(step):
-                self.log_dict({"ACC": self.matrix.acc, "BWT": self.matrix.bwt}, step=step)
+                self.log_dict(self.matrix.metrics(), step=step)
         if self._is_last(step) and self._program is not None:
             self._program.taskpool = ReportedTaskPool(evaluator.taskpool, merged, report)
 

@@ -163,6 +163,11 @@ class _WholePoolScorer(_Scorer):
 
     def evaluate(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
         report = self.taskpool.evaluate(model)
+        if not isinstance(report, dict):
+            raise ValueError(
+                f"the task pool {type(self.taskpool).__name__} returned {report!r} in place of scores by task: merge "
+                "with taskpool=dummy and score the saved model by other means"
+            )
         return {task: report[task] for task in tasks if isinstance(report.get(task), dict)}
 
     def others(self, tasks: Sequence[str]) -> list[str]:

@@ -1,7 +1,8 @@
 """The accuracy matrix of a continual run, and what is read off it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from fusion_bench.metrics.continual_learning import compute_backward_transfer
@@ -46,6 +47,10 @@ class AccuracyMatrix:
         """Tasks that have no final score."""
         return [task for task, score in zip(self.tasks, self.values[-1], strict=True) if math.isnan(score)]
 
+    def metrics(self) -> dict[str, float]:
+        """Every metric of :data:`METRICS` by name; NaN where it could not be measured."""
+        return {name: metric.of(self) for name, metric in METRICS.items()}
+
     @property
     def acc(self) -> float:
         r"""ACC :math:`= \operatorname{mean}_i a_i(\theta_T)` over the tasks that have a final score, else NaN."""
@@ -81,3 +86,26 @@ class AccuracyMatrix:
         return compute_backward_transfer(
             {self.tasks[i]: float(last[i]) for i in both}, {self.tasks[i]: float(own[i]) for i in both}
         )
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number that is read off an accuracy matrix.
+
+    Args:
+        of: computes it, as a fraction.
+        signed: it is a difference, which is shown with its sign.
+        headline: it stands in tables and in the line below a matrix; the others are in the files only.
+    """
+
+    of: Callable[[AccuracyMatrix], float]
+    signed: bool = False
+    headline: bool = True
+
+
+METRICS = {
+    "ACC": Metric(lambda matrix: matrix.acc),
+    "BWT": Metric(lambda matrix: matrix.bwt, signed=True),
+    "plasticity": Metric(lambda matrix: matrix.plasticity, headline=False),
+}
+"""What is reported of every run, by name: files, tables and loggers all read this."""

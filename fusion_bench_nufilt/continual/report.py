@@ -18,11 +18,11 @@ from rich.table import Table
 
 from fusion_bench_nufilt.files import atomic_file, write_text
 
-from .metrics import AccuracyMatrix, or_none
+from .metrics import METRICS, AccuracyMatrix, or_none
 
 
 def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
-    """Print the accuracy matrix, ACC and BWT in per cent: rows are steps, columns tasks, both in merging order."""
+    """Print the accuracy matrix and its headline metrics in per cent; rows are steps and columns tasks, as merged."""
     table = Table(title=title, caption=summary(matrix))
     table.add_column("after step")
     for number, task in enumerate(matrix.tasks, 1):
@@ -54,8 +54,9 @@ def _width(table: Table) -> int:
 
 
 def summary(matrix: AccuracyMatrix) -> str:
-    """ACC and BWT in one line, in per cent, saying what is missing."""
-    line = f"ACC {percent(matrix.acc)}   BWT {percent(matrix.bwt, sign=True)}"
+    """The headline metrics in one line, in per cent, saying what is missing."""
+    headline = ((name, metric) for name, metric in METRICS.items() if metric.headline)
+    line = "   ".join(f"{name} {percent(metric.of(matrix), sign=metric.signed)}" for name, metric in headline)
     if matrix.missing and len(matrix.missing) < len(matrix.tasks):
         measured = len(matrix.tasks) - len(matrix.missing)
         line += f"   ({measured} of {len(matrix.tasks)} tasks; no score for {', '.join(matrix.missing)})"
@@ -74,13 +75,12 @@ def save_matrix(matrix: AccuracyMatrix, folder: Path, about: dict[str, Any]) -> 
         **about,
         "tasks": matrix.tasks,
         "accuracy_matrix": matrix.rows(),
-        "ACC": or_none(matrix.acc),
-        "BWT": or_none(matrix.bwt),
+        **{name: or_none(value) for name, value in matrix.metrics().items()},
         "missing": matrix.missing,
     }
     write_text(folder / "accuracy_matrix.json", json.dumps(content, indent=2))
     text = io.StringIO()
-    writer = csv.writer(text)
+    writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["step", "merged_task", *matrix.tasks])
     for step, (task, row) in enumerate(zip(matrix.tasks, matrix.rows(), strict=True), 1):
         writer.writerow([step, task, *row])

@@ -19,11 +19,13 @@ of T, and what T has outside Q is a constant of the loss. The last columns of T,
 (:math:`P V_p = 0`); they are then not stored.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .config import FusionConfig
 from .subspace import gram_matrix
 
 
@@ -166,3 +168,12 @@ def solve_adapter(objective: Objective, A: Tensor, *, ridge: float) -> tuple[Ten
     gain = (reached * (2 * target - g[..., None] * reached)).sum(dim=(-2, -1))
     losses = torch.stack([objective.target_norm2, objective.target_norm2 - gain], dim=-1)
     return D @ (V @ W).mT, B, losses
+
+
+Solver = Callable[[Objective, Tensor, FusionConfig], tuple[Tensor, Tensor, Tensor]]
+
+SOLVERS: dict[str, Solver] = {
+    "adam": lambda objective, A, config: fit_adapter(objective, A, lr=config.lr, max_steps=config.max_steps),
+    "closed_form": lambda objective, A, config: solve_adapter(objective, A, ridge=config.ridge),
+}
+"""From an objective and an initial A to A, B and the losses, by the name that ``FusionConfig.solver`` has."""

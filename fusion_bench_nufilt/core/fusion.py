@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .adapter import Objective, fit_adapter, loop_gram, solve_adapter
+from .adapter import SOLVERS, Objective, loop_gram
 from .checks import Layers, TaskLayers, check_adapters, check_layers
 from .config import FusionConfig
 from .low_rank import LowRank
@@ -189,10 +189,7 @@ def _fuse_stack(
     del theta, tau_filtered
     loss_before = loss_after = objective.target_norm2
     if A is not None and not fresh.all():
-        if config.solver == "adam":
-            A, B, losses = fit_adapter(objective, A, lr=config.lr, max_steps=config.max_steps)
-        else:
-            A, B, losses = solve_adapter(objective, A, ridge=config.ridge)
+        A, B, losses = SOLVERS[config.solver](objective, A, config)
         weights.baddbmm_(all_outputs(tau @ B), A.masked_fill_(fresh, 0))
         loss_after = torch.where(fresh[:, 0, 0], loss_before, losses[:, -1])
     if config.first_task == "paper" and some_fresh:

@@ -160,3 +160,18 @@ def test_files_hold_fractions_and_no_value_where_nothing_was_measured(tmp_path):
     assert content["ACC"] == pytest.approx(0.625)
     assert (tmp_path / "accuracy_matrix.csv").read_text().splitlines()[2] == "2,b,,0.7,"
     assert (tmp_path / "accuracy_matrix.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_pool_that_returns_no_scores_is_named():
+    class Silent(WholePool):
+        def evaluate(self, model):
+            return None
+
+    with pytest.raises(ValueError, match="the task pool Silent returned None in place of scores by task"):
+        Evaluator(Silent(TASKS)).report(Counter(), TASKS)
+
+
+@pytest.mark.parametrize("name", ["accuracy_matrix.csv", "accuracy_matrix.json"])
+def test_text_files_have_unix_line_ends(tmp_path, name):
+    save_matrix(matrix([[1.0]]), tmp_path, {})
+    assert b"\r" not in (tmp_path / name).read_bytes()

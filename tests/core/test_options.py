@@ -10,6 +10,8 @@ import yaml
 from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare import compose_run
 from fusion_bench_nufilt.continual import ProtocolConfig
+from fusion_bench_nufilt.core.adapter import SOLVERS
+from fusion_bench_nufilt.core.options import choices
 from fusion_bench_nufilt.layers import TargetConfig
 
 KINDS = (FusionConfig, TargetConfig, ProtocolConfig)
@@ -33,6 +35,11 @@ def test_every_option_has_help():
     for kind in KINDS:
         for each in dataclasses.fields(kind):
             assert each.metadata["help"].endswith("."), each.name
+
+
+def test_every_choice_of_solver_has_its_function():
+    (solver,) = (each for each in dataclasses.fields(FusionConfig) if each.name == "solver")
+    assert choices(solver) == tuple(SOLVERS)
 
 
 def test_a_misspelt_keyword_is_refused_with_the_right_one():
