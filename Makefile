@@ -1,6 +1,7 @@
 # make demo       merge eight small models, with NUFILT and with FusionBench's own continual methods
-# make test       lint, types and tests
+# make test       lint, types, the documentation and the tests
 # make test-slow  the tests that take minutes: kills, notebooks, a browser
+# make docs       the documentation in outputs/site; a broken link or reference fails
 # Each sets up everything they need in .venv first.
 
 PYTHON ?= python3
@@ -15,12 +16,12 @@ export OMP_WAIT_POLICY ?= passive
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow lint docs clean
 
 demo: $(READY)
 	$(BIN)/python -m fusion_bench_nufilt.demo
 
-test: lint
+test: lint docs
 	$(BIN)/python -m pytest
 
 test-slow: $(READY)
@@ -30,6 +31,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -3,7 +3,7 @@
     python benchmarks/folders.py --size 1B --size 7B --folder /a/disk/with/room
 
 Makes a base, a merged model and a task in bfloat16 (a 7B takes 42 GB, and 14 GB for the result), merges the task as
-step 2 in a process of its own, and prints a row of `benchmarks/RESULTS.md`. The updates have a decaying spectrum and
+step 2 in a process of its own, and prints a row of `docs/results/speed.md`. The updates have a decaying spectrum and
 the rounding of bfloat16, as fine-tuned models have: the time of the singular subspaces depends on it.
 """
 

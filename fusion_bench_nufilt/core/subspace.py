@@ -49,7 +49,7 @@ def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
     """Eigenvectors ``(..., d, rank)`` of positive semidefinite ``(..., d, d)``, those of the largest eigenvalues first.
 
     A few vectors of a large matrix come from block iteration, many or those of a small one from a full solver,
-    whichever is faster (``benchmarks/RESULTS.md``); both end at the same residual, a few roundings of the norm.
+    whichever is faster (``docs/results/speed.md``); both end at the same residual, a few roundings of the norm.
     """
     d = gram.shape[-1]
     vectors = _block_iteration(gram, rank) if d >= 256 and 16 * rank <= d else None
