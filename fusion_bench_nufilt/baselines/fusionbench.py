@@ -27,11 +27,10 @@ class _Baseline(ContinualMergingAlgorithm):
         matrices = [key for key, parameter in pretrained.named_parameters() if parameter.ndim == 2]
         check_model(pretrained, model, matrices, name=name)
 
-    def make_base_method(self) -> Any:
-        """The method of FusionBench, wired as its program would, with the task pool that scores this run."""
+    def make_base_method(self, taskpool: Any) -> Any:
+        """The method of FusionBench, wired as its program would, with a task pool for what it needs one for."""
         method = instantiate(self.base_method)
         method._fabric_instance = self.fabric
-        taskpool = SimpleNamespace(_test_datasets=None) if self.evaluator is None else self.evaluator.taskpool
         method._program = SimpleNamespace(taskpool=taskpool)
         return method
 
@@ -68,7 +67,8 @@ class BatchMethodBaseline(_Baseline):
             models["merged so far"] = self._unscaled(pretrained, merged)
         models[name] = task
         with torch.enable_grad():
-            result = self.make_base_method().run(BaseModelPool(models))
+            taskpool = None if self.evaluator is None else self.evaluator.taskpool  # of test-time methods
+            result = self.make_base_method(taskpool).run(BaseModelPool(models))
         if type(result) is not type(pretrained):
             raise ValueError(
                 f"{self.name} returns a {type(result).__name__}, not a {type(pretrained).__name__}: "
@@ -114,7 +114,8 @@ class ContinualMethodBaseline(_Baseline):
             self.finish_step(index + 1, merged, time.perf_counter() - begin)
             begin = time.perf_counter()
 
-        method = self.make_base_method()
+        # FusionBench reads the test sets of a CLIP pool even where it is not to score: the protocol scores, any pool.
+        method = self.make_base_method(SimpleNamespace(_test_datasets=None))
         method.seed, method.shuffle_order = self.seed, self.shuffle_order
         method.save_on_every_step, method.evaluate_on_every_step = True, False
         method.save_merged_model = observe
