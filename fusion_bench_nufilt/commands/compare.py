@@ -22,7 +22,8 @@ def compare(
     seeds: Annotated[str, typer.Option(help="Task orders: 42, 42,45 or 42:52 (42 to 51, the paper's ten).")] = "42",
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("outputs/compare"),
     evaluate: Annotated[
-        str, typer.Option(help="every_step, diagonal (enough for ACC and BWT) or last (ACC only).")
+        str,
+        typer.Option(help="last (ACC), diagonal (also BWT), every_step, or every_step_all (also FWT)."),
     ] = "every_step",
     jobs: Annotated[int, typer.Option(help="Runs at a time, each in a process of its own.")] = 1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete what OUT holds and start again.")] = False,

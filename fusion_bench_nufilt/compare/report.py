@@ -64,7 +64,7 @@ def _wanted(comparison: Comparison) -> list[str]:
     names = ["accuracy_matrices.png"]
     if any(not math.isnan(method.metrics["BWT"].mean) for method in finished):
         names.append("stability_plasticity.png")
-    if comparison.settings["evaluate"] == "every_step":
+    if comparison.settings["evaluate"].startswith("every_step"):
         names.append("accuracy_per_step.png")
     if comparison.preset == "ablation":
         names.append("ablation.png")

@@ -100,7 +100,7 @@ def _seconds(mean: Mean) -> str:
 
 
 def _without_empty_columns(table: Table) -> Table:
-    kept = [i for i in range(len(table.header)) if any(row[i].text for row in table.rows)]
+    kept = [i for i in range(len(table.header)) if any(row[i].text.strip("-") for row in table.rows)]
     rows = [[row[i] for i in kept] for row in table.rows]
     return Table(table.title, [table.header[i] for i in kept], rows, table.references, table.notes)
 

@@ -28,7 +28,8 @@ class ProtocolConfig:
     evaluate: Evaluate = option(
         "diagonal",
         "What is scored. last: the final model. diagonal: also each task right after its own step, all that BWT needs. "
-        "every_step: all tasks seen so far after every step.",
+        "every_step: all tasks seen so far after every step. every_step_all: also the tasks that are still to come, "
+        "which FWT needs.",
     )
     save_on_every_step: bool = option(True, "Keep checkpoints/merged_model_{step} in the log directory.")
     check_models: bool = option(

@@ -77,6 +77,17 @@ class AccuracyMatrix:
         return np.array([values.mean() if values.size else math.nan for values in seen])
 
     @property
+    def fwt(self) -> float:
+        r"""FWT :math:`= \operatorname{mean}_{i<T} \operatorname{mean}_{j>i} a_j(\theta_i)`, else NaN.
+
+        The mean score of tasks that are still to come; the paper announces forward transfer and prints none.
+        """
+        ahead = [row[step:] for step, row in enumerate(self.values[:-1], 1)]
+        if not ahead or any(np.isnan(row).all() for row in ahead):
+            return math.nan
+        return float(np.mean([np.nanmean(row) for row in ahead]))
+
+    @property
     def bwt(self) -> float:
         r"""BWT :math:`= \frac{1}{T-1} \sum_{i<T} [a_i(\theta_T) - a_i(\theta_i)]` of tasks with both, else NaN."""
         last, own = self.values[-1, :-1], np.diagonal(self.values)[:-1]
@@ -95,7 +106,8 @@ class Metric:
     Args:
         of: computes it, as a fraction.
         signed: it is a difference, which is shown with its sign.
-        headline: it stands in tables and in the line below a matrix; the others are in the files only.
+        headline: where it was measured, it stands in tables and in the line below a matrix; the others are in the files
+            only.
     """
 
     of: Callable[[AccuracyMatrix], float]
@@ -106,6 +118,7 @@ class Metric:
 METRICS = {
     "ACC": Metric(lambda matrix: matrix.acc),
     "BWT": Metric(lambda matrix: matrix.bwt, signed=True),
+    "FWT": Metric(lambda matrix: matrix.fwt),
     "plasticity": Metric(lambda matrix: matrix.plasticity, headline=False),
 }
 """What is reported of every run, by name: files, tables and loggers all read this."""

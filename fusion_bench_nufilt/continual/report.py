@@ -55,8 +55,9 @@ def _width(table: Table) -> int:
 
 def summary(matrix: AccuracyMatrix) -> str:
     """The headline metrics in one line, in per cent, saying what is missing."""
-    headline = ((name, metric) for name, metric in METRICS.items() if metric.headline)
-    line = "   ".join(f"{name} {percent(metric.of(matrix), sign=metric.signed)}" for name, metric in headline)
+    headline = ((name, METRICS[name], value) for name, value in matrix.metrics().items() if not math.isnan(value))
+    texts = (f"{name} {percent(value, sign=metric.signed)}" for name, metric, value in headline if metric.headline)
+    line = "   ".join(texts) or "no score"
     if matrix.missing and len(matrix.missing) < len(matrix.tasks):
         measured = len(matrix.tasks) - len(matrix.missing)
         line += f"   ({measured} of {len(matrix.tasks)} tasks; no score for {', '.join(matrix.missing)})"

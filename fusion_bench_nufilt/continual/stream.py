@@ -10,7 +10,7 @@ from fusion_bench import BaseModelPool
 
 from fusion_bench_nufilt.files import MANIFEST
 
-Evaluate = Literal["last", "diagonal", "every_step"]
+Evaluate = Literal["last", "diagonal", "every_step", "every_step_all"]
 MERGED = "_merged_"
 
 
@@ -32,8 +32,11 @@ def tasks_to_score(order: Sequence[str], step: int, evaluate: Evaluate) -> list[
         order: all tasks in merging order.
         step: how many of them are merged.
         evaluate: ``last`` scores all tasks after the last step; ``diagonal`` also each task right after its own step,
-            all that ACC and BWT need (2T-1 scores); ``every_step`` all tasks seen so far after each (T(T+1)/2 scores).
+            all that ACC and BWT need (2T-1 scores); ``every_step`` all tasks seen so far after each (T(T+1)/2 scores);
+            ``every_step_all`` also those that are still to come, which forward transfer needs (T^2 scores).
     """
+    if evaluate == "every_step_all":
+        return list(order)
     if step == len(order) or evaluate == "every_step":
         return list(order[:step])
     return [order[step - 1]] if evaluate == "diagonal" else []

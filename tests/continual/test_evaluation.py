@@ -87,6 +87,11 @@ def test_diagonal_takes_two_t_minus_one_scores_and_every_task_is_loaded_once():
     assert result.bwt == pytest.approx(((0.25 - 1) + (0.25 - 0.5) + (0.25 - 1 / 3)) / 3)
 
 
+def test_every_step_all_also_scores_the_tasks_still_to_come():
+    result = run(V01Pool(TASKS), "every_step_all")
+    assert result.fwt == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
+
+
 def test_every_step_scores_all_tasks_seen_so_far():
     pool = V01Pool(TASKS)
     result = run(pool, "every_step")

@@ -77,3 +77,10 @@ def test_rows_and_back_are_the_same():
     assert filled.rows()[1] == [None, 0.7, None]
     again = AccuracyMatrix.from_rows(filled.tasks, filled.rows())
     assert again.rows() == filled.rows()
+
+
+def test_fwt_is_the_mean_score_of_the_tasks_still_to_come():
+    filled = matrix([[0.9, 0.2, 0.4], [0.8, 0.7, 0.1], [0.6, 0.65, 0.5]])
+    assert filled.fwt == pytest.approx(((0.2 + 0.4) / 2 + 0.1) / 2)
+    assert math.isnan(matrix([[0.9], [0.8, 0.7], [0.6, 0.65, 0.5]]).fwt)
+    assert math.isnan(matrix([[0.9]], tasks="a").fwt)
