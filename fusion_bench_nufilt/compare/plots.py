@@ -154,7 +154,7 @@ def ablation(comparison: Comparison) -> Figure:
         axes.set_xlabel(f"{name} (%)")
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
-    numbers = [(printed[key].acc, place) for place, m in enumerate(methods) if (key := m.spec.label) in printed]
+    numbers = [(printed[key]["ACC"].value, at) for at, m in enumerate(methods) if (key := m.spec.label) in printed]
     if numbers:
         left.plot(*zip(*numbers, strict=True), "D", color=_COLOURS[1], label="paper", zorder=3)
         left.legend(fontsize=8, loc="lower right")

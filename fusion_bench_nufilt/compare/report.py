@@ -14,6 +14,7 @@ from fusion_bench_nufilt.continual.metrics import or_none
 from fusion_bench_nufilt.files import atomic_file, write_text
 
 from . import plots
+from .paper import Published
 from .store import references_as_json
 from .summary import Comparison, Mean
 from .tables import as_latex, as_markdown, main_table, task_table
@@ -81,19 +82,21 @@ def _save(figure: Figure, file: Path) -> None:
 def _method_rows(comparison: Comparison) -> Iterable[dict[str, Any]]:
     printed = comparison.published
     for label in comparison.references:
-        number = printed.get(label)
-        yield {"method": label, "ACC_mean": comparison.reference(label), "paper_ACC": number and number.acc / 100}
+        yield {"method": label, "ACC_mean": comparison.reference(label), **_paper(printed.get(label, {}))}
     for method in comparison.methods:
-        number = printed.get(method.spec.label)
         yield {
             "method": method.spec.label,
             **_pairs(method.metrics),
             **_pairs({"merging_seconds": method.seconds}),
-            "paper_ACC": number and number.acc / 100,
-            "paper_BWT": number and number.bwt and number.bwt / 100,
+            **_paper(printed.get(method.spec.label, {})),
             "finished": " ".join(str(run.seed) for run in method.runs if run.matrix is not None),
             "failed": "; ".join(method.failures),
         }
+
+
+def _paper(numbers: Published) -> dict[str, float | None]:
+    """The printed metrics, as fractions."""
+    return {f"paper_{name}": numbers[name].value / 100 if name in numbers else None for name in ("ACC", "BWT")}
 
 
 def _task_rows(comparison: Comparison) -> Iterable[dict[str, Any]]:
@@ -134,7 +137,9 @@ def _results(comparison: Comparison) -> dict[str, Any]:
                 **{name: mean.as_json() for name, mean in method.metrics.items()},
                 "merging_seconds": method.seconds.as_json(),
                 "final": {task: method.final(task).as_json() for task in comparison.tasks},
-                "published_percent": number._asdict() if (number := printed.get(method.spec.label)) else None,
+                "published_percent": {
+                    name: number._asdict() for name, number in printed.get(method.spec.label, {}).items()
+                },
                 "runs": {
                     str(run.seed): {
                         "tasks": run.matrix and run.matrix.tasks,

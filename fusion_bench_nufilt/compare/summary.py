@@ -119,7 +119,8 @@ class Comparison:
     def published(self) -> dict[str, Published]:
         """The paper's numbers for the same models and setting, by the rows' labels."""
         modelpool = self.settings["modelpool"]
-        rows, settings = published(modelpool, self.settings["overrides"]), paper_settings(modelpool)
+        rows = published(modelpool, self.settings["overrides"], self.seeds)
+        settings = paper_settings(modelpool)
         found = {label: rows[label] for label in self.references if label in rows}
         for spec in (method.spec for method in self.methods):
             if spec.method in rows and spec.settings == settings.get(spec.method, ()):

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -50,17 +50,18 @@ def main_table(comparison: Comparison) -> Table:
     }
     header = ["method", *(text for name in headline for text in (f"{name} %", f"paper {name}")), "merging s", "runs"]
     rows = [
-        [Cell(label), Cell(f"{100 * comparison.reference(label):.1f}"), _paper(printed.get(label), "ACC")]
+        [Cell(label), Cell(f"{100 * comparison.reference(label):.1f}"), _paper(printed.get(label, {}), "ACC")]
         + [Cell("")] * (len(header) - 3)
         for label in comparison.references
     ]
     for place, method in enumerate(comparison.methods):
-        number = printed.get(method.spec.label)
+        numbers = printed.get(method.spec.label, {})
         done = "" if complete else f"{len(method.matrices)}/{len(method.runs)}"
-        measured = [cell for name in headline for cell in (columns[name][place], _paper(number, name))]
+        measured = [cell for name in headline for cell in (columns[name][place], _paper(numbers, name))]
         rows.append([Cell(method.spec.label), *measured, Cell(_seconds(method.seconds)), Cell(done)])
     title = f"{len(comparison.tasks)} models merged one after another"
-    table = Table(title, header, rows, len(comparison.references), _notes(comparison))
+    notes = _notes(comparison) + _paper_notes(printed, headline)
+    table = Table(title, header, rows, len(comparison.references), notes)
     return _without_empty_columns(table)
 
 
@@ -73,8 +74,12 @@ def task_table(comparison: Comparison) -> Table:
     ]
     for number, method in enumerate(comparison.methods):
         rows.append([Cell(method.spec.label), *(column[number] for column in columns)])
+    for label, numbers in comparison.published.items():
+        if not numbers.keys().isdisjoint(comparison.tasks):
+            rows.append([Cell(f"{label}, paper"), *(_paper(numbers, task) for task in comparison.tasks)])
     title = "Score (%) of each task after the last step"
-    return Table(title, ["method", *comparison.tasks], rows, len(comparison.references), _notes(comparison))
+    notes = _notes(comparison) + _paper_notes(comparison.published, comparison.tasks)
+    return Table(title, ["method", *comparison.tasks], rows, len(comparison.references), notes)
 
 
 def _marked(comparison: Comparison, means: Sequence[Mean], *, sign: bool = False) -> list[Cell]:
@@ -89,10 +94,25 @@ def _marked(comparison: Comparison, means: Sequence[Mean], *, sign: bool = False
     return cells
 
 
-def _paper(number: Published | None, name: str) -> Cell:
-    """The printed value of a metric, in per cent."""
-    value = getattr(number, name.lower(), None)
-    return Cell("" if value is None else f"{value:+.1f}" if METRICS[name].signed else f"{value:.1f}")
+def _paper(numbers: Published, name: str) -> Cell:
+    """The printed value of a metric or a task, in per cent, with its deviation."""
+    if name not in numbers:
+        return Cell("")
+    signed = name in METRICS and METRICS[name].signed
+    value, deviation, _ = numbers[name]
+    text = f"{value:+.1f}" if signed else f"{value:.1f}"
+    return Cell(text if deviation is None else f"{text} ± {deviation:.1f}")
+
+
+def _paper_notes(printed: Mapping[str, Published], names: Sequence[str]) -> list[str]:
+    """What is to be said of the printed numbers that are shown."""
+    found = {
+        (label, numbers[name].note): None
+        for label, numbers in printed.items()
+        for name in names
+        if name in numbers and numbers[name].note
+    }
+    return [f"the paper's {label}: {note}" for label, note in found]
 
 
 def _seconds(mean: Mean) -> str:

@@ -1,27 +1,47 @@
 """The paper's numbers: where they are shown, and that they were copied right."""
 
+import re
+
 import pytest
 
-from fusion_bench_nufilt.compare.paper import Published, paper_settings, published
+from fusion_bench_nufilt.compare.paper import Number, paper_settings, printed_tables, published
 from tests.conftest import shared_or_skip
 from tests.test_command_line import POOLS
 
-B32 = "clip-vit-base-patch32_TA8"
+B32, T5 = "clip-vit-base-patch32_TA8", "flan-t5-base_glue"
+ORDERS = range(42, 52)
 
 
 def test_numbers_are_those_of_the_pool_and_method():
-    assert published(B32, [])["nufilt"] == Published(83.6, -2.7)
-    assert published("clip-vit-large-patch14_TALL20", [])["opcm"] == Published(76.0)
-    assert published("clip-vit-base-patch32_TALL14", [])["nufilt/naive"] == Published(46.5)
-    assert published("flan-t5-base_glue", ["method.shuffle_order=false"])["wudi"] == Published(82.2, -3.9)
+    assert published(B32, [], ORDERS)["nufilt"] == {"ACC": Number(83.6, 0.2, ""), "BWT": Number(-2.7, 0.7, "")}
+    assert published("clip-vit-large-patch14_TALL20", [], ORDERS)["opcm"]["mnist"] == Number(97.4, None, "")
+    assert published("clip-vit-base-patch32_TALL14", [], ORDERS)["nufilt/naive"]["ACC"].value == 46.5
+    assert published(T5, ["method.shuffle_order=false"], [42])["wudi"]["BWT"].value == -3.9
 
 
 def test_another_setting_than_the_papers_has_no_number():
-    assert published("nufilt_demo", []) == {}
-    assert published(B32, ["method.null_rank=21"]) == {}
-    assert published(B32, ["~modelpool.models.dtd"]) == {}
-    assert published("flan-t5-base_glue", []) == {}  # the paper's order is not a shuffled one
-    assert published(B32, ["fabric.accelerator=cpu"])  # a device is no setting
+    assert published("nufilt_demo", [], ORDERS) == {}
+    assert published(B32, ["method.null_rank=21"], ORDERS) == {}
+    assert published(B32, ["~modelpool.models.dtd"], ORDERS) == {}
+    assert published(T5, [], ORDERS) == {}  # the paper's order is not a shuffled one
+    assert published(B32, ["fabric.accelerator=cpu"], ORDERS)  # a device is no setting
+
+
+def test_other_orders_than_the_papers_leave_what_does_not_depend_on_the_order():
+    assert published(B32, [], [42]).keys() == {"pretrained", "individual"}
+
+
+def test_the_ablation_that_could_be_either_form_stands_beside_both():
+    numbers = published(B32, [], ORDERS)
+    assert numbers["nufilt/adapter_only"]["ACC"].value == 75.8
+    assert numbers["nufilt/adapter_alone"] == numbers["nufilt/adapter_only"]
+
+
+def test_what_can_not_be_compared_says_so():
+    numbers = published(T5, ["method.shuffle_order=false"], [42])
+    assert "not comparable" in numbers["task_arithmetic"]["ACC"].note
+    assert "not comparable" in numbers["adamerging"]["ACC"].note
+    assert numbers["nufilt"]["ACC"].note == ""
 
 
 def test_only_fourteen_and_twenty_tasks_are_scaled_differently():
@@ -29,26 +49,49 @@ def test_only_fourteen_and_twenty_tasks_are_scaled_differently():
     assert paper_settings("clip-vit-base-patch16_TALL14") == paper_settings("clip-vit-large-patch14_TALL20") != {}
 
 
-NAMES = {
-    "weight averaging": "weight_average",
-    "task arithmetic": "task_arithmetic",
+ROWS = {
+    "Pre-Trained": "pretrained",
+    "Individual": "individual",
+    "C. Fine-Tuned": "sequential_finetuning",
+    "Weight Averaging": "weight_average",
+    "Task Arithmetic": "task_arithmetic",
     "TIES": "ties_merging",
-    "MagMax-Ind": "magmax",
-    "LW AdaMerging (needs data)": "adamerging",
+    "MagMax": "magmax",
+    "LW AdaMerging": "adamerging",
+    "LoRA-WEMoE": "lora_wemoe",
+    "WUDI": "wudi",
+    "Iso-C": "iso_c",
     "KnOTS-TIES": "knots_ties",
     "TSV-M": "tsvm",
-    "Iso-C": "iso_c",
-    "**NUFILT**": "nufilt",
+    "OPCM": "opcm",
+    "NUFILT": "nufilt",
 }
 
 
-def test_the_table_was_copied_right():
-    lines = shared_or_skip("METHOD.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("| ")]
-    table = {NAMES.get(row[0], row[0].lower()): row[1:] for row in rows if len(row) == 10}
-    for column, pool in enumerate(POOLS):
-        printed = {name: number for name, number in published(pool, []).items() if "/" not in name}
-        assert {name: f"{number.acc:.1f}" for name, number in printed.items()} == {
-            name: table[name][column].strip("*") for name in printed
-        }
-        assert printed["nufilt"].bwt == pytest.approx(float(table["nufilt bwt"][column].replace("−", "-")))  # noqa: RUF001
+def test_the_main_tables_were_copied_right():
+    text = shared_or_skip("ANALYSIS.md").read_text().replace("−", "-")  # noqa: RUF001
+    for metric in ("ACC", "BWT"):
+        table = re.search(rf"^{metric}\b[^\n]*\n\n((\|[^\n]*\n)+)", text[text.index("## 8.") :], re.M).group(1)
+        rows = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in table.splitlines()[2:]]
+        assert len(rows) == (15 if metric == "ACC" else 12)
+        for name, *cells in rows:
+            for pool, cell in zip(POOLS, cells, strict=True):
+                number = printed_tables()["main", pool][ROWS[name]].get(metric)
+                deviation = "" if number is None or number.deviation is None else f" ± {number.deviation:.1f}"
+                assert cell in ("", "-", "–") if number is None else cell == f"{number.value:.1f}{deviation}"  # noqa: RUF001
+
+
+# The print disagrees with itself by more than rounding in these, method and model.
+ODD = {
+    *((method, "clip-vit-base-patch32_TALL20") for method in ("task_arithmetic", "adamerging", "opcm")),
+    *((method, "clip-vit-large-patch14_TALL20") for method in ("task_arithmetic", "wudi", "nufilt")),
+}
+
+
+@pytest.mark.parametrize("pool", [pool for pool in POOLS if pool.endswith("TALL20")])
+def test_the_tasks_of_a_row_have_the_mean_that_the_main_table_prints(pool):
+    for method, scores in printed_tables()["tasks", pool].items():
+        assert len(scores) == 20
+        mean = sum(number.value for number in scores.values()) / 20
+        printed = printed_tables()["main", pool][method]["ACC"].value
+        assert (abs(mean - printed) > 0.105) == ((method, pool) in ODD), method
