@@ -173,12 +173,13 @@ class Bench:
         tokenizer = CLIPTokenizer.from_pretrained(models / "clip")
         self.projection = clip.visual_projection
         self.tower = CLIPVisionModel.from_pretrained(models / "clip", attn_implementation="eager").eval()
-        self.live = select_layers(self.tower)  # the tower's own tensors, written before it is scored
-        self.pretrained = {key: weight.detach().clone() for key, weight in self.live.items()}
+        views = select_layers(self.tower).values()
+        self.live = {view.key: view.read(self.tower) for view in views}  # its own memory, written before it is scored
+        self.pretrained = {key: weight.clone() for key, weight in self.live.items()}
         self.tasks, self.tuned, self.pictures = list(recipe["classes"]), {}, {}
         for task in self.tasks:
-            layers = select_layers(CLIPVisionModel.from_pretrained(models / task))
-            self.tuned[task] = {key: weight.detach() for key, weight in layers.items()}
+            tower = CLIPVisionModel.from_pretrained(models / task)
+            self.tuned[task] = {view.key: view.read(tower) for view in views}
             with np.load(data / f"{task}.npz") as file:
                 pixels = torch.from_numpy(file["images_test"]).permute(0, 3, 1, 2) / 255
                 labels = torch.from_numpy(file["labels_test"])

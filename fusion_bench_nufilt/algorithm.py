@@ -16,7 +16,7 @@ from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolCon
 from fusion_bench_nufilt.core import FusionConfig, LayerReport, fuse_each
 from fusion_bench_nufilt.core.options import split_options, takes_options
 from fusion_bench_nufilt.files import write_text
-from fusion_bench_nufilt.layers import TargetConfig, check_model, layer_name, merge_other_params, select_layers
+from fusion_bench_nufilt.layers import TargetConfig, check_model, coverage, merge_other_params, select_layers
 
 log = logging.getLogger(__name__)
 
@@ -47,18 +47,23 @@ class NufiltContinualMergingAlgorithm(ContinualMergingAlgorithm):
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         targets = self.targets
         self._layers = select_layers(pretrained, targets.target_modules, targets.exclude_modules)
+        self._coverage = coverage(pretrained, self._layers, targets)
         self._rows: list[list[Any]] = []  # of layers.csv
-        kept = sum(1 for _ in pretrained.parameters()) - len(self._layers)
-        log.info("merging %d layers; %d other parameters: %s", len(self._layers), kept, targets.other_params)
+        log.info("%s", self._coverage)
+        if self._coverage.warning:
+            log.warning("%s", self._coverage.warning)
+
+    def describe(self) -> dict[str, Any]:
+        return {"coverage": self._coverage.as_dict()}
 
     def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
-        check_model(pretrained, model, list(self._layers), name=name)
+        keys = dict.fromkeys(view.key for view in self._layers.values())
+        check_model(pretrained, model, keys, name=name, on_shape_mismatch=self.targets.on_shape_mismatch)
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
         def layers(model: nn.Module) -> dict[str, torch.Tensor]:
-            return {layer_name(key): model.get_parameter(key).detach() for key in self._layers}
+            return {layer: view.read(model) for layer, view in self._layers.items()}
 
-        keys = {layer_name(key): key for key in self._layers}
         reports = {}
         fused = fuse_each(
             layers(pretrained),
@@ -69,9 +74,9 @@ class NufiltContinualMergingAlgorithm(ContinualMergingAlgorithm):
             step=step,
             device=self.fabric.device,
         )
-        bar = tqdm(fused, total=len(keys), desc=f"Merging {name}", unit="layer", leave=False, disable=None)
+        bar = tqdm(fused, total=len(self._layers), desc=f"Merging {name}", unit="layer", leave=False, disable=None)
         for layer, weight, reports[layer] in bar:
-            merged.get_parameter(keys[layer]).data.copy_(weight)
+            self._layers[layer].write(merged, weight)
         merge_other_params(merged, task, self._layers, self.targets.other_params, step)
         self._report_layers(step, name, reports)
         return merged

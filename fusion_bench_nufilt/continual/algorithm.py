@@ -83,6 +83,10 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     def restore(self, step: int) -> None:
         """Called when a run goes on after ``step``: take up what :meth:`merge_step` keeps beside the merged model."""
 
+    def describe(self) -> dict[str, Any]:
+        """What the manifest of a saved step says about the merge, beside its order, seeds and options."""
+        return {}
+
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
         """Merge model ``name``, number ``step`` (from 1), and return the new merged model.
 
@@ -183,7 +187,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         if self.save_on_every_step and self.folder is not None:
             about = {"step": step, "tasks": self.history + done, "merge_seconds": self.merge_seconds}
             with self.profile("saving"):
-                self.folder.save_step(step, merged, {**about, "run": self._about})
+                self.folder.save_step(step, merged, {**about, **self.describe(), "run": self._about})
         if self.evaluator is not None:
             device = next(merged.parameters()).device
             with self.profile("evaluating"):

@@ -114,7 +114,7 @@ def fuse_each(
         start = time.perf_counter()
 
         def stack(weights: Iterable[Tensor]) -> Tensor:
-            wide = [weight.detach().to(where, dtype) for weight in weights]
+            wide = [weight.detach().to(where, dtype).contiguous() for weight in weights]  # the same bits in any layout
             return torch.stack(wide) if len(wide) > 1 else wide[0][None]  # a view: no copy of a single layer
 
         def stack_task() -> Tensor | LowRank:

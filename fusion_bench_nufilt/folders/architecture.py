@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fusion_bench_nufilt.layers import layer_name, select_layers
+from fusion_bench_nufilt.layers import select_layers
 
 from .checkpoint import Checkpoint
 from .tensors import FLOATS
@@ -70,14 +70,15 @@ class Architecture:
         Raises:
             ValueError: no layer is chosen, or the checkpoint lacks one that its config promises.
         """
-        chosen = {self._slots[key]: key for key in select_layers(self.model, target_modules, exclude_modules)}
+        selected = select_layers(self.model, target_modules, exclude_modules)
+        chosen = {self._slots[view.key]: name for name, view in selected.items()}
         stored = by_slot(self, base)
         if lost := sorted(chosen.keys() - stored.keys()):
             raise ValueError(
                 f"model '{base.name}' lacks the weight of {len(lost)} linear layers that its config.json promises, "
                 f"'{lost[0]}' first: weights and config do not belong together"
             )
-        return [Layer(layer_name(chosen[slot]), slot, tuple(keys)) for slot, keys in stored.items() if slot in chosen]
+        return [Layer(chosen[slot], slot, tuple(keys)) for slot, keys in stored.items() if slot in chosen]
 
 
 def by_slot(architecture: Architecture, checkpoint: Checkpoint) -> dict[str, list[str]]:

@@ -42,11 +42,6 @@ class Settings:
         "What the merged layers are kept in between steps: stored means the base's dtype; float32 also writes them "
         "beside the model for the next merge, so that rounding does not add up.",
     )
-    on_shape_mismatch: Literal["error", "keep-base"] = option(
-        "error",
-        "What to do with a tensor outside the merged layers (embeddings, head) whose size differs from the base's: "
-        "refuse the model, or keep the base's tensor.",
-    )
     device: str = option("cpu", "Where to compute, cpu or cuda; cpu works on a layer per thread.")
     max_memory: int | None = option(
         None, "The most memory to hold, such as 4GB; fewer layers are then worked on at a time."

@@ -60,7 +60,7 @@ def plan_merge(
     manifest = {} if so_far is None else read_json(so_far.checkpoint.folder / MANIFEST)
     warnings = [] if so_far is None else _check_merged(whole, so_far, manifest, config, targets, settings)
     for model in models:
-        warnings += _check_shapes(whole, model, chosen, settings)
+        warnings += _check_shapes(whole, model, chosen, targets)
         if targets.other_params == "pretrained" and isinstance(model, LoraAdapter):
             outside = [slot for slot in model.pairs if slot not in chosen]
             warnings += [f"adapter '{model.checkpoint.name}' also changes {some(outside)}: ignored"] if outside else []
@@ -145,7 +145,7 @@ def _open_merged(name: str) -> Checkpoint:
     return checkpoint
 
 
-def _check_shapes(base: FullModel, model: FullModel | Task, chosen: set[str], settings: Settings) -> list[str]:
+def _check_shapes(base: FullModel, model: FullModel | Task, chosen: set[str], targets: TargetConfig) -> list[str]:
     """Shapes and keys of one model against the base's; what deserves a warning."""
     name, adapter = model.checkpoint.name, isinstance(model, LoraAdapter)
     kept = []
@@ -155,7 +155,7 @@ def _check_shapes(base: FullModel, model: FullModel | Task, chosen: set[str], se
                 raise ValueError(f"adapter '{name}' is for another base: '{base.checkpoint.name}' has no '{slot}'")
         elif shape != base.slots[slot]:
             outside = slot not in chosen
-            if not outside or settings.on_shape_mismatch == "error":
+            if not outside or targets.on_shape_mismatch == "error":
                 hint = "; --on-shape-mismatch keep-base leaves it as it is in the base" if outside else ""
                 raise ValueError(
                     f"model '{name}', tensor '{slot}': shape {shape} differs from {base.slots[slot]} of the base "

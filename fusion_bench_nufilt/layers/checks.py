@@ -1,35 +1,62 @@
 """Which models are refused."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection
 
 from torch import nn
 
-from fusion_bench_nufilt.core.checks import check_layers, is_finite
+from fusion_bench_nufilt.core.checks import is_finite
+from fusion_bench_nufilt.layers.config import OnShapeMismatch
+
+log = logging.getLogger(__name__)
 
 
-def check_model(pretrained: nn.Module, model: nn.Module, keys: Sequence[str], *, name: str) -> None:
+def check_model(
+    pretrained: nn.Module,
+    model: nn.Module,
+    merged: Collection[str],
+    *,
+    name: str,
+    on_shape_mismatch: OnShapeMismatch = "error",
+) -> None:
     """Refuse a model that cannot be merged with the pretrained one.
 
     Args:
         pretrained: the reference.
         model: the model to check.
-        keys: state-dict keys of the merged layers.
+        merged: state-dict keys of the parameters that hold merged layers.
         name: the model's name in the pool, for the message.
+        on_shape_mismatch: ``keep-base`` lets other parameters differ in shape, with a warning.
 
     Raises:
-        ValueError: a merged layer is missing, of another shape or not finite, or another parameter of the model
-            is of another shape or not finite.
+        ValueError: a parameter with merged layers is missing or not floating point, or any parameter is of another
+            shape or not finite; names the model, the parameter and the shapes.
     """
     reference, state = pretrained.state_dict(), model.state_dict()
-    layers = {key: state[key] for key in keys if key in state}
-    check_layers({key: reference[key] for key in keys}, layers, model=name)
+
+    def what(key: str) -> str:
+        return f"model '{name}', {'layer' if key in merged else 'parameter'} '{key}'"
+
+    for key in merged:
+        if key not in state:
+            raise ValueError(
+                f"model '{name}' lacks layer '{key}' {tuple(reference[key].shape)} of the pretrained model"
+            )
+        if not state[key].is_floating_point():
+            raise ValueError(f"{what(key)}: expected floating-point values, got {state[key].dtype}")
+    kept = []
     for key, value in state.items():
-        if key in layers or key not in reference or not value.is_floating_point():
+        if key not in reference or not value.is_floating_point():
             continue
         if value.shape != reference[key].shape:
-            raise ValueError(
-                f"model '{name}', parameter '{key}': shape {tuple(value.shape)} differs from the pretrained "
-                f"model's {tuple(reference[key].shape)}"
-            )
-        if not is_finite(value):
-            raise ValueError(f"model '{name}', parameter '{key}' has NaN or infinite values")
+            if key in merged or on_shape_mismatch == "error":
+                hint = "" if key in merged else "; on_shape_mismatch=keep-base leaves it as it is there"
+                raise ValueError(
+                    f"{what(key)}: shape {tuple(value.shape)} differs from the pretrained model's "
+                    f"{tuple(reference[key].shape)}{hint}"
+                )
+            kept.append(key)
+        elif not is_finite(value):
+            raise ValueError(f"{what(key)} has NaN or infinite values")
+    if kept:
+        log.warning("model '%s': kept from the pretrained model because of their shape: %s", name, ", ".join(kept))

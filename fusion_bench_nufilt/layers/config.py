@@ -11,6 +11,7 @@ from fusion_bench_nufilt.core.options import check_choices
 option = partial(options.option, panel="Layers")
 
 OtherParams = Literal["pretrained", "first", "mean"]
+OnShapeMismatch = Literal["error", "keep-base"]
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,20 @@ class TargetConfig:
     target_modules: str | Sequence[str] = option(
         "auto",
         "What is merged. auto takes the authors' layers for CLIP vision towers (attention and fc1) and T5 (attention "
-        "and feed-forward), and all projections in the blocks of a decoder; all-linear takes every linear layer but "
-        "the output head. A list names words of module names, one string is a regular expression for the whole name.",
+        "and feed-forward), and all projections in the blocks of other transformers and of convolutional networks; "
+        "all-linear takes every linear layer but the output head. A list names words of module names, one string is a "
+        "regular expression for the whole name.",
     )
     exclude_modules: str | Sequence[str] | None = option(None, "What is left out of them, in the same language.")
     other_params: OtherParams = option(
         "pretrained",
         "Every other parameter: pretrained keeps it (the authors' setting), first takes the first task's, mean "
         "averages over the tasks.",
+    )
+    on_shape_mismatch: OnShapeMismatch = option(
+        "error",
+        "What to do with a tensor outside the merged layers (embeddings, head) whose size differs from the pretrained "
+        "model's: refuse the model, or keep the pretrained model's tensor.",
     )
 
     def __post_init__(self) -> None:

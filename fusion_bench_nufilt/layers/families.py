@@ -1,12 +1,33 @@
 """The families of models that ``target_modules: auto`` knows."""
 
+from typing import NamedTuple
+
+
+class Family(NamedTuple):
+    """Which layers ``auto`` merges in models of one kind."""
+
+    name: str
+    mark: str  # a model with a module of such a name is of this family, if the pattern then finds a layer
+    pattern: str  # names of the layers to merge
+    convolutions: bool = False  # whether they may be convolutions, too
+
+
 _VLM = "vision-language model, whose vision tower and projector count as other parameters"
-# What `target_modules: auto` picks. The first family whose mark is found among the names of the linear modules
-# wins. CLIP and T5: the authors' settings. Others: all linear layers in the numbered blocks of the language model.
+_BLOCKS = r"(.*\.)?\d+\..*"  # inside a numbered block
+# The first family that fits wins. CLIP and T5: the authors' settings. Others: all projections in numbered blocks.
 FAMILIES = (
-    ("T5", r".*\.DenseReluDense\..*", r".*\.(SelfAttention|EncDecAttention|DenseReluDense)\..*"),
-    (_VLM, r"(.*\.)?language_model\..*", r"(.*\.)?language_model\.(.*\.)?\d+\..*"),
-    (_VLM, r"(.*\.)?(vision_tower|visual)\..*", r"(?!.*(vision_tower|visual))(.*\.)?\d+\..*"),
-    ("CLIP vision tower", r"(?!.*text_model)(.*\.)?encoder\.layers\.\d+\.mlp\.fc1", r"(?!.*text_model).*(attn|fc1).*"),
-    ("transformer", r"(.*\.)?\d+\..*", r"(.*\.)?\d+\..*"),
+    Family("T5", r".*\.DenseReluDense\..*", r".*\.(SelfAttention|EncDecAttention|DenseReluDense)\..*"),
+    Family(_VLM, r"(.*\.)?language_model\..*", r"(.*\.)?language_model\.(.*\.)?\d+\..*"),
+    Family(
+        "OpenCLIP vision tower",
+        r"(.*\.)?visual\.transformer\.resblocks\.\d+\.attn\.in_proj\.q",
+        r"(.*\.)?visual\.transformer\.resblocks\.\d+\.(attn\..*|mlp\.c_fc)",
+    ),
+    Family(_VLM, r"(.*\.)?(vision_tower|visual)\..*", r"(?!.*(vision_tower|visual))(.*\.)?\d+\..*"),
+    Family(
+        "CLIP vision tower", r"(?!.*text_model)(.*\.)?encoder\.layers\.\d+\.mlp\.fc1", r"(?!.*text_model).*(attn|fc1).*"
+    ),
+    Family("ConvNeXt", r"(.*\.)?stages\.\d+\..*\.(dwconv|conv_dw)", _BLOCKS, convolutions=True),
+    Family("transformer", _BLOCKS, _BLOCKS),
+    Family("convolutional network", _BLOCKS, _BLOCKS, convolutions=True),
 )

@@ -2,11 +2,13 @@
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from fusion_bench_nufilt.layers.families import FAMILIES
+from fusion_bench_nufilt.layers.views import View, opaque, views
 
 log = logging.getLogger(__name__)
 
@@ -15,14 +17,15 @@ def select_layers(
     model: nn.Module,
     target_modules: str | Sequence[str] = "auto",
     exclude_modules: str | Sequence[str] | None = None,
-) -> dict[str, Tensor]:
-    """The weights of the linear layers to merge, by state-dict key; a weight shared by modules comes once.
+) -> dict[str, View]:
+    """The layers to merge, by their names (:func:`layer_name`); a weight shared by modules comes once.
 
     Patterns follow peft's rules. One string is a regular expression that must match the whole module name. A list
     names words of the dotted module path, of which one must be found (``q_proj``, ``self_attn``, ``layers.0``); words
-    end at dots and underscores, so ``attn`` finds ``self_attn``. Two strings are special: ``all-linear`` is every
-    linear layer but the output head, and ``auto`` the paper's layers for CLIP vision towers and T5, else all linear
-    layers in numbered blocks of a decoder, which is logged.
+    end at dots and underscores, so ``attn`` finds ``self_attn``. Where a module holds several layers, patterns see
+    the name with the part, too: ``attn.in_proj.q``, ``experts.3.down_proj``. Two strings are special: ``all-linear``
+    is every linear layer but the output head, and ``auto`` the paper's layers for CLIP vision towers and T5, else all
+    projections in numbered blocks, which is logged.
 
     Args:
         model: any module.
@@ -30,53 +33,80 @@ def select_layers(
         exclude_modules: what to leave out of it.
 
     Raises:
-        ValueError: nothing is left to merge, or a word of a list finds nothing; lists some names there are.
+        ValueError: nothing is left to merge, or a word of a list finds nothing (some names there are listed);
+            weights are named that are quantised, or that hold no matrix, as a convolution in groups.
     """
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    chosen = _matching(linear, target_modules, _output_head(model))
-    if exclude_modules is not None:
-        excluded = set(_matching(linear, exclude_modules, head=None))
-        chosen = [name for name in chosen if name not in excluded]
+    there, unknown = views(model), opaque(model)
+    target = _rule(model, there, unknown, target_modules, _output_head(model))
+    exclude = None if exclude_modules is None else _rule(model, there, unknown, exclude_modules, head=None)
+    for name, why in unknown.items():
+        refused = "quantised" in why or target.explicit
+        if refused and target.names(name) and not (exclude and exclude.names(name)):
+            raise ValueError(f"{why}; exclude_modules can leave it out")
+    chosen = [view for view in there if target.takes(view) and not (exclude and exclude.takes(view))]
     if not chosen:
         raise ValueError(
-            f"target_modules={_plain(target_modules)!r}, exclude_modules={_plain(exclude_modules)!r} leave no linear "
-            f"layer of {type(model).__name__} to merge; {_some(linear)}"
+            f"target_modules={_plain(target_modules)!r}, exclude_modules={_plain(exclude_modules)!r} leave no layer "
+            f"of {type(model).__name__} to merge; {_some(view.name for view in there)}"
         )
-    weights: dict[str, Tensor] = {}
-    for name in chosen:
-        if not any(linear[name].weight is weight for weight in weights.values()):
-            weights[f"{name}.weight"] = linear[name].weight
-    return weights
+    once: dict[tuple[int, tuple[int, int]], View] = {}
+    for view in chosen:
+        once.setdefault((id(model.get_parameter(view.key)), view.rows), view)
+    return {layer_name(view.name): view for view in once.values()}
 
 
-def layer_name(key: str) -> str:
+def layer_name(name: str) -> str:
     """Name of a layer, the same with and without the prefix of a CLIP vision tower that transformers 5 drops."""
-    return key.removeprefix("vision_model.").removesuffix(".weight")
+    return name.removeprefix("vision_model.")
 
 
-def _matching(linear: Mapping[str, nn.Linear], patterns: str | Sequence[str], head: str | None) -> list[str]:
-    """Names that the patterns choose, in the model's order."""
+class _Rule(NamedTuple):
+    """Patterns as one regular expression for whole names."""
+
+    pattern: str
+    convolutions: bool = True
+    explicit: bool = True  # the user named these modules
+
+    def names(self, *names: str) -> bool:
+        return any(re.fullmatch(self.pattern, name) for name in names)
+
+    def takes(self, view: View) -> bool:
+        return (view.linear or self.convolutions) and self.names(view.name, view.module)
+
+
+def _rule(
+    model: nn.Module,
+    there: Sequence[View],
+    unknown: Iterable[str],
+    patterns: str | Sequence[str],
+    head: str | None,
+) -> _Rule:
     if patterns == "all-linear":
-        return [name for name in linear if name != head]
+        rest = "" if head is None else rf"(?!{re.escape(head)}$)"
+        return _Rule(rest + ".*", convolutions=False, explicit=False)
+    names = [*(view.name for view in there), *unknown]
     if patterns == "auto":
-        for family, mark, pattern in FAMILIES:
-            if any(re.fullmatch(mark, name) for name in linear):
-                chosen = [name for name in linear if re.fullmatch(pattern, name)]
-                log.info("target_modules=auto: %s, %d linear layers match '%s'", family, len(chosen), pattern)
-                return chosen
-        raise ValueError(
-            "target_modules=auto knows CLIP vision towers, T5 and transformers with numbered blocks, and this model is "
-            f"none: name its layers, or say all-linear; {_some(linear)}"
-        )
+        return _auto(there, names)
     if isinstance(patterns, str):
-        return [name for name in linear if re.fullmatch(patterns, name)]
-    named: set[str] = set()
-    for word in patterns:
-        found = [name for name in linear if re.search(rf"(^|[._]){re.escape(word)}([._]|$)", name)]
-        if not found:
-            raise ValueError(f"'{word}' of {_plain(patterns)!r} names no linear layer; {_some(linear)}")
-        named.update(found)
-    return [name for name in linear if name in named]
+        return _Rule(patterns)
+    words = [rf"(.*[._])?{re.escape(word)}([._].*)?" for word in patterns]
+    for word, pattern in zip(patterns, words, strict=True):
+        if not any(re.fullmatch(pattern, name) for name in names):
+            raise ValueError(f"'{word}' of {_plain(patterns)!r} names no layer; {_some(view.name for view in there)}")
+    return _Rule("|".join(words))
+
+
+def _auto(there: Sequence[View], names: Sequence[str]) -> _Rule:
+    for family, mark, pattern, convolutions in FAMILIES:
+        rule = _Rule(pattern, convolutions, explicit=False)
+        found = sum(map(rule.takes, there))
+        if found and any(re.fullmatch(mark, name) for name in names):
+            log.info("target_modules=auto: %s, %d layers match '%s'", family, found, pattern)
+            return rule
+    raise ValueError(
+        "target_modules=auto knows CLIP vision towers, T5, and transformers and convolutional networks with numbered "
+        f"blocks, and this model is none: name its layers, or say all-linear; {_some(view.name for view in there)}"
+    )
 
 
 def _output_head(model: nn.Module) -> str | None:
@@ -93,6 +123,6 @@ def _plain(patterns: str | Sequence[str] | None) -> str | list[str] | None:
 def _some(names: Iterable[str], at_most: int = 8) -> str:
     names = list(names)
     if not names:
-        return "it has no linear layer"
+        return "it has no layer"
     more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
-    return "its linear layers: " + ", ".join(names[:at_most]) + more
+    return "its layers: " + ", ".join(names[:at_most]) + more

@@ -151,7 +151,7 @@ def test_an_update_of_the_head_for_another_vocabulary_is_left_out_whole(tmp_path
     save_adapter(tmp_path, base, target_modules=["q_proj", "lm_head"])
     key = "base_model.model.lm_head.lora_B.weight"
     change(tmp_path / "adapter", key, lambda value: torch.cat([value, value[:2]]))
-    out = merge(tmp_path, ["adapter"], settings={"on_shape_mismatch": "keep-base"}, other_params="mean")
+    out = merge(tmp_path, ["adapter"], on_shape_mismatch="keep-base", other_params="mean")
     assert torch.equal(*(tensors(folder)["lm_head.weight"] for folder in (out, tmp_path / "base")))
 
 

@@ -1,0 +1,175 @@
+"""How the parameters of a model hold the matrices that are merged.
+
+What the method calls a layer is a matrix of shape ``(d_o, d_i)`` that acts on inputs from the right, ``W x``. A
+:class:`View` says which rows of which parameter hold it, and whether they hold it transposed.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class View:
+    """One matrix in a parameter."""
+
+    name: str  # of the layer: its module's, and the part of it where a module holds several
+    module: str  # name of the module
+    key: str  # of the parameter in the state dict
+    shape: tuple[int, int]  # (d_o, d_i)
+    rows: tuple[int, int]  # first and last of the parameter's first dimension
+    part_shape: tuple[int, ...]  # of these rows, as they are stored
+    transposed: bool = False  # stored as (d_i, d_o)
+    linear: bool = True  # a linear layer, else a convolution
+
+    def matrix(self, part: Tensor) -> Tensor:
+        """The matrix ``(d_o, d_i)`` that rows of the parameter hold, without a copy where they are contiguous."""
+        d_o, d_i = self.shape
+        return part.reshape(d_i, d_o).T if self.transposed else part.reshape(d_o, d_i)
+
+    def part(self, matrix: Tensor) -> Tensor:
+        """The rows of the parameter that hold a matrix: the inverse of :meth:`matrix`."""
+        return (matrix.T if self.transposed else matrix).reshape(self.part_shape)
+
+    def read(self, model: nn.Module) -> Tensor:
+        """The matrix in a model, sharing its memory where the parameter is contiguous."""
+        return self.matrix(self._rows(model.get_parameter(self.key)))
+
+    def write(self, model: nn.Module, matrix: Tensor) -> None:
+        """Put a matrix into a model."""
+        self._rows(model.get_parameter(self.key)).copy_(self.part(matrix))
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy the rows of one parameter into another of the same shape."""
+        self._rows(target).copy_(self._rows(source))
+
+    def _rows(self, parameter: Tensor) -> Tensor:
+        return parameter.detach()[slice(*self.rows)]
+
+
+def views(model: nn.Module) -> list[View]:
+    """All matrices of a model, in the order of its modules; docs/architectures.md has the table."""
+    return [view for name, module in model.named_modules() for view in _views_of(name, module)]
+
+
+def opaque(model: nn.Module) -> dict[str, str]:
+    """Modules that hold weights which no view understands, by name, and what they hold."""
+    found = {}
+    for name, module in model.named_modules():
+        known = {view.key for view in _views_of(name, module)}
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for attribute, tensor in own:
+            what = f"'{join(name, attribute)}' of shape {tuple(tensor.shape)}"
+            if is_quantised(attribute, tensor):
+                found[name] = f"{what} is stored as {tensor.dtype}: quantised weights can't be merged"
+            elif join(name, attribute) in known or not isinstance(tensor, nn.Parameter) or _long_sides(tensor) < 3:
+                continue
+            elif isinstance(module, _ConvNd) and module.groups > 1:
+                found[name] = f"{what} is a convolution in {module.groups} groups, which is no matrix"
+            else:
+                found[name] = f"{what} of {type(module).__name__} is no matrix or stack of matrices that is known"
+        if isinstance(module, _ConvNd) and module.groups > 1:  # depthwise in one dimension: two long sides
+            found.setdefault(name, f"'{name}' is a convolution in {module.groups} groups, which is no matrix")
+    return found
+
+
+def is_quantised(attribute: str, tensor: Tensor) -> bool:
+    """Whether a module's tensor is a weight in another type than those that are computed with."""
+    return "weight" in attribute and tensor.dtype not in FLOATS
+
+
+def looks_like_matrix(module: nn.Module, parameter: Tensor) -> bool:
+    """Whether a parameter has the shape of a matrix or of several, and is no table of vectors."""
+    return _long_sides(parameter) >= 2 and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+
+def join(name: str, attribute: str) -> str:
+    """Dotted name of a module's attribute; the root's name is empty."""
+    return f"{name}.{attribute}" if name else attribute
+
+
+def _long_sides(tensor: Tensor) -> int:
+    return sum(size > 1 for size in tensor.shape)
+
+
+def _views_of(name: str, module: nn.Module) -> Iterator[View]:
+    own = dict(module.named_parameters(recurse=False))
+
+    def one(attribute: str, *, part: str = "", transposed: bool = False, linear: bool = True) -> Iterator[View]:
+        """The whole parameter is one matrix."""
+        parameter = own.get(attribute)
+        if parameter is not None and parameter.dtype in FLOATS and parameter.ndim >= 2:
+            yield _view(name, attribute, part, parameter, (0, len(parameter)), transposed, linear)
+
+    def experts(attribute: str, *, part: str, transposed: bool) -> Iterator[View]:
+        """Each entry of the first dimension is a matrix."""
+        for expert in range(len(own[attribute])):
+            label = f"{expert}.{part}" if part else str(expert)
+            yield _view(name, attribute, label, own[attribute], (expert, expert + 1), transposed, True)
+
+    if isinstance(module, nn.Linear):
+        yield from one("weight")
+    elif _is_conv1d(module):
+        yield from one("weight", transposed=True)
+    elif isinstance(module, _ConvNd):
+        if module.groups == 1 and not module.transposed:
+            yield from one("weight", linear=False)
+    elif "in_proj_weight" in own and own["in_proj_weight"].ndim == 2 and len(own["in_proj_weight"]) % 3 == 0:
+        size = len(own["in_proj_weight"]) // 3
+        for i, part in enumerate("qkv"):
+            rows = (i * size, (i + 1) * size)
+            yield _view(name, "in_proj_weight", f"in_proj.{part}", own["in_proj_weight"], rows, False, True)
+    elif isinstance(module, nn.MultiheadAttention):  # with keys or values of another size
+        for part in ("q_proj", "k_proj", "v_proj"):
+            yield from one(f"{part}_weight", part=part)
+    elif (transposed := _orientation(own)) is not None:
+        yield from experts("gate_up_proj", part="gate_up_proj", transposed=transposed)
+        yield from experts("down_proj", part="down_proj", transposed=transposed)
+    elif "weight" in own and own["weight"].ndim == 3:
+        sizes = getattr(module, "output_size", None), getattr(module, "input_size", None)
+        if own["weight"].shape[1:] == sizes:
+            yield from experts("weight", part="", transposed=False)
+
+
+def _view(
+    module: str, attribute: str, part: str, parameter: Tensor, rows: tuple[int, int], transposed: bool, linear: bool
+) -> View:
+    part_shape = (rows[1] - rows[0], *parameter.shape[1:])
+    height, *width = part_shape[1:] if part_shape[0] == 1 and parameter.ndim == 3 and linear else part_shape
+    shape = (height, math.prod(width))
+    return View(
+        name=join(module, part) if part else module,
+        module=module,
+        key=join(module, attribute),
+        shape=shape[::-1] if transposed else shape,
+        rows=rows,
+        part_shape=part_shape,
+        transposed=transposed,
+        linear=linear,
+    )
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, a linear layer that stores its weight transposed; needs no transformers."""
+    return any((c.__module__, c.__name__) == ("transformers.pytorch_utils", "Conv1D") for c in type(module).__mro__)
+
+
+def _orientation(own: dict[str, nn.Parameter]) -> bool | None:
+    """Whether fused experts are stored transposed; None: these are no fused experts.
+
+    With n inputs and m hidden units, ``gate_up_proj`` and ``down_proj`` of an expert are (2m, n) and (n, m), or
+    (n, 2m) and (m, n) if transposed. No n and m make the two cases one.
+    """
+    gate_up, down = own.get("gate_up_proj"), own.get("down_proj")
+    if gate_up is None or down is None or gate_up.ndim != 3 or down.ndim != 3 or len(gate_up) != len(down):
+        return None
+    (_, *up), (_, *back) = gate_up.shape, down.shape
+    if up == [2 * back[1], back[0]]:
+        return False
+    return True if up == [back[1], 2 * back[0]] else None
