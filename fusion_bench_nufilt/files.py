@@ -2,12 +2,38 @@
 
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
+
+from filelock import BaseFileLock, FileLock, Timeout
 
 #: Beside every merged model: ``step`` and ``tasks`` say what is in it.
 MANIFEST = "nufilt.json"
+#: In every folder that processes take in turns: the lock, and who holds it.
+LOCK, HOLDER = ".nufilt.lock", ".nufilt.holder"
+
+
+def lock_folder(folder: Path) -> BaseFileLock:
+    """Hold a folder for this process alone. The system lets go of it when the process ends, however it ends.
+
+    Args:
+        folder: made if it is not there.
+
+    Raises:
+        ValueError: another process holds it; names that process.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock, holder = FileLock(folder / LOCK), folder / HOLDER
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        other = holder.read_text() if holder.exists() else "another process"
+        raise ValueError(f"{other} is writing '{folder}': wait until it is done, or name another folder") from None
+    write_text(holder, f"process {os.getpid()} on {socket.gethostname()}")
+    return lock
 
 
 @contextmanager
@@ -30,9 +56,13 @@ def write_text(target: Path, text: str) -> None:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside ``target`` that takes its place when the block ends well, and is removed otherwise."""
-    temporary = target.with_name(f".{target.name}.new")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    """A temporary folder beside ``target`` that takes its place when the block ends well, and is removed otherwise.
+
+    The caller holds a lock, so that what others left beside ``target`` is of processes that were killed.
+    """
+    for left in target.parent.glob(f".{escape(target.name)}-[0-9]*.new"):
+        shutil.rmtree(left, ignore_errors=True)
+    temporary = target.with_name(f".{target.name}-{os.getpid()}.new")
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -53,3 +83,8 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def printable(name: str) -> str:
+    """A name from elsewhere with its control characters escaped, so that it can do nothing to a terminal or a page."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)

@@ -2,15 +2,13 @@
 
 import sys
 from importlib import import_module
-from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
 COMMANDS = {
     "merge": "Merge fine-tuned models into one, layer by layer, without loading a model.",
-    "push": "Upload a merged folder to the Hugging Face hub.",
     "compare": "Compare continual merging methods over task orders.",
 }
 
@@ -18,18 +16,8 @@ _SETTINGS: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable"
 app = typer.Typer(no_args_is_help=True, **_SETTINGS)
 
 
-def _print_versions(wanted: bool) -> None:
-    if wanted:
-        print(", ".join(f"{name} {version(name)}" for name in ("fusion-bench-nufilt", "fusion-bench", "torch")))
-        raise typer.Exit
-
-
 @app.callback()
-def main(
-    versions: Annotated[
-        bool, typer.Option("--version", help="Print the versions and stop.", callback=_print_versions, is_eager=True)
-    ] = False,
-) -> None:
+def main() -> None:
     """Null-space filtering (NUFILT): merge checkpoints of any size, compare merging methods."""
 
 

@@ -1,97 +1,74 @@
 """`nufilt merge`: checkpoint folders of any size."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from fusion_bench_nufilt.core import FusionConfig
-from fusion_bench_nufilt.core.options import split_options
 from fusion_bench_nufilt.folders import Plan, Settings, merge_folders, plan_merge
+from fusion_bench_nufilt.folders.destination import check_disk, check_output
 from fusion_bench_nufilt.folders.models import LoraAdapter
-from fusion_bench_nufilt.folders.preflight import check_disk, check_output
 from fusion_bench_nufilt.layers import TargetConfig
 
-from .options import as_bytes, takes_options, typed_values
-from .recipe import gather
-from .terminal import terminal
-
-KINDS = (FusionConfig, TargetConfig, Settings)
+from .options import from_command_line, takes_options
+from .terminal import shown, terminal
 
 
-@takes_options(*KINDS)
+@takes_options(FusionConfig, TargetConfig, Settings)
 def merge(
-    context: typer.Context,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="RECIPE|KEY=VALUE",
-            help="RECIPE is a YAML file with base, tasks, out and settings, or the nufilt.json of a result; options "
-            "win over it. KEY=VALUE is another way to write an option, such as null_rank=64.",
-        ),
-    ] = None,
-    base: Annotated[
-        str | None, typer.Option(help="Pretrained model: folder or hub name.", rich_help_panel="Models")
-    ] = None,
-    tasks: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--task",
-            help="Fine-tuned model or peft LoRA adapter; repeat it for a stream.",
-            rich_help_panel="Models",
-        ),
-    ] = None,
+    base: Annotated[str, typer.Option(help="Pretrained model: folder or hub name.", rich_help_panel="Models")],
+    task: Annotated[
+        list[str],
+        typer.Option(help="Fine-tuned model or peft LoRA adapter; repeat it for a stream.", rich_help_panel="Models"),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to make.", rich_help_panel="Models")],
     merged: Annotated[
         str | None, typer.Option(help="What is merged so far, to add to it.", rich_help_panel="Models")
     ] = None,
-    out: Annotated[str | None, typer.Option(help="Folder to make.", rich_help_panel="Models")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the plan, stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, print the plan, stop.", rich_help_panel="Machine")
+    ] = False,
     **options: Any,
 ) -> None:
     """Merge fine-tuned models into one, layer by layer, without loading a model."""
+    out = out.expanduser()  # the shell leaves the ~ of --out=~/merged as it is
     with terminal() as console:
-        typed = typed_values(context, {"base": base, "tasks": tasks, "merged": merged, "out": out, **options})
-        recipe = gather(words or (), typed, [field.name for kind in KINDS for field in fields(kind)])
-        if recipe.get("max_memory") is not None:
-            recipe["max_memory"] = as_bytes(recipe["max_memory"])
-        (config, targets, settings), models = split_options(KINDS, recipe)
-        plan = plan_merge(models["base"], models["tasks"], models.get("merged"), config, targets, settings)
-        folder = Path(models["out"])
-        _print_plan(console, plan, folder)
+        kinds = (FusionConfig, TargetConfig, Settings)
+        plan = plan_merge(base, task, merged, *from_command_line(kinds, options))
+        _print_plan(console, plan, out)
         if dry_run:
-            if not check_output(plan, folder):
-                check_disk(plan, folder)
+            if not check_output(plan, out):
+                check_disk(plan, out)
             return
         columns = (TextColumn("Merging"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             bar = progress.add_task("", total=len(plan.layers) + len(plan.others))
-            merge_folders(plan, folder, lambda done, total: progress.update(bar, completed=done, total=total))
-        console.print(f"[bold]{escape(str(folder))}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
+            merge_folders(plan, out, lambda done, total: progress.update(bar, completed=done, total=total))
+        console.print(f"[bold]{shown(str(out))}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
 
 
 def _print_plan(console: Console, plan: Plan, out: Path) -> None:
     """What will be done and what it takes."""
     table = Table(show_header=False, box=None, title="Plan", title_justify="left")
-    table.add_row("base", escape(plan.base.name))
+    table.add_row("base", shown(plan.base.name))
     if plan.merged is not None:
-        name = escape(plan.merged.checkpoint.name)
+        name = shown(plan.merged.checkpoint.name)
         table.add_row("merged so far", f"{name}{', layers in float32' if plan.state else ''}")
     for number, task in enumerate(plan.tasks, plan.first_step):
         kind = "LoRA adapter" if isinstance(task, LoraAdapter) else "model"
-        table.add_row(f"step {number}", f"{escape(task.checkpoint.name)} ({kind})")
-    first, last = plan.layers[0].name, plan.layers[-1].name
-    table.add_row("merged", f"{len(plan.layers)} linear layers, {first} … {last} (known from {plan.origin})")
+        table.add_row(f"step {number}", f"{shown(task.checkpoint.name)} ({kind})")
+    layers = shown(f"{plan.layers[0].name} … {plan.layers[-1].name}")
+    table.add_row("merged", f"{len(plan.layers)} linear layers, {layers} (known from {shown(plan.origin)})")
     table.add_row("averaged", f"{len(plan.averaged)} tensors (other_params={plan.targets.other_params})")
     table.add_row("copied", f"{plan.copied} tensors, bit by bit")
     table.add_row("memory", f"{plan.memory / 1e9:.2f} GB at most")
-    table.add_row("disk", f"{plan.disk / 1e9:.2f} GB in {escape(str(out))}")
+    table.add_row("disk", f"{plan.disk / 1e9:.2f} GB in {shown(str(out))}")
     if plan.on_cpu:
         table.add_row("time", f"about {max(1, round(plan.predict_seconds() / 60))} min")
     console.print(table)
     for warning in plan.warnings:
-        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False, soft_wrap=True)
+        console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)

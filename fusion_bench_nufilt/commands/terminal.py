@@ -10,6 +10,24 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
+from fusion_bench_nufilt.files import printable
+
+
+def shown(text: str) -> str:
+    """A text that may hold names from elsewhere, for a console: what would be markup or control it is escaped."""
+    return escape(_printable_lines(text))
+
+
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
+
+
+class _Message(logging.Formatter):
+    """The message by itself, and nothing in it that would control the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _printable_lines(record.getMessage())
+
 
 @contextmanager
 def terminal() -> Iterator[Console]:
@@ -19,9 +37,10 @@ def terminal() -> Iterator[Console]:
     """
     console = Console(file=sys.stderr)
     handler = RichHandler(console=console, show_path=False, show_time=False)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    handler.setFormatter(_Message())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         yield console
     except (ValueError, OSError) as error:  # a hub out of reach is an OSError
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        console.print(f"[red]error:[/red] {shown(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None

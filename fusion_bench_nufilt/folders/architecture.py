@@ -54,13 +54,31 @@ class Architecture:
 
     def module_name(self, key: str) -> str:
         """The model's name for a checkpoint's key, renamed as transformers does when it loads one."""
+        return next((name for name in self._names(key) if name in self._slots), key)
+
+    def _names(self, key: str) -> tuple[str, ...]:
+        """What a model may call a checkpoint's key."""
         name = key
         for pattern, replacement in self._renames.items():
             name, found = re.subn(pattern, replacement, name)
             if found:
                 break
-        candidates = (name, f"{self._prefix}.{name}", name.removeprefix(f"{self._prefix}."))
-        return next((candidate for candidate in candidates if candidate in self._slots), key)
+        return name, f"{self._prefix}.{name}", name.removeprefix(f"{self._prefix}.")
+
+    def _unused(self, base: Checkpoint) -> list[str]:
+        """Stored tensors that differ from those of the model in nothing but a number: of layers it does not have."""
+        ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+
+        def unnumbered(name: str) -> str:
+            return re.sub(r"\.\d+\.", ".#.", name)
+
+        known = set(map(unnumbered, self._slots))
+        unknown = (key for key in base.tensors if self.module_name(key) not in self._slots)
+        return [
+            key
+            for key in unknown
+            if known.intersection(map(unnumbered, self._names(key))) and not any(re.search(i, key) for i in ignored)
+        ]
 
     def layers(
         self, base: Checkpoint, target_modules: str | Sequence[str], exclude_modules: str | Sequence[str] | None
@@ -68,7 +86,7 @@ class Architecture:
         """The layers to merge, in the base's order.
 
         Raises:
-            ValueError: no layer is chosen, or the checkpoint lacks one that its config promises.
+            ValueError: no layer is chosen, or the checkpoint lacks one that its config promises, or has more.
         """
         selected = select_layers(self.model, target_modules, exclude_modules)
         chosen = {self._slots[view.key]: name for name, view in selected.items()}
@@ -77,6 +95,11 @@ class Architecture:
             raise ValueError(
                 f"model '{base.name}' lacks the weight of {len(lost)} linear layers that its config.json promises, "
                 f"'{lost[0]}' first: weights and config do not belong together"
+            )
+        if unused := self._unused(base):
+            raise ValueError(
+                f"model '{base.name}' stores {len(unused)} tensors of layers that its config.json does not have, "
+                f"'{unused[0]}' first: weights and config do not belong together"
             )
         return [Layer(chosen[slot], slot, tuple(keys)) for slot, keys in stored.items() if slot in chosen]
 

@@ -1,16 +1,20 @@
 """A checkpoint folder: which tensors it has, in which files, and everything beside the weights."""
 
 import hashlib
-import json
+import os
+import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import FiniteFloat, PositiveInt
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.core.checks import is_finite
-from fusion_bench_nufilt.files import MANIFEST
+from fusion_bench_nufilt.files import MANIFEST, printable
+from fusion_bench_nufilt.json_files import read_json
 
 from . import hub
 from .tensors import FLOATS, TensorFile, TensorInfo, digest
@@ -20,6 +24,27 @@ SINGLE = "model.safetensors"
 _ADAPTER = "adapter_model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WEIGHTS = (*_PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+
+# Numbers of a config.json that the time and memory to build a model grow with.
+_COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|depths?|(encoder|decoder)_layers")
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
+class _ModelConfig(TypedDict, total=False):
+    architectures: list[str] | None
+
+
+class AdapterConfig(TypedDict, total=False):
+    """What is read of peft's adapter_config.json."""
+
+    peft_type: str | None
+    r: PositiveInt
+    rank_pattern: dict[str, PositiveInt] | None
+    lora_alpha: FiniteFloat
+    alpha_pattern: dict[str, FiniteFloat] | None
 
 
 class Checkpoint:
@@ -73,7 +98,7 @@ class Checkpoint:
     @property
     def label(self) -> str:
         """Its name without the user's folders, for files that are passed on."""
-        return Path(self.name).absolute().name if Path(self.name).expanduser().is_dir() else self.name
+        return printable(Path(self.name).absolute().name if Path(self.name).expanduser().is_dir() else self.name)
 
     @property
     def files(self) -> list[str]:
@@ -81,25 +106,61 @@ class Checkpoint:
         return list(dict.fromkeys(info.file for info in self.tensors.values()))
 
     @property
+    def paths(self) -> set[Path]:
+        """Where it lies, links followed: its folder, and its weight files, which may be links to elsewhere."""
+        return {self.folder.resolve(), *(file.path.resolve() for file in self._open.values())}
+
+    @property
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.tensors.values())
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json; empty if there is none."""
-        return read_json(self.folder / "config.json")
+        """config.json; empty if there is none.
+
+        Raises:
+            ValueError: it is damaged, or promises far more layers than there are tensors.
+        """
+        path = self.folder / "config.json"
+        config: dict[str, Any] = dict(read_json(path, _ModelConfig) or {})
+        most, inside = max(1000, len(self.tensors)), [config]
+        for part in inside:
+            for key, value in part.items():
+                inside += [value] if isinstance(value, dict) else []
+                numbers = value if isinstance(value, list) else [value]
+                if _COUNTS.fullmatch(key) and any(isinstance(number, int) and number > most for number in numbers):
+                    raise ValueError(
+                        f"'{path}', field '{key}': {value} are more than '{self.name}' with its {len(self.tensors)} "
+                        "tensors can have; fetch it again"
+                    )
+        return config
 
     @cached_property
-    def adapter_config(self) -> dict[str, Any]:
+    def adapter_config(self) -> AdapterConfig:
         """adapter_config.json, which scales an adapter's update; empty if there is none."""
-        return read_json(self.folder / "adapter_config.json")
+        return read_json(self.folder / "adapter_config.json", AdapterConfig) or {}
 
     def small_files(self) -> list[Path]:
-        """Configuration, tokenizer, processor and whatever else is not weights, relative to the folder."""
-        found = [path for path in self.folder.iterdir() if path.is_file() and not path.name.endswith(_WEIGHTS)]
+        """Configuration, tokenizer, processor, index and whatever else is not weights, relative to the folder.
+
+        Raises:
+            ValueError: one can't be read, or is a link out of the folder; names it.
+        """
+        found = [path for path in self.folder.iterdir() if not path.name.endswith(_WEIGHTS)]
         found += (self.folder / "additional_chat_templates").glob("*")
+        if self.files != [SINGLE]:
+            found.append(self.folder / INDEX)
         skip = {"README.md", ".gitattributes", MANIFEST}
-        return sorted(path.relative_to(self.folder) for path in found if path.name not in skip)
+        found = sorted(path for path in found if path.is_file() and path.name not in skip)
+        homes = [self.folder.resolve()]
+        if self.folder.resolve().parent.name == "snapshots":  # the hub's cache keeps the files beside its snapshots
+            homes.append(self.folder.resolve().parents[1] / "blobs")
+        for path in found:
+            if not any(path.resolve().is_relative_to(home) for home in homes):
+                raise ValueError(f"'{path}' is a link to '{path.resolve()}', out of the folder: copy the file there")
+            if not os.access(path, os.R_OK):
+                raise ValueError(f"'{path}' can't be read: permission denied")
+        return [path.relative_to(self.folder) for path in found]
 
     def identity(self) -> list[object]:
         """What tells this checkpoint from a changed one without reading its weights."""
@@ -147,18 +208,6 @@ def some(names: Iterable[str], at_most: int = 4) -> str:
     return ", ".join(f"'{name}'" for name in names[:at_most]) + more
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file's object; empty if there is no such file.
-
-    Raises:
-        ValueError: the file holds something else; names it.
-    """
-    try:
-        return dict(json.loads(path.read_text())) if path.is_file() else {}
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"'{path}' is no JSON object: {error}; fetch it again") from error
-
-
 def _all_tensors(name: str, files: Mapping[str, Mapping[str, TensorInfo]]) -> dict[str, TensorInfo]:
     """The tensors of all files, each of which must be in one of them."""
     tensors: dict[str, TensorInfo] = {}
@@ -176,10 +225,17 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    try:
-        return dict(read_json(folder / INDEX)["weight_map"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"'{folder / INDEX}' is not an index of tensors: {error!r}; fetch it again") from error
+    """Files by tensor, as the index has them.
+
+    Raises:
+        ValueError: it is damaged, or names what is no file of weights in this folder.
+    """
+    index = read_json(folder / INDEX, _Index)
+    files = index["weight_map"] if index else {}
+    # Any other name may be that of a file that comes with the weights, or lies elsewhere.
+    if wrong := [file for file in files.values() if Path(file).name != file or not file.endswith(".safetensors")]:
+        raise ValueError(f"'{folder / INDEX}' names {some(dict.fromkeys(wrong))}: no safetensors files of this folder")
+    return files
 
 
 def _weight_files(name: str, folder: Path) -> list[str]:
@@ -189,7 +245,7 @@ def _weight_files(name: str, folder: Path) -> list[str]:
         return [SINGLE]
     if (folder / INDEX).is_file():
         files = sorted(set(_weight_map(folder).values()))
-        if absent := [file for file in files if Path(file).name != file or not (folder / file).is_file()]:
+        if absent := [file for file in files if not (folder / file).is_file()]:
             raise ValueError(f"'{name}': {INDEX} names shards that are not there: {some(absent)}; fetch them")
         return files
     files = sorted(path.name for path in folder.glob("*.safetensors"))

@@ -9,6 +9,8 @@ from typing import Any
 
 from .plan import Plan
 
+#: Said of a tensor outside the merged layers, which stays the base's.
+NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the result"
 _PACKAGES = ("fusion-bench-nufilt", "torch", "transformers", "safetensors")
 
 
@@ -51,17 +53,15 @@ def nufilt_json(plan: Plan, records: Sequence[Mapping[str, Any]], run: str) -> s
         "step": plan.last_step,
         "tasks": plan.history + [task.checkpoint.label for task in plan.tasks],
         "inputs": inputs,
-        "settings": {
-            **dataclasses.asdict(plan.config),
-            **dataclasses.asdict(plan.targets),
-            **{key: getattr(plan.settings, key) for key in ("seed", "accumulate", "on_shape_mismatch", "device")},
-        },
+        "settings": {**dataclasses.asdict(plan.config), **dataclasses.asdict(plan.targets), "seed": plan.settings.seed},
+        "accumulate": plan.settings.accumulate,
         "linear_layers_known_from": plan.origin,
         "tensors": {"merged": len(plan.layers), "averaged": len(plan.averaged), "copied": plan.copied},
         "sha256": _digest((record["slot"], [entry[3] for entry in record["written"]]) for record in records),
         "run": run,
         "versions": versions(),
-        "warnings": [_labelled(plan, text) for text in plan.warnings],
+        "warnings": [_labelled(plan, text) for text in plan.warnings]
+        + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],
         "layers": {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names},
     }
     return json.dumps(content, indent=1)
@@ -83,11 +83,10 @@ def model_card(plan: Plan) -> str:
     tasks = plan.history + [task.checkpoint.label for task in plan.tasks]
     stream = "\n".join(f"{number}. {task}" for number, task in enumerate(tasks, 1))
     config = plan.config
-    hub_name = plan.base.label.partition("@")[0]
-    base = f"base_model: {json.dumps(hub_name)}\n" if "/" in hub_name else ""  # the hub refuses a folder's name
     rest = {"pretrained": "are the base's", "first": "are the first task's", "mean": "are averaged over the tasks"}
     return f"""---
-{base}library_name: transformers
+base_model: {json.dumps(plan.base.label)}
+library_name: transformers
 tags: [merge, model-merging, nufilt]
 ---
 

@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -19,12 +20,13 @@ from fusion_bench_nufilt.files import MANIFEST
 from fusion_bench_nufilt.layers import running_mean
 
 from .architecture import Layer
-from .checkpoint import INDEX, SINGLE, some
-from .manifest import model_card, nufilt_json, run_identity
+from .checkpoint import some
+from .destination import check_disk, check_output
+from .manifest import NOT_FINITE, model_card, nufilt_json, run_identity
 from .memory import Budget, return_freed_memory
-from .output import Output, Record, work_folder
+from .output import Output, Record, clear_work_folder
 from .plan import BATCH_BYTES, Plan
-from .preflight import STATE, check_disk, check_output, check_relation
+from .preflight import STATE, check_relation
 from .tensors import CHUNK_BYTES, FLOATS, digest, float32_header, raw
 
 Digests = dict[str, "hashlib._Hash"]  # of what was read, by model
@@ -32,6 +34,7 @@ Digests = dict[str, "hashlib._Hash"]  # of what was read, by model
 log = logging.getLogger(__name__)
 
 STATE_FILE = f"{STATE}/model.safetensors"
+CARD = "README.md"
 
 
 def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] | None = None) -> Path:
@@ -52,21 +55,22 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         ValueError: ``out`` exists, NaN or infinite values (the tensor is named), a disk without room.
     """
     if check_output(plan, out):
-        shutil.rmtree(work_folder(out), ignore_errors=True)  # it may have been killed before it cleaned up
+        clear_work_folder(out)  # the run may have been killed before it cleaned up
         return out
     fetch(plan)
-    run = run_identity(plan)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    output = Output(out, run, _headers(plan))
+    run, files = run_identity(plan), [*map(str, plan.base.small_files()), MANIFEST, CARD]
     return_freed_memory()
     try:
-        already = sum(info[2] - info[1] for record in output.done.values() for info in record["written"])
-        check_disk(plan, out, already)
-        _Merge(plan, output).run(progress)
-        if changed := [checkpoint.name for checkpoint in plan.checkpoints if checkpoint.changed()]:
-            raise ValueError(f"{some(changed)} was changed during the run: run the same command again, it starts anew")
-        _write_small_files(plan, output, run)
-        output.finish()
+        with closing(Output(out, run, _headers(plan), files)) as output:
+            already = sum(info[2] - info[1] for record in output.done.values() for info in record["written"])
+            check_disk(plan, out, already)
+            _Merge(plan, output).run(progress)
+            if changed := [checkpoint.name for checkpoint in plan.checkpoints if checkpoint.changed()]:
+                raise ValueError(
+                    f"{some(changed)} was changed during the run: run the same command again, it starts anew"
+                )
+            _write_small_files(plan, output, run)
+            output.finish()
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ValueError(
@@ -74,8 +78,6 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
                 "the same command again, it goes on where it stopped"
             ) from error
         raise
-    finally:
-        output.close()
     return out
 
 
@@ -104,6 +106,8 @@ class _Merge:
     def run(self, progress: Callable[[int, int], object] | None) -> None:
         plan, done = self.plan, self.output.done
         total = len(plan.layers) + len(plan.others)
+        if done:
+            log.info("going on: %d of %d tensors are done", len(done), total)
         jobs: list[list[Layer] | str] = list(plan.batches([layer for layer in plan.layers if layer.slot not in done]))
         jobs += [slot for slot in plan.others if slot not in done]
         for _ in map_layers(self._do, jobs, torch.device(plan.settings.device), plan.workers):
@@ -186,17 +190,22 @@ class _Merge:
         """A tensor outside the merged layers: as it is in the merged model (the base's bits), or averaged."""
         written: list[tuple[str, int, int, str]] = []
         read: Digests = defaultdict(hashlib.sha256)
+        record: Record = {"slot": slot, "written": written, "reports": []}
         for key in self.plan.others[slot]:
-            info, sha = self.plan.base.tensors[key], hashlib.sha256()
+            info, sha, finite = self.plan.base.tensors[key], hashlib.sha256(), True
             offset = info.start
             for piece in self._pieces(slot, key, read):
                 data = raw(piece)
                 self.output.write(info.file, data, offset)
                 offset += len(data)
                 sha.update(data)
+                finite = finite and (info.dtype not in FLOATS or is_finite(piece.view(FLOATS[info.dtype])))
+            if not finite:
+                record["not_finite"] = key
+                log.warning(NOT_FINITE, key)
             written.append((info.file, info.start, info.stop, sha.hexdigest()))
         digests = {source: sha.hexdigest() for source, sha in read.items()}
-        self.output.record({"slot": slot, "written": written, "read": digests, "reports": []})
+        self.output.record({**record, "read": digests})
 
     def _pieces(self, slot: str, key: str, read: Digests) -> Iterable[Tensor]:
         """The new tensor, flattened, a bounded number of bytes at a time."""
@@ -249,12 +258,10 @@ def _headers(plan: Plan) -> dict[str, tuple[bytes, int]]:
 
 
 def _write_small_files(plan: Plan, output: Output, run: str) -> None:
-    """Configuration and tokenizer as in the base, the index of the shards, manifest and model card."""
+    """Configuration, tokenizer and index as in the base, manifest and model card."""
     for path in plan.base.small_files():
         (output.model / path).parent.mkdir(exist_ok=True)
         shutil.copyfile(plan.base.folder / path, output.model / path)
-    if (plan.base.folder / INDEX).is_file() and plan.base.files != [SINGLE]:
-        shutil.copyfile(plan.base.folder / INDEX, output.model / INDEX)
     records = [output.done[layer.slot] for layer in plan.layers] + [output.done[slot] for slot in plan.others]
     (output.model / MANIFEST).write_text(nufilt_json(plan, records, run))
-    (output.model / "README.md").write_text(model_card(plan))
+    (output.model / CARD).write_text(model_card(plan))

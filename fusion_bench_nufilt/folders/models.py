@@ -1,12 +1,14 @@
 """Base, merged and task models, addressed by slot whatever their files call a tensor."""
 
 import math
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core import LowRank
+from fusion_bench_nufilt.patterns import matches
 
 from .architecture import Architecture, by_slot
 from .checkpoint import Checkpoint, is_adapter, some
@@ -83,7 +85,7 @@ class LoraAdapter:
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.checkpoint = checkpoint
-        self.config = checkpoint.adapter_config
+        self.config: Mapping[str, Any] = checkpoint.adapter_config
         self._check_kind()
         self.pairs: dict[str, tuple[str, str, float]] = {}  # key of A, key of B, scaling
         self.keys: dict[str, str] = {}  # keys of whole tensors
@@ -98,9 +100,14 @@ class LoraAdapter:
                     raise ValueError(f"adapter '{checkpoint.name}' has '{key}' and no '{key_b}'")
                 checkpoint.check_floats((key, key_b))
                 slot = architecture.slot(f"{module}.weight")
-                (rank, d_i), (d_o, rank_b) = info.shape, checkpoint.tensors[key_b].shape
-                if rank != rank_b:
-                    raise ValueError(f"adapter '{checkpoint.name}', '{module}': A has rank {rank}, B {rank_b}")
+                (rank, d_i), shape_b = info.shape, checkpoint.tensors[key_b].shape
+                expected = self._pattern("rank_pattern", module, self.config.get("r", rank))
+                if len(shape_b) != 2 or not rank == shape_b[1] == expected:
+                    raise ValueError(
+                        f"adapter '{checkpoint.name}', '{module}': A is {info.shape}, B {shape_b}, and the rank in its "
+                        f"config {expected}: they do not belong together"
+                    )
+                d_o = shape_b[0]
                 self.pairs[slot] = key, key_b, self._scaling(module, rank)
                 self.slots[slot] = d_o, d_i
             elif ".base_layer." in name:
@@ -128,11 +135,14 @@ class LoraAdapter:
             )
 
     def _scaling(self, module: str, rank: int) -> float:
-        from peft.utils.other import get_pattern_key
-
-        pattern: dict[str, float] = self.config.get("alpha_pattern") or {}
-        alpha = pattern.get(get_pattern_key(list(pattern), module), self.config.get("lora_alpha", 8))
+        alpha = self._pattern("alpha_pattern", module, self.config.get("lora_alpha", 8))
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _pattern(self, field: str, module: str, default: Any) -> Any:
+        """The value of the first expression of a field that matches the end of a module's name, as peft finds it."""
+        of = f"adapter '{self.checkpoint.name}', {field}"
+        values = self.config.get(field) or {}
+        return next((values[key] for key in values if matches(rf"(.*\.)?({key})", module, of=of)), default)
 
     def weight(self, slot: str) -> tuple[Tensor | LowRank, str]:
         if slot in self.keys:

@@ -1,20 +1,26 @@
 """The folder being written: whole when it has its name, and resumed where an interrupted run stopped."""
 
+import hashlib
 import json
+import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from fusion_bench_nufilt.files import HOLDER, LOCK, lock_folder, sync, write_text
 
-from fusion_bench_nufilt.files import sync
-
+from .checkpoint import some
 from .tensors import file_digest, write_at
 
 Record = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+_JOURNAL = "journal.jsonl"
 
 
 class Output:
@@ -27,48 +33,67 @@ class Output:
         out: the folder to make.
         run: identifies inputs and settings; what another run left is thrown away.
         headers: header and size in bytes of each weight file, by its path in the folder.
+        others: paths in the folder of the files that are written beside the weights.
 
     Raises:
-        ValueError: another process is writing the same folder.
+        ValueError: another process is writing the same folder, or has done so, or the folder beside ``out`` holds
+            what this program did not put there.
     """
 
-    def __init__(self, out: Path, run: str, headers: Mapping[str, tuple[bytes, int]]) -> None:
+    def __init__(self, out: Path, run: str, headers: Mapping[str, tuple[bytes, int]], others: Collection[str]) -> None:
         self.out, self.work = out, work_folder(out)
-        self.model, self._journal_path = self.work / "model", self.work / "journal.jsonl"
-        self.work.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.work / "lock")
+        self.model, self._journal = self.work / "model", self.work / _JOURNAL
+        self._files: dict[str, int] = {}
+        self._writing = threading.Lock()
+        _claim(self.work)
+        self._lock = lock_folder(self.work)
         try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise ValueError(f"another process is writing '{out}'") from None
-        self._headers, self._files, self._writing = headers, {}, threading.Lock()
-        records = self._journal(run)
-        if records is None:
+            if out.exists():
+                clear_work_folder(out)
+                raise ValueError(f"'{out}' was made by another process meanwhile")
+            self.done = self._take_up({"run": run, "files": [*headers, *others]}, headers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_up(self, head: Record, headers: Mapping[str, tuple[bytes, int]]) -> dict[str, Record]:
+        """What an interrupted run with these inputs and settings finished, by slot, if it is still as it was written.
+
+        The first line of the journal is the run, with all files that it makes; the others are finished tensors.
+        """
+        before, *records = _read_journal(self._journal) or [{}]
+        self._refuse_foreign([*head["files"], *before.get("files", [])])
+        if before != head:
+            records = []
+            if before:
+                log.info("starting anew: '%s' was begun with other inputs, settings or versions", self.out)
             shutil.rmtree(self.model, ignore_errors=True)
+        write_text(self._journal, _lines([head, *records]))
         for file, (header, size) in headers.items():
             self._files[file] = self._open(file, header, size)
-        self.done = {record["slot"]: record for record in records or [] if self._holds(record["written"])}
-        # Written anew, so that no half line of a killed process is left in the middle.
-        journal = self.work / "journal.new"
-        journal.write_text("".join(json.dumps(r) + "\n" for r in [{"run": run}, *self.done.values()]))
-        journal.replace(self._journal_path)
+        done = {record["slot"]: record for record in records if self._holds(record["written"])}
+        if damaged := len(records) - len(done):
+            log.warning("%d tensors of '%s' were damaged since they were written: made again", damaged, self.work)
+        return done
 
-    def _journal(self, run: str) -> list[Record] | None:
-        """Records of an interrupted run with these inputs and settings."""
-        records = []
-        try:
-            for line in self._journal_path.read_text().splitlines():
-                records.append(json.loads(line))
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            pass  # the last line, which the process did not finish
-        return records[1:] if records and records[0] == {"run": run} else None
+    def _refuse_foreign(self, files: Collection[str]) -> None:
+        """Everything in the work folder must be one of ``files``, or the program's own: it will be deleted."""
+        made = [Path("model", file) for file in files]
+        known = {*made, *(folder for file in made for folder in file.parents), *map(Path, (LOCK, HOLDER, _JOURNAL))}
+        there = {path.relative_to(self.work): path for path in self.work.rglob("*")}
+        temporary = f".{_JOURNAL}-"  # of a process that was killed
+        foreign = [
+            str(name)
+            for name, path in there.items()
+            if path.is_symlink() or not (name in known or name.name.startswith((temporary, f".{HOLDER}-")))
+        ]
+        if foreign:
+            raise ValueError(f"'{self.work}' holds {some(sorted(foreign))}, which nufilt did not make: move it away")
 
     def _open(self, file: str, header: bytes, size: int) -> int:
         path = self.model / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         os.ftruncate(descriptor, size)
         write_at(descriptor, memoryview(header), 0)
         return descriptor
@@ -82,8 +107,8 @@ class Output:
 
     def record(self, record: Record) -> None:
         """Note that a tensor is written: its ``slot``, and in ``written`` file, first and last byte, and digest."""
-        with self._writing, open(self._journal_path, "a") as journal:
-            journal.write(json.dumps(record) + "\n")
+        with self._writing, open(self._journal, "a", encoding="utf-8") as journal:
+            journal.write(_lines([record]))
             self.done[record["slot"]] = record
 
     def finish(self) -> None:
@@ -94,7 +119,7 @@ class Output:
         self.model.rename(self.out)
         sync(self.out.parent)
         self.close()
-        shutil.rmtree(self.work, ignore_errors=True)
+        clear_work_folder(self.out)
 
     def close(self) -> None:
         """Release files and lock; what is written stays for the next run."""
@@ -107,3 +132,52 @@ class Output:
 def work_folder(out: Path) -> Path:
     """Where a folder is written before it takes its name."""
     return out.with_name(f".{out.name}.nufilt")
+
+
+def clear_work_folder(out: Path) -> None:
+    """Remove what is left of the work folder of a finished ``out``; what others put there stays."""
+    work = work_folder(out)
+    if work.is_symlink() or not work.is_dir():
+        return
+    for name in (_JOURNAL, HOLDER, LOCK):
+        (work / name).unlink(missing_ok=True)
+    with suppress(OSError):  # not empty
+        work.rmdir()
+
+
+def _claim(work: Path) -> None:
+    """Make the work folder, or take up the one of an earlier run, for this user alone.
+
+    Raises:
+        ValueError: it is a link, a file, or belongs to another user, who could have its files written elsewhere.
+    """
+    try:
+        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"'{work}', where the merge is to grow, is a file or a link: remove it") from None
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise ValueError(f"'{work}', where the merge is to grow, belongs to another user: name another folder")
+        os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
+
+
+def _lines(records: Iterable[Record]) -> str:
+    """Lines of a journal, each with the digest of its text."""
+    texts = [json.dumps(record) for record in records]
+    return "".join(f"{_digest(text)} {text}\n" for text in texts)
+
+
+def _read_journal(path: Path) -> list[Record]:
+    """Its records, but for lines that a killed process did not finish, or that were damaged since."""
+    try:
+        lines = [line.partition(" ") for line in path.read_text(encoding="utf-8", errors="replace").split("\n")]
+    except FileNotFoundError:
+        return []
+    return [json.loads(text) for digest, _, text in lines if text and digest == _digest(text)]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

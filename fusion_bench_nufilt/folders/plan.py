@@ -52,11 +52,10 @@ class Settings:
             check_whole(self, "step", least=1)
         check_choices(self)
         try:
-            device = torch.device(self.device)
-        except RuntimeError as error:
-            raise ValueError(f"device '{self.device}': {error}") from error
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device '{self.device}': this PyTorch finds no CUDA device")
+            torch.zeros(1, device=self.device).item()
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # of another PyTorch, or not there
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"device '{self.device}': this PyTorch can't compute there: {reason}") from error
 
 
 @dataclass

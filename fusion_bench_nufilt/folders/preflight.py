@@ -2,18 +2,18 @@
 
 import dataclasses
 import json
-import shutil
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
+
+from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.files import MANIFEST
+from fusion_bench_nufilt.json_files import Count, read_json
 from fusion_bench_nufilt.layers import TargetConfig
 
 from .architecture import Architecture, Layer, by_slot
-from .checkpoint import Checkpoint, is_adapter, read_json, some
-from .manifest import run_identity
+from .checkpoint import Checkpoint, is_adapter, some
 from .models import FullModel, LoraAdapter, Task, open_task
 from .plan import Plan, Settings
 from .tensors import FLOATS
@@ -21,6 +21,14 @@ from .tensors import FLOATS
 STATE = "nufilt_state"
 # A fine-tuned model stays close to its base; models trained apart have a cosine of about zero.
 _LEAST_COSINE, _MOST_CHANGE, _SAMPLED_LAYERS, _SAMPLED_ELEMENTS = 0.9, 0.5, 8, 2**20
+
+
+class Manifest(TypedDict, total=False):
+    """What is read of the manifest of a merged model."""
+
+    step: Count
+    tasks: list[str]
+    settings: dict[str, Any]
 
 
 def plan_merge(
@@ -47,6 +55,8 @@ def plan_merge(
     config, targets, settings = config or FusionConfig(), targets or TargetConfig(), settings or Settings()
     if not tasks:
         raise ValueError("there is no task to merge")
+    if settings.step not in (None, 1) and merged is None:
+        raise ValueError(f"step {settings.step} needs the merged model that holds the tasks before it: name it")
     theta_0 = Checkpoint.open(base)
     if is_adapter(theta_0.folder):
         raise ValueError(f"the base '{base}' is an adapter: name the model that it was trained on")
@@ -54,11 +64,14 @@ def plan_merge(
     layers = architecture.layers(theta_0, targets.target_modules, targets.exclude_modules)
     chosen = {layer.slot for layer in layers}
     theta_0.check_floats(key for layer in layers for key in layer.keys)
+    theta_0.small_files()
     whole = FullModel(theta_0, architecture)
     so_far = None if merged is None else FullModel(_open_merged(merged), architecture)
     models = [open_task(task, architecture) for task in tasks]
-    manifest = {} if so_far is None else read_json(so_far.checkpoint.folder / MANIFEST)
+    manifest = (so_far and read_json(so_far.checkpoint.folder / MANIFEST, Manifest)) or {}
     warnings = [] if so_far is None else _check_merged(whole, so_far, manifest, config, targets, settings)
+    if twice := _given_twice(models):
+        warnings.append(f"{some(twice)} comes more than once in the stream")
     for model in models:
         warnings += _check_shapes(whole, model, chosen, targets)
         if targets.other_params == "pretrained" and isinstance(model, LoraAdapter):
@@ -80,6 +93,7 @@ def plan_merge(
     if kept is not None and kept.is_dir():
         if settings.accumulate == "float32":
             state = FullModel(Checkpoint.from_folder(str(kept), kept), architecture)
+            _check_state(state, whole)
         else:
             warnings.append(f"'{merged}' has the merged layers in float32; --accumulate float32 goes on from there")
     plan = Plan(
@@ -111,31 +125,6 @@ def check_relation(plan: Plan) -> list[str]:
         return []
     here = [model for model in plan.models if isinstance(model, FullModel) and not model.checkpoint.remote]
     return [text for model in here for text in _relation(plan.base, model, plan.layers)]
-
-
-def check_disk(plan: Plan, out: Path, already: int = 0) -> None:
-    """Refuse a disk that can't take the result; ``already`` bytes of it are there."""
-    folder = next(parent for parent in out.absolute().parents if parent.exists())
-    free = shutil.disk_usage(folder).free + already
-    if plan.disk > free:
-        raise ValueError(f"the result takes {plan.disk / 1e9:.1f} GB and '{folder}' has {free / 1e9:.1f} GB left")
-
-
-def check_output(plan: Plan, out: Path) -> bool:
-    """Whether ``out`` is this very merge, finished.
-
-    Raises:
-        ValueError: it is something else, or inside an input.
-    """
-    for checkpoint in plan.checkpoints:
-        if checkpoint.folder.resolve() in (out.resolve(), *out.resolve().parents):
-            raise ValueError(f"'{out}' is inside '{checkpoint.name}', which is not written to: name another folder")
-    if not (out.exists() or out.is_symlink()):
-        return False
-    here = not any(checkpoint.remote for checkpoint in plan.checkpoints)
-    if here and read_json(out / MANIFEST).get("run") == run_identity(plan):
-        return True
-    raise ValueError(f"'{out}' exists: remove it or name another folder")
 
 
 def _open_merged(name: str) -> Checkpoint:
@@ -181,7 +170,7 @@ def _check_shapes(base: FullModel, model: FullModel | Task, chosen: set[str], ta
 def _check_merged(
     base: FullModel,
     merged: FullModel,
-    manifest: Mapping[str, Any],
+    manifest: Manifest,
     config: FusionConfig,
     targets: TargetConfig,
     settings: Settings,
@@ -200,15 +189,33 @@ def _check_merged(
     return [f"settings differ from those that '{name}' was made with: {'; '.join(changed)}"] if changed else []
 
 
-def _first_step(settings: Settings, merged: FullModel | None, manifest: Mapping[str, Any]) -> int:
+def _check_state(state: FullModel, base: FullModel) -> None:
+    """The layers that an earlier merge kept must be float32 matrices of the base's shapes."""
+    name = state.checkpoint.name
+    for slot, shape in state.slots.items():
+        dtype = state.checkpoint.tensors[state.keys[slot]].dtype
+        if dtype != "F32" or shape != base.slots.get(slot):
+            raise ValueError(
+                f"'{name}', tensor '{slot}': {dtype} {shape} is not float32 {base.slots.get(slot)}, as the base's "
+                "layer would be; remove that folder if the weights beside it are right"
+            )
+
+
+def _given_twice(tasks: Sequence[Task]) -> list[str]:
+    """Names of tasks that lie in the folder of an earlier one, however that was spelled."""
+    folders = [task.checkpoint.folder.resolve() for task in tasks]
+    return [task.checkpoint.name for i, task in enumerate(tasks) if folders[i] in folders[:i]]
+
+
+def _first_step(settings: Settings, merged: FullModel | None, manifest: Manifest) -> int:
     if settings.step is not None or merged is None:
         return settings.step or 1
-    if not isinstance(manifest.get("step"), int):
+    if "step" not in manifest:
         raise ValueError(
             f"'{merged.checkpoint.name}' has no {MANIFEST} that tells how many tasks it holds: say with --step which "
             "number the new one has"
         )
-    return int(manifest["step"]) + 1
+    return manifest["step"] + 1
 
 
 def _check_memory(plan: Plan) -> None:

@@ -48,19 +48,24 @@ class TensorFile:
         path: the file.
 
     Raises:
-        ValueError: it is truncated, corrupt or no safetensors file; names it.
+        ValueError: it can't be read, is truncated, corrupt or no safetensors file; names it.
     """
 
     def __init__(self, path: Path) -> None:
         try:
             self.stamp = _stamp(path)
-            with safe_open(path, framework="pt"):  # checks sizes and offsets against each other
-                pass
+            if not path.is_file():  # opening a pipe would wait for a writer
+                raise ValueError(f"'{path}' is no regular file")
             with open(path, "rb") as file:
+                # Checks sizes and offsets against each other. NumPy's view needs no memory; torch's reserves it all.
+                with safe_open(path, framework="np"):
+                    pass
                 self.header = file.read(8)
                 self.header += file.read(int.from_bytes(self.header, "little"))
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"'{path}' can't be read, it is truncated or corrupt: {error}; fetch it again") from error
+        except SafetensorError as error:
+            raise ValueError(f"'{path}' is truncated or corrupt: {error}; fetch it again") from error
+        except OSError as error:
+            raise ValueError(f"'{path}' can't be read: {error.strerror or error}") from error
         content = json.loads(self.header[8:])
         content.pop("__metadata__", None)
         self.path, begin = path, len(self.header)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.options import check_choices
+from fusion_bench_nufilt.patterns import matches
 
 option = partial(options.option, panel="Layers")
 
@@ -49,7 +50,9 @@ class TargetConfig:
 
 
 def _check_patterns(key: str, value: object) -> None:
-    """A pattern is one non-empty string or a non-empty list of them."""
+    """A pattern is one regular expression or a non-empty list of words, none of them empty."""
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, Sequence) or not items or not all(isinstance(i, str) and i for i in items):
         raise ValueError(f"{key} must be a string or a list of strings, none empty, got {value!r}")
+    if isinstance(value, str):
+        matches(value, "", of=key)  # an expression that is none is refused here, before any work

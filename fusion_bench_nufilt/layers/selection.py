@@ -9,6 +9,7 @@ from torch import nn
 
 from fusion_bench_nufilt.layers.families import FAMILIES
 from fusion_bench_nufilt.layers.views import View, opaque, views
+from fusion_bench_nufilt.patterns import matches
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class _Rule(NamedTuple):
     explicit: bool = True  # the user named these modules
 
     def names(self, *names: str) -> bool:
-        return any(re.fullmatch(self.pattern, name) for name in names)
+        return any(matches(self.pattern, name, of="target_modules or exclude_modules") for name in names)
 
     def takes(self, view: View) -> bool:
         return (view.linear or self.convolutions) and self.names(view.name, view.module)

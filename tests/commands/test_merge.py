@@ -59,7 +59,7 @@ def test_what_the_system_refuses_is_one_line_too_and_a_dry_run_tells_an_output_t
     arguments = ("merge", "--base", tmp_path / "base", "--task", tmp_path / "task1")
     (tmp_path / "file").write_text("")
     code, text = nufilt(*arguments, "--out", tmp_path / "file" / "out")
-    assert (code, "error: [Errno" in text) == (1, True)
+    assert (code, "is no folder that can be written to" in text) == (1, True)
     code, text = nufilt(*arguments, "--out", tmp_path / "base", "--dry-run")
     assert (code, "is inside" in text) == (1, True)
     code, text = nufilt(*arguments, "--out", tmp_path / "file", "--dry-run")

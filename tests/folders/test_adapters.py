@@ -175,7 +175,7 @@ def test_an_adapter_config_that_is_no_json_is_refused_by_name(tmp_path):
     save_stream(tmp_path, llama(), tasks=1)
     save_adapter(tmp_path, LlamaForCausalLM.from_pretrained(tmp_path / "base"))
     (tmp_path / "adapter" / "adapter_config.json").write_text("{")
-    refuse(tmp_path, r"adapter/adapter_config\.json' is no JSON object")
+    refuse(tmp_path, r"adapter/adapter_config\.json' is damaged")
 
 
 def test_an_adapter_is_no_base_and_no_merged_model(tmp_path):

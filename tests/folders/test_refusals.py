@@ -3,12 +3,15 @@
 import errno
 import json
 import os
+import re
+import shutil
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fusion_bench_nufilt.folders import Settings, plan_merge, tensors
+from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge, tensors
 from fusion_bench_nufilt.folders import merge as merge_module
 from tests.folders.helpers import change, configs, hashes, merge, save_stream
 from tests.models import llama
@@ -45,7 +48,7 @@ def refuse_late(stream, message):
 def test_a_truncated_file(stream):
     path = stream / "task2" / "model.safetensors"
     os.truncate(path, path.stat().st_size - 100)
-    refuse(stream, r"task2/model\.safetensors' can't be read, it is truncated or corrupt.*fetch it again")
+    refuse(stream, r"task2/model\.safetensors' is truncated or corrupt.*fetch it again")
 
 
 def test_a_file_that_is_no_safetensors(stream):
@@ -63,7 +66,7 @@ def test_an_index_that_names_files_elsewhere(stream):
     index = json.loads(path.read_text())
     index["weight_map"][UP] = "../task1/model.safetensors"
     path.write_text(json.dumps(index))
-    refuse(stream, "names shards that are not there: '../task1/model.safetensors'")
+    refuse(stream, "names '../task1/model.safetensors': no safetensors files of this folder")
 
 
 def test_an_index_that_promises_a_tensor_that_no_file_has(stream):
@@ -180,7 +183,7 @@ def test_a_merged_model_of_unknown_step(stream):
 
 @pytest.mark.parametrize(
     ("manifest", "message"),
-    [("[1]", r"nufilt\.json' is no JSON object"), ('{"step": "x"}', "say with --step")],
+    [("[1]", r"nufilt\.json' is damaged"), ('{"step": "x"}', "field 'step': input should be a valid integer, got 'x'")],
 )
 def test_a_manifest_that_is_none(stream, manifest, message):
     (stream / "task1" / "nufilt.json").write_text(manifest)
@@ -236,7 +239,7 @@ def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
 
 def test_a_config_that_is_no_json(stream):
     (stream / "base" / "config.json").write_text("{")
-    refuse(stream, r"base/config\.json' is no JSON object.*fetch it again")
+    refuse(stream, r"base/config\.json' is damaged.*fetch it again")
 
 
 def test_no_room_on_the_disk(stream, monkeypatch):
@@ -280,3 +283,75 @@ def test_a_corrupt_header_is_refused_without_being_believed(tmp_path):
     (tmp_path / "x.safetensors").write_bytes((2**60).to_bytes(8, "little") + data[8:])
     with pytest.raises(ValueError, match="truncated or corrupt"):
         tensors.TensorFile(tmp_path / "x.safetensors")
+
+
+def test_an_input_in_the_work_folder_is_refused_and_stays(stream):
+    shutil.move(stream / "base", stream / ".out.nufilt")
+    before = hashes(stream / ".out.nufilt")
+    with pytest.raises(ValueError, match=r"is inside '.*\.out\.nufilt', where '.*out' is to grow: move it elsewhere"):
+        merge_folders(plan_merge(str(stream / ".out.nufilt"), [str(stream / "task1")]), stream / "out")
+    assert hashes(stream / ".out.nufilt") == before
+
+
+def test_weights_that_are_links_into_the_work_folder_are_refused(stream):
+    inside = stream / ".out.nufilt" / "model"
+    inside.mkdir(parents=True)
+    shutil.move(stream / "task1" / "model.safetensors", inside)
+    (stream / "task1" / "model.safetensors").symlink_to(inside / "model.safetensors")
+    with pytest.raises(ValueError, match=r"task1' is inside '.*\.out\.nufilt'"):
+        merge(stream, ["task1"])
+
+
+@pytest.mark.parametrize("name", ["README.md", "nufilt.json", "config.json"])
+def test_a_shard_with_the_name_of_another_file(stream, name):
+    path = stream / "base" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    last = sorted(index["weight_map"].values())[-1]
+    (stream / "base" / last).rename(stream / "base" / name)
+    index["weight_map"] = {key: name if file == last else file for key, file in index["weight_map"].items()}
+    path.write_text(json.dumps(index))
+    refuse(stream, rf"index\.json' names '{re.escape(name)}': no safetensors files of this folder")
+
+
+def test_a_config_with_fewer_layers_than_the_weights(stream):
+    path = stream / "base" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 1}))
+    refuse(stream, r"stores 9 tensors of layers that its config\.json does not have, 'model\.layers\.1\.")
+
+
+NORM = "model.norm.weight"
+
+
+def test_a_norm_of_the_base_that_is_not_finite_is_copied_with_a_warning(stream, caplog):
+    change(stream / "base", NORM, lambda tensor: tensor.fill_(float("nan")))
+    out = merge(stream, ["task1", "task2"])
+    assert f"'{NORM}' has NaN or infinite values in the base" in caplog.text
+    assert json.loads((out / "nufilt.json").read_text())["warnings"] == [
+        f"tensor '{NORM}' has NaN or infinite values in the base, and so in the result"
+    ]
+
+
+def test_a_norm_of_a_task_that_is_not_finite_is_refused_where_it_is_used(stream):
+    change(stream / "task2", NORM, lambda tensor: tensor.fill_(float("nan")))
+    with pytest.raises(ValueError, match=rf"task2', tensor '{NORM}' has NaN or infinite values"):
+        merge(stream, ["task1", "task2"], other_params="mean")
+
+
+def test_a_file_larger_than_memory_is_opened_without_reserving_it(tmp_path):
+    """A sparse file: its size is only said."""
+    size = 2 * (psutil.virtual_memory().total + psutil.swap_memory().total)
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [size // 2], "data_offsets": [0, size // 2 * 2]}}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        try:
+            file.truncate(8 + len(header) + size // 2 * 2)
+        except OSError:
+            pytest.skip("no sparse files on this disk")
+    opened = tensors.TensorFile(tmp_path / "model.safetensors")
+    assert opened.elements(opened.tensors["w"], size // 2 - 4, size // 2).tolist() == [0.0] * 4
+
+
+def test_a_pipe_in_place_of_weights(stream):
+    (stream / "task2" / "model.safetensors").unlink()
+    os.mkfifo(stream / "task2" / "model.safetensors")
+    refuse(stream, "is no regular file")

@@ -1,0 +1,56 @@
+"""Every JSON file that is read, from people or from an earlier run: checked on the way in, named where it is wrong."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+_T = TypeVar("_T")
+
+#: A number of models: nobody merges a million of them, and a larger one is damage.
+Count = Annotated[int, Field(ge=1, le=10**6)]
+
+
+def read_json(path: Path, kind: type[_T], advice: str = "fetch it again") -> _T | None:
+    """What a JSON file holds; None where there is no such file.
+
+    Args:
+        path: the file.
+        kind: what it must be, such as ``dict[str, str]`` or a ``TypedDict``; further fields are let through.
+        advice: what to do about a damaged file.
+
+    Raises:
+        ValueError: it can't be read or holds something else; names the file and the field.
+    """
+    try:
+        return parse_json(path.read_bytes(), kind) if path.is_file() else None
+    except OSError as error:
+        raise ValueError(f"'{path}' can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"'{path}' is damaged, {error}; {advice}") from error
+
+
+def parse_json(text: bytes, kind: type[_T]) -> _T:
+    """The same of a text.
+
+    Raises:
+        ValueError: says what is wrong, and where.
+    """
+    try:
+        content: Any = json.loads(text)
+        TypeAdapter(kind).validate_python(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        what = f"{first['msg'][0].lower()}{first['msg'][1:]}, got {_short(first['input'])}"
+        raise ValueError(f"field '{'.'.join(map(str, first['loc']))}': {what}" if first["loc"] else what) from error
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"it is no JSON: {error}") from error
+    return content
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,28 @@
+"""Regular expressions that people and files bring along: compiled before any work, and bounded in time.
+
+Some expressions take longer than the age of the universe on a name of thirty letters, which Python's own ``re`` does
+not notice.
+"""
+
+import regex
+
+_SECONDS = 1.0  # for one name, which takes microseconds with any expression that is in use
+
+
+def matches(pattern: str, name: str, *, of: str) -> bool:
+    """Whether an expression matches the whole of a name.
+
+    Args:
+        pattern: the expression.
+        name: what it is to match.
+        of: where the expression comes from, for messages.
+
+    Raises:
+        ValueError: it is no regular expression, or takes too long; names ``of``.
+    """
+    try:
+        return regex.fullmatch(pattern, name, timeout=_SECONDS) is not None
+    except TimeoutError:
+        raise ValueError(f"{of}: {pattern!r} takes too long on '{name}': write it without nested repetitions") from None
+    except (regex.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{of}: {pattern!r} is no regular expression: {error}") from error
