@@ -39,7 +39,10 @@ def test_the_bare_command_merges_and_evaluates_beside_a_config_folder_of_the_use
     assert all(torch.isfinite(parameter).all() for parameter in last.parameters())
     # FusionBench's own evaluation after the run is the one already made, not a second one.
     program = json.loads((fusion_bench.logs / "program_report.json").read_text())
+    continual = program.pop("continual")
     assert program == json.loads((fusion_bench.logs / "report_7.json").read_text())
+    assert (continual["ACC"], continual["BWT"]) == (result["ACC"], result["BWT"])
+    assert done.stdout.splitlines()[-1].strip() == f"accuracy_matrix: {fusion_bench.logs / 'accuracy_matrix.json'}"
     assert not (fusion_bench.logs / "report.json").exists()
 
 

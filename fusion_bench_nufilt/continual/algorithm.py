@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -236,7 +237,11 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             if self._is_last(step):
                 self.log_dict(self.matrix.metrics(), step=step)
         if self._is_last(step) and self._program is not None:
-            self._program.taskpool = ReportedTaskPool(evaluator.taskpool, merged, report)
+            # FusionBench prints this report last, so that a run ends with its metrics and where the matrix is.
+            metrics: dict[str, Any] = {name: x for name, x in self.matrix.metrics().items() if not math.isnan(x)}
+            if self.folder is not None:
+                metrics["accuracy_matrix"] = str(self.folder.path / "accuracy_matrix.json")
+            self._program.taskpool = ReportedTaskPool(evaluator.taskpool, merged, {**report, "continual": metrics})
 
     def _tasks_to_score(self, step: int) -> list[str]:
         return tasks_to_score(self.matrix.tasks, step - self.first_step + 1, self.evaluate)
