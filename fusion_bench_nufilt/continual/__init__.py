@@ -2,7 +2,7 @@
 
 from .algorithm import ContinualMergingAlgorithm
 from .config import ProtocolConfig
-from .evaluation import Evaluator
+from .evaluation import Evaluator, TasksByName
 from .metrics import METRICS, AccuracyMatrix, Metric
 from .stream import task_order, tasks_to_score
 
@@ -13,6 +13,7 @@ __all__ = [
     "Evaluator",
     "Metric",
     "ProtocolConfig",
+    "TasksByName",
     "task_order",
     "tasks_to_score",
 ]

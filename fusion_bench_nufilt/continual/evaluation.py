@@ -2,6 +2,7 @@
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,12 +23,25 @@ Report = dict[str, Any]
 # encodes all prompts again at every step: most of a run's time. The scorers below keep what does not change.
 
 
+class TasksByName(ABC):
+    """A task pool that can be asked to score some of its tasks alone."""
+
+    @property
+    @abstractmethod
+    def task_names(self) -> list[str]:
+        """All tasks."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None) -> Report:
+        """Results by task; of ``tasks`` alone, if they are given."""
+
+
 class Evaluator:
     """Evaluates models on some tasks of a FusionBench task pool.
 
     Args:
-        taskpool: any FusionBench task pool. CLIP vision and v0.1 (Flan-T5) pools are narrowed to the tasks asked for;
-            another pool evaluates all it has and the rest is dropped.
+        taskpool: any FusionBench task pool. CLIP vision and v0.1 (Flan-T5) pools, and a :class:`TasksByName`, are
+            narrowed to the tasks asked for; another pool evaluates all it has and the rest is dropped.
     """
 
     def __init__(self, taskpool: Any) -> None:
@@ -37,6 +51,8 @@ class Evaluator:
             self._scorer = _CLIPVisionScorer(taskpool)
         elif isinstance(taskpool, V01TaskPool):
             self._scorer = _V01Scorer(taskpool)
+        elif isinstance(taskpool, TasksByName):
+            self._scorer = _ByNameScorer(taskpool)
         else:
             self._scorer = _WholePoolScorer(taskpool)
         self._warned: set[str] = set()
@@ -156,6 +172,16 @@ class _V01Scorer(_Scorer):
 def _names_of(task: str) -> tuple[str, str]:
     """FusionBench's Flan-T5 models are called glue-cola, its tasks cola."""
     return task, f"glue-{task}"
+
+
+class _ByNameScorer(_Scorer):
+    """Pools that narrow themselves."""
+
+    def evaluate(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
+        return dict(self.taskpool.evaluate(model, tasks))
+
+    def others(self, tasks: Sequence[str]) -> list[str]:
+        return [name for name in self.taskpool.task_names if name not in tasks]
 
 
 class _WholePoolScorer(_Scorer):

@@ -1,0 +1,103 @@
+"""Language models are scored by lm-evaluation-harness on local tasks, for real."""
+
+import json
+
+import pytest
+import torch
+from lightning import Fabric
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.continual import Evaluator
+from fusion_bench_nufilt.taskpools import LMEvalTaskPool
+from tests.models import finetuned, llama
+
+pytestmark = pytest.mark.slow  # lm-eval takes seconds to find its thousands of tasks
+
+WORDS = ["<unk>", *["the", "cat", "sat", "on", "a", "mat", "dog", "ran", "in", "fog"]]
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: ["cat", "dog"]
+doc_to_target: label
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tokenizer of whole words, and two tasks that differ in their answers."""
+    folder = tmp_path_factory.mktemp("lm")
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="fog").save_pretrained(folder)
+    for name, label in (("cats", 0), ("dogs", 1)):
+        lines = [json.dumps({"text": text, "label": label}) for text in ("the", "a mat on", "in the fog a")]
+        (folder / f"{name}.json").write_text("\n".join(lines))
+        (folder / f"{name}.yaml").write_text(TASK.format(name=f"nufilt_{name}", data=folder / f"{name}.json"))
+    return folder
+
+
+def pool(folder, tasks, **options):
+    taskpool = LMEvalTaskPool(tasks, str(folder), include_path=str(folder), **options)
+    taskpool._fabric_instance = Fabric(devices=1, accelerator="cpu")
+    return taskpool
+
+
+@torch.no_grad()
+def likes(word):
+    """A model whose next word is always the same."""
+    model = llama(tie_word_embeddings=False)
+    model.lm_head.weight.zero_()
+    model.model.norm.weight.fill_(1)
+    index = WORDS.index(word)
+    model.lm_head.weight[index] = 0.01
+    model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight.abs() + 1)
+    for layer in model.model.layers:  # what is left is the embedding, which is positive
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    return model
+
+
+def test_a_model_scores_what_its_answers_are_worth(folder):
+    taskpool = pool(folder, {"one": "nufilt_cats", "two": "nufilt_dogs"})
+    for word, scores in (("cat", (1.0, 0.0)), ("dog", (0.0, 1.0))):
+        report = taskpool.evaluate(likes(word))
+        assert (report["one"]["accuracy"], report["two"]["accuracy"]) == scores
+
+
+def test_only_the_tasks_asked_for_are_scored_and_data_are_read_once(folder, monkeypatch):
+    import lm_eval.tasks
+
+    reads = []
+    load = lm_eval.tasks.TaskManager.load
+    monkeypatch.setattr(lm_eval.tasks.TaskManager, "load", lambda self, names: reads.append(names) or load(self, names))
+    evaluator = Evaluator(pool(folder, ["nufilt_cats", "nufilt_dogs"], metric="acc_norm"))
+    for _ in range(2):
+        report = evaluator.report(likes("dog"), ["nufilt_dogs"])
+        assert report["nufilt_dogs"]["accuracy"] == 1
+        assert "nufilt_cats" not in report
+    assert reads == [["nufilt_dogs"]]
+
+
+def test_a_stream_of_language_models_has_its_matrix(folder):
+    base = llama()
+    models = {"_pretrained_": base, "one": finetuned(base, 1), "two": finetuned(base, 2)}
+    algorithm = NufiltContinualMergingAlgorithm(null_rank=4, lora_rank=4, max_steps=2, evaluate="every_step")
+    algorithm.run(models, pool(folder, {"one": "nufilt_cats", "two": "nufilt_dogs"}))
+    assert 0 <= algorithm.matrix.acc <= 1
+    assert -1 <= algorithm.matrix.bwt <= 1
+
+
+def test_what_lm_eval_lacks_is_named(folder):
+    with pytest.raises(ValueError, match="lm-eval knows no task 'no_such_task'"):
+        pool(folder, ["no_such_task"]).evaluate(llama())
+    with pytest.raises(ValueError, match=r"'nufilt_cats' of lm-eval has no metric 'mcc', only \['acc', 'acc_norm'\]"):
+        pool(folder, ["nufilt_cats"], metric="mcc").evaluate(llama())
