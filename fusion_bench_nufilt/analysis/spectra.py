@@ -1,11 +1,15 @@
 """What task vectors tell by themselves, without data: their energy by direction, and where they collide."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core.subspace import gram_matrix, subspace_affinity, top_eigenvectors
+
+_DIRECT, _ROUNDS = 1024, 6
 
 
 @dataclass(frozen=True)
@@ -38,14 +42,30 @@ class TaskVector:
 def task_vector(tau: Tensor, rank: int) -> TaskVector:
     """Look at a task vector ``(d_o, d_i)``; only its top ``rank`` directions are solved for."""
     d_o, d_i = tau.shape
-    norm = float(torch.linalg.vector_norm(tau))
-    tall = tau if d_i <= d_o else tau.mT
-    U = top_eigenvectors(gram_matrix(tall), min(rank, d_o, d_i))
-    sigma = torch.linalg.vector_norm(tall @ U, dim=0)
+    V, sigma = _top_directions(tau, min(rank, d_o, d_i))
     sigma = sigma * (sigma > max(d_o, d_i) * torch.finfo(tau.dtype).eps * sigma.amax())
-    V = (U if d_i <= d_o else torch.linalg.qr(tau.mT @ U).Q) * (sigma > 0)
-    top = float(sigma.amax()) ** 2
-    return TaskVector(V, norm, sigma.square() / (norm**2 or 1.0), norm**2 / top if top else 0.0)
+    norm, top = float(torch.linalg.vector_norm(tau)), float(sigma.amax()) ** 2
+    return TaskVector(V * (sigma > 0), norm, sigma.square() / (norm**2 or 1.0), norm**2 / top if top else 0.0)
+
+
+def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Top right singular vectors ``(d_i, rank)`` and singular values, the largest first.
+
+    A layer with both sides above 1024 is not worth its Gram matrix, which takes most of the time of a merge: block
+    iteration on the matrix itself, a fixed number of rounds, is exact enough to look at.
+    """
+    if min(tau.shape) <= _DIRECT:
+        tall = tau if tau.shape[1] <= tau.shape[0] else tau.mT
+        U = top_eigenvectors(gram_matrix(tall), rank)
+        V = U if tall is tau else torch.linalg.qr(tau.mT @ U).Q
+        return V, torch.linalg.vector_norm(tau @ V, dim=0)
+    start = torch.randn(tau.shape[1], 2 * rank + 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    X = torch.linalg.qr(start.to(tau)).Q
+    for _ in range(_ROUNDS):
+        X = torch.linalg.qr(tau.mT @ (tau @ X)).Q
+    Y = tau @ X
+    V = X @ torch.linalg.eigh(Y.mT @ Y).eigenvectors[:, -rank:].flip(-1)
+    return V, torch.linalg.vector_norm(tau @ V, dim=0)
 
 
 def overlap(a: TaskVector, b: TaskVector, rank: int) -> float:
@@ -57,6 +77,18 @@ def overlap(a: TaskVector, b: TaskVector, rank: int) -> float:
     V, W = a.V[:, :rank], b.V[:, :rank]
     narrow, wide = sorted((V, W), key=lambda basis: int(basis.square().sum().round()))
     return float(subspace_affinity(narrow, wide))
+
+
+def overlaps(vectors: Sequence[TaskVector], rank: int) -> np.ndarray:
+    """``(T, T)`` of the task vectors of a layer."""
+    return np.array([[overlap(a, b, rank) for b in vectors] for a in vectors])
+
+
+def energy_curves(names: Sequence[str], energies: Sequence[Sequence[Tensor]]) -> dict[str, list[float]]:
+    """Share of the energy in the first 1, 2, … directions, mean over layers, from energies by layer and task."""
+    width = min(len(energy) for layer in energies for energy in layer)
+    curves = torch.stack([torch.stack([energy[:width].cumsum(0) for energy in layer]) for layer in energies])
+    return dict(zip(names, curves.mean(dim=0).tolist(), strict=True))
 
 
 def share_inside(tau: Tensor, V: Tensor) -> float:

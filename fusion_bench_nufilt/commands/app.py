@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 COMMANDS = {
     "merge": "Merge fine-tuned models into one, layer by layer, without loading a model.",
     "compare": "Compare continual merging methods over task orders.",
+    "analyze": "Ask why a merge works: subspaces of data and task vectors, what methods move, what collides.",
 }
 
 _SETTINGS: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False}

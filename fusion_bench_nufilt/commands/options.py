@@ -51,14 +51,14 @@ def from_command_line(kinds: Sequence[type], typed: Mapping[str, Any]) -> list[A
     """
     options = dict(typed)
     for key in ("target_modules", "exclude_modules"):
-        options[key] = _patterns(options[key])
+        options[key] = patterns(options[key])
     options["target_modules"] = options["target_modules"] or "auto"
     options["null_space"] = {"true": True, "false": False}.get(options["null_space"], options["null_space"])
     options["max_memory"] = _bytes(options["max_memory"])
     return split_options(kinds, options)[0]
 
 
-def _patterns(words: list[str] | None) -> str | list[str] | None:
+def patterns(words: list[str] | None) -> str | list[str] | None:
     """One word that is special or a regular expression by itself; plain words are a list, as in the YAML."""
     if not words:
         return None

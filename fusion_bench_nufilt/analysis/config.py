@@ -1,0 +1,44 @@
+"""Settings of an analysis."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from fusion_bench_nufilt.core import options
+from fusion_bench_nufilt.core.options import check_choices, check_whole
+
+option = partial(options.option, panel="Analysis")
+
+
+@dataclass(frozen=True)
+class AnalysisConfig:
+    """What is measured, and on how much data.
+
+    Raises:
+        ValueError: a value out of its range; the message names the key.
+    """
+
+    data_rank: int = option(8, "Directions of each task's data, at most as many as of its vector.", symbol="r_d")
+    task_rank: int = option(8, "Directions of each task vector.", symbol="r_v")
+    samples: int = option(1000, "Test samples of each task, drawn at random; all there are if that is fewer.")
+    propagated: int = option(
+        100,
+        "Samples of each task for the losses with each model's own inputs, where what earlier layers changed is passed "
+        "on; 0 leaves them out, which saves most of the time.",
+    )
+    activations: Literal["own", "pretrained"] = option(
+        "own", "The model whose layers' inputs are recorded: each task's own one, or the pretrained one."
+    )
+    seed: int = option(42, "Seed of the task order and of the samples drawn.")
+
+    def __post_init__(self) -> None:
+        check_whole(self, "data_rank", "task_rank", "samples", least=1)
+        check_whole(self, "propagated")
+        check_choices(self)
+        if self.data_rank > self.task_rank:
+            raise ValueError(
+                f"data_rank must not exceed task_rank, where the affinity can't reach 1: got r_d = {self.data_rank} "
+                f"and r_v = {self.task_rank}"
+            )
+        if self.samples < self.data_rank:
+            raise ValueError(f"{self.samples} samples do not span {self.data_rank} directions: raise samples")

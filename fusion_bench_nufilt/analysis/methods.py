@@ -1,0 +1,156 @@
+"""Losses of whole methods: measured while they merge, or on the checkpoints of a run."""
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fusion_bench_nufilt.compare.configs import compose_run, plain
+from fusion_bench_nufilt.compare.pairs import run_pair
+from fusion_bench_nufilt.compare.specs import RunSpec
+from fusion_bench_nufilt.continual import Evaluator
+from fusion_bench_nufilt.continual.checkpoint import load_checkpoint, read_manifest
+from fusion_bench_nufilt.continual.evaluation import Report
+from fusion_bench_nufilt.continual.metrics import or_none
+from fusion_bench_nufilt.core import FusionConfig
+
+from .meter import Meter
+from .pool import PoolAnalysis
+from .results import Analysis
+
+log = logging.getLogger(__name__)
+
+
+def default_methods(width: int) -> str:
+    """NUFILT, its ablations and three baselines; ranks in proportion to the width, the paper's at 768 and above."""
+    share = min(1.0, width / 768)
+    r_p, r_l = round(128 * share), round(64 * share)
+    ranks = f"null_rank={r_p}:lora_rank={r_l}"
+    return (
+        f"NUFILT {r_p}/{r_l}/8=nufilt:{ranks}, filter only ({r_p})=nufilt/filter_only:null_rank={r_p}, "
+        f"adapter only ({r_l}/8)=nufilt/adapter_only:{ranks}, naive sum=nufilt/naive, opcm, task_arithmetic, "
+        "weight_average"
+    )
+
+
+def measure_methods(
+    pool: PoolAnalysis,
+    result: Analysis,
+    specs: Sequence[RunSpec],
+    overrides: Sequence[str],
+    on_step: Callable[[], Any] = lambda: None,
+) -> None:
+    """Run methods over the stream, and put their losses, ACC and BWT into ``result``; one that fails says why there."""
+    inputs = pool.few_inputs()
+    for number, spec in enumerate(specs):
+        settings = ["++method.evaluate=every_step", "++method.save_on_every_step=false", "++method.check_models=false"]
+        config = plain(compose_run([*settings, *overrides, *spec.overrides]).method)
+        meter = Meter(
+            spec.label,
+            pool.layers,
+            pool.weights,
+            pool.moments,
+            _ranks(config),
+            bounds=number == 0,
+            inputs=inputs,
+            model=pool.pretrained,
+        )
+        bench = copy.copy(pool.workbench)
+        vars(bench)["evaluator"] = _Watcher(pool, meter, on_step)
+        run = run_pair(bench, {**config, "seed": pool.config.seed}, pool.config.seed, lambda step: None)
+        if run.matrix is None:
+            result.failures[spec.label] = str(run.error)
+            log.warning("%s failed: %s", spec.label, run.error)
+            continue
+        result.losses += meter.rows
+        result.scores[spec.label] = {"ACC": or_none(run.matrix.acc), "BWT": or_none(run.matrix.bwt)}
+
+
+class _Watcher(Evaluator):
+    """Shows a meter every step that is scored, and scores only what ACC and BWT need."""
+
+    def __init__(self, pool: PoolAnalysis, meter: Meter, on_step: Callable[[], Any]) -> None:
+        super().__init__(pool.workbench.evaluator.taskpool)
+        self._scorer = pool.workbench.evaluator._scorer  # which has encoded the prompts already
+        self._pool, self._meter, self._on_step = pool, meter, on_step
+
+    def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
+        self._meter.see(tasks[-1], model, self._pool.load(tasks[-1]))
+        self._on_step()
+        last = len(tasks) == len(self._pool.tasks)
+        return super().report(model, tasks if last else tasks[-1:])
+
+
+def measure_run(
+    pool: PoolAnalysis, result: Analysis, folder: Path, label: str, on_step: Callable[[], Any] = lambda: None
+) -> None:
+    """Put the losses of a finished run, from its checkpoints, into ``result``.
+
+    Raises:
+        ValueError: the folder is no run with every step's checkpoint, or a run of other models; names them.
+    """
+    run = _manifest(folder)["run"]
+    order = run["order"]
+    if sorted(order) != sorted(pool.tasks):
+        raise ValueError(f"'{folder}' is a run of {', '.join(order)}, and the model pool has {', '.join(pool.tasks)}")
+    from fusion_bench_nufilt.continual.algorithm import _describe
+
+    for name in ("_pretrained_", *order):
+        if (there := run["models"].get(name)) != json.loads(json.dumps(_describe(pool.workbench.modelpool, name))):
+            raise ValueError(f"'{folder}' is a run of other models: '{name}' is {there} there")
+    meter = Meter(
+        label,
+        pool.layers,
+        pool.weights,
+        pool.moments,
+        _ranks(run),
+        bounds=not result.losses,
+        inputs=pool.few_inputs(),
+        model=pool.pretrained,
+    )
+    merged = copy.deepcopy(pool.pretrained)
+    for step, task in enumerate(order):
+        load_checkpoint(merged, folder / "checkpoints" / f"merged_model_{step}")
+        meter.see(task, merged, pool.load(task))
+        on_step()
+    result.losses += meter.rows
+    if (file := folder / "accuracy_matrix.json").is_file():
+        content = json.loads(file.read_text())
+        result.scores[label] = {key: content[key] for key in ("ACC", "BWT")}
+
+
+def check_runs(folders: Sequence[Path]) -> dict[Path, str]:
+    """Labels of runs, which are the names of their methods; those of the folders where two are of one method.
+
+    Raises:
+        ValueError: a folder is no run with the checkpoints of all its steps; names it.
+    """
+    names = [_manifest(folder)["run"]["method"] for folder in folders]
+    return {
+        folder: name if names.count(name) == 1 else folder.name for folder, name in zip(folders, names, strict=True)
+    }
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """The first step's, once all steps are there."""
+    steps = folder / "checkpoints"
+    if not (steps / "merged_model_0").is_dir():
+        raise ValueError(
+            f"'{folder}' is no log directory of a run with its checkpoints (there is no {steps / 'merged_model_0'}): "
+            "run with method.save_on_every_step=true"
+        )
+    first = read_manifest(steps / "merged_model_0")
+    count = len(first["run"]["order"])
+    if lost := [step for step in range(count) if not (steps / f"merged_model_{step}").is_dir()]:
+        raise ValueError(f"'{folder}' lacks the checkpoint of step {lost[0] + 1} of {count}: is the run finished?")
+    return first
+
+
+def _ranks(config: dict[str, Any]) -> FusionConfig:
+    """The method's ranks r_p and r_v; those of NUFILT where it has none."""
+    known = {key: config[key] for key in ("null_rank", "task_rank") if isinstance(config.get(key), int)}
+    return FusionConfig(**known)

@@ -1,0 +1,135 @@
+"""`nufilt analyze`: what the paper measures beside accuracy."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fusion_bench_nufilt.analysis.config import AnalysisConfig
+
+from .options import patterns, takes_options
+from .terminal import terminal
+
+Targets = str | list[str]
+
+
+@takes_options(AnalysisConfig)
+def analyze(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Further arguments of fusion_bench.")
+    ] = None,
+    modelpool: Annotated[str, typer.Option(help="Models and their data, as fusion_bench names them.")] = "nufilt_demo",
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Methods to measure, as in nufilt compare; none: no method. By default NUFILT and its ablations, with "
+            "ranks in proportion to the width, and three baselines.",
+        ),
+    ] = None,
+    run: Annotated[
+        list[Path] | None,
+        typer.Option(help="Log directory of a finished run on the model pool, in place of methods; repeat it."),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="Without data: the pretrained model, a folder or hub name.", rich_help_panel="Folders"),
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="Without data: a fine-tuned model or LoRA adapter; repeat it.", rich_help_panel="Folders"),
+    ] = None,
+    merged: Annotated[
+        str | None, typer.Option(help="Without data: what is merged so far.", rich_help_panel="Folders")
+    ] = None,
+    target_modules: Annotated[
+        list[str] | None, typer.Option(help="Layers to look at, as in nufilt merge; default: those that are merged.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("outputs/analysis"),
+    **options: Any,
+) -> None:
+    """Ask why a merge works: affinity of data and task vectors, what methods move, where task vectors collide.
+
+    With a model pool, on its task pool's data; with --base and --task, on the weights of checkpoint folders alone.
+    """
+    with terminal() as console:
+        config, targets = AnalysisConfig(**options), patterns(target_modules) or "auto"
+        from fusion_bench_nufilt.analysis.save import save_analysis
+
+        if (base is None) != (not task):
+            raise ValueError("--base and --task go together: name the pretrained model and at least one task")
+        if base is not None:
+            analysis = _folders(console, base, task or [], merged, targets, config)
+        else:
+            analysis = _pool(console, modelpool, methods, run or [], list(overrides or ()), targets, out, config)
+        summary, files = save_analysis(analysis, out)
+    print("\n".join(summary["reading"]))
+    console.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
+
+
+def _folders(
+    console: Console, base: str, tasks: list[str], merged: str | None, targets: Targets, config: AnalysisConfig
+) -> Any:
+    from fusion_bench_nufilt.analysis.folders import analyze_folders
+    from fusion_bench_nufilt.folders import Settings, plan_merge
+    from fusion_bench_nufilt.layers import TargetConfig
+
+    settings = Settings(step=2 if merged else None)  # its number matters to a merge only
+    plan = plan_merge(base, tasks, merged, targets=TargetConfig(target_modules=targets), settings=settings)
+    for warning in plan.warnings:
+        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False, soft_wrap=True)
+    with _bar(console, "Looking at layers", len(plan.layers)) as advance:
+        return analyze_folders(plan, config.task_rank, advance)
+
+
+def _pool(
+    console: Console,
+    modelpool: str,
+    methods: str | None,
+    runs: list[Path],
+    overrides: list[str],
+    targets: Targets,
+    out: Path,
+    config: AnalysisConfig,
+) -> Any:
+    from fusion_bench_nufilt.analysis.methods import check_runs, default_methods, measure_methods, measure_run
+    from fusion_bench_nufilt.analysis.pool import PoolAnalysis
+    from fusion_bench_nufilt.compare import Methods, compose_run, parse_methods
+    from fusion_bench_nufilt.compare.display import quiet
+    from fusion_bench_nufilt.compare.workbench import Workbench
+
+    if runs and methods:
+        raise ValueError("--run and --methods: what is measured is either finished runs or methods to run now")
+    labels = check_runs(runs)
+    words = [f"modelpool={modelpool}", *overrides]
+    pools = [word for word in words if not word.lstrip("+~").startswith("method.")]
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("fusion_bench_nufilt.analysis").setLevel(logging.INFO)
+    with quiet():
+        pool = PoolAnalysis(Workbench(compose_run(pools)), modelpool, config, out, targets)
+        console.print(pool.memory_note, highlight=False)
+        wanted = "" if runs or methods == "none" else methods or default_methods(pool.width)
+        specs = parse_methods(wanted, Methods(overrides))
+        with _bar(console, "Looking at tasks", len(pool.tasks)) as advance:
+            result = pool.look(advance)
+        with _bar(console, "Measuring methods", len(pool.tasks) * max(1, len(specs) + len(runs))) as advance:
+            measure_methods(pool, result, specs, words, advance)
+            for folder, label in labels.items():
+                measure_run(pool, result, folder, label, advance)
+    for label, reason in result.failures.items():
+        console.print(f"[yellow]{escape(label)} failed:[/yellow] {escape(reason)}", highlight=False, soft_wrap=True)
+    return result
+
+
+@contextmanager
+def _bar(console: Console, title: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on a terminal; gives what to call after each step."""
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, redirect_stdout=False) as progress:
+        bar = progress.add_task("", total=total)
+        yield lambda: progress.advance(bar)

@@ -1,0 +1,114 @@
+"""Whole analyses: of the tiny demo, of a run on it, and of folders."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fusion_bench_nufilt.commands.app import app
+from tests.models import finetuned, llama
+
+
+def analyze(out, *words):
+    return CliRunner().invoke(app, ["analyze", "--out", str(out), *words])
+
+
+@pytest.mark.slow
+def test_the_demo_needs_no_option(demo, tmp_path):
+    done = analyze(tmp_path, "--methods", "nufilt:null_rank=10:lora_rank=5,task_arithmetic", "--propagated", "4")
+    assert done.exit_code == 0, done.output
+    assert "matched pairs have a mean affinity of" in done.stdout
+    content = json.loads((tmp_path / "analysis.json").read_text())
+    assert np.array(content["affinity"]["all"]["mean"]).shape == (8, 8)
+    assert {layer["kind"] for layer in content["layers"]} == {"attention", "MLP"}
+    for found in content["methods"].values():
+        assert found["ACC"] >= 0
+        for reading in ("fixed", "relative", "propagated"):
+            assert len(found[reading]["harmonic"]) == 7
+            assert all(np.isfinite(list(found[reading]["mean"].values())))
+    assert all(row["violations"] == 0 for row in content["theorem"])
+    assert all(row["violations"] == 0 for row in content["corollary"].values())
+    names = {"affinity", "affinity_by_rank", "losses", "data_free", "overlap", "spectra"}
+    assert {file.stem for file in tmp_path.glob("*.png")} == names == {file.stem for file in tmp_path.glob("*.pdf")}
+    rows = (tmp_path / "losses.csv").read_text().splitlines()
+    assert len(rows) == 1 + 2 * 8 * 2 * 5  # methods, steps, blocks, layers of a block
+
+
+@pytest.fixture
+def run(fusion_bench):
+    fusion_bench("method=nufilt", "modelpool=nufilt_demo", "method.null_rank=10", "method.evaluate=last")
+    return fusion_bench.logs
+
+
+@pytest.mark.slow
+def test_a_finished_run_measures_as_the_method_itself(demo, run, tmp_path):
+    live, kept = tmp_path / "live", tmp_path / "kept"
+    words = ("--propagated", "0")
+    assert analyze(live, "--methods", "NufiltContinualMergingAlgorithm=nufilt:null_rank=10", *words).exit_code == 0
+    done = analyze(kept, "--run", str(run), *words)
+    assert done.exit_code == 0, done.output
+    assert (live / "losses.csv").read_text() == (kept / "losses.csv").read_text()
+
+
+def test_what_is_no_run_is_named_before_any_work(tmp_path):
+    done = analyze(tmp_path / "out", "--run", str(tmp_path))
+    assert done.exit_code == 1
+    assert "is no log directory of a run" in done.output.replace("\n", "")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--data-rank", "9"), "r_d = 9 and r_v = 8"),
+        (("--samples", "3"), "3 samples do not span 8 directions"),
+        (("--base", "x"), "--base and --task go together"),
+    ],
+)
+def test_wrong_settings_are_named(tmp_path, words, message):
+    done = analyze(tmp_path, *words)
+    assert done.exit_code == 1
+    assert message in done.output.replace("\n", " ")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    base = llama()
+    models = {"base": base, "law": finetuned(base, 1), "code": finetuned(base, 2)}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    return {name: str(tmp_path / name) for name in models}
+
+
+def test_folders_tell_where_task_vectors_collide_without_data(folders, tmp_path):
+    done = analyze(tmp_path / "out", "--base", folders["base"], "--task", folders["law"], "--task", folders["code"])
+    assert done.exit_code == 0, done.output
+    assert "law and code" in done.stdout
+    content = json.loads((tmp_path / "out" / "analysis.json").read_text())
+    assert content["names"] == ["law", "code"]
+    assert content["overlap"]["all"][0][0] == pytest.approx(1)
+    assert 0 < content["overlap"]["all"][0][1] < 1
+    assert "affinity" not in content
+
+
+def test_a_merged_folder_is_one_more_vector(folders, tmp_path):
+    words = ("--base", folders["base"], "--task", folders["law"], "--merged", folders["code"], "--task-rank", "4")
+    done = analyze(tmp_path / "out", *words, "--data-rank", "4")
+    assert done.exit_code == 0, done.output
+    assert "law and merged so far" in done.stdout
+
+
+def test_block_iteration_agrees_with_the_direct_solver():
+    from fusion_bench_nufilt.analysis import spectra
+
+    generator = torch.Generator().manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(d, 200, generator=generator)).Q for d in (300, 260))
+    tau = U * torch.arange(1, 201) ** -0.5 @ V.mT
+    direct = spectra.task_vector(tau, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spectra, "_DIRECT", 0)
+        iterated = spectra.task_vector(tau, 8)
+    assert torch.allclose(iterated.energy, direct.energy, rtol=1e-3)
+    assert spectra.overlap(iterated, direct, 8) > 0.999

@@ -1,0 +1,117 @@
+"""Second moments are those of the inputs that the layers really get."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusion_bench_nufilt.analysis.inputs import TaskInputs, task_inputs
+from fusion_bench_nufilt.analysis.meter import output_distance
+from fusion_bench_nufilt.analysis.moments import second_moment
+from fusion_bench_nufilt.analysis.pool import merged_layers
+from fusion_bench_nufilt.analysis.record import known_moments, memory_of, record_moments, shared_inputs
+from tests.analysis.helpers import clip, pictures, pool_of, sentences, t5
+
+
+def record(model, loader, folder, max_memory=10**9, about=None):
+    inputs = TaskInputs(loader)
+    modules = [layer.module for layer in merged_layers(model, "auto")]
+    owner = shared_inputs(model, modules, lambda: inputs.one(model))
+    return owner, record_moments(model, inputs.passes(model), owner, folder, about or {"task": "a"}, max_memory)
+
+
+def inputs_of(model, module, batches):
+    """What a layer gets, by a hook of the plainest kind."""
+    seen = []
+    handle = model.get_submodule(module).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch) if isinstance(batch, dict) else model(batch[0])
+    handle.remove()
+    return seen
+
+
+def test_the_moments_are_those_of_all_tokens(tmp_path):
+    model, loader = clip(), pictures(10)
+    _, moments = record(model, loader, tmp_path)
+    for layer in merged_layers(model, "auto"):
+        X = torch.cat([x.flatten(0, -2) for x in inputs_of(model, layer.module, loader)])
+        assert torch.allclose(moments.read(layer.module), second_moment(X), atol=1e-5)
+        assert moments.tokens == len(X) == 10 * 5
+
+
+def test_query_key_and_value_share_one_moment(tmp_path):
+    owner, _ = record(clip(), pictures(2), tmp_path)
+    attention = "vision_model.encoder.layers.1.self_attn"
+    assert owner[f"{attention}.k_proj"] == owner[f"{attention}.v_proj"] == owner[f"{attention}.q_proj"]
+    assert len(set(owner.values())) == 2 * 3
+
+
+def test_padding_is_left_out(tmp_path):
+    model, loader = t5(), sentences([9, 4, 7, 2])
+    model.config.decoder_start_token_id = 0
+    layers = merged_layers(model, "auto")
+    assert all(layer.name.startswith("encoder.") for layer in layers)
+    _, moments = record(model, loader, tmp_path)
+    assert moments.tokens == 9 + 4 + 7 + 2
+    batches = list(loader)
+    seen = inputs_of(model, layers[0].module, batches)
+    X = torch.cat([x[batch["attention_mask"].bool()] for x, batch in zip(seen, batches, strict=True)])
+    assert torch.allclose(moments.read(layers[0].module), second_moment(X), atol=1e-5)
+
+
+def test_a_memory_bound_costs_passes_and_changes_nothing(tmp_path):
+    model, loader = clip(), pictures(6)
+    owner, whole = record(model, loader, tmp_path / "whole")
+    _, parts = record(model, loader, tmp_path / "parts", max_memory=memory_of(model, owner) // 3)
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) == 3
+    for name in owner:
+        assert torch.equal(whole.read(name), parts.read(name))
+
+
+def test_moments_are_known_again_only_for_the_same(tmp_path):
+    record(clip(), pictures(3), tmp_path, about={"samples": 3})
+    assert known_moments(tmp_path, {"samples": 3}) is not None
+    assert known_moments(tmp_path, {"samples": 4}) is None
+    assert known_moments(tmp_path / "elsewhere", {"samples": 3}) is None
+
+
+def test_samples_are_drawn_once_for_a_seed():
+    pool = pool_of({"a": pictures(20)})
+    first, again, other = (task_inputs(pool, "a", 5, seed) for seed in (0, 0, 1))
+    drawn = [torch.cat([batch[0] for batch in inputs._batches]) for inputs in (first, again, other)]
+    assert len(first) == 5
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert len(task_inputs(pool, "a", 100, 0)) == 20
+
+
+def test_output_distance_is_that_of_the_layers_outputs():
+    a, b, loader = clip(0), clip(1), pictures(6)
+    layers = merged_layers(a, "auto")
+    found = output_distance(a, b, TaskInputs(loader), layers)
+    last = layers[-1]
+    outputs = []
+    for model in (a, b):
+        X = torch.cat([x.flatten(0, -2) for x in inputs_of(model, last.module, loader)])
+        outputs.append(model.get_submodule(last.module)(X).detach())
+    assert found[last.name] == pytest.approx(float((outputs[0] - outputs[1]).square().sum(dim=1).mean()), rel=1e-4)
+    assert set(output_distance(a, a, TaskInputs(loader), layers).values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        (pool_of({"a": pictures(2)}), "has no data of task 'b', only of a"),
+        (SimpleNamespace(evaluate=None), "SimpleNamespace has no test data of a single task"),
+    ],
+)
+def test_a_task_pool_that_lacks_inputs_is_named(pool, message):
+    with pytest.raises(ValueError, match=message):
+        task_inputs(pool, "b", 5, 0)
+
+
+def test_a_layer_that_gets_nothing_is_named():
+    model = t5()
+    with pytest.raises(ValueError, match=r"1 layers get no input.*decoder\.block\.0"):
+        shared_inputs(model, ["decoder.block.0.layer.0.SelfAttention.q"], lambda: None)
