@@ -62,7 +62,10 @@ def _print_plan(console: Console, plan: Plan, out: Path) -> None:
         kind = "LoRA adapter" if isinstance(task, LoraAdapter) else "model"
         table.add_row(f"step {number}", f"{shown(task.checkpoint.name)} ({kind})")
     layers = shown(f"{plan.layers[0].name} … {plan.layers[-1].name}")
-    table.add_row("merged", f"{len(plan.layers)} linear layers, {layers} (known from {shown(plan.origin)})")
+    table.add_row("merged", f"{len(plan.layers)} layers, {layers} (known from {shown(plan.origin)})")
+    table.add_row("", f"{plan.coverage.merged[1]:.1%} of all elements")
+    if plan.coverage.left_out:
+        table.add_row("not merged", f"matrices in blocks: {shown(plan.coverage.names_left_out)}")
     table.add_row("averaged", f"{len(plan.averaged)} tensors (other_params={plan.targets.other_params})")
     table.add_row("copied", f"{plan.copied} tensors, bit by bit")
     table.add_row("memory", f"{plan.memory / 1e9:.2f} GB at most")

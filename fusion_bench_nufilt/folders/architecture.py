@@ -1,32 +1,36 @@
-"""Which tensors of a checkpoint are linear layers, and what the model calls them, decided without loading it."""
+"""Which tensors of a checkpoint hold layers, and what the model calls them, decided without loading it."""
 
 import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import nn
 
-from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.layers import View, select_layers, views
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Parts, part
 from .tensors import FLOATS
 
 log = logging.getLogger(__name__)
 
 # Matrices that are no linear layers, by a word of their name, where transformers does not know the architecture.
 _NOT_LINEAR = re.compile(r"(^|[._])(wte|wpe|shared|ln\w*|\w*embed\w*|\w*norm\w*|relative_attention_bias)([._]|$)")
+# Parameters that hold several layers, and how many dimensions they have.
+_PACKED = {"in_proj_weight": 2, "gate_up_proj": 3, "down_proj": 3}
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer to merge."""
+    """A layer to merge."""
 
     name: str  # the model's, which seeds the adapter
     slot: str
     keys: tuple[str, ...]  # of the base checkpoint; more than one where a tied weight is stored more than once
+    view: View  # how the slot's tensor holds the layer's matrix
 
 
 class Architecture:
@@ -34,7 +38,9 @@ class Architecture:
 
     Keys of a checkpoint may differ from the model's names (older LLaVA checkpoints, a base model without its head)
     and several names may share one weight. A *slot* is the first of the model's names for a weight; a key that the
-    model does not know is its own slot.
+    model does not know is its own slot. Where a parameter holds several layers (packed attention projections, fused
+    experts), each part is a slot, and :meth:`split` makes each part a tensor of its own: it is then read, merged or
+    copied, and written by itself.
 
     Args:
         base: the checkpoint whose config.json tells the architecture.
@@ -47,6 +53,39 @@ class Architecture:
         first: dict[int, str] = {}
         parameters = self.model.named_parameters(remove_duplicate=False)
         self._slots = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
+        self.views: dict[str, View] = {}  # of all layers, by slot
+        self._parts: dict[str, Parts] = {}  # of parameters that hold several layers
+        for key, group in groupby(views(self.model), lambda view: view.key):
+            held, slot = list(group), self._slots[key]
+            if len(held) > 1:
+                self._parts[slot] = [view.rows for view in held]
+                names = [name for name, its_slot in self._slots.items() if its_slot == slot]
+                self._slots |= {part(name, rows): part(slot, rows) for name in names for rows in self._parts[slot]}
+            self.views |= {self.slot_of(view): view for view in held}
+
+    def slot_of(self, view: View) -> str:
+        """The slot that holds a layer."""
+        slot = self._slots[view.key]
+        return part(slot, view.rows) if slot in self._parts else slot
+
+    def parts(self, slot: str) -> list[str]:
+        """The slots of the layers that a parameter holds, if it holds several."""
+        return [part(slot, rows) for rows in self._parts.get(slot, ())]
+
+    def shape(self, slot: str) -> tuple[int, ...]:
+        """Shape of a whole parameter."""
+        return tuple(self.model.get_parameter(slot).shape)
+
+    def split(self, checkpoint: Checkpoint) -> None:
+        """Split the tensors of a checkpoint that hold several layers; those of another shape stay whole."""
+        slots = {key: self.slot(key) for key in checkpoint.tensors}
+        checkpoint.split(
+            {
+                key: self._parts[slot]
+                for key, slot in slots.items()
+                if slot in self._parts and checkpoint.tensors[key].shape == self.shape(slot)
+            }
+        )
 
     def slot(self, key: str) -> str:
         """The model's first name for the tensor that a checkpoint stores under ``key``."""
@@ -86,22 +125,34 @@ class Architecture:
         """The layers to merge, in the base's order.
 
         Raises:
-            ValueError: no layer is chosen, or the checkpoint lacks one that its config promises, or has more.
+            ValueError: no layer is chosen, or the checkpoint lacks one that its config promises, has it in another
+                shape or not as floating-point values, or has more.
         """
         selected = select_layers(self.model, target_modules, exclude_modules)
-        chosen = {self._slots[view.key]: name for name, view in selected.items()}
+        chosen = {self.slot_of(view): name for name, view in selected.items()}
         stored = by_slot(self, base)
+        for view in selected.values():
+            whole = self._slots[view.key]
+            for key in stored.get(whole, ()):
+                base.check_floats([key])
+                if (shape := base.tensors[key].shape) != self.shape(whole):
+                    raise ValueError(
+                        f"model '{base.name}', tensor '{key}': shape {shape} differs from {self.shape(whole)}, which "
+                        "its config.json promises: weights and config do not belong together"
+                    )
         if lost := sorted(chosen.keys() - stored.keys()):
             raise ValueError(
                 f"model '{base.name}' lacks the weight of {len(lost)} linear layers that its config.json promises, "
-                f"'{lost[0]}' first: weights and config do not belong together"
+                f"'{lost[0]}' first: {_why_lost(base)}"
             )
         if unused := self._unused(base):
             raise ValueError(
                 f"model '{base.name}' stores {len(unused)} tensors of layers that its config.json does not have, "
                 f"'{unused[0]}' first: weights and config do not belong together"
             )
-        return [Layer(chosen[slot], slot, tuple(keys)) for slot, keys in stored.items() if slot in chosen]
+        return [
+            Layer(chosen[slot], slot, tuple(keys), self.views[slot]) for slot, keys in stored.items() if slot in chosen
+        ]
 
 
 def by_slot(architecture: Architecture, checkpoint: Checkpoint) -> dict[str, list[str]]:
@@ -110,6 +161,14 @@ def by_slot(architecture: Architecture, checkpoint: Checkpoint) -> dict[str, lis
     for key in checkpoint.tensors:
         slots.setdefault(architecture.slot(key), []).append(key)
     return slots
+
+
+def _why_lost(base: Checkpoint) -> str:
+    quantised = base.config.get("quantization_config")
+    if isinstance(quantised, dict):
+        method = quantised.get("quant_method", "quantisation")
+        return f"its weights are stored by {method}; name the model that it was quantised from"
+    return "weights and config do not belong together"
 
 
 def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
@@ -130,18 +189,27 @@ def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
 
 
 def _from_names(base: Checkpoint) -> nn.Module:
-    """Linear layers where the checkpoint has matrices that do not look like anything else."""
+    """Linear layers where the checkpoint has matrices that do not look like anything else.
+
+    Packed projections of an `nn.MultiheadAttention` and fused experts are told by the names of their parameters;
+    convolutions are left alone, since a shape does not tell their groups.
+    """
     root = nn.Module()
     for key, info in base.tensors.items():
         path = key.removesuffix(".weight")
-        if path == key or len(info.shape) != 2 or info.dtype not in FLOATS or _NOT_LINEAR.search(path):
-            continue
         *parents, last = path.split(".")
+        plain = path != key and len(info.shape) == 2
+        packed = path == key and len(info.shape) == _PACKED.get(last)
+        if not (packed or plain) or info.dtype not in FLOATS or _NOT_LINEAR.search(path):
+            continue
         module = root
         for name in parents:
             if name not in module._modules:
                 module.add_module(name, nn.Module())
             module = module.get_submodule(name)
+        if packed:
+            module.register_parameter(last, nn.Parameter(torch.empty(info.shape, device="meta")))
+            continue
         d_o, d_i = info.shape
         linear = nn.Linear(d_i, d_o, bias=False, device="meta")
         module.add_module(last, linear)

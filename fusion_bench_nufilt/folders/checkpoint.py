@@ -3,7 +3,7 @@
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,9 @@ class AdapterConfig(TypedDict, total=False):
     alpha_pattern: dict[str, FiniteFloat] | None
 
 
+Parts = Sequence[tuple[int, int]]  # first and last row of each part of a tensor
+
+
 class Checkpoint:
     """A model in safetensors, as headers until a tensor is asked for.
 
@@ -60,6 +63,7 @@ class Checkpoint:
     def __init__(self, name: str, folder: Path, tensors: Mapping[str, TensorInfo], *, remote: bool = False) -> None:
         self.name, self.folder, self.tensors, self.remote = name, folder, dict(tensors), remote
         self._open: dict[str, TensorFile] = {}
+        self._parts: Mapping[str, Parts] = {}
 
     @classmethod
     def open(cls, name: str) -> "Checkpoint":
@@ -94,6 +98,15 @@ class Checkpoint:
         if self.remote:
             local = self.from_folder(self.name, hub.download(self.name, self.folder, self.files))
             self.folder, self.tensors, self._open, self.remote = local.folder, local.tensors, local._open, False
+            self.split(self._parts)
+
+    def split(self, parts: Mapping[str, Parts]) -> None:
+        """Take rows of some tensors as tensors of their own, each under the key of its tensor with :func:`part`."""
+        self._parts = parts
+        for key, info in list(self.tensors.items()):
+            del self.tensors[key]  # and put it back, so that the order stays
+            rows = parts.get(key)
+            self.tensors |= {part(key, row): info.rows(*row) for row in rows} if rows else {key: info}
 
     @property
     def label(self) -> str:
@@ -194,6 +207,11 @@ class Checkpoint:
         if not is_finite(tensor):
             raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")
         return tensor, digest(tensor)
+
+
+def part(key: str, rows: tuple[int, int]) -> str:
+    """Name of a part of a tensor."""
+    return f"{key}[{rows[0]}:{rows[1]}]"
 
 
 def is_adapter(folder: Path) -> bool:

@@ -55,6 +55,7 @@ def nufilt_json(plan: Plan, records: Sequence[Mapping[str, Any]], run: str) -> s
         "inputs": inputs,
         "settings": {**dataclasses.asdict(plan.config), **dataclasses.asdict(plan.targets), "seed": plan.settings.seed},
         "accumulate": plan.settings.accumulate,
+        "coverage": plan.coverage.as_dict(),
         "linear_layers_known_from": plan.origin,
         "tensors": {"merged": len(plan.layers), "averaged": len(plan.averaged), "copied": plan.copied},
         "sha256": _digest((record["slot"], [entry[3] for entry in record["written"]]) for record in records),
@@ -97,7 +98,7 @@ without data and without training, of these models in this order:
 
 {stream}
 
-{len(plan.layers)} linear layers were merged (null_rank {config.null_rank}, lora_rank {config.lora_rank}, task_rank
+{len(plan.layers)} layers were merged (null_rank {config.null_rank}, lora_rank {config.lora_rank}, task_rank
 {config.task_rank}, seed {plan.settings.seed}); all other tensors {rest[plan.targets.other_params]}. `nufilt.json` has
 every setting, digests of all inputs and a report for every layer of the last merge. To merge one more model into this
 one:

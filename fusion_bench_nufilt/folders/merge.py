@@ -127,13 +127,15 @@ class _Merge:
         reports: dict[str, list[Record]] = {layer.slot: [] for layer in layers}
         theta_0, running = {}, {}
         for layer in layers:
-            theta_0[layer.name], read[layer.slot]["base"] = plan.base.read(layer.keys[0])
+            weight, read[layer.slot]["base"] = plan.base.read(layer.keys[0])
+            theta_0[layer.name] = layer.view.matrix(weight)
             running[layer.name] = theta_0[layer.name]
             if plan.merged is not None:
                 weight, read[layer.slot]["merged"] = plan.merged.weight(layer.slot)
-                running[layer.name] = weight.to(plan.dtype(layer.keys[0]))
+                running[layer.name] = layer.view.matrix(weight).to(plan.dtype(layer.keys[0]))
             if plan.state is not None and layer.slot in plan.state.keys:
                 weight, read[layer.slot]["state"] = plan.state.weight(layer.slot)
+                weight = layer.view.matrix(weight)
                 if not torch.equal(weight.to(running[layer.name].dtype), running[layer.name]):
                     raise ValueError(
                         f"'{plan.state.checkpoint.name}' does not belong to the weights beside it: '{layer.name}' "
@@ -149,7 +151,8 @@ class _Merge:
                 continue
             theta_t = {}
             for layer in changed:
-                theta_t[layer.name], read[layer.slot][f"task {number}"] = task.weight(layer.slot)
+                new, read[layer.slot][f"task {number}"] = task.weight(layer.slot)
+                theta_t[layer.name] = layer.view.matrix(new) if isinstance(new, Tensor) else new
             step = plan.first_step + number
             fused, report = fuse_layers(
                 {layer.name: theta_0[layer.name] for layer in changed},
@@ -170,9 +173,9 @@ class _Merge:
                 {"slot": layer.slot, "written": written, "read": read[layer.slot], "reports": reports[layer.slot]}
             )
 
-    def _write(self, layer: Layer, weight: Tensor) -> list[tuple[str, int, int, str]]:
+    def _write(self, layer: Layer, matrix: Tensor) -> list[tuple[str, int, int, str]]:
         """Write a layer wherever the base has it, and in float32 if that is kept."""
-        written = []
+        written, weight = [], layer.view.part(matrix)
         if self.plan.keeps_state:
             start, wide = self._state_offsets[layer.slot], weight.to(torch.float32)
             self.output.write(STATE_FILE, raw(wide), start)

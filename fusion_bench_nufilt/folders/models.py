@@ -17,7 +17,6 @@ _PREFIX = "base_model.model."
 # What changes the base's own weights or adds other terms than B A.
 _REFUSED = {
     "use_dora": "DoRA, whose update is no B A but rescales the whole weight",
-    "fan_in_fan_out": "fan_in_fan_out, for transposed (Conv1D) layers, which are not merged",
     "lora_bias": "lora_bias",
     "use_qalora": "QALoRA",
     "kasa_config": "KaSA, which truncates the base",
@@ -38,7 +37,7 @@ class Task(Protocol):
     keys: dict[str, str]  # of its checkpoint, for the slots that it has in full
 
     def weight(self, slot: str) -> tuple[Tensor | LowRank, str]:
-        """The weight of a linear layer, or the factors of its update, and the digest of what was read for it."""
+        """What a slot with a layer holds, or the factors of the layer's update, and the digest of what was read."""
 
     def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor | None:
         """Elements of a flattened tensor outside the merged layers, given the base's; None: it has none."""
@@ -52,6 +51,7 @@ class FullModel:
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.checkpoint = checkpoint
+        architecture.split(checkpoint)
         # Where a model that the base ties is stored untied, the slot's own name wins: the embedding, not the head.
         self.keys = {
             slot: next((key for key in keys if architecture.module_name(key) == slot), keys[0])
@@ -87,6 +87,8 @@ class LoraAdapter:
         self.checkpoint = checkpoint
         self.config: Mapping[str, Any] = checkpoint.adapter_config
         self._check_kind()
+        architecture.split(checkpoint)
+        self._transposed = {slot for slot, view in architecture.views.items() if view.transposed}
         self.pairs: dict[str, tuple[str, str, float]] = {}  # key of A, key of B, scaling
         self.keys: dict[str, str] = {}  # keys of whole tensors
         self.slots: dict[str, tuple[int, ...]] = {}
@@ -109,7 +111,12 @@ class LoraAdapter:
                     )
                 d_o = shape_b[0]
                 self.pairs[slot] = key, key_b, self._scaling(module, rank)
-                self.slots[slot] = d_o, d_i
+                self.slots[slot] = (d_i, d_o) if slot in self._transposed else (d_o, d_i)
+                if self.config.get("fan_in_fan_out") and slot not in self._transposed:
+                    raise ValueError(
+                        f"adapter '{checkpoint.name}' is for transposed layers (fan_in_fan_out), and '{slot}' of the "
+                        "base is none"
+                    )
             elif ".base_layer." in name:
                 continue  # the base's own weight, which peft saves along with an adapted embedding or head
             elif ".lora_" not in name:
@@ -160,6 +167,8 @@ class LoraAdapter:
             return theta_0
         update, _ = self.weight(slot)
         assert isinstance(update, LowRank)
+        if slot in self._transposed:
+            update = LowRank(update.right.T, update.left.T)
         d_i, wide = update.shape[1], torch.promote_types(theta_0.dtype, torch.float32)
         first, last = start // d_i, -(-stop // d_i)  # the rows that hold these elements
         rows = LowRank(update.left[first:last], update.right).product().flatten()

@@ -10,7 +10,7 @@ import torch
 
 from fusion_bench_nufilt.core import FusionConfig, options
 from fusion_bench_nufilt.core.options import check_choices, check_whole
-from fusion_bench_nufilt.layers import TargetConfig
+from fusion_bench_nufilt.layers import Coverage, TargetConfig
 
 from .architecture import Layer
 from .checkpoint import Checkpoint
@@ -69,8 +69,9 @@ class Plan:
     config: FusionConfig
     targets: TargetConfig
     settings: Settings
-    origin: str  # where the linear layers are known from
+    origin: str  # where the layers are known from
     layers: list[Layer]
+    coverage: Coverage  # how much of the model they are
     others: dict[str, tuple[str, ...]]  # the base's other keys, by slot
     averaged: set[str]  # slots of `others` that other_params changes
     first_step: int
@@ -115,8 +116,7 @@ class Plan:
         wide = 8 if dtype == torch.float64 else 4
         running = wide if self.settings.accumulate == "float32" or self.state else dtype.itemsize
         task = max(self._itemsize(task, layer.slot) for task in self.tasks)
-        shape = self.base.tensors[layer.keys[0]].shape
-        return layer_memory(shape, dtype.itemsize + running + task, wide=wide, on_cpu=self.on_cpu)
+        return layer_memory(layer.view.shape, dtype.itemsize + running + task, wide=wide, on_cpu=self.on_cpu)
 
     def _itemsize(self, task: Task, slot: str) -> int:
         """Bytes per element of a task's weight as stored; the factors of a LoRA are too thin to count."""
@@ -127,8 +127,7 @@ class Plan:
         """What is worked on at a time: one layer on a CPU, else as many of a kind as are solved together."""
         groups: dict[tuple[tuple[int, ...], str], list[Layer]] = defaultdict(list)
         for layer in layers:
-            info = self.base.tensors[layer.keys[0]]
-            groups[info.shape, info.dtype].append(layer)
+            groups[layer.view.shape, self.base.tensors[layer.keys[0]].dtype].append(layer)
         for ((d_o, d_i), _), group in groups.items():
             size = 1 if self.on_cpu else BATCH_BYTES // (4 * (5 * d_o * d_i + 3 * d_i**2))
             if self.settings.max_memory is not None:
@@ -173,5 +172,5 @@ class Plan:
 
     def predict_seconds(self) -> float:
         """Rough time on a CPU."""
-        shapes = [self.base.tensors[layer.keys[0]].shape for layer in self.layers]
+        shapes = [layer.view.shape for layer in self.layers]
         return predict_seconds(shapes, self.config) * len(self.tasks) / self.workers

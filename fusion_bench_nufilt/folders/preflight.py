@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.files import MANIFEST
 from fusion_bench_nufilt.json_files import Count, read_json
-from fusion_bench_nufilt.layers import TargetConfig
+from fusion_bench_nufilt.layers import TargetConfig, coverage
 
 from .architecture import Architecture, Layer, by_slot
 from .checkpoint import Checkpoint, is_adapter, some
@@ -61,19 +61,21 @@ def plan_merge(
     if is_adapter(theta_0.folder):
         raise ValueError(f"the base '{base}' is an adapter: name the model that it was trained on")
     architecture = Architecture(theta_0)
+    whole = FullModel(theta_0, architecture)
     layers = architecture.layers(theta_0, targets.target_modules, targets.exclude_modules)
     chosen = {layer.slot for layer in layers}
     theta_0.check_floats(key for layer in layers for key in layer.keys)
     theta_0.small_files()
-    whole = FullModel(theta_0, architecture)
+    covered = coverage(architecture.model, {layer.name: layer.view for layer in layers}, targets)
     so_far = None if merged is None else FullModel(_open_merged(merged), architecture)
     models = [open_task(task, architecture) for task in tasks]
     manifest = (so_far and read_json(so_far.checkpoint.folder / MANIFEST, Manifest)) or {}
     warnings = [] if so_far is None else _check_merged(whole, so_far, manifest, config, targets, settings)
     if twice := _given_twice(models):
         warnings.append(f"{some(twice)} comes more than once in the stream")
+    warnings += [covered.warning] if covered.warning else []
     for model in models:
-        warnings += _check_shapes(whole, model, chosen, targets)
+        warnings += _check_shapes(architecture, whole, model, chosen, targets)
         if targets.other_params == "pretrained" and isinstance(model, LoraAdapter):
             outside = [slot for slot in model.pairs if slot not in chosen]
             warnings += [f"adapter '{model.checkpoint.name}' also changes {some(outside)}: ignored"] if outside else []
@@ -106,6 +108,7 @@ def plan_merge(
         settings=settings,
         origin=architecture.origin,
         layers=layers,
+        coverage=covered,
         others=others,
         averaged=averaged,
         first_step=first_step,
@@ -134,20 +137,24 @@ def _open_merged(name: str) -> Checkpoint:
     return checkpoint
 
 
-def _check_shapes(base: FullModel, model: FullModel | Task, chosen: set[str], targets: TargetConfig) -> list[str]:
+def _check_shapes(
+    architecture: Architecture, base: FullModel, model: FullModel | Task, chosen: set[str], targets: TargetConfig
+) -> list[str]:
     """Shapes and keys of one model against the base's; what deserves a warning."""
     name, adapter = model.checkpoint.name, isinstance(model, LoraAdapter)
     kept = []
     for slot, shape in model.slots.items():
-        if slot not in base.slots:
+        parts = architecture.parts(slot)  # of a tensor that was not split, since it has another shape
+        expected = architecture.shape(slot) if parts else base.slots.get(slot)
+        if expected is None:
             if adapter and slot not in model.keys:
                 raise ValueError(f"adapter '{name}' is for another base: '{base.checkpoint.name}' has no '{slot}'")
-        elif shape != base.slots[slot]:
-            outside = slot not in chosen
+        elif shape != expected:
+            outside = chosen.isdisjoint([slot, *parts])
             if not outside or targets.on_shape_mismatch == "error":
                 hint = "; --on-shape-mismatch keep-base leaves it as it is in the base" if outside else ""
                 raise ValueError(
-                    f"model '{name}', tensor '{slot}': shape {shape} differs from {base.slots[slot]} of the base "
+                    f"model '{name}', tensor '{slot}': shape {shape} differs from {expected} of the base "
                     f"'{base.checkpoint.name}': it comes from another base, or its vocabulary was changed{hint}"
                 )
             kept.append(slot)

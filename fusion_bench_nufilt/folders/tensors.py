@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -37,6 +37,12 @@ class TensorInfo:
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
+
+    def rows(self, first: int, last: int) -> "TensorInfo":
+        """These entries of the first dimension, which follow each other in the file, as a tensor of their own."""
+        size = self.nbytes // self.shape[0]
+        start, shape = self.start + first * size, (last - first, *self.shape[1:])
+        return replace(self, shape=shape, start=start, stop=start + (last - first) * size)
 
 
 class TensorFile:

@@ -40,9 +40,12 @@ class Coverage:
             text += f" and {self.merged_share_of_blocks:.1%} of those in blocks"
         text += f"; {others} other parameters ({1 - share:.1%}) are {self.rest}"
         if self.left_out:
-            names = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in self.left_out.items())
-            text += f"; matrices in blocks that are not merged: {names}"
+            text += f"; matrices in blocks that are not merged: {self.names_left_out}"
         return text
+
+    @property
+    def names_left_out(self) -> str:
+        return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in self.left_out.items())
 
     def as_dict(self) -> dict[str, object]:
         """For a JSON file."""
@@ -72,7 +75,7 @@ def coverage(model: nn.Module, layers: Mapping[str, View], targets: TargetConfig
             total, merged = total + size, merged + done
             if re.fullmatch(r"(.*\.)?\d+\..*", name):
                 blocks, merged_in_blocks = blocks + size, merged_in_blocks + done
-                if done < size and looks_like_matrix(module, parameter):
+                if done < size and looks_like_matrix(module, attribute, parameter):
                     left_out[re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", join(name, attribute))] += 1
     share, count = merged / total, sum(1 for elements in in_layers.values() if elements)
     rest, nothing = (len(seen) - count, 1 - share), (0, 0.0)

@@ -84,9 +84,10 @@ def is_quantised(attribute: str, tensor: Tensor) -> bool:
     return "weight" in attribute and tensor.dtype not in FLOATS
 
 
-def looks_like_matrix(module: nn.Module, parameter: Tensor) -> bool:
+def looks_like_matrix(module: nn.Module, attribute: str, parameter: Tensor) -> bool:
     """Whether a parameter has the shape of a matrix or of several, and is no table of vectors."""
-    return _long_sides(parameter) >= 2 and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    table = isinstance(module, nn.Embedding | nn.EmbeddingBag) or attribute.endswith("bias")
+    return _long_sides(parameter) >= 2 and not table
 
 
 def join(name: str, attribute: str) -> str:
