@@ -2,13 +2,15 @@
 
 import sys
 from importlib import import_module
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 COMMANDS = {
     "merge": "Merge fine-tuned models into one, layer by layer, without loading a model.",
+    "push": "Upload a merged folder to the Hugging Face hub.",
     "compare": "Compare continual merging methods over task orders.",
     "analyze": "Ask why a merge works: subspaces of data and task vectors, what methods move, what collides.",
 }
@@ -17,8 +19,18 @@ _SETTINGS: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable"
 app = typer.Typer(no_args_is_help=True, **_SETTINGS)
 
 
+def _print_versions(wanted: bool) -> None:
+    if wanted:
+        print(", ".join(f"{name} {version(name)}" for name in ("fusion-bench-nufilt", "fusion-bench", "torch")))
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    versions: Annotated[
+        bool, typer.Option("--version", help="Print the versions and stop.", callback=_print_versions, is_eager=True)
+    ] = False,
+) -> None:
     """Null-space filtering (NUFILT): merge checkpoints of any size, compare merging methods."""
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,19 +11,24 @@ from .terminal import terminal
 
 def compare(
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Further arguments of fusion_bench.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Further arguments of fusion_bench.")
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option(help="[LABEL=]NAME[:KEY=VALUE]..., separated by commas; all: NUFILT and the data-free baselines."),
+        typer.Option(
+            help="[LABEL=]NAME[:KEY=VALUE]..., separated by commas; all means NUFILT and the data-free baselines, and "
+            "is what is compared if nothing else is said."
+        ),
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="Methods of the paper: ablation, sensitivity or paper.")] = None,
+    preset: Annotated[
+        Literal["ablation", "sensitivity", "paper"] | None, typer.Option(help="Methods of the paper.")
+    ] = None,
     modelpool: Annotated[str, typer.Option(help="Models, as fusion_bench names them.")] = "nufilt_demo",
     seeds: Annotated[str, typer.Option(help="Task orders: 42, 42,45 or 42:52 (42 to 51, the paper's ten).")] = "42",
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("outputs/compare"),
     evaluate: Annotated[
-        str,
-        typer.Option(help="last (ACC), diagonal (also BWT), every_step, or every_step_all (also FWT)."),
+        Literal["last", "diagonal", "every_step", "every_step_all"],
+        typer.Option(help="What is scored: last is enough for ACC, diagonal for BWT, too, every_step_all for FWT."),
     ] = "every_step",
     jobs: Annotated[int, typer.Option(help="Runs at a time, each in a process of its own.")] = 1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete what OUT holds and start again.")] = False,
@@ -39,6 +44,8 @@ def compare(
         from fusion_bench_nufilt.continual.report import fits_terminal, print_table
 
         words = list(overrides or ())
+        if not preset:
+            methods = methods or "all"
         specs = room.parse_methods(methods, room.Methods(words)) if methods else []
         specs += room.preset_specs(preset, modelpool, words) if preset else []
         try:
@@ -48,7 +55,7 @@ def compare(
                 room.parse_seeds(seeds),
                 out,
                 overrides=words,
-                evaluate=evaluate,  # type: ignore[arg-type]
+                evaluate=evaluate,
                 overwrite=overwrite,
                 preset=preset,
                 jobs=jobs,

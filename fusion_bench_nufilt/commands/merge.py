@@ -1,5 +1,6 @@
 """`nufilt merge`: checkpoint folders of any size."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,46 +10,67 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fusion_bench_nufilt.core import FusionConfig
+from fusion_bench_nufilt.core.options import split_options
 from fusion_bench_nufilt.folders import Plan, Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.folders.destination import check_disk, check_output
 from fusion_bench_nufilt.folders.models import LoraAdapter
 from fusion_bench_nufilt.layers import TargetConfig
 
-from .options import from_command_line, takes_options
+from .options import as_bytes, takes_options, typed_values
+from .recipe import gather
 from .terminal import shown, terminal
 
+KINDS = (FusionConfig, TargetConfig, Settings)
 
-@takes_options(FusionConfig, TargetConfig, Settings)
+
+@takes_options(*KINDS)
 def merge(
-    base: Annotated[str, typer.Option(help="Pretrained model: folder or hub name.", rich_help_panel="Models")],
-    task: Annotated[
-        list[str],
-        typer.Option(help="Fine-tuned model or peft LoRA adapter; repeat it for a stream.", rich_help_panel="Models"),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder to make.", rich_help_panel="Models")],
+    context: typer.Context,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RECIPE|KEY=VALUE",
+            help="RECIPE is a YAML file with base, tasks, out and settings, or the nufilt.json of a result; options "
+            "win over it. KEY=VALUE is another way to write an option, such as null_rank=64.",
+        ),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Pretrained model: folder or hub name.", rich_help_panel="Models")
+    ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--task",
+            help="Fine-tuned model or peft LoRA adapter; repeat it for a stream.",
+            rich_help_panel="Models",
+        ),
+    ] = None,
     merged: Annotated[
         str | None, typer.Option(help="What is merged so far, to add to it.", rich_help_panel="Models")
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check, print the plan, stop.", rich_help_panel="Machine")
-    ] = False,
+    out: Annotated[str | None, typer.Option(help="Folder to make.", rich_help_panel="Models")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the plan, stop.")] = False,
     **options: Any,
 ) -> None:
     """Merge fine-tuned models into one, layer by layer, without loading a model."""
-    out = out.expanduser()  # the shell leaves the ~ of --out=~/merged as it is
     with terminal() as console:
-        kinds = (FusionConfig, TargetConfig, Settings)
-        plan = plan_merge(base, task, merged, *from_command_line(kinds, options))
-        _print_plan(console, plan, out)
+        typed = typed_values(context, {"base": base, "tasks": tasks, "merged": merged, "out": out, **options})
+        recipe = gather(words or (), typed, [field.name for kind in KINDS for field in fields(kind)])
+        if recipe.get("max_memory") is not None:
+            recipe["max_memory"] = as_bytes(recipe["max_memory"])
+        (config, targets, settings), models = split_options(KINDS, recipe)
+        plan = plan_merge(models["base"], models["tasks"], models.get("merged"), config, targets, settings)
+        folder = Path(models["out"]).expanduser()  # the shell leaves the ~ of --out=~/merged as it is
+        _print_plan(console, plan, folder)
         if dry_run:
-            if not check_output(plan, out):
-                check_disk(plan, out)
+            if not check_output(plan, folder):
+                check_disk(plan, folder)
             return
         columns = (TextColumn("Merging"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             bar = progress.add_task("", total=len(plan.layers) + len(plan.others))
-            merge_folders(plan, out, lambda done, total: progress.update(bar, completed=done, total=total))
-        console.print(f"[bold]{shown(str(out))}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
+            merge_folders(plan, folder, lambda done, total: progress.update(bar, completed=done, total=total))
+        console.print(f"[bold]{shown(str(folder))}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
 
 
 def _print_plan(console: Console, plan: Plan, out: Path) -> None:

@@ -8,8 +8,9 @@ from inspect import Parameter
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from fusion_bench_nufilt.core.options import choices, split_options
+from fusion_bench_nufilt.core.options import choices
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
@@ -32,7 +33,7 @@ def takes_options(*kinds: type) -> Callable[[_Command], _Command]:
 
 
 def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
-    """Type and default of an option as it is typed on the command line."""
+    """Type and default of an option on the command line."""
     if values := choices(option):
         words = tuple(str(value).lower() if isinstance(value, bool) else value for value in values)
         return Literal[words], words[values.index(option.default)]
@@ -43,19 +44,20 @@ def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
     return option.type, option.default
 
 
-def from_command_line(kinds: Sequence[type], typed: Mapping[str, Any]) -> list[Any]:
-    """One object of each dataclass from what was typed.
-
-    Raises:
-        ValueError: a value out of its range; names the option.
-    """
-    options = dict(typed)
+def typed_values(context: typer.Context, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options that were typed and not left at their defaults, as they would stand in YAML."""
+    values = {key: value for key, value in options.items() if _was_typed(context, key)}
     for key in ("target_modules", "exclude_modules"):
-        options[key] = patterns(options[key])
-    options["target_modules"] = options["target_modules"] or "auto"
-    options["null_space"] = {"true": True, "false": False}.get(options["null_space"], options["null_space"])
-    options["max_memory"] = _bytes(options["max_memory"])
-    return split_options(kinds, options)[0]
+        if key in values:
+            values[key] = patterns(values[key])
+    if (word := values.get("null_space")) in ("true", "false"):
+        values["null_space"] = word == "true"
+    return values
+
+
+def _was_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def patterns(words: list[str] | None) -> str | list[str] | None:
@@ -67,12 +69,9 @@ def patterns(words: list[str] | None) -> str | list[str] | None:
     return words
 
 
-def _bytes(size: str | None) -> int | None:
+def as_bytes(size: object) -> int:
     """``4GB``, ``500MB``, ``4GiB`` or a plain number of bytes."""
-    if size is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", size.strip().lower())
-    if not match:
-        raise ValueError(f"max_memory must be a size such as 4GB, got '{size}'")
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
+    try:
+        return TypeAdapter(ByteSize).validate_python(size)
+    except ValidationError:
+        raise ValueError(f"max_memory must be a size such as 4GB, got '{size}'") from None

@@ -53,8 +53,11 @@ def nufilt_json(plan: Plan, records: Sequence[Mapping[str, Any]], run: str) -> s
         "step": plan.last_step,
         "tasks": plan.history + [task.checkpoint.label for task in plan.tasks],
         "inputs": inputs,
-        "settings": {**dataclasses.asdict(plan.config), **dataclasses.asdict(plan.targets), "seed": plan.settings.seed},
-        "accumulate": plan.settings.accumulate,
+        "settings": {
+            **dataclasses.asdict(plan.config),
+            **dataclasses.asdict(plan.targets),
+            **{key: getattr(plan.settings, key) for key in ("seed", "accumulate", "device")},
+        },
         "coverage": plan.coverage.as_dict(),
         "linear_layers_known_from": plan.origin,
         "tensors": {"merged": len(plan.layers), "averaged": len(plan.averaged), "copied": plan.copied},
@@ -84,10 +87,11 @@ def model_card(plan: Plan) -> str:
     tasks = plan.history + [task.checkpoint.label for task in plan.tasks]
     stream = "\n".join(f"{number}. {task}" for number, task in enumerate(tasks, 1))
     config = plan.config
+    hub_name = plan.base.label.partition("@")[0]
+    base = f"base_model: {json.dumps(hub_name)}\n" if "/" in hub_name else ""  # the hub refuses a folder's name
     rest = {"pretrained": "are the base's", "first": "are the first task's", "mean": "are averaged over the tasks"}
     return f"""---
-base_model: {json.dumps(plan.base.label)}
-library_name: transformers
+{base}library_name: transformers
 tags: [merge, model-merging, nufilt]
 ---
 

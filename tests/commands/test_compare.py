@@ -23,9 +23,6 @@ def test_a_comparison_ends_with_its_tables_and_files(demo, tmp_path):
         (("--methods", "opmc"), "there is no method 'opmc'"),
         (("--methods", "nufilt", "--seeds", "x"), "seeds must be like"),
         (("--methods", "nufilt", "--modelpool", "nothing"), "nothing"),
-        (("--methods", "nufilt", "--evaluate", "never"), "evaluate must be one of"),
-        (("--preset", "best"), "there is no preset 'best'"),
-        ((), "there is no method to compare"),
     ],
 )
 def test_what_is_wrong_with_a_comparison_is_one_message_and_exit_code_1(tmp_path, arguments, message):
@@ -64,3 +61,29 @@ def test_a_comparison_of_failures_only_is_a_failure(demo, tmp_path):
     code, text = nufilt("compare", "--methods", "nufilt:bogus=1", "--out", tmp_path / "out", *QUICK)
     assert code == 1
     assert "nufilt:bogus=1 failed on seed 42: Could not override 'method.bogus'" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "choices"),
+    [
+        ("--evaluate", ["last", "diagonal", "every_step", "every_step_all"]),
+        ("--preset", ["ablation", "sensitivity", "paper"]),
+    ],
+)
+def test_a_word_that_is_no_choice_is_refused_with_the_choices(option, choices):
+    code, text = nufilt("compare", option, "best")
+    assert code == 2
+    assert all(f"'{choice}'" in text for choice in choices)
+
+
+def test_the_bare_command_compares_nufilt_and_the_baselines_on_the_demo(monkeypatch):
+    asked = {}
+
+    def compare(modelpool, specs, seeds, out, **options):
+        asked.update(modelpool=modelpool, methods=[spec.label for spec in specs], seeds=seeds)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("fusion_bench_nufilt.compare.compare", compare)
+    assert nufilt("compare")[0] == 1
+    assert (asked["modelpool"], asked["seeds"]) == ("nufilt_demo", [42])
+    assert {"nufilt", "opcm", "wudi", "task_arithmetic"} <= set(asked["methods"])

@@ -37,8 +37,8 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
     ("flags", "message"),
     [
         (["--null-rank", "-1"], "null_rank must be a whole number"),
-        (["--target-modules", "typo"], "'typo' of ['typo'] names no linear layer"),
-        (["--target-modules", r".*\.nothing"], "leave no linear layer"),
+        (["--target-modules", "typo"], "'typo' of ['typo'] names no layer"),
+        (["--target-modules", r".*\.nothing"], "leave no layer"),
         (["--max-memory", "lots"], "max_memory must be a size such as 4GB"),
         (["--max-memory", "1MB"], "is below the"),
     ],
