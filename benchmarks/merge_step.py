@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
@@ -34,12 +34,19 @@ from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, loop_gram
 from fusion_bench_nufilt.core.projector import null_space_filter, protected_subspace
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 
+# Convolutions as matrices: in each stage those of the blocks (reducing, 3 x 3, expanding), and the shortcut's.
+RESNET_50: Counter[tuple[int, int]] = Counter()
+for width, blocks, d_i in ((64, 3, 64), (128, 4, 256), (256, 6, 512), (512, 3, 1024)):
+    RESNET_50.update({(width, d_i): 1, (width, 4 * width): blocks - 1, (width, 9 * width): blocks})
+    RESNET_50.update([(4 * width, width)] * blocks + [(4 * width, d_i)])
 # Merged layers: how many of which shape (d_o, d_i).
 MODELS = {
     "clip-b32": {(768, 768): 48, (3072, 768): 12},
     "clip-b16": {(768, 768): 48, (3072, 768): 12},
     "clip-l14": {(1024, 1024): 96, (4096, 1024): 24},
     "flan-t5-base": {(768, 768): 144, (2048, 768): 48, (768, 2048): 24},
+    "gpt2-small": {(2304, 768): 12, (768, 768): 12, (3072, 768): 12, (768, 3072): 12},
+    "resnet-50": RESNET_50,
     "llama-7b-block": {(4096, 4096): 4, (11008, 4096): 2, (4096, 11008): 1},
     "tiny": {(192, 160): 4, (160, 192): 2},
 }
