@@ -47,7 +47,7 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], None] = l
     layers = []
     for each in plan.layers:
         d_o, d_i = plan.base.tensors[each.keys[0]].shape
-        layers.append(Layer(each.name, each.name, (d_o, d_i)))
+        layers.append(Layer(each.name, (d_o, d_i)))
     found = []
     for result in map_layers(examine, range(len(layers)), torch.device("cpu")):
         found.append(result)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 from fusion_bench_nufilt.core.workers import map_layers
+from fusion_bench_nufilt.layers.views import View
 
 from .bounds import corollary_bound
 from .inputs import TaskInputs
@@ -20,9 +21,9 @@ from .surrogates import data_free_losses, layer_losses
 Weights = dict[str, Tensor]
 
 
-def weights_of(model: nn.Module, layers: Sequence[Layer]) -> Weights:
+def weights_of(model: nn.Module, views: Mapping[str, View]) -> Weights:
     """Copies of the merged layers' weights, in float32 at least."""
-    found = {layer.name: model.get_parameter(f"{layer.module}.weight").detach() for layer in layers}
+    found = {name: view.read(model) for name, view in views.items()}
     return {name: W.to("cpu", torch.promote_types(W.dtype, torch.float32), copy=True) for name, W in found.items()}
 
 
@@ -32,6 +33,7 @@ class Meter:
     Args:
         method: its label.
         layers: the same for all methods.
+        views: where models hold them.
         pretrained: weights of these layers.
         moments: of every task.
         config: the ranks of the data-free losses; the method's own where it has some.
@@ -44,6 +46,7 @@ class Meter:
         self,
         method: str,
         layers: Sequence[Layer],
+        views: Mapping[str, View],
         pretrained: Weights,
         moments: Mapping[str, MomentFile],
         config: FusionConfig,
@@ -53,7 +56,8 @@ class Meter:
         model: nn.Module | None = None,
     ) -> None:
         self.rows: list[LossRow] = []
-        self._method, self._layers, self._pretrained, self._moments = method, layers, pretrained, moments
+        self._method, self._layers, self._views = method, layers, views
+        self._pretrained, self._moments = pretrained, moments
         self._config, self._bounds, self._inputs = config, bounds, inputs or {}
         self._before, self._model_before = pretrained, deepcopy(model) if inputs else None
         self._seen: list[str] = []
@@ -67,7 +71,7 @@ class Meter:
             merged: the model after it.
             own: the task's fine-tuned model.
         """
-        new, theirs, moments = weights_of(merged, self._layers), weights_of(own, self._layers), self._moments[task]
+        new, theirs, moments = weights_of(merged, self._views), weights_of(own, self._views), self._moments[task]
 
         def measure(layer: Layer) -> LossRow:
             return self._measure(layer, task, new[layer.name], theirs[layer.name], moments)

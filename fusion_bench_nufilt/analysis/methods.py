@@ -52,6 +52,7 @@ def measure_methods(
         meter = Meter(
             spec.label,
             pool.layers,
+            pool.views,
             pool.weights,
             pool.moments,
             _ranks(config),
@@ -105,6 +106,7 @@ def measure_run(
     meter = Meter(
         label,
         pool.layers,
+        pool.views,
         pool.weights,
         pool.moments,
         _ranks(run),

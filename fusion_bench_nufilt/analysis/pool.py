@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fusion_bench_nufilt.compare.workbench import Workbench
 from fusion_bench_nufilt.core.workers import map_layers
-from fusion_bench_nufilt.layers import check_model, layer_name, select_layers
+from fusion_bench_nufilt.layers import check_model, select_layers
+from fusion_bench_nufilt.layers.views import View
 
 from .affinity import affinity, affinity_by_rank
 from .bounds import check_theorem, split_by_data
@@ -57,8 +58,8 @@ class PoolAnalysis:
         self.workbench, self.name, self.config, self.folder = workbench, name, config, folder
         self.pretrained: nn.Module = workbench.modelpool.load_pretrained_model()
         self.tasks = workbench.tasks
-        self.layers = merged_layers(self.pretrained, target_modules)
-        self.weights: Weights = weights_of(self.pretrained, self.layers)
+        self.layers, self.views = merged_layers(self.pretrained, target_modules)
+        self.weights: Weights = weights_of(self.pretrained, self.views)
         taskpool = workbench.evaluator.taskpool
         self.inputs = {task: task_inputs(taskpool, task, config.samples, config.seed) for task in self.tasks}
         for task, inputs in self.inputs.items():
@@ -93,7 +94,7 @@ class PoolAnalysis:
     def load(self, task: str) -> nn.Module:
         """A task's model, if it can be merged."""
         model: nn.Module = self.workbench.modelpool.load_model(task)
-        check_model(self.pretrained, model, [f"{layer.module}.weight" for layer in self.layers], name=task)
+        check_model(self.pretrained, model, {view.key for view in self.views.values()}, name=task)
         return model
 
     def look(self, on_task: Callable[[], Any] = lambda: None) -> Analysis:
@@ -105,7 +106,7 @@ class PoolAnalysis:
         for task in self.tasks:
             model = self.load(task)
             moments = self.moments[task] = self._record(task, model)
-            theirs = weights_of(model, self.layers)
+            theirs = weights_of(model, self.views)
             subspaces = self._data_subspaces(moments)
             data.append(subspaces)
 
@@ -192,17 +193,21 @@ class PoolAnalysis:
         return A, curve
 
 
-def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> list[Layer]:
-    """The linear layers that are merged; of an encoder-decoder model those of the encoder."""
+def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> tuple[list[Layer], dict[str, View]]:
+    """The linear layers that are merged, and where the model holds them; of an encoder-decoder the encoder's.
+
+    Raises:
+        ValueError: none of the merged layers is a linear layer by itself.
+    """
     chosen = select_layers(model, target_modules)
-    layers = [
-        Layer(layer_name(key), key.removesuffix(".weight"), (weight.shape[0], weight.shape[1]))
-        for key, weight in chosen.items()
-    ]
+    views = {name: view for name, view in chosen.items() if view.linear and view.name == view.module}
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        layers = [layer for layer in layers if layer.name.startswith("encoder.")]
-        log.info("an encoder-decoder model: %d layers of its encoder are looked at", len(layers))
-    return layers
+        views = {name: view for name, view in views.items() if name.startswith("encoder.")}
+    if not views:
+        raise ValueError(f"none of the {len(chosen)} merged layers of {type(model).__name__} has inputs to be recorded")
+    if len(views) < len(chosen):
+        log.info("%d of %d merged layers are looked at: linear layers, of an encoder", len(views), len(chosen))
+    return [Layer(name, view.shape, view.module) for name, view in views.items()], views
 
 
 def _theorem_rows(task: str, layer: Layer, tau: Tensor, V_d: Tensor, task_rank: int) -> list[TheoremRow]:

@@ -1,7 +1,6 @@
 """Second moments of the inputs of a model's layers, recorded while it runs and kept in safetensors files."""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -78,7 +77,7 @@ def record_moments(
     (folder / "about.json").unlink(missing_ok=True)
     files: dict[str, str] = {}
     for number, group in enumerate(_groups(model, sorted(set(owner.values())), max_memory)):
-        moments = {name: RunningMoment(_linear(model, name).in_features) for name in group}
+        moments = {name: RunningMoment(_width(model, name)) for name in group}
         with _watching(model, group, lambda name, X, into=moments: into[name].add(X)):  # type: ignore[misc]
             for _ in run():
                 pass
@@ -135,7 +134,7 @@ def watching_outputs(model: nn.Module, names: Sequence[str]) -> Iterator[dict[st
             def keep(module: nn.Module, inputs: Any, output: Tensor, name: str = name) -> None:
                 outputs[name] = _rows(output, mask)
 
-            stack.callback(_linear(model, name).register_forward_hook(keep).remove)
+            stack.callback(model.get_submodule(name).register_forward_hook(keep).remove)
         yield outputs
 
 
@@ -149,7 +148,7 @@ def _watching(
             def look(module: nn.Module, inputs: tuple[Tensor, ...], name: str = name) -> None:
                 see(name, _rows(inputs[0], mask).cpu() if rows else inputs[0])
 
-            stack.callback(_linear(model, name).register_forward_pre_hook(look).remove)
+            stack.callback(model.get_submodule(name).register_forward_pre_hook(look).remove)
         yield
 
 
@@ -190,10 +189,11 @@ def _groups(model: nn.Module, names: Sequence[str], max_memory: int) -> Iterator
 
 
 def _bytes(model: nn.Module, name: str) -> int:
-    return _BYTES * math.prod([_linear(model, name).in_features] * 2)
+    return _BYTES * _width(model, name) ** 2
 
 
-def _linear(model: nn.Module, name: str) -> nn.Linear:
+def _width(model: nn.Module, name: str) -> int:
+    """d_i of a linear layer; transformers' Conv1D stores its weight transposed."""
     module = model.get_submodule(name)
-    assert isinstance(module, nn.Linear)
-    return module
+    width: int = module.in_features if isinstance(module, nn.Linear) else module.get_parameter("weight").shape[0]
+    return width

@@ -26,9 +26,9 @@ GROUPS = ("all", "attention", "MLP")
 class Layer:
     """A merged linear layer."""
 
-    name: str  # for people
-    module: str  # in the model
+    name: str
     shape: tuple[int, int]  # (d_o, d_i)
+    module: str = ""  # whose inputs it gets, in a model that is loaded
 
     @property
     def kind(self) -> str:

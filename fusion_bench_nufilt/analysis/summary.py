@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from statistics import fmean, median
 from typing import Any
 
@@ -37,6 +38,8 @@ def summarise(analysis: Analysis) -> Json:
         "vectors": _vectors(analysis),
         "overlap": {name: _of_group(analysis, name, analysis.overlaps) for name in _groups(analysis)},
         "energy": analysis.energy,
+        "layers_of": _by_layer(analysis),
+        "versions": {name: version(name) for name in ("fusion-bench-nufilt", "torch", "transformers")},
     }
     if analysis.affinity is not None:
         content["affinity"] = {name: _affinity(analysis, name) for name in _groups(analysis)}
@@ -58,6 +61,26 @@ def _groups(analysis: Analysis) -> list[str]:
 def _of_group(analysis: Analysis, name: str, values: np.ndarray) -> list[list[float]]:
     found: list[list[float]] = values[analysis.group(name)].mean(axis=0).tolist()
     return found
+
+
+def _by_layer(analysis: Analysis) -> Json:
+    """Means over the tasks, or over pairs of them, for each layer."""
+    names = [layer.name for layer in analysis.layers]
+    ranks = {name: [row.effective_rank for row in analysis.vectors if row.layer == name] for name in names}
+    content: Json = {"effective rank, mean over the tasks": {name: fmean(ranks[name]) for name in names}}
+
+    def pairs(values: np.ndarray) -> dict[str, float]:
+        other = ~np.eye(values.shape[-1], dtype=bool)
+        return dict(zip(names, values[:, other].mean(axis=1).tolist(), strict=True))
+
+    if len(analysis.names) > 1:
+        content["overlap of two task vectors, mean over pairs"] = pairs(analysis.overlaps)
+    if analysis.affinity is not None:
+        own = np.diagonal(analysis.affinity, axis1=1, axis2=2).mean(axis=1)
+        content["affinity, matched"] = dict(zip(names, own.tolist(), strict=True))
+        if len(analysis.tasks) > 1:
+            content["affinity, mismatched"] = pairs(analysis.affinity)
+    return content
 
 
 def _affinity(analysis: Analysis, name: str) -> Json:

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fusion_bench_nufilt.analysis.config import AnalysisConfig
+from fusion_bench_nufilt.report import leave_page
 
 from .options import patterns, takes_options
 from .terminal import terminal
@@ -68,6 +69,7 @@ def analyze(
         else:
             analysis = _pool(console, modelpool, methods, run or [], list(overrides or ()), targets, out, config)
         summary, files = save_analysis(analysis, out)
+        leave_page(out)
     print("\n".join(summary["reading"]))
     console.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
 

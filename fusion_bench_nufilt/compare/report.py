@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from fusion_bench_nufilt.continual.metrics import or_none
 from fusion_bench_nufilt.files import atomic_file, write_text
+from fusion_bench_nufilt.report import leave_page
 
 from . import plots
 from .paper import Published
@@ -54,6 +55,7 @@ def save_report(comparison: Comparison, folder: Path) -> list[str]:
             _save(plot(comparison), folder / name)
         else:  # of another comparison
             (folder / name).unlink(missing_ok=True)
+    leave_page(folder)
     return [*texts, *wanted]
 
 

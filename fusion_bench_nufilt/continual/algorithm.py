@@ -18,6 +18,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.core.options import split_options, takes_options, unknown_option
+from fusion_bench_nufilt.report import leave_page
 
 from .config import ProtocolConfig
 from .evaluation import Evaluator, Report, score
@@ -261,6 +262,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             "versions": package_versions(),
         }
         save_matrix(self.matrix, self.folder.path, about)
+        leave_page(self.folder.path)
         log.info("accuracy_matrix.json, .csv and .png are in %s", self.folder.path)
 
     def _describe_run(self, modelpool: BaseModelPool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tests.analysis.helpers import clip, pictures, pool_of, sentences, t5
 
 def record(model, loader, folder, max_memory=10**9, about=None):
     inputs = TaskInputs(loader)
-    modules = [layer.module for layer in merged_layers(model, "auto")]
+    modules = [layer.module for layer in merged_layers(model, "auto")[0]]
     owner = shared_inputs(model, modules, lambda: inputs.one(model))
     return owner, record_moments(model, inputs.passes(model), owner, folder, about or {"task": "a"}, max_memory)
 
@@ -34,7 +34,7 @@ def inputs_of(model, module, batches):
 def test_the_moments_are_those_of_all_tokens(tmp_path):
     model, loader = clip(), pictures(10)
     _, moments = record(model, loader, tmp_path)
-    for layer in merged_layers(model, "auto"):
+    for layer in merged_layers(model, "auto")[0]:
         X = torch.cat([x.flatten(0, -2) for x in inputs_of(model, layer.module, loader)])
         assert torch.allclose(moments.read(layer.module), second_moment(X), atol=1e-5)
         assert moments.tokens == len(X) == 10 * 5
@@ -50,7 +50,7 @@ def test_query_key_and_value_share_one_moment(tmp_path):
 def test_padding_is_left_out(tmp_path):
     model, loader = t5(), sentences([9, 4, 7, 2])
     model.config.decoder_start_token_id = 0
-    layers = merged_layers(model, "auto")
+    layers, _ = merged_layers(model, "auto")
     assert all(layer.name.startswith("encoder.") for layer in layers)
     _, moments = record(model, loader, tmp_path)
     assert moments.tokens == 9 + 4 + 7 + 2
@@ -88,7 +88,7 @@ def test_samples_are_drawn_once_for_a_seed():
 
 def test_output_distance_is_that_of_the_layers_outputs():
     a, b, loader = clip(0), clip(1), pictures(6)
-    layers = merged_layers(a, "auto")
+    layers, _ = merged_layers(a, "auto")
     found = output_distance(a, b, TaskInputs(loader), layers)
     last = layers[-1]
     outputs = []

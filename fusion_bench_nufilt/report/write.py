@@ -1,0 +1,54 @@
+"""From a folder to its page."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_nufilt.files import write_text
+
+from .analysis import analysis_page
+from .comparison import comparison_page
+from .html import Page
+from .run import run_page
+
+log = logging.getLogger(__name__)
+
+PAGE = "index.html"
+#: The file that tells what a folder is, and what makes its page.
+KINDS: dict[str, Callable[[Path, Any], Page]] = {
+    "accuracy_matrix.json": run_page,
+    "results.json": comparison_page,
+    "analysis.json": analysis_page,
+}
+
+
+def write_page(folder: Path) -> Path:
+    """Write ``index.html``, which opens from disk and needs no network.
+
+    Args:
+        folder: what a run, a comparison or an analysis left.
+
+    Raises:
+        ValueError: it is none of the three, or its file is damaged; names it.
+    """
+    name = next((name for name in KINDS if (folder / name).is_file()), None)
+    if name is None:
+        raise ValueError(
+            f"'{folder}' is the folder of no run, comparison or analysis: it has none of {', '.join(KINDS)}"
+        )
+    try:
+        page = KINDS[name](folder, json.loads((folder / name).read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"'{folder / name}' is damaged or of another version: {error!r}") from error
+    write_text(folder / PAGE, page.render())
+    return folder / PAGE
+
+
+def leave_page(folder: Path) -> None:
+    """Write the page as a by-product of work that is done: if it can't be written, that is a warning."""
+    try:
+        write_page(folder)
+    except Exception as error:
+        log.warning("there is no %s in '%s': %s", PAGE, folder, error)
