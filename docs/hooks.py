@@ -1,21 +1,54 @@
-"""What the site has beyond plain Markdown: formulas as MathML, and the table of options."""
+"""What the site has beyond plain Markdown: the table of options, read off the code, and formulas as MathML."""
 
+import dataclasses
 import re
 from html import unescape
 from typing import Any
 
 from latex2mathml.converter import convert
 
-# Written as $...$ or $$...$$ in pages, as :math:`...` in docstrings.
-_FORMULAS = (
-    (r'<span class="arithmatex">\\\((.*?)\\\)</span>', "inline"),
-    (r'<div class="arithmatex">\\\[(.*?)\\\]</div>', "block"),
-    (r":math:<code>(.*?)</code>", "inline"),
-)
+from fusion_bench_nufilt.continual import ProtocolConfig
+from fusion_bench_nufilt.core import FusionConfig
+from fusion_bench_nufilt.core.options import choices
+from fusion_bench_nufilt.folders import Settings
+from fusion_bench_nufilt.layers import TargetConfig
+
+# A page says `<!-- options: FusionConfig -->` where a table is to stand.
+TABLES = {kind.__name__: kind for kind in (FusionConfig, TargetConfig, ProtocolConfig, Settings)}
+# Formulas: $...$ and $$...$$ in pages, :math:`...` in docstrings.
+FORMULAS = {
+    r'<span class="arithmatex">\\\((.*?)\\\)</span>': "inline",
+    r'<div class="arithmatex">\\\[(.*?)\\\]</div>': "block",
+    r":math:<code>(.*?)</code>": "inline",
+}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put in the tables of options."""
+    return re.sub(r"<!-- options: (\w+) -->", lambda match: options_table(TABLES[match[1]]), markdown)
+
+
+def options_table(kind: type) -> str:
+    """The fields of a dataclass of options, as Markdown."""
+    rows = ["| option | default | meaning |", "| --- | --- | --- |"]
+    for option in dataclasses.fields(kind):
+        symbol = f", {option.metadata['symbol']}" if option.metadata["symbol"] else ""
+        words = " \\| ".join(f"`{_word(value)}`" for value in choices(option))
+        default = f"{words}, default " if words and option.type is not bool else ""
+        help = option.metadata["help"].replace("|", "\\|").replace("_", "\\_").replace("*", "\\*")
+        rows.append(f"| `{option.name}`{symbol} | {default}`{_word(option.default)}` | {help} |")
+    return "\n".join(rows)
+
+
+def _word(value: Any) -> str:
+    """A value as it stands in YAML."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def on_page_content(html: str, **_: Any) -> str:
     """Show formulas without a script, and references in docstrings without their role."""
-    for pattern, display in _FORMULAS:
+    for pattern, display in FORMULAS.items():
         html = re.sub(pattern, lambda match, how=display: convert(unescape(match[1]), display=how), html, flags=re.S)
-    return re.sub(r":(?:class|func|meth|mod):(?=<code>)", "", html)
+    return re.sub(r":(?:attr|class|data|func|meth|mod):(?=<code>)", "", html)

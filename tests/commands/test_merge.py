@@ -28,7 +28,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
     arguments = ("--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", tmp_path / "out", "--dry-run")
     code, text = nufilt("merge", *arguments)
     assert code == 0
-    for words in ("14 linear layers", "0 tensors (other_params=pretrained)", "6 tensors, bit by bit", "GB at most"):
+    for words in ("14 layers", "0 tensors (other_params=pretrained)", "6 tensors, bit by bit", "GB at most"):
         assert words in text
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -76,8 +76,8 @@ def test_words_choose_layers_as_in_the_yaml(tmp_path):
     save_stream(tmp_path, llama(), tasks=1)
     arguments = ("--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", tmp_path / "out", "--dry-run")
     words = ("--target-modules", "q_proj", "--target-modules", "mlp", "--exclude-modules", "layers.0")
-    assert "4 linear layers" in nufilt("merge", *arguments, *words)[1]
-    assert "2 linear layers" in nufilt("merge", *arguments, "--target-modules", r".*v_proj")[1]
+    assert "4 layers" in nufilt("merge", *arguments, *words)[1]
+    assert "2 layers" in nufilt("merge", *arguments, "--target-modules", r".*v_proj")[1]
 
 
 @pytest.mark.parametrize(
