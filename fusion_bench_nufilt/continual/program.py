@@ -3,19 +3,38 @@
 from typing import Any
 
 from fusion_bench.taskpool import DummyTaskPool
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
 from torch import nn
 
 from .evaluation import Report
 
 
 def use_bundled_taskpool(program: Any) -> None:
-    """Give the program the task pool that its model pool brings along, unless the user named one."""
-    bundled = None if program._modelpool is None else program._modelpool.get("taskpool")
-    if bundled is not None and isinstance(program.taskpool, DummyTaskPool) and not _taskpool_was_named():
+    """Give the program the task pool that its model pool brings along, or one of the same name, unless one was named.
+
+    FusionBench has a few pairs of the same name, such as ``modelpool=gpt-2_glue`` and ``taskpool=gpt-2_glue``.
+    """
+    if program._modelpool is None or not isinstance(program.taskpool, DummyTaskPool) or _taskpool_was_named():
+        return
+    taskpool = program._modelpool.get("taskpool") or _namesake()
+    if taskpool is not None:
         program.taskpool = program._instantiate_and_setup(
-            bundled, compat_load_fn="fusion_bench.compat.taskpool.load_taskpool_from_config"
+            taskpool, compat_load_fn="fusion_bench.compat.taskpool.load_taskpool_from_config"
         )
+
+
+def _namesake() -> DictConfig | None:
+    """The task pool that has the model pool's name."""
+    if not HydraConfig.initialized():
+        return None
+    run = HydraConfig.get()
+    name = run.runtime.choices.get("modelpool")
+    if name not in GlobalHydra.instance().config_loader().get_group_options("taskpool"):
+        return None
+    return compose(run.job.config_name, overrides=[*run.overrides.task, f"taskpool={name}"]).taskpool
 
 
 class ReportedTaskPool:
