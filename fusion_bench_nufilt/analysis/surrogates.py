@@ -64,8 +64,8 @@ def data_free_losses(
         null_rank: r_p.
         task_rank: r_v.
     """
-    V_p = top_right_singular_vectors(tau_old, null_rank)
-    V_t = top_right_singular_vectors(tau_task, task_rank)
+    V_p = top_right_singular_vectors(tau_old, null_rank, exact_on=tau_old.device)
+    V_t = top_right_singular_vectors(tau_task, task_rank, exact_on=tau_task.device)
     return float(((tau_new - tau_old) @ V_p).square().sum()), float(((tau_new - tau_task) @ V_t).square().sum())
 
 

@@ -52,6 +52,24 @@ def check_adapters(layers: Layers, lora_A: Layers, rank: int) -> None:
             raise ValueError(f"lora_A of layer '{name}': expected shape {expected}, got {got}")
 
 
+def check_device(device: torch.device | str) -> torch.device:
+    """Refuse a device on which the method was not tried, or that is not there.
+
+    Raises:
+        ValueError: names the device, and what to say instead.
+    """
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device '{device}': {error}") from error
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device '{where}': layers are computed on cpu or cuda only; choose device=cpu")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise ValueError(f"device '{where}': PyTorch finds {found or 'no'} CUDA devices here; choose device=cpu")
+    return where
+
+
 def is_finite(values: Tensor) -> bool:
     """Whether no value is NaN or infinite, in one pass without a temporary of their size."""
     wide = torch.promote_types(values.dtype, torch.float32)

@@ -1,6 +1,8 @@
 """One merging step over a dict of layers: filter, adapt, fuse."""
 
+import functools
 import hashlib
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -10,12 +12,14 @@ import torch
 from torch import Tensor
 
 from .adapter import SOLVERS, Objective, loop_gram
-from .checks import Layers, TaskLayers, check_adapters, check_layers
+from .checks import Layers, TaskLayers, check_adapters, check_device, check_layers
 from .config import FusionConfig
 from .low_rank import LowRank
 from .projector import first_coordinates, null_space_filter, protected_subspace
 from .subspace import subspace_affinity, top_right_singular_vectors
-from .workers import map_layers
+from .workers import map_layers, stack_size
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ def fuse_layers(
         argument is changed.
 
     Raises:
-        ValueError: the three models do not fit or hold non-finite values; names the model, layer and shapes.
+        ValueError: the three models do not fit or hold non-finite values (names the model, layer and shapes); a
+            device that is neither cpu nor cuda, or has no room for a layer.
     """
     fused, reports = {}, {}
     each = fuse_each(
@@ -107,10 +112,11 @@ def fuse_each(
     check_layers(pretrained, task, model="task")
     if lora_A is not None:
         check_adapters(merged, lora_A, config.lora_rank)
-    where = torch.device(device or next((weight.device for weight in merged.values()), "cpu"))
+    fresh = {name for name in merged if not (merged[name] != pretrained[name]).any()}  # nothing was merged into them
+    where = check_device(device or next((weight.device for weight in merged.values()), "cpu"))
 
     @torch.no_grad()
-    def solve(names: list[str]) -> list[tuple[str, Tensor, LayerReport]]:
+    def compute(names: list[str], exact_on: torch.device | None) -> list[tuple[str, Tensor, LayerReport]]:
         start = time.perf_counter()
 
         def stack(weights: Iterable[Tensor]) -> Tensor:
@@ -130,7 +136,13 @@ def fuse_each(
             A = stack(drawn[name] for name in names)
         # Not named here, so that it can drop each of the three as soon as it is done with it.
         weights, measures = _fuse_stack(
-            stack(pretrained[name] for name in names), stack(merged[name] for name in names), stack_task(), A, config
+            stack(pretrained[name] for name in names),
+            stack(merged[name] for name in names),
+            stack_task(),
+            A,
+            config,
+            fresh=names[0] in fresh,
+            exact_on=exact_on,
         )
         rows = measures.tolist()  # waits for an accelerator
         seconds = (time.perf_counter() - start) / len(names)
@@ -141,14 +153,41 @@ def fuse_each(
             results.append((name, weight.to(like.device, like.dtype), report))
         return results
 
-    for results in map_layers(solve, list(_stacks(merged, task, where, batch_bytes)), where):
+    def solve(names: list[str]) -> list[tuple[str, Tensor, LayerReport]]:
+        for exact_on in (where if _fast_in_float64(where) else None, torch.device("cpu")):
+            try:
+                return compute(names, exact_on)
+            except (torch.linalg.LinAlgError, torch.cuda.OutOfMemoryError) as error:
+                failure = error.with_traceback(None)  # which would hold the matrices
+            if len(names) > 1:  # the others are none the worse for it
+                return [result for name in names for result in solve([name])]
+            if isinstance(failure, torch.cuda.OutOfMemoryError):
+                raise ValueError(
+                    f"layer '{names[0]}' {tuple(merged[names[0]].shape)}: no room on device '{where}'; choose "
+                    f"device=cpu, or free memory there ({failure})"
+                ) from failure
+            _say_that_float64_takes_over(names[0], str(failure))
+        raise ValueError(
+            f"layer '{names[0]}': no singular vectors, in float64 on the CPU either: {failure}"
+        ) from failure
+
+    for results in map_layers(solve, list(_stacks(merged, task, fresh, where, batch_bytes)), where):
         yield from results
 
 
 def _fuse_stack(
-    theta_0: Tensor, theta: Tensor, task: Tensor | LowRank, A: Tensor | None, config: FusionConfig
+    theta_0: Tensor,
+    theta: Tensor,
+    task: Tensor | LowRank,
+    A: Tensor | None,
+    config: FusionConfig,
+    *,
+    fresh: bool,
+    exact_on: torch.device | None,
 ) -> tuple[Tensor, Tensor]:
     """One step on n layers ``(n, d_o, d_i)``: new weights, and the numbers of LayerReport ``(n, 7)``.
+
+    ``fresh``: nothing was merged into these layers so far. ``exact_on``: singular vectors in float64 on this device.
 
     At most five matrices of that shape are held at a time, and about three of d_i x d_i: a layer of a 7B model is
     180 MB, and threads that work side by side hold one each.
@@ -160,21 +199,23 @@ def _fuse_stack(
     # A low-rank tau is K in an orthonormal basis Q of the outputs it reaches: all below but the new weights is as if
     # the layer had these outputs only.
     Q, tau = task.in_basis() if isinstance(task, LowRank) else (None, task - theta_0)
-    tau_merged = theta - theta_0
-    tau_norm2, tau_merged_norm2 = norm2(tau), norm2(tau_merged)
-    fresh = (tau_merged_norm2 == 0)[:, None, None]  # nothing was merged into these layers so far
-    if some_fresh := bool(fresh.any()):
+    tau_norm2 = norm2(tau)
+    if fresh and config.first_task == "paper":  # theta_merged(1) = theta_1
         theta_t = theta_0 + task.product() if isinstance(task, LowRank) else task
+        return theta_t, torch.stack([tau_norm2.sqrt(), *[torch.zeros_like(tau_norm2)] * 6], dim=-1)
+    tau_merged = theta - theta_0
+    tau_merged_norm2 = norm2(tau_merged)
     del theta_0, task
 
     def all_outputs(x: Tensor) -> Tensor:
         return x if Q is None else Q @ x
 
     gram = loop_gram(tau)
-    V_t = top_right_singular_vectors(tau, config.task_rank, gram)
-    V_p = protected_subspace(tau_merged, config.null_rank)
-    if config.first_task == "release":
-        V_p = torch.where(fresh, first_coordinates(tau_merged, config.null_rank), V_p)
+    V_t = top_right_singular_vectors(tau, config.task_rank, gram, exact_on=exact_on)
+    if fresh:
+        V_p, A = first_coordinates(tau_merged, config.null_rank), None
+    else:
+        V_p = protected_subspace(tau_merged, config.null_rank, exact_on=exact_on)
     if config.null_space is False:
         tau_filtered = tau
     elif config.null_space == "zero":
@@ -188,12 +229,10 @@ def _fuse_stack(
     weights = theta + all_outputs(tau_filtered)
     del theta, tau_filtered
     loss_before = loss_after = objective.target_norm2
-    if A is not None and not fresh.all():
+    if A is not None:
         A, B, losses = SOLVERS[config.solver](objective, A, config)
-        weights.baddbmm_(all_outputs(tau @ B), A.masked_fill_(fresh, 0))
-        loss_after = torch.where(fresh[:, 0, 0], loss_before, losses[:, -1])
-    if config.first_task == "paper" and some_fresh:
-        weights = torch.where(fresh, theta_t, weights)
+        weights.baddbmm_(all_outputs(tau @ B), A)
+        loss_after = losses[:, -1]
 
     measures = [
         tau_norm2.sqrt(),
@@ -207,17 +246,28 @@ def _fuse_stack(
     return weights, torch.stack(measures, dim=-1)
 
 
-def _stacks(layers: Layers, task: TaskLayers, where: torch.device, batch_bytes: int) -> Iterator[list[str]]:
+def _stacks(
+    layers: Layers, task: TaskLayers, fresh: set[str], where: torch.device, batch_bytes: int
+) -> Iterator[list[str]]:
     """Names of layers to solve together: on a CPU one by one, else as many of a kind as the memory bound allows."""
-    groups: dict[tuple[torch.Size, torch.dtype, int | None], list[str]] = defaultdict(list)
+    groups: dict[tuple[torch.Size, torch.dtype, int | None, bool], list[str]] = defaultdict(list)
     for name, weight in layers.items():
         rank = new.rank if isinstance(new := task[name], LowRank) else None
-        groups[weight.shape, _widened_dtype(weight), rank].append(name)
-    for (shape, dtype, _), names in groups.items():
-        # About four matrices like the weight are held (tau, tau_merged, filtered, result) and two of d_i x d_i.
-        layer_bytes = (4 * shape.numel() + 2 * shape[1] ** 2) * dtype.itemsize
-        size = 1 if where.type == "cpu" else max(1, batch_bytes // layer_bytes)
+        groups[weight.shape, _widened_dtype(weight), rank, name in fresh].append(name)
+    for (shape, dtype, *_), names in groups.items():
+        size = stack_size(shape, dtype.itemsize, where, batch_bytes)
         yield from (names[i : i + size] for i in range(0, len(names), size))
+
+
+def _fast_in_float64(where: torch.device) -> bool:
+    """Whether a device computes in float64 at half its rate in float32 or more, as NVIDIA's P100 to B200 do."""
+    capabilities = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
+    return where.type == "cuda" and torch.cuda.get_device_capability(where) in capabilities
+
+
+@functools.cache
+def _say_that_float64_takes_over(layer: str, reason: str) -> None:
+    log.warning("layer '%s': %s; float64 on the CPU takes over, which is slower", layer, reason)
 
 
 def _widened_dtype(weight: Tensor) -> torch.dtype:
@@ -227,5 +277,7 @@ def _widened_dtype(weight: Tensor) -> torch.dtype:
 def _initial_A(name: str, d_i: int, config: FusionConfig, seed: int, step: int) -> Tensor:
     """A ~ N(0, init_std^2), ``(lora_rank, d_i)``: the same on every device, alone or among other layers."""
     digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    return torch.randn(config.lora_rank, d_i, generator=generator) * config.init_std
+    cpu = torch.device("cpu")  # and float32, whatever the defaults are
+    generator = torch.Generator(cpu).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    A = torch.randn(config.lora_rank, d_i, generator=generator, dtype=torch.float32, device=cpu)
+    return A * config.init_std

@@ -6,17 +6,21 @@ from torch import Tensor
 from .subspace import top_right_singular_vectors
 
 
-def protected_subspace(tau_merged: Tensor, rank: int) -> Tensor:
+def protected_subspace(tau_merged: Tensor, rank: int, *, exact_on: torch.device | None = None) -> Tensor:
     r"""Basis V_p of the input directions in which the merged model already differs from the pretrained one.
 
     Args:
         tau_merged: cumulative updates :math:`\tilde\tau`, ``(..., d_o, d_i)``.
         rank: r_p; clipped to ``min(d_o, d_i)`` and to the numerical rank: a zero update protects nothing.
+        exact_on: compute in float64 on this device.
 
     Returns:
         ``(..., d_i, r)`` with orthonormal or zero columns.
+
+    Raises:
+        torch.linalg.LinAlgError: as :func:`~fusion_bench_nufilt.core.subspace.top_right_singular_vectors`.
     """
-    return top_right_singular_vectors(tau_merged, rank)
+    return top_right_singular_vectors(tau_merged, rank, exact_on=exact_on)
 
 
 def first_coordinates(tau: Tensor, rank: int) -> Tensor:

@@ -3,35 +3,95 @@
 import torch
 from torch import Tensor
 
+# Of a singular vector by perturbation theory; the error is about its square.
+_LARGEST_CHANGE = 2e-3
 
-def top_right_singular_vectors(tau: Tensor, rank: int, gram: Tensor | None = None) -> Tensor:
+
+def top_right_singular_vectors(
+    tau: Tensor, rank: int, gram: Tensor | None = None, *, exact_on: torch.device | None = None
+) -> Tensor:
     r"""Orthonormal basis of the span of the top right singular vectors.
 
-    The spectrum comes from the smaller Gram matrix: :math:`\tau^\top\tau` for a tall or square matrix,
-    :math:`\tau\tau^\top` for a wide one, whose left vectors are mapped back by :math:`\tau^\top`.
+    They come from the smaller Gram matrix: :math:`\tau^\top\tau` for a tall or square matrix,
+    :math:`\tau\tau^\top` for a wide one, whose left vectors are mapped back by :math:`\tau^\top`. A Gram matrix squares
+    the singular values and with them the rounding; what its eigenvectors miss is put right by :math:`\tau` itself.
 
     Args:
         tau: matrices of shape ``(..., d_o, d_i)``, float32 or float64.
         rank: number of vectors r; clipped to ``min(d_o, d_i)``.
         gram: :math:`\tau^\top\tau`, ``(..., d_i, d_i)``, if it is at hand already.
+        exact_on: compute in float64 on this device, whatever the dtype of ``tau``; ``gram`` is then not used.
 
     Returns:
         ``(..., d_i, r)``. Columns beyond the numerical rank (singular value at most ``max(d_o, d_i) * eps`` times
         the largest, numpy's rule) are zero, so ``V @ V.mT`` is the orthogonal projector on what the matrix spans.
+
+    Raises:
+        torch.linalg.LinAlgError: a spectrum that falls too steeply for the Gram matrix in float32 (float64 is then
+            the way), or an eigenvalue solver that failed.
     """
     d_o, d_i = tau.shape[-2:]
     rank = min(rank, d_o, d_i)
     if rank == 0:
         return tau.new_zeros(*tau.shape[:-2], d_i, 0)
-    if gram is not None or d_i <= d_o:
-        V = top_eigenvectors(gram_matrix(tau) if gram is None else gram, rank)
+    like, cutoff = tau, max(d_o, d_i) * torch.finfo(tau.dtype).eps
+    if exact_on is not None:
+        tau, gram = tau.to(exact_on, torch.float64), None
+    wide = gram is None and d_i > d_o
+    X = tau.mT if wide else tau
+    block, others = _split_eigenvectors(gram_matrix(X) if gram is None else gram, rank)
+    for _ in range(2):  # the second round is for spectra steeper than those of fine-tuned models
+        block, sigma, change = _refine(X, block, others, rank, cutoff)
+        if converged := bool((change <= _LARGEST_CHANGE).all()):
+            break
+    if tau.dtype == torch.float32 and not converged:
+        raise torch.linalg.LinAlgError("the singular vectors are too inaccurate in float32")
+    V = block[..., :rank]
+    if wide:  # QR keeps the leading columns' span: the largest come first, the last may be rounding alone
+        V = torch.linalg.qr(tau.mT @ V).Q
+    return (V * (sigma > 0)).to(like)
+
+
+def _refine(
+    X: Tensor, block: Tensor, others: tuple[Tensor, Tensor] | None, rank: int, cutoff: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Right singular vectors of X from eigenvectors of its Gram matrix, without the rounding of that matrix.
+
+    First Rayleigh-Ritz within a block of more than ``rank`` vectors: it needs no more than the singular values of X
+    times the block. Then one step of perturbation theory for what lies outside the block: with the residual
+    :math:`R = X^\top X V - V \Lambda`, the component of :math:`v_j` along another eigenvector :math:`u_i` is
+    :math:`u_i^\top R_j / (\lambda_j - \mu_i)`. The error that is left is about its square.
+
+    Args:
+        X: ``(..., m, d)``.
+        block: ``(..., d, k)``, the top eigenvectors, nearly.
+        others: all other eigenvectors ``(..., d, d - k)`` and their eigenvalues ``(..., d - k)``; None if they are
+            not known: a power step before takes their place, and their eigenvalues count as zero.
+        rank: how many vectors are wanted.
+        cutoff: singular values up to this share of the largest count as zero.
+
+    Returns:
+        A better block, its first ``rank`` columns the wanted vectors, the largest singular value first; their singular
+        values, zero beyond the numerical rank, and how much perturbation theory changed them, ``(..., 1, rank)``.
+    """
+    block = torch.linalg.qr(X.mT @ (X @ block) if others is None else block).Q
+    Y = X @ block
+    W = torch.linalg.eigh(Y.mT.double() @ Y.double()).eigenvectors.flip(-1).to(X)
+    block, Y = block @ W, Y @ W[..., :rank]
+    sigma = torch.linalg.vector_norm(Y, dim=-2, keepdim=True)
+    sigma = sigma * (sigma > cutoff * sigma.amax(dim=-1, keepdim=True))
+    squares = sigma.square()
+    V = block[..., :rank]
+    residual = (X.mT @ Y - V * squares) * (sigma > 0)
+    tiny = torch.finfo(X.dtype).tiny
+    if others is None:
+        change = residual / squares.clamp_min(tiny)
     else:
-        # QR keeps the leading columns' span, so the largest must come first: the last may be rounding alone.
-        V = torch.linalg.qr(tau.mT @ top_eigenvectors(gram_matrix(tau.mT), rank)).Q
-    # A Gram matrix squares the singular values and with them the rounding; ||tau v|| does not.
-    sigma = torch.linalg.vector_norm(tau @ V, dim=-2, keepdim=True)
-    cutoff = max(d_o, d_i) * torch.finfo(tau.dtype).eps * sigma.amax(dim=-1, keepdim=True)
-    return V * (sigma > cutoff)
+        U, mu = others
+        change = U @ (U.mT @ residual / (squares - mu[..., None]).clamp_min(tiny))
+    size = torch.linalg.vector_norm(change, dim=-2, keepdim=True)
+    V = torch.where(size < 1, V + change, V)  # elsewhere it does not hold
+    return torch.cat([V, block[..., rank:]], dim=-1), sigma, size
 
 
 def gram_matrix(X: Tensor, block: int = 256) -> Tensor:
@@ -46,23 +106,35 @@ def gram_matrix(X: Tensor, block: int = 256) -> Tensor:
 
 
 def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
-    """Eigenvectors ``(..., d, rank)`` of positive semidefinite ``(..., d, d)``, those of the largest eigenvalues first.
+    """Eigenvectors ``(..., d, rank)`` of positive semidefinite ``(..., d, d)``, the largest eigenvalue's first."""
+    block, _ = _split_eigenvectors(gram, rank)
+    return block[..., -rank:].flip(-1)
 
-    A few vectors of a large matrix come from block iteration, many or those of a small one from a full solver,
-    whichever is faster (``docs/results/speed.md``); both end at the same residual, a few roundings of the norm.
+
+def _split_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """A block of more than ``rank`` top eigenvectors of a positive semidefinite matrix, and the other eigenvectors.
+
+    A few vectors of a large matrix come from block iteration, which does not know the others; many or those of a small
+    one from a full solver, whichever is faster (``docs/results/speed.md``). Both end at the same residual, a few
+    roundings of the norm.
+
+    Returns:
+        ``(..., d, k)``, and the others ``(..., d, d - k)`` with their eigenvalues ``(..., d - k)``, or None.
     """
     d = gram.shape[-1]
-    vectors = _block_iteration(gram, rank) if d >= 256 and 16 * rank <= d else None
-    if vectors is None:
-        vectors = torch.linalg.eigh(gram).eigenvectors[..., -rank:]
-    return vectors.flip(-1)
+    if d >= 256 and 16 * rank <= d and (block := _block_iteration(gram, rank)) is not None:
+        return block, None
+    eigenvalues, vectors = torch.linalg.eigh(gram)
+    n = max(0, d - rank - 16)
+    return vectors[..., n:], (vectors[..., :n], eigenvalues[..., :n])
 
 
 def _block_iteration(gram: Tensor, rank: int, max_rounds: int = 24) -> Tensor | None:
     """Subspace iteration on a block of ``2 rank + 16`` vectors with Rayleigh-Ritz; None if it does not converge."""
     d, block = gram.shape[-1], 2 * rank + 16
     # The start is random, so that no eigenvector is missed, and always the same, so that results repeat.
-    start = torch.randn(d, block, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    cpu = torch.device("cpu")  # and not the default device, if there is one
+    start = torch.randn(d, block, generator=torch.Generator(cpu).manual_seed(0), dtype=torch.float64, device=cpu)
     X = torch.linalg.qr(start).Q.to(gram).expand(*gram.shape[:-2], -1, -1)
     tolerance = 12 * torch.finfo(gram.dtype).eps  # the floor, where rounding takes over, is about 4
     for _ in range(max_rounds):
@@ -72,7 +144,7 @@ def _block_iteration(gram: Tensor, rank: int, max_rounds: int = 24) -> Tensor | 
         residual = (Y - X * eigenvalues[..., None, :])[..., -rank:]
         largest = eigenvalues[..., -1]
         if (torch.linalg.vector_norm(residual, dim=-2).amax(dim=-1) <= tolerance * largest).all():
-            return X[..., -rank:]
+            return X
         X = torch.linalg.qr(gram @ Y).Q
     return None
 

@@ -1,8 +1,9 @@
-"""Layers side by side."""
+"""Layers side by side: one per thread on a CPU, stacked on an accelerator."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -18,26 +19,72 @@ def map_layers(
     single-threaded mathematics.
 
     That beats parallel mathematics on one layer (eigenvalue solvers hardly scale), does not stall on a busy machine,
-    and makes the result independent of the number of threads, to the last bit.
+    and makes the result independent of the number of threads, to the last bit. Where torch has one thread, as in such
+    a worker, all is done in the caller's. Until the last result is taken, products of float32 matrices are exact.
     """
-    if where.type != "cpu":
-        yield from map(function, items)
-        return
     threads = torch.get_num_threads()
-    workers = min(workers or threads, threads)
-    try:
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            # Not all at once: what is finished waits in memory until it is taken.
-            ahead: deque[Future[_R]] = deque()
-            try:
-                for item in items:
-                    ahead.append(pool.submit(function, item))
-                    if len(ahead) > 2 * workers:
+    with _exact_products():
+        if where.type != "cpu" or threads == 1:
+            yield from map(function, items)
+            return
+        workers = min(workers or threads, threads)
+        try:
+            with ThreadPoolExecutor(workers, initializer=_single_threaded) as pool:
+                # Not all at once: what is finished waits in memory until it is taken.
+                ahead: deque[Future[_R]] = deque()
+                try:
+                    for item in items:
+                        ahead.append(pool.submit(function, item))
+                        if len(ahead) > 2 * workers:
+                            yield ahead.popleft().result()
+                    while ahead:
                         yield ahead.popleft().result()
-                while ahead:
-                    yield ahead.popleft().result()
-            finally:  # after an error or an interrupt, what has not begun never does
-                for future in ahead:
-                    future.cancel()
+                finally:  # after an error or an interrupt, what has not begun never does
+                    for future in ahead:
+                        future.cancel()
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _single_threaded() -> None:
+    # A thread's first look at the number takes over the process's, which another merge may have set meanwhile.
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """Whatever is set for the process, float32 products are not rounded to TF32 (CUDA) or bfloat16 (CPU).
+
+    The setting is one for all threads, so it is changed here, around them, and not by each of them.
+    """
+    if not hasattr(torch.backends, "fp32_precision"):  # torch before 2.9
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+        return
+    products = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    precisions = [product.fp32_precision for product in products]
+    try:
+        for product in products:
+            product.fp32_precision = "ieee"
+        yield
     finally:
-        torch.set_num_threads(threads)
+        for product, precision in zip(products, precisions, strict=True):
+            product.fp32_precision = precision
+
+
+def working_bytes(shape: Sequence[int], itemsize: int) -> int:
+    """Bytes that a layer ``(d_o, d_i)`` takes at most while it is worked on, ``itemsize`` for each element."""
+    d_o, d_i = shape
+    # theta, tau, tau_merged, tau P and its temporary; the Gram matrices of tau (twice, once stacked) and tau_merged.
+    gram = (2 * d_i**2 if d_i <= 2 * d_o else 0) + min(d_o, d_i) ** 2
+    return itemsize * (5 * d_o * d_i + gram)
+
+
+def stack_size(shape: Sequence[int], itemsize: int, where: torch.device, batch_bytes: int) -> int:
+    """How many layers of a shape are solved together: one on a CPU, else what ``batch_bytes`` of memory hold."""
+    return 1 if where.type == "cpu" else max(1, batch_bytes // working_bytes(shape, itemsize))

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_bench_nufilt.core import FusionConfig, fuse_layers
+from fusion_bench_nufilt.core import FusionConfig, LowRank, fuse_layers, fusion
+from fusion_bench_nufilt.core.workers import stack_size, working_bytes
 from tests.core.matrices import matrix_with_spectrum, random_layer
 
 CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, lr=1e-2, max_steps=12)
@@ -70,6 +71,15 @@ def test_a_layer_without_an_update_takes_the_task_weight_as_it_is(layer, null_ra
     config = replace(CONFIG, null_rank=null_rank, lora_rank=lora_rank, task_rank=task_rank)
     for step in (1, 5):
         assert torch.equal(fuse_one(theta_0, theta_0, theta_t, config, step=step)[0], theta_t)
+
+
+def test_the_first_step_solves_nothing(monkeypatch):
+    for work in ("top_right_singular_vectors", "protected_subspace", "loop_gram"):
+        monkeypatch.delattr(fusion, work)
+    theta_0, _, theta_t = random_layer(20, 12, seed=0)
+    _, report = fuse_one(theta_0, theta_0, theta_t)
+    assert report.task_norm == pytest.approx((theta_t - theta_0).norm().item())
+    assert dataclasses.astuple(report)[3:] == (0, 0, 0, 0, 0, 0)
 
 
 @given(layers, st.sampled_from([True, False]))
@@ -158,6 +168,45 @@ def test_a_layer_does_not_depend_on_its_company_or_order(solver):
         assert torch.equal(reordered[name], together[name])
 
 
+@pytest.mark.parametrize("n", [1, 2, 7])
+@pytest.mark.parametrize("solver", ["adam", "closed_form"])
+def test_a_layer_in_a_stack_is_the_layer_alone(n, solver, monkeypatch):
+    """As on an accelerator, where layers of a shape are solved together: the same to rounding."""
+    config = replace(CONFIG, solver=solver, max_steps=5)
+    monkeypatch.setattr(fusion, "stack_size", lambda *_: n)
+    shapes = {f"layer{number}": (20, 12) for number in range(7)}
+    pretrained, merged, task = models(shapes=shapes)
+    merged["layer2"] = pretrained["layer2"]  # into this one, nothing was merged
+    stacked, reports = fuse_layers(pretrained, merged, task, config)
+    assert torch.equal(stacked["layer2"], task["layer2"])
+    for name in shapes:
+        alone, report = fuse_layers(*({name: model[name]} for model in (pretrained, merged, task)), config)
+        tau = task[name] - pretrained[name]
+        assert (stacked[name] - alone[name]).norm() <= 1e-9 * tau.norm()
+        assert dataclasses.astuple(reports[name])[2:] == pytest.approx(dataclasses.astuple(report[name])[2:], abs=1e-9)
+
+
+def test_a_stack_is_as_large_as_the_memory_bound_allows():
+    accelerator, layer = torch.device("cuda"), working_bytes((20, 12), 4)
+    assert [stack_size((20, 12), 4, accelerator, b) for b in (0, layer, 3 * layer)] == [1, 1, 3]
+    assert stack_size((20, 12), 4, torch.device("cpu"), 100 * layer) == 1
+
+
+def test_defaults_of_torch_do_not_change_a_bit():
+    """Neither the default dtype nor the default device, with which a script may set up its models."""
+    layer, threads = random_layer(300, 260, seed=0, dtype=torch.float32), torch.get_num_threads()
+    before, _ = fuse_one(*layer)
+    try:
+        torch.set_num_threads(1)  # the default device is that of a thread
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            after, _ = fuse_one(*layer)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(threads)
+    assert torch.equal(before, after)
+
+
 def test_the_number_of_threads_does_not_change_a_bit():
     before = torch.get_num_threads()
     results = []
@@ -209,6 +258,92 @@ def test_progress_hears_of_every_layer_and_reports_come_in_order():
     assert list(reports) == list(SHAPES)
     assert all(report.seconds > 0 and report.loss_after <= report.loss_before for report in reports.values())
     assert {tuple(dataclasses.asdict(report)["shape"]) for report in reports.values()} == set(SHAPES.values())
+
+
+# --- what goes wrong on a device ---
+
+
+def steep_layer():
+    """One on which float32 fails: singular values from 1 to 1e-6."""
+    theta_0, _, theta_t = random_layer(40, 40, seed=0)
+    theta = theta_0 + matrix_with_spectrum(40, 40, torch.logspace(0, -6, 40).double(), seed=1)
+    return theta_0.float() * 0, (theta - theta_0).float(), (theta_t - theta_0).float()
+
+
+def test_float64_takes_over_where_float32_is_too_inaccurate_and_says_so_once(caplog):
+    config = replace(CONFIG, null_rank=20)
+    layer = steep_layer()
+    for _ in range(2):
+        fused, _ = fuse_layers(*({"steep": weight} for weight in layer), config)
+    exact, _ = fuse_layers(*({"steep": weight.double()} for weight in layer), config)
+    error = (fused["steep"] - exact["steep"]).norm() / layer[2].norm()
+    assert error < 1e-5
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("layer 'steep': ")
+    assert "float64 on the CPU takes over" in message
+
+
+def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_the_cpu(monkeypatch, caplog):
+    """As one on a device may, on a whole stack."""
+    solve, attempts = fusion._fuse_stack, []
+
+    def failing(*args, exact_on, **kwargs):
+        attempts.append((len(args[0]), exact_on))
+        if exact_on is None:
+            raise torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge")
+        return solve(*args, exact_on=exact_on, **kwargs)
+
+    shapes = {"a": (20, 12), "b": (20, 12)}
+    expected, _ = fuse_layers(*models(shapes=shapes), CONFIG)
+    monkeypatch.setattr(fusion, "_fuse_stack", failing)
+    monkeypatch.setattr(fusion, "stack_size", lambda *_: 2)
+    fused, _ = fuse_layers(*models(shapes=shapes), CONFIG)
+    assert attempts == [(2, None), (1, None), (1, torch.device("cpu")), (1, None), (1, torch.device("cpu"))]
+    assert all((fused[name] - expected[name]).norm() < 1e-9 for name in shapes)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["layer 'a'", "layer 'b'"]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.linalg.LinAlgError("no convergence"), r"layer 'w': no singular vectors, .* no convergence"),
+        (torch.cuda.OutOfMemoryError("17 GB"), r"layer 'w' \(20, 12\): no room on device 'cpu'; choose .* \(17 GB\)"),
+    ],
+)
+def test_what_fails_for_good_names_the_layer(error, message, monkeypatch):
+    def failing(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(fusion, "_fuse_stack", failing)
+    with pytest.raises(ValueError, match=message):
+        fuse_one(*random_layer(20, 12, seed=0))
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "meta", "cuda:99", "gpu"])
+def test_a_device_that_was_not_tried_or_is_not_there_is_refused(device):
+    with pytest.raises(ValueError, match=f"device '{device}'"):
+        fuse_one(*random_layer(20, 12, seed=0), device=device)
+
+
+@pytest.mark.parametrize("solver", ["adam", "closed_form"])
+@pytest.mark.parametrize("shape", [(20, 12), (8, 30), (300, 260)])
+@pytest.mark.parametrize("first_task", ["paper", "release"])
+def test_nothing_computed_on_a_device_meets_the_cpu(shape, solver, first_task, monkeypatch):
+    """On the meta device, where an operation on two devices is an error. It has no values to decide by: every check
+    holds. The fused optimiser alone has no form there.
+    """
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda self: True)
+    adam = torch.optim.Adam
+    monkeypatch.setattr(torch.optim, "Adam", lambda *args, fused, **kwargs: adam(*args, foreach=False, **kwargs))
+    stack = [torch.empty(3, *shape, device="meta") for _ in range(3)]
+    A = torch.empty(3, 4, shape[1], device="meta")
+    config = replace(CONFIG, solver=solver, first_task=first_task)
+    for task in (stack[2], LowRank(*(torch.empty(3, *s, device="meta") for s in ((shape[0], 2), (2, shape[1]))))):
+        for fresh in (True, False):
+            weights, measures = fusion._fuse_stack(*stack[:2], task, A, config, fresh=fresh, exact_on=None)
+            assert weights.device.type == measures.device.type == "meta"
+            assert weights.shape == (3, *shape)
+            assert measures.shape == (3, 7)
 
 
 # --- bad input ---

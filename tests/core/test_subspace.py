@@ -53,14 +53,36 @@ def test_a_cluster_of_equal_singular_values_is_taken_whole(shape):
         torch.testing.assert_close(projector(actual), projector(expected), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("shape", [(300, 200), (200, 300)])
-def test_float32_is_accurate_to_its_own_precision_where_the_spectrum_has_a_gap(shape):
-    spectrum = torch.cat([torch.linspace(1, 0.1, 32), torch.linspace(0.05, 1e-3, 168)]).double()
-    tau = matrix_with_spectrum(*shape, spectrum, seed=1)
-    expected = torch.linalg.svd(tau, full_matrices=False).Vh[:32].mT
-    actual = top_right_singular_vectors(tau.float(), 32)
-    error = torch.linalg.matrix_norm(projector(actual).double() - projector(expected), 2)
-    assert error < 1e-4
+@pytest.mark.parametrize("decay", [0.1, 0.7, 1.0])
+@pytest.mark.parametrize("shape", [(300, 200), (200, 300), (640, 640)])
+def test_float32_filters_as_an_exact_svd_does_on_spectra_of_task_vectors(shape, decay):
+    """Two tasks of singular values k^-decay: in float32 the filtered part is off by less than 1e-5 of the norm."""
+    spectrum = torch.arange(1, min(shape) + 1, dtype=torch.float64) ** -decay
+    tau = sum(matrix_with_spectrum(*shape, spectrum, seed) for seed in (1, 2)).float()
+    other = matrix_with_spectrum(*shape, spectrum, seed=3)
+    rank = 32 if min(shape) < 640 else 40  # the full solver, and block iteration
+    expected = torch.linalg.svd(tau.double(), full_matrices=False).Vh[:rank].mT
+    actual = top_right_singular_vectors(tau, rank).double()
+    error = other @ (projector(actual) - projector(expected))
+    assert error.norm() < 1e-5 * other.norm()
+
+
+def test_a_spectrum_too_steep_for_float32_is_refused_and_exact_in_float64():
+    tau = matrix_with_spectrum(200, 200, torch.arange(1, 201, dtype=torch.float64) ** -2.0, seed=1).float()
+    with pytest.raises(torch.linalg.LinAlgError, match="too inaccurate in float32"):
+        top_right_singular_vectors(tau, 100)
+    expected = torch.linalg.svd(tau.double()).Vh[:100].mT
+    actual = top_right_singular_vectors(tau, 100, exact_on=torch.device("cpu"))
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(projector(actual.double()), projector(expected), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("exact_on", [None, torch.device("cpu")])
+def test_the_numerical_rank_is_that_of_the_stored_precision(exact_on):
+    """Rounding to float32 makes a matrix of rank 5 one of full rank; that is not protected, in float64 either."""
+    tau = matrix_with_spectrum(60, 40, torch.linspace(2, 1, 5).double(), seed=0).float()
+    V = top_right_singular_vectors(tau, 20, exact_on=exact_on)
+    assert projector(V).trace().item() == pytest.approx(5, abs=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,0 +1,71 @@
+"""Layers side by side."""
+
+import threading
+
+import pytest
+import torch
+
+from fusion_bench_nufilt.core.workers import map_layers
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_worker_s_mathematics_has_one_thread_also_beside_another_merge():
+    """Whose end sets the process's number of threads back while these workers are at work."""
+    seen, begun, ended = [], threading.Event(), threading.Event()
+
+    def look(number):
+        begun.set()
+        assert ended.wait(10)
+        seen.append(torch.get_num_threads())
+
+    def other_merge():
+        assert begun.wait(10)
+        torch.set_num_threads(2)
+        ended.set()
+
+    other = threading.Thread(target=other_merge)
+    other.start()
+    list(map_layers(look, range(4), CPU))
+    other.join()
+    assert seen == [1] * 4
+
+
+def test_a_worker_starts_no_workers():
+    """As `nufilt merge`, which works on a layer per thread, and merges each with `fuse_layers`."""
+
+    def threads(_):
+        return {threading.get_ident(), *map_layers(lambda _: threading.get_ident(), range(4), CPU)}
+
+    assert all(len(used) == 1 for used in map_layers(threads, range(4), CPU))
+    assert torch.get_num_threads() == 2
+
+
+def test_with_one_thread_all_is_done_in_the_caller_s():
+    torch.set_num_threads(1)
+    assert set(map_layers(lambda _: threading.get_ident(), range(4), CPU)) == {threading.get_ident()}
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch before 2.9")
+@pytest.mark.parametrize("where", [CPU, torch.device("cuda")])
+def test_products_are_not_rounded_to_tf32_or_bfloat16_whatever_is_set(where):
+    def precisions(_=None):
+        return [backend.matmul.fp32_precision for backend in (torch.backends.cuda, torch.backends.mkldnn)]
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        outside = precisions()
+        assert list(map_layers(precisions, range(3), where)) == [["ieee", "ieee"]] * 3
+        assert precisions() == outside == ["tf32", "bf16"]
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
