@@ -69,7 +69,7 @@ def analyze(
         else:
             analysis = _pool(console, modelpool, methods, run or [], list(overrides or ()), targets, out, config)
         summary, files = save_analysis(analysis, out)
-        leave_page(out)
+        files += leave_page(out)
     print("\n".join(summary["reading"]))
     console.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
 

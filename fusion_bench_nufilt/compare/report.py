@@ -55,8 +55,7 @@ def save_report(comparison: Comparison, folder: Path) -> list[str]:
             _save(plot(comparison), folder / name)
         else:  # of another comparison
             (folder / name).unlink(missing_ok=True)
-    leave_page(folder)
-    return [*texts, *wanted]
+    return [*texts, *wanted, *leave_page(folder)]
 
 
 def _wanted(comparison: Comparison) -> list[str]:

@@ -22,7 +22,12 @@ def analysis_page(folder: Path, content: Json) -> Page:
         _affinity(page, content)
     if len(names) > 1:
         page.heading(f"Overlap of the task vectors' top {content['task_rank']} directions")
-        page.chart(heat_maps(content["overlap"], names, names, ("vector", "vector")), height=240 + 40 * len(names))
+        # A vector's overlap with itself is 1 and says nothing.
+        others = {
+            group: [[value if i != j else None for j, value in enumerate(row)] for i, row in enumerate(matrix)]
+            for group, matrix in content["overlap"].items()
+        }
+        page.chart(heat_maps(others, names, names, ("vector", "vector")), height=240 + 40 * len(names))
     _vectors(page, content)
     if any("fixed" in row for row in content.get("methods", {}).values()):
         _losses(page, content["methods"])

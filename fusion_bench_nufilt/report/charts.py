@@ -34,7 +34,7 @@ def heat_maps(
         "colorscale": "Viridis",
         "zmin": min(0.0, *values) if values else 0,
         "zmax": max(values, default=1),
-        "texttemplate": "%{z:.2f}" if max(values, default=1) <= 1 else "%{z:.0f}",
+        "texttemplate": "%{z:.2f}" if max(values, default=1) < 2 else "%{z:.0f}",
         "hovertemplate": f"{words[0]} %{{y}}<br>{words[1]} %{{x}}<br>%{{z:.3f}}<extra></extra>",
         "hoverongaps": False,
         "colorbar": {"thickness": 12},
@@ -163,8 +163,9 @@ def by_depth(
                 "marker": _marker(number, 8, 0.8),
             }
         )
+    deepest = max(depth for layers in kinds.values() for _, depth in layers)
     layout = {
-        "xaxis": {"title": {"text": "block"}, "tickformat": "d", "nticks": 16},
+        "xaxis": {"title": {"text": "block"}, "dtick": 1 + deepest // 16, "tick0": 0, "zeroline": False},
         "yaxis": {"rangemode": "tozero", "title": {"text": next(iter(values))}},
         "margin": {"t": 20, "r": 10},
     }

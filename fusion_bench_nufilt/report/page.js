@@ -17,6 +17,7 @@ function addChoices(holder, choices) {
   controls.innerHTML = `<label>show <select></select></label>
     <label>after step <input type="range" min="1" max="${steps}" value="${steps}"> <output>${steps}</output></label>`;
   const [quantity, step, shown] = ["select", "input", "output"].map((name) => controls.querySelector(name));
+  step.parentElement.hidden = steps === 1;
   for (const name of Object.keys(choices)) quantity.add(new Option(name));
   controls.addEventListener("input", () => {
     shown.value = step.value;

@@ -46,9 +46,14 @@ def write_page(folder: Path) -> Path:
     return folder / PAGE
 
 
-def leave_page(folder: Path) -> None:
-    """Write the page as a by-product of work that is done: if it can't be written, that is a warning."""
+def leave_page(folder: Path) -> list[str]:
+    """Write the page as a by-product of work that is done: if it can't be written, that is a warning.
+
+    Returns:
+        The names of what was written.
+    """
     try:
-        write_page(folder)
+        return [write_page(folder).name]
     except Exception as error:
         log.warning("there is no %s in '%s': %s", PAGE, folder, error)
+        return []

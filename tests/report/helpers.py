@@ -1,0 +1,83 @@
+"""Small folders of each kind, with made-up numbers."""
+
+import csv
+import json
+
+import numpy as np
+
+from fusion_bench_nufilt.analysis.reading import reading
+from fusion_bench_nufilt.analysis.results import Analysis, Layer, LossRow, TheoremRow, VectorRow, save_json
+from fusion_bench_nufilt.analysis.summary import summarise
+from fusion_bench_nufilt.compare.report import _results
+from fusion_bench_nufilt.continual import AccuracyMatrix
+from fusion_bench_nufilt.continual.report import save_matrix
+from fusion_bench_nufilt.files import write_text
+from tests.compare.helpers import comparison, finished
+
+TASKS = ["digits", "letters", "</script>"]
+LAYERS = [f"encoder.layers.{block}.{part}" for block in (0, 1) for part in ("self_attn.q_proj", "mlp.fc1")]
+
+
+def run_folder(folder):
+    """A run of three models, one of which has no score."""
+    folder.mkdir(exist_ok=True)
+    matrix = AccuracyMatrix(TASKS)
+    matrix.record(1, {"digits": 0.9})
+    matrix.record(2, {"digits": 0.8, "letters": 0.7})
+    matrix.record(3, {"digits": 0.75, "letters": 0.65})
+    about = {"method": "NUFILT", "config": {"null_rank": 8}, "models": {}, "merge_seconds": [0.1, 0.2, 0.3]}
+    save_matrix(matrix, folder, {**about, "versions": {"torch": "2.13.0"}})
+    with (folder / "layers.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", "task", "layer", "filtered_share", "overlap", "loss_after"])
+        for step, task in enumerate(TASKS, 1):
+            writer.writerows([step, task, layer, 0.1 * step, 0.2, 1.5 * step] for layer in LAYERS)
+    return folder
+
+
+def comparison_folder(folder):
+    """Two methods on two orders."""
+    folder.mkdir(exist_ok=True)
+    runs = {"NUFILT": [finished(seed, -0.1) for seed in (42, 43)], "sum": [finished(seed, -0.2) for seed in (42, 43)]}
+    write_text(folder / "results.json", json.dumps(_results(comparison(runs))))
+    return folder
+
+
+def some_analysis():
+    """Three tasks in four layers, and the losses of two methods."""
+    rng = np.random.default_rng(0)
+    shape = (len(LAYERS), len(TASKS), len(TASKS))
+    losses = [
+        LossRow(method, step, task, layer, value, value, value / 9, value / 9, value / 2, value / 2, 3 * value, 3.0)
+        for method in ("NUFILT", "sum")
+        for step, task in enumerate(TASKS, 1)
+        for layer, value in zip(LAYERS, rng.uniform(1, 2, len(LAYERS)).tolist(), strict=True)
+    ]
+    return Analysis(
+        about={"modelpool": "some_pool"},
+        tasks=TASKS,
+        layers=[Layer(name, (16, 16)) for name in LAYERS],
+        task_rank=4,
+        vectors=[VectorRow(task, layer, 1.0, 0.1, 3.0, 9, 0.6) for task in TASKS for layer in LAYERS],
+        names=TASKS,
+        overlaps=rng.uniform(0.2, 0.5, shape),
+        energy={task: [0.5, 0.8, 1.0] for task in TASKS},
+        ranks=[1, 2],
+        affinity=rng.uniform(0.1, 0.4, shape) + 0.5 * np.eye(len(TASKS)),
+        affinity_by_rank=rng.uniform(0, 1, (*shape, 2)),
+        theorem=[TheoremRow(task, layer, 1, 0.4, np.inf, np.inf) for task in TASKS for layer in LAYERS],
+        losses=losses,
+        scores={"NUFILT": {"ACC": 0.7, "BWT": -0.1}},
+    )
+
+
+def analysis_folder(folder):
+    """What `nufilt analyze` leaves of it, but for the pictures."""
+    folder.mkdir(exist_ok=True)
+    analysis = some_analysis()
+    summary = summarise(analysis)
+    save_json(folder, {**summary, "reading": reading(analysis, summary)})
+    return folder
+
+
+FOLDERS = {"run": run_folder, "comparison": comparison_folder, "analysis": analysis_folder}
