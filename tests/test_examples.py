@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 
+import nbformat
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from nbclient import NotebookClient
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import CLIPVisionModel
@@ -107,3 +109,13 @@ def test_the_search_path_finds_what_the_config_folder_does(mini8):
     pool = compose_run([f"hydra.searchpath=[file://{LOCAL_CLIP}]", "method=nufilt", "modelpool=mini8"]).modelpool
     assert dict(pool.models) == {"_pretrained_": f"{models}/clip"} | {task: f"{models}/{task}" for task in MINI8}
     assert list(pool.taskpool.test_datasets) == MINI8
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs(demo):
+    notebook = nbformat.read(REPO / "examples" / "tutorial.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # they would be another machine's
+    NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    matrix, picture = (notebook.cells[place].outputs[0]["data"] for place in (-3, -2))
+    assert all(task in matrix["text/html"] for task in DEMO_TASKS)
+    assert "image/png" in picture
