@@ -1,4 +1,4 @@
-r"""The LoRA adapter BA that gives back what the filter took from the new task (Section 3.3).
+r"""The LoRA adapter BA that gives back what the filter took from the new task (Sections 4.1 and 4.2).
 
 For one layer, with :math:`V = [V_t, V_p]`, the data-free objective is
 
@@ -88,8 +88,8 @@ class Objective:
 def fit_adapter(objective: Objective, A: Tensor, *, lr: float, max_steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Minimise the objective by full-batch Adam from (A, B = 0) for a fixed number of steps.
 
-    Fifty steps do not converge: stopping early is part of the method. Each step costs d_i^2 r_l multiplications and
-    writes into the same buffers.
+    Fifty steps do not converge, and stopping there restrains forgetting (``docs/notes/closed_form.md``). Each step
+    costs d_i^2 r_l multiplications and writes into the same buffers.
 
     Args:
         objective: of n layers.

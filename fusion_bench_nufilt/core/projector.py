@@ -1,4 +1,4 @@
-"""The null-space projector P = I - V_p V_p^T of what is already merged (Section 3.2)."""
+"""The null-space projector P = I - V_p V_p^T of what is already merged (Section 4.1)."""
 
 import torch
 from torch import Tensor

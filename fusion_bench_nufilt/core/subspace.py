@@ -150,7 +150,7 @@ def _block_iteration(gram: Tensor, rank: int, max_rounds: int = 24) -> Tensor | 
 
 
 def subspace_affinity(V: Tensor, W: Tensor) -> Tensor:
-    r"""Affinity :math:`\|W^\top V\|_F^2 / r` of two subspaces (paper, Section 4), in [0, 1].
+    r"""Affinity :math:`\|W^\top V\|_F^2 / r` of two subspaces (paper, Section 3.4), in [0, 1].
 
     Args:
         V: orthonormal (or zero) columns ``(..., d, r)``; r counts the non-zero ones.
