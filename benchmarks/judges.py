@@ -1,0 +1,153 @@
+"""Fresh benchmarks, to judge what was found on others: eight small tasks, the demo, and a long stream of both.
+
+    python benchmarks/judges.py --mini8 MINI8 --out JUDGES [mini8] [demo] [long]
+
+``MINI8`` holds the scripts that train a small CLIP and its fine-tuned towers (``prepare.py``, ``common.py``). Neither
+they nor their pictures, nor anything made of them, is part of this project. Each judge becomes a folder of towers and
+one of test images, with a model pool of its name:
+
+    nufilt compare --modelpool judge_long "hydra.searchpath=[file://JUDGES/config]" ...
+
+What a judge is was written down, and committed, before anything was merged on it; see docs/notes/spectral.md.
+"""
+
+import argparse
+import dataclasses
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import yaml
+from safetensors.numpy import load_file
+
+SEED = 11  # of training, of the split and of the demo; no earlier benchmark used it
+EIGHT = ("scenes", "fashion", "rsscn7", "eurosat", "svhn", "gtsrb", "mnist", "dtd10")
+STEPS = {"mini8": (2500, 300), "long": (2500, 250)}  # of pretraining, and of fine-tuning on each task
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("judges", nargs="*", default=["demo", "mini8", "long"], metavar="JUDGE")
+    parser.add_argument("--mini8", required=True, type=Path, help="folder of prepare.py and common.py")
+    parser.add_argument("--data", type=Path, help="folder of the pictures, TASK.npz; default: MINI8/../../data/mini8")
+    parser.add_argument("--out", required=True, type=Path)
+    arguments = parser.parse_args()
+    mini8, out = arguments.mini8.resolve(), arguments.out.resolve()
+    data = (arguments.data or mini8 / "../../data/mini8").resolve()
+    for judge in arguments.judges:
+        folder = out / judge
+        if judge == "demo":
+            models, templates = make_demo(folder), demo_templates()
+        else:
+            names = EIGHT if judge == "mini8" else (*EIGHT, "cars")
+            reshuffle(data, names, folder / "data")
+            templates = {} if judge == "mini8" else demo_templates()
+            for task in templates:
+                draw_task(task, folder / "data")
+            models = folder / "models"
+            templates = train(mini8, folder / "data", models, (*names, *templates), templates, *STEPS[judge])
+        write_images(folder / "data", templates, folder / "images")
+        write_pool(out / "config", f"judge_{judge}", models, folder / "images", templates)
+
+
+def reshuffle(data: Path, names: tuple[str, ...], out: Path) -> None:
+    """Other training pictures come first, of which the first half is what the CLIP is pretrained on."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        with np.load(data / f"{name}.npz") as arrays:
+            order = np.random.default_rng(SEED).permutation(len(arrays["labels_train"]))
+            shuffled = {key: arrays[key][order] for key in ("images_train", "labels_train")}
+            np.savez(out / f"{name}.npz", **{**arrays, **shuffled})
+
+
+def demo_templates() -> dict[str, str]:
+    from fusion_bench_nufilt.demo import TASKS
+
+    return {name: task.template for name, task in TASKS.items()}
+
+
+def draw_task(name: str, out: Path) -> None:
+    """A task of the demo, drawn with another seed, in mini8's format."""
+    from fusion_bench_nufilt.demo.recipe import Recipe
+    from fusion_bench_nufilt.demo.tasks import TASKS, render
+
+    arrays = {"classnames": np.array(TASKS[name].classes)}
+    for split, count in (("train", Recipe.train_pictures), ("test", Recipe.test_pictures)):
+        images, labels = render(name, count, held_out=split == "test", seed=SEED)
+        order = np.random.default_rng(SEED).permutation(count)
+        arrays |= {f"images_{split}": images[order], f"labels_{split}": labels[order]}
+    np.savez(out / f"{name}.npz", **arrays)
+
+
+def train(
+    mini8: Path, data: Path, models: Path, tasks: tuple[str, ...], more: dict[str, str], pretrain: int, finetune: int
+) -> dict[str, str]:
+    """Run mini8's own script on these tasks, one thread; returns the prompts' templates by task."""
+    options = [f"--out={models}", f"--seed={SEED}", f"--pre-steps={pretrain}", f"--ft-steps={finetune}"]
+    program = (
+        "import runpy, sys; sys.path.insert(0, sys.argv[1]); import common; "
+        f"common.TASKS = {list(tasks)!r}; common.TEMPLATES |= {more!r}; "
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0] + '/prepare.py', run_name='__main__')"
+    )
+    environment = {**os.environ, "MINI8_DATA": str(data), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", program, str(mini8), *options], check=True, env=environment)
+    templates = runpy.run_path(str(mini8 / "common.py"))["TEMPLATES"] | more
+    return {task: templates[task] for task in tasks}
+
+
+def make_demo(folder: Path) -> Path:
+    """The demo with another seed: its models, and its test pictures in mini8's format."""
+    from fusion_bench_nufilt.demo import TASKS, demo_folder
+    from fusion_bench_nufilt.demo.recipe import RECIPES
+
+    os.environ |= {"NUFILT_CACHE": str(folder), "NUFILT_DEMO": "full"}
+    RECIPES["full"] = dataclasses.replace(RECIPES["full"], seed=SEED)
+    models = demo_folder()
+    (folder / "data").mkdir(exist_ok=True)
+    for name, task in TASKS.items():
+        test = load_file(models / "pictures" / f"{name}.safetensors")
+        arrays = {f"{key}_test": value for key, value in test.items()}
+        np.savez(folder / "data" / f"{name}.npz", classnames=np.array(task.classes), **arrays)
+    return models
+
+
+def write_images(data: Path, templates: dict[str, str], out: Path) -> None:
+    script = Path(__file__).parent.parent / "examples/local_clip/npz_to_folders.py"
+    files = [data / f"{task}.npz" for task in templates]
+    subprocess.run([sys.executable, script, *files, "--out", out], check=True)
+
+
+def write_pool(config: Path, name: str, models: Path, images: Path, templates: dict[str, str]) -> None:
+    """A model pool and a task pool as those of ``examples/local_clip``."""
+    clip = str(models / "clip")
+    loader = "fusion_bench_nufilt.local_tasks.load_image_task"
+    pretrained = models / "_pretrained_" if (models / "_pretrained_").is_dir() else models / "clip"
+    modelpool = {
+        "defaults": [{"/taskpool@taskpool": name}, "_self_"],
+        "_target_": "fusion_bench.modelpool.CLIPVisionModelPool",
+        "_recursive_": False,
+        "processor": clip,
+        "models": {"_pretrained_": str(pretrained)} | {task: str(models / task) for task in templates},
+    }
+    taskpool = {
+        "_target_": "fusion_bench.taskpool.CLIPVisionModelTaskPool",
+        "_recursive_": False,
+        "test_datasets": {
+            task: {"_target_": loader, "name": task, "path": str(images / task), "template": template}
+            for task, template in templates.items()
+        },
+        "clip_model": clip,
+        "processor": clip,
+        "data_processor": {"_target_": "fusion_bench_nufilt.demo.to_pixels", "_partial_": True},
+        "dataloader_kwargs": {"batch_size": 500, "num_workers": 0, "shuffle": False},
+    }
+    for group, content in (("modelpool", modelpool), ("taskpool", taskpool)):
+        (config / group).mkdir(parents=True, exist_ok=True)
+        (config / group / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+
+
+if __name__ == "__main__":
+    main()
