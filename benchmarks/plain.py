@@ -22,8 +22,9 @@ def plain_step(theta_0: Tensor, theta: Tensor, theta_t: Tensor, config: FusionCo
         The new merged weight :math:`W + \tau (P + B A)`, ``(d_o, d_i)``.
     """
     tau, tau_merged = theta_t - theta_0, theta - theta_0
-    V_p = torch.linalg.svd(tau_merged, full_matrices=False).Vh[: config.null_rank].T
-    V_t = torch.linalg.svd(tau, full_matrices=False).Vh[: config.task_rank].T
+    ranks = config.ranks(tau.shape[1])
+    V_p = torch.linalg.svd(tau_merged, full_matrices=False).Vh[: ranks.null].T
+    V_t = torch.linalg.svd(tau, full_matrices=False).Vh[: ranks.task].T
     P = torch.eye(tau.shape[1], dtype=tau.dtype, device=tau.device)
     if config.null_space == "zero":
         P = torch.zeros_like(P)
@@ -33,8 +34,8 @@ def plain_step(theta_0: Tensor, theta: Tensor, theta_t: Tensor, config: FusionCo
     if not tau_merged.any():  # the first task
         return theta_t.clone() if config.first_task == "paper" else theta + tau_P
 
-    A = lora_A[: config.lora_rank].clone().requires_grad_()
-    B = torch.zeros(tau.shape[1], config.lora_rank, dtype=tau.dtype, device=tau.device, requires_grad=True)
+    A = lora_A[: ranks.lora].clone().requires_grad_()
+    B = torch.zeros(tau.shape[1], ranks.lora, dtype=tau.dtype, device=tau.device, requires_grad=True)
     T, V = torch.cat([tau @ V_t, tau_merged @ V_p], dim=1), torch.cat([V_t, V_p], dim=1)
     adam = torch.optim.Adam([A, B], lr=config.lr)
     for _ in range(config.max_steps):
@@ -51,8 +52,8 @@ def needed_flops(d_o: int, d_i: int, config: FusionConfig) -> int:
 
     Not counted: eigenvectors of the Gram matrices, Adam, sums.
     """
-    small, steps, r_l = min(d_o, d_i), config.max_steps, config.lora_rank
-    r_p, r_v = min(config.null_rank, small), min(config.task_rank, small)
+    small, steps, ranks = min(d_o, d_i), config.max_steps, config.ranks(d_i)
+    r_p, r_l, r_v = min(ranks.null, small), ranks.lora, min(ranks.task, small)
     flops = min(
         d_o * d_i**2 + steps * 2 * d_i**2 * r_l,  # one triangle of G = tau^T tau, for V_t too; G B
         d_o * d_i * small + steps * 4 * d_o * d_i * r_l,  # the smaller Gram matrix for V_t; tau^T (tau B)
