@@ -10,8 +10,10 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import choices
 
+RANKS = {each.name for each in dataclasses.fields(FusionConfig) if each.type == int | float}  # numbers or shares
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
@@ -41,6 +43,8 @@ def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
         return str | None, None
     if Sequence[str] in get_args(option.type):
         return list[str] | None, None
+    if option.name in RANKS:
+        return str, str(option.default)
     return option.type, option.default
 
 
@@ -52,6 +56,8 @@ def typed_values(context: typer.Context, options: Mapping[str, Any]) -> dict[str
             values[key] = patterns(values[key])
     if (word := values.get("null_space")) in ("true", "false"):
         values["null_space"] = word == "true"
+    for key in RANKS & values.keys():
+        values[key] = _number(key, values[key])
     return values
 
 
@@ -67,6 +73,13 @@ def patterns(words: list[str] | None) -> str | list[str] | None:
     if len(words) == 1 and (words[0] in ("auto", "all-linear") or re.search(r"[\\*+?()\[\]|^$]", words[0])):
         return words[0]
     return words
+
+
+def _number(name: str, text: str) -> int | float:
+    try:
+        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+    except ValueError:
+        raise ValueError(f"{name} must be a number, got '{text}'") from None
 
 
 def as_bytes(size: object) -> int:

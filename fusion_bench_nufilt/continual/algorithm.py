@@ -26,7 +26,7 @@ from .metrics import AccuracyMatrix
 from .program import ReportedTaskPool, use_bundled_taskpool
 from .report import package_versions, print_matrix, save_matrix
 from .run_folder import RunFolder
-from .stream import MERGED, Evaluate, merged_before, task_order, tasks_to_score
+from .stream import MERGED, Evaluate, merged_before, merged_manifest, task_order, tasks_to_score
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +82,11 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
         """Raise ValueError, naming model and layer, for a model that cannot be merged."""
 
+    def take_up(self, manifest: Mapping[str, Any]) -> None:
+        """Called before a stream goes on from a merged model, with its manifest; empty if there is none."""
+
     def restore(self, step: int) -> None:
-        """Called when a run goes on after ``step``: take up what :meth:`merge_step` keeps beside the merged model."""
+        """Called when a run goes on after ``step``: take up what the log directory has of the steps before."""
 
     def describe(self) -> dict[str, Any]:
         """What the manifest of a saved step says about the merge, beside its order, seeds and options."""
@@ -162,6 +165,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             with self.profile("loading models"):
                 previous = modelpool.load_model(MERGED)
             self.check_model(pretrained, previous, MERGED)
+            self.take_up(merged_manifest(modelpool))
             merged.load_state_dict(previous.state_dict())
             del previous
         next_step = self._restore_newest_step(merged) + 1 if self.resume else self.first_step
@@ -213,6 +217,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         log.info("going on after step %d", step)
         self.merge_seconds = manifest["merge_seconds"]
         self.folder.load_step(step, merged)
+        self.take_up(manifest)
         self.restore(step)
         if self.evaluator is not None:
             for done in range(self.first_step, step + 1):

@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fusion_bench import BaseModelPool
 
@@ -59,12 +59,17 @@ def merged_before(modelpool: BaseModelPool, num_merged: int | None) -> tuple[lis
         if num_merged is not None:
             raise ValueError(f"num_merged={num_merged}, but the model pool has no '{MERGED}' model")
         return [], 1
-    entry = modelpool._models[MERGED]
-    folder = entry if isinstance(entry, str) else getattr(entry, "pretrained_model_name_or_path", None)
-    names = []
-    if folder is not None and (Path(folder) / MANIFEST).is_file():
-        manifest = json.loads((Path(folder) / MANIFEST).read_text())
-        names, num_merged = list(manifest["tasks"]), num_merged or int(manifest["step"])
+    manifest = merged_manifest(modelpool)
+    num_merged = num_merged or manifest.get("step")
     if num_merged is None:
         raise ValueError(f"how many models are in '{MERGED}'? Its checkpoint does not say: set num_merged")
-    return names, num_merged + 1
+    return list(manifest.get("tasks", [])), num_merged + 1
+
+
+def merged_manifest(modelpool: BaseModelPool) -> dict[str, Any]:
+    """The manifest of the pool's ``_merged_`` model; empty if its checkpoint has none."""
+    entry = modelpool._models[MERGED]
+    folder = entry if isinstance(entry, str) else getattr(entry, "pretrained_model_name_or_path", None)
+    if folder is None or not (Path(folder) / MANIFEST).is_file():
+        return {}
+    return dict(json.loads((Path(folder) / MANIFEST).read_text()))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from .config import FusionConfig
 from .low_rank import LowRank
 
 Layers = Mapping[str, Tensor]
@@ -40,14 +41,15 @@ def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
         raise ValueError(f"model '{model}' has layers that the pretrained model lacks: {sorted(extra)}")
 
 
-def check_adapters(layers: Layers, lora_A: Layers, rank: int) -> None:
+def check_adapters(layers: Layers, lora_A: Layers, config: FusionConfig) -> None:
     """Refuse initial A that do not fit the layers.
 
     Raises:
-        ValueError: one is missing or has another shape than ``(rank, d_i)``; names the layer.
+        ValueError: one is missing or has another shape than ``(lora_rank, d_i)``; names the layer.
     """
     for name, weight in layers.items():
-        expected, got = (rank, weight.shape[1]), tuple(lora_A[name].shape) if name in lora_A else None
+        rank, d_i = config.ranks(weight.shape[1]).lora, weight.shape[1]
+        expected, got = (rank, d_i), tuple(lora_A[name].shape) if name in lora_A else None
         if rank > 0 and got != expected:
             raise ValueError(f"lora_A of layer '{name}': expected shape {expected}, got {got}")
 

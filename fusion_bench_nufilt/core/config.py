@@ -1,30 +1,40 @@
 """Hyper-parameters of a merging step."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .options import check_choices, check_whole, is_number, option
+
+
+class Ranks(NamedTuple):
+    """Of one layer, in numbers of directions."""
+
+    null: int  # r_p
+    lora: int  # r_l
+    task: int  # r_v
 
 
 @dataclass(frozen=True)
 class FusionConfig:
     r"""The method's settings, one for all models and orders; the defaults are the paper's or its authors'.
 
-    Field names are the YAML keys of ``method=nufilt`` and peft's where peft has one. Ranks above
-    ``min(d_o, d_i)`` of a layer mean "all of it" for the two subspaces.
+    Field names are the YAML keys of ``method=nufilt`` and peft's where peft has one. Ranks are whole numbers, or
+    shares of a layer's input width between 0 and 1, see :meth:`ranks`; those of the two subspaces that are above
+    ``min(d_o, d_i)`` of a layer mean "all of it".
 
     Raises:
         ValueError: a value out of its range; the message names the key.
     """
 
-    null_rank: int = option(
+    null_rank: int | float = option(
         128,
         "Number of directions of what is merged that the filter protects; clipped to the layer and to the numerical "
-        "rank. 0 protects nothing.",
+        "rank. 0 protects nothing. Like the other two ranks, a number between 0 and 1 is a share of the layer's input "
+        "width.",
         symbol="r_p",
     )
-    lora_rank: int = option(64, "Rank of the adapter BA; 0 means no adapter (filter only).", symbol="r_l")
-    task_rank: int = option(
+    lora_rank: int | float = option(64, "Rank of the adapter BA; 0 means no adapter (filter only).", symbol="r_l")
+    task_rank: int | float = option(
         8,
         "Number of directions of the new task that the adapter is trained to keep. 0 leaves only the stability term, "
         "which under the filter is the same as no adapter.",
@@ -62,10 +72,21 @@ class FusionConfig:
     )
 
     def __post_init__(self) -> None:
-        check_whole(self, "null_rank", "lora_rank", "task_rank", "max_steps")
+        for key in ("null_rank", "lora_rank", "task_rank"):
+            if not (is_number(value := getattr(self, key)) and 0 < value < 1):
+                check_whole(self, key, otherwise="or a share of the layer's width between 0 and 1")
+        check_whole(self, "max_steps")
         for key in ("lr", "ridge"):
             if not (is_number(value := getattr(self, key)) and value > 0):
                 raise ValueError(f"{key} must be a number > 0, got {value!r}")
         if not (is_number(self.init_std) and self.init_std >= 0):
             raise ValueError(f"init_std must be a number >= 0, got {self.init_std!r}")
         check_choices(self)
+
+    def ranks(self, d_i: int) -> Ranks:
+        """The ranks in a layer with ``d_i`` inputs; a share of them counts at least 1."""
+
+        def number(rank: int | float) -> int:
+            return int(rank) if rank >= 1 or rank == 0 else max(1, round(rank * d_i))
+
+        return Ranks(number(self.null_rank), number(self.lora_rank), number(self.task_rank))

@@ -111,7 +111,7 @@ def fuse_each(
     check_layers(pretrained, merged, model="merged")
     check_layers(pretrained, task, model="task")
     if lora_A is not None:
-        check_adapters(merged, lora_A, config.lora_rank)
+        check_adapters(merged, lora_A, config)
     fresh = {name for name in merged if not (merged[name] != pretrained[name]).any()}  # nothing was merged into them
     where = check_device(device or next((weight.device for weight in merged.values()), "cpu"))
 
@@ -211,11 +211,12 @@ def _fuse_stack(
         return x if Q is None else Q @ x
 
     gram = loop_gram(tau)
-    V_t = top_right_singular_vectors(tau, config.task_rank, gram, exact_on=exact_on)
+    ranks = config.ranks(tau.shape[-1])
+    V_t = top_right_singular_vectors(tau, ranks.task, gram, exact_on=exact_on)
     if fresh:
-        V_p, A = first_coordinates(tau_merged, config.null_rank), None
+        V_p, A = first_coordinates(tau_merged, ranks.null), None
     else:
-        V_p = protected_subspace(tau_merged, config.null_rank, exact_on=exact_on)
+        V_p = protected_subspace(tau_merged, ranks.null, exact_on=exact_on)
     if config.null_space is False:
         tau_filtered = tau
     elif config.null_space == "zero":
@@ -279,5 +280,5 @@ def _initial_A(name: str, d_i: int, config: FusionConfig, seed: int, step: int) 
     digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
     cpu = torch.device("cpu")  # and float32, whatever the defaults are
     generator = torch.Generator(cpu).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    A = torch.randn(config.lora_rank, d_i, generator=generator, dtype=torch.float32, device=cpu)
+    A = torch.randn(config.ranks(d_i).lora, d_i, generator=generator, dtype=torch.float32, device=cpu)
     return A * config.init_std

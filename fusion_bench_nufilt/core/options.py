@@ -87,8 +87,8 @@ def check_choices(options: Any) -> None:
             raise ValueError(f"{each.name} must be one of {words}, got {value!r}")
 
 
-def check_whole(options: Any, *names: str, least: int = 0) -> None:
-    """Refuse what is not a whole number of at least ``least``.
+def check_whole(options: Any, *names: str, least: int = 0, otherwise: str = "") -> None:
+    """Refuse what is not a whole number of at least ``least``; ``otherwise`` says what else would do.
 
     Raises:
         ValueError: names the option.
@@ -96,7 +96,7 @@ def check_whole(options: Any, *names: str, least: int = 0) -> None:
     for name in names:
         value = getattr(options, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
+            raise ValueError(f"{name} must be a whole number >= {least}{otherwise and f', {otherwise}'}, got {value!r}")
 
 
 def is_number(value: object) -> bool:

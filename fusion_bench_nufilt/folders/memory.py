@@ -53,12 +53,13 @@ def predict_seconds(shapes: Sequence[Sequence[int]], config: FusionConfig) -> fl
     flops = 0
     for d_o, d_i in shapes:
         small = min(d_o, d_i)
-        rank = min(config.null_rank, small)
+        ranks = config.ranks(d_i)
+        rank = min(ranks.null, small)
         gram = 2 * d_o * d_i * (d_i + small)
         # Block iteration on 2 rank + 16 vectors, some 12 rounds of two products, or a full eigenvalue solver.
         subspace = 12 * 2 * 2 * small**2 * (2 * rank + 16) if small >= max(256, 16 * rank) else 25 * small**3
         height = d_i if d_i <= 2 * d_o else 2 * d_o
-        adapter = 2 * d_i * height * config.lora_rank * (config.max_steps + 1)
+        adapter = 2 * d_i * height * ranks.lora * (config.max_steps + 1)
         flops += gram + subspace + adapter
     return flops / flops_per_second
 

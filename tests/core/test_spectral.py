@@ -1,0 +1,144 @@
+"""Laws of spectral accumulation."""
+
+import itertools
+
+import pytest
+import torch
+
+from fusion_bench_nufilt.core import LowRank
+from fusion_bench_nufilt.core.spectral import SpectralConfig, Votes, accumulate_layer, flatten, strengths
+from tests.core.matrices import matrix_with_spectrum
+
+KAPPA, DAMP = 0.9, 0.5
+SHAPES = [(40, 12), (12, 40), (16, 16)]
+
+
+def spectrum(rank):
+    """Singular values as those of task vectors fall."""
+    return 0.3 * torch.arange(1, rank + 1, dtype=torch.float64) ** -0.7
+
+
+def task_vectors(shape, count=4, rank=None):
+    return [matrix_with_spectrum(*shape, spectrum(rank or min(shape)), seed) for seed in range(count)]
+
+
+def merge(taus, dtype=torch.float64, damp=DAMP):
+    """What a stream of tasks is merged into, each step knowing the weights before and their votes alone."""
+    theta_0 = matrix_with_spectrum(*taus[0].shape, torch.ones(min(taus[0].shape), dtype=torch.float64), 99).to(dtype)
+    theta, votes = theta_0, Votes()
+    for tau in taus:
+        theta, report = accumulate_layer(theta_0, theta, (theta_0 + tau).to(dtype), votes, KAPPA, damp)
+        votes = Votes(report.mean, report.count)
+    return theta.double() - theta_0.double()
+
+
+def with_votes_kept(taus, damp=DAMP):
+    """The definition, by full singular value decompositions of a sum that is kept."""
+    S, s_1 = torch.zeros_like(taus[0]), []
+    for tau in taus:
+        U, s, Vh = torch.linalg.svd(tau, full_matrices=False)
+        S += U * (s / s[0]) ** 3 @ Vh
+        s_1.append(s[0])
+    U, sigma, Vh = torch.linalg.svd(S, full_matrices=False)
+    return KAPPA * sum(s_1) / len(taus) * U * flatten(sigma, damp) @ Vh
+
+
+def distance(X, Y):
+    return ((X - Y).norm() / Y.norm()).item()
+
+
+# --- what the result is ---
+
+
+@pytest.mark.parametrize("damp", [0.5, 1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_stream_that_keeps_the_weights_alone_equals_one_that_keeps_the_votes(shape, damp):
+    taus = task_vectors(shape)
+    assert distance(merge(taus, damp=damp), with_votes_kept(taus, damp)) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-5), (torch.float32, 1e-3)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_order_of_arrival_does_not_matter(shape, dtype, tolerance):
+    taus = task_vectors(shape, count=3)
+    results = [merge(order, dtype) for order in itertools.permutations(taus)]
+    assert max(distance(other, results[0]) for other in results) < tolerance
+
+
+def test_of_low_rank_tasks_nothing_but_their_directions_is_lifted_in_float32():
+    taus = task_vectors((48, 40), count=4, rank=3)
+    X = merge(taus, torch.float32)
+    s = torch.linalg.svdvals(X)
+    assert s[11] > 0.1
+    assert s[12] < 1e-5
+    assert distance(X, with_votes_kept(taus)) < 1e-4
+
+
+def test_the_first_task_is_taken_whole():
+    theta_0, theta_t = torch.randn(2, 6, 5)
+    weight, report = accumulate_layer(theta_0, theta_0, theta_t, Votes(), KAPPA, DAMP)
+    torch.testing.assert_close(weight, theta_t, rtol=0, atol=1e-7)
+    assert report.count == 1
+    assert report.mean == pytest.approx(torch.linalg.matrix_norm(theta_t - theta_0, 2).item(), rel=1e-5)
+
+
+def test_a_task_that_moves_nothing_changes_nothing():
+    taus = task_vectors((12, 10), count=2)
+    torch.testing.assert_close(merge([taus[0], torch.zeros(12, 10), taus[1]]), merge(taus))
+
+
+def test_a_task_that_comes_again_is_held_down_by_n_to_the_damp():
+    (tau,) = task_vectors((20, 12), count=1)
+    once, four = (torch.linalg.svdvals(merge([tau] * n)) for n in (2, 8))
+    assert four[-1] / once[-1] == pytest.approx(0.5)  # where both are above one vote: (8 / 2)^-0.5
+
+
+def test_tasks_whose_inputs_and_outputs_are_orthogonal_do_not_disturb_each_other():
+    a, b = torch.zeros(2, 20, 16, dtype=torch.float64)
+    a[:10, :8], b[10:, 8:] = task_vectors((10, 8), count=2)
+    X = merge([a, b])
+    assert X[:10, 8:].abs().max() < 1e-10
+    assert X[10:, :8].abs().max() < 1e-10
+    U, s, Vh = torch.linalg.svd(a[:10, :8], full_matrices=False)
+    torch.testing.assert_close(X[:10, :8], KAPPA * 0.3 * U * flatten((s / s[0]) ** 3, DAMP) @ Vh)
+
+
+def test_the_factors_of_an_update_are_as_good_as_the_weights():
+    theta_0, first = torch.randn(2, 12, 10, dtype=torch.float64)
+    left, right = torch.randn(12, 2, dtype=torch.float64), torch.randn(2, 10, dtype=torch.float64)
+    votes = Votes(torch.linalg.matrix_norm(first - theta_0, 2).item(), 1)
+    by_weight, _ = accumulate_layer(theta_0, first, theta_0 + left @ right, votes, KAPPA, DAMP)
+    by_factors, _ = accumulate_layer(theta_0, first, LowRank(left, right), votes, KAPPA, DAMP)
+    torch.testing.assert_close(by_weight, by_factors, rtol=0, atol=1e-6)
+
+
+# --- what is refused ---
+
+
+def test_weights_that_are_too_coarse_to_read_votes_from_are_refused():
+    with pytest.raises(ValueError, match="bfloat16"):
+        merge(task_vectors((12, 10)), torch.bfloat16)
+
+
+def test_weights_that_the_votes_did_not_make_are_refused():
+    theta_0, theta, theta_t = torch.randn(3, 12, 10)
+    with pytest.raises(ValueError, match="changed since"):
+        accumulate_layer(theta_0, theta, theta_t, Votes(0.1, 3), KAPPA, DAMP)
+
+
+@pytest.mark.parametrize(("key", "value"), [("kappa", 0), ("damp", -1), ("damp", True), ("ramp", 1), ("ramp", "x")])
+def test_a_setting_out_of_its_range_is_refused(key, value):
+    with pytest.raises(ValueError, match=key):
+        SpectralConfig(**{key: value})
+
+
+# --- the depth ramp ---
+
+
+def test_kappa_grows_with_the_block_and_stacks_of_blocks_are_told_apart():
+    names = ["embed", "encoder.0.q", "encoder.1.q", "encoder.2.mlp.3.q", "decoder.0.q", "decoder.1.q", "single.0.q"]
+    expected = [0.9, 0.54, 0.9, 1.26, 0.54, 1.26, 0.9]
+    kappas = strengths(names, SpectralConfig(ramp=0.4))
+    assert list(kappas) == names
+    assert list(kappas.values()) == pytest.approx(expected)
+    assert set(strengths(names, SpectralConfig()).values()) == {0.9}

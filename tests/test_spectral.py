@@ -1,0 +1,114 @@
+"""Spectral accumulation through the stream that every method shares."""
+
+import json
+from copy import deepcopy
+
+import pytest
+import torch
+from fusion_bench.utils import instantiate
+from lightning import Fabric
+from lightning.fabric.loggers import TensorBoardLogger
+
+from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.continual.checkpoint import read_manifest
+from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.spectral import SpectralAccumulationAlgorithm
+from tests.models import clip, finetuned
+
+SETTINGS = {"target_modules": "all-linear", "other_params": "mean", "shuffle_order": False}
+
+
+def pool(tasks=4):
+    base = clip()
+    return {"_pretrained_": base} | {f"task{i}": finetuned(base, seed=i) for i in range(1, tasks + 1)}
+
+
+def algorithm_in(folder, **settings):
+    algorithm = SpectralAccumulationAlgorithm(**{**SETTINGS, **settings})
+    algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", ""))
+    return algorithm
+
+
+def difference(model, other, base):
+    """Of the merged updates, over their norm, at most."""
+    views = select_layers(base, "all-linear").values()
+    a, b, zero = ([view.read(m).double() for view in views] for m in (model, other, base))
+    return max(((x - y).norm() / (y - z).norm()).item() for x, y, z in zip(a, b, zero, strict=True))
+
+
+def test_the_order_of_the_tasks_does_not_matter():
+    models = {name: model.double() for name, model in pool().items()}
+    results = [
+        SpectralAccumulationAlgorithm(**SETTINGS | {"shuffle_order": True}, seed=seed).run(models) for seed in (1, 2)
+    ]
+    assert difference(*results, models["_pretrained_"]) < 1e-5
+
+
+def test_the_depth_ramp_makes_later_blocks_move_more():
+    models = pool(2)
+    plain, ramped = (SpectralAccumulationAlgorithm(**SETTINGS, ramp=ramp).run(deepcopy(models)) for ramp in (0.0, 0.4))
+    for block, factor in ((0, 0.6), (1, 1.4)):
+        key = f"vision_model.encoder.layers.{block}.mlp.fc1.weight"
+        theta_0 = models["_pretrained_"].get_parameter(key)
+        moved = [(model.get_parameter(key) - theta_0).norm().item() for model in (plain, ramped)]
+        assert moved[1] / moved[0] == pytest.approx(factor, rel=1e-4)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, step):
+    def stop(done):
+        if done == step:
+            raise KeyboardInterrupt
+
+    algorithm_in(tmp_path / "whole").run(pool())
+    with pytest.raises(KeyboardInterrupt):
+        algorithm_in(tmp_path / "parts").run(pool(), on_step=stop)
+    algorithm_in(tmp_path / "parts", resume=True).run(pool())
+    last = [read_manifest(tmp_path / run / "checkpoints" / "merged_model_3") for run in ("whole", "parts")]
+    assert last[0]["files"] == last[1]["files"]
+    assert last[0]["votes"] == last[1]["votes"]
+
+
+def test_a_model_is_merged_onto_an_earlier_merge(tmp_path):
+    models = pool()
+    whole = algorithm_in(tmp_path / "whole").run(deepcopy(models))
+    first = {name: models[name] for name in ("_pretrained_", "task1", "task2", "task3")}
+    algorithm_in(tmp_path / "first").run(deepcopy(first))
+    for name in ("_pretrained_", "task4"):
+        models[name].save_pretrained(tmp_path / name)
+    paths = {name: str(tmp_path / name) for name in ("_pretrained_", "task4")}
+    paths["_merged_"] = str(tmp_path / "first" / "checkpoints" / "merged_model_2")
+    config = compose_run(["modelpool=nufilt_demo"]).modelpool
+    rest = instantiate({"_target_": config["_target_"], "_recursive_": False, "models": paths})
+    merged = algorithm_in(tmp_path / "rest").run(rest)
+    for view in select_layers(whole, "all-linear").values():
+        assert torch.equal(view.read(merged), view.read(whole))
+
+
+def test_a_merge_without_recorded_votes_is_refused():
+    models = pool(2)
+    models["_merged_"] = models.pop("task1")
+    with pytest.raises(ValueError, match="no votes"):
+        SpectralAccumulationAlgorithm(**SETTINGS, num_merged=1).run(models)
+
+
+def test_bfloat16_models_are_refused_with_the_layer_named():
+    models = {name: model.bfloat16() for name, model in pool(2).items()}
+    with pytest.raises(ValueError, match=r"layer 'encoder.*bfloat16"):
+        SpectralAccumulationAlgorithm(**SETTINGS).run(models)
+
+
+def test_the_configuration_says_the_defaults():
+    config = compose_run(["method=continual/spectral"]).method
+    made, default = instantiate(config), SpectralAccumulationAlgorithm()
+    assert made.spectral_config == default.spectral_config
+    assert (made.targets.target_modules, made.targets.other_params) == ("all-linear", "mean")
+
+
+def test_the_report_of_layers_has_the_votes(tmp_path):
+    algorithm_in(tmp_path).run(pool(2))
+    header, *rows = (tmp_path / "layers.csv").read_text().splitlines()
+    assert header == "step,task,layer,shape,seconds,task_norm,merged_norm,mean,count"
+    assert {row.rsplit(",", 1)[1] for row in rows} == {"1", "2"}
+    votes = json.loads((tmp_path / "checkpoints" / "merged_model_1" / "nufilt.json").read_text())["votes"]
+    assert {count for _, count in votes.values()} == {2}
