@@ -25,11 +25,6 @@ from safetensors.numpy import load_file
 
 SEED = 11  # of training, of the split and of the demo; no earlier benchmark used it
 EIGHT = ("scenes", "fashion", "rsscn7", "eurosat", "svhn", "gtsrb", "mnist", "dtd10")
-# Options of mini8's script: towers of four patches that train in minutes, for want of a faster machine.
-SIZES = {
-    "mini8": ["--patch=16", "--batch=32", "--pre-steps=1000", "--ft-steps=250", "--ft-lr=3e-4"],
-    "long": ["--patch=16", "--batch=32", "--pre-steps=800", "--ft-steps=150", "--ft-lr=3e-4"],
-}
 
 
 def main() -> None:
@@ -52,7 +47,7 @@ def main() -> None:
             for task in templates:
                 draw_task(task, folder / "data")
             models = folder / "models"
-            templates = train(mini8, folder / "data", models, (*names, *templates), templates, SIZES[judge])
+            templates = train(mini8, folder / "data", models, (*names, *templates), templates)
         write_images(folder / "data", templates, folder / "images")
         write_pool(out / "config", f"judge_{judge}", models, folder / "images", templates)
 
@@ -86,11 +81,9 @@ def draw_task(name: str, out: Path) -> None:
     np.savez(out / f"{name}.npz", **arrays)
 
 
-def train(
-    mini8: Path, data: Path, models: Path, tasks: tuple[str, ...], more: dict[str, str], sizes: list[str]
-) -> dict[str, str]:
+def train(mini8: Path, data: Path, models: Path, tasks: tuple[str, ...], more: dict[str, str]) -> dict[str, str]:
     """Run mini8's own script on these tasks, one thread; returns the prompts' templates by task."""
-    options = [f"--out={models}", f"--seed={SEED}", *sizes]
+    options = [f"--out={models}", f"--seed={SEED}"]
     program = (
         "import runpy, sys; sys.path.insert(0, sys.argv[1]); import common; "
         f"common.TASKS = {list(tasks)!r}; common.TEMPLATES |= {more!r}; "
