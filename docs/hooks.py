@@ -9,12 +9,13 @@ from latex2mathml.converter import convert
 
 from fusion_bench_nufilt.continual import ProtocolConfig
 from fusion_bench_nufilt.core import FusionConfig
+from fusion_bench_nufilt.core.spectral import SpectralConfig
 from fusion_bench_nufilt.core.options import choices
 from fusion_bench_nufilt.folders import Settings
 from fusion_bench_nufilt.layers import TargetConfig
 
 # A page says `<!-- options: FusionConfig -->` where a table is to stand.
-TABLES = {kind.__name__: kind for kind in (FusionConfig, TargetConfig, ProtocolConfig, Settings)}
+TABLES = {kind.__name__: kind for kind in (FusionConfig, SpectralConfig, TargetConfig, ProtocolConfig, Settings)}
 # Formulas: $...$ and $$...$$ in pages, :math:`...` in docstrings.
 FORMULAS = {
     r'<span class="arithmatex">\\\((.*?)\\\)</span>': "inline",
