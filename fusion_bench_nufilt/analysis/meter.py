@@ -92,12 +92,12 @@ class Meter:
         W_0, W_old = self._pretrained[layer.name], self._before[layer.name]
         C_task, C_old = moments.read(layer.module), self._C_old.get(moments.owner(layer.module))
         losses = layer_losses(W_new, W_old, W_task, C_old, C_task)
-        tau_old, tau_task, config = W_old - W_0, W_task - W_0, self._config
-        free = data_free_losses(W_new - W_0, tau_old, tau_task, config.null_rank, config.task_rank)
+        tau_old, tau_task, ranks = W_old - W_0, W_task - W_0, self._config.ranks(W_0.shape[1])
+        free = data_free_losses(W_new - W_0, tau_old, tau_task, ranks.null, ranks.task)
         bounds: tuple[float | None, float | None] = (None, None)
         if self._bounds and C_old is not None:
-            V_p = top_right_singular_vectors(tau_old, config.null_rank)
-            V_t = top_right_singular_vectors(tau_task, config.task_rank)
+            V_p = top_right_singular_vectors(tau_old, ranks.null)
+            V_t = top_right_singular_vectors(tau_task, ranks.task)
             bounds = (
                 corollary_bound(W_new - W_old, C_old, V_p)[1],
                 corollary_bound(W_new - W_task, C_task, V_t)[1],
