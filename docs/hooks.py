@@ -19,7 +19,7 @@ TABLES = {kind.__name__: kind for kind in (FusionConfig, SpectralConfig, TargetC
 # Formulas: $...$ and $$...$$ in pages, :math:`...` in docstrings.
 FORMULAS = {
     r'<span class="arithmatex">\\\((.*?)\\\)</span>': "inline",
-    r'<div class="arithmatex">\\\[(.*?)\\\]</div>': "block",
+    r'(?<=<div class="arithmatex">)\\\[(.*?)\\\](?=</div>)': "block",
     r":math:<code>(.*?)</code>": "inline",
 }
 
