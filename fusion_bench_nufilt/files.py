@@ -78,7 +78,10 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 def sync(path: Path) -> None:
     """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    windows = os.name == "nt"  # has no descriptors of folders, and flushes only what may be written
+    if windows and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

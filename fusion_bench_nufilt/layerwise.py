@@ -55,7 +55,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
     def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
         keys = dict.fromkeys(view.key for view in self._layers.values())
-        check_model(pretrained, model, keys, name=name, on_shape_mismatch=self.targets.on_shape_mismatch)
+        others, mismatch = self.targets.other_params, self.targets.on_shape_mismatch
+        check_model(pretrained, model, keys, name=name, other_params=others, on_shape_mismatch=mismatch)
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
         def layers(model: nn.Module) -> Layers:

@@ -83,7 +83,9 @@ class BatchMethodBaseline(_Baseline):
         theta_0 = pretrained.state_dict()
         for key, value in merged.state_dict().items():
             if value.is_floating_point():
-                value.sub_(theta_0[key]).div_(self.merged_scale).add_(theta_0[key])
+                wide = torch.promote_types(value.dtype, torch.float32)
+                base = theta_0[key].to(wide)
+                value.copy_(base + (value.to(wide) - base) / self.merged_scale)
         return merged
 
 

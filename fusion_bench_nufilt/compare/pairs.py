@@ -2,7 +2,6 @@
 
 import gc
 import multiprocessing
-import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -10,6 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import lightning
+import psutil
 import torch
 from omegaconf import DictConfig
 
@@ -55,7 +55,9 @@ def run_side_by_side(configs: Configs, jobs: int, overrides: Sequence[str]) -> I
     Raises:
         ValueError: a process was killed.
     """
-    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    process = psutil.Process()
+    cores = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count()  # macOS has none
+    threads = max(1, (cores or 1) // jobs)
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, context, initializer=_start, initargs=(list(overrides), threads))
     try:

@@ -66,9 +66,11 @@ def check_device(device: torch.device | str) -> torch.device:
         raise ValueError(f"device '{device}': {error}") from error
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"device '{where}': layers are computed on cpu or cuda only; choose device=cpu")
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        raise ValueError(f"device '{where}': PyTorch finds {found or 'no'} CUDA devices here; choose device=cpu")
+    try:
+        torch.zeros(1, device=where).item()
+    except (RuntimeError, AssertionError) as error:  # a PyTorch without CUDA, or no such device
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device '{where}': PyTorch can't compute there: {reason}; choose device=cpu") from error
     return where
 
 

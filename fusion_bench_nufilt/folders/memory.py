@@ -1,17 +1,18 @@
 """How much memory a layer takes while it is merged, predicted before the start and held during the run."""
 
 import ctypes
-import resource
+import math
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
+import psutil
 import torch
 
 from fusion_bench_nufilt.core import FusionConfig
+from fusion_bench_nufilt.core.workers import working_bytes
 
 # Each worker's stack, allocator arena and buffers of the matrix products; measured, rounded up.
 _WORKER_BYTES = 64 * 2**20
@@ -20,11 +21,7 @@ _M_MMAP_THRESHOLD = -3  # from malloc.h: blocks above are mapped by themselves
 
 def process_memory(workers: int) -> int:
     """Bytes that the process takes apart from the layers: what it takes now, and its workers' overhead."""
-    try:
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:  # not Linux: the most it took so far
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return resident + workers * _WORKER_BYTES
+    return int(psutil.Process().memory_info().rss) + workers * _WORKER_BYTES
 
 
 def layer_memory(shape: Sequence[int], stored: int, *, wide: int, on_cpu: bool) -> int:
@@ -36,11 +33,7 @@ def layer_memory(shape: Sequence[int], stored: int, *, wide: int, on_cpu: bool) 
         wide: bytes per element of the computation: 4, or 8 for float64.
         on_cpu: whether the computation is in this memory, too.
     """
-    d_o, d_i = shape
-    # theta, tau, tau_merged, tau P and its temporary; the Gram matrices of tau (twice, once stacked) and tau_merged.
-    gram = (2 * d_i**2 if d_i <= 2 * d_o else 0) + min(d_o, d_i) ** 2
-    computing = wide * (5 * d_o * d_i + gram) if on_cpu else 0
-    return stored * d_o * d_i + computing
+    return stored * math.prod(shape) + (working_bytes(shape, wide) if on_cpu else 0)
 
 
 def predict_seconds(shapes: Sequence[Sequence[int]], config: FusionConfig) -> float:

@@ -129,22 +129,23 @@ class _Merge:
         for layer in layers:
             weight, read[layer.slot]["base"] = plan.base.read(layer.keys[0])
             theta_0[layer.name] = layer.view.matrix(weight)
-            running[layer.name] = theta_0[layer.name]
+            so_far = theta_0[layer.name]
             if plan.merged is not None:
                 weight, read[layer.slot]["merged"] = plan.merged.weight(layer.slot)
-                running[layer.name] = layer.view.matrix(weight).to(plan.dtype(layer.keys[0]))
+                so_far = layer.view.matrix(weight)
             if plan.state is not None and layer.slot in plan.state.keys:
                 weight, read[layer.slot]["state"] = plan.state.weight(layer.slot)
-                weight = layer.view.matrix(weight)
-                if not torch.equal(weight.to(running[layer.name].dtype), running[layer.name]):
+                state = layer.view.matrix(weight)
+                if not torch.equal(state.to(so_far.dtype), so_far):
                     raise ValueError(
                         f"'{plan.state.checkpoint.name}' does not belong to the weights beside it: '{layer.name}' "
                         "differs; remove it if the weights are right"
                     )
-                running[layer.name] = weight
+                so_far = state
+            kept = plan.dtype(layer.keys[0])
             if plan.settings.accumulate == "float32":
-                wide = torch.promote_types(plan.dtype(layer.keys[0]), torch.float32)
-                running[layer.name] = running[layer.name].to(wide)
+                kept = torch.promote_types(kept, torch.float32)
+            running[layer.name] = so_far.to(kept)
         for number, task in enumerate(plan.tasks):
             changed = [layer for layer in layers if layer.slot in task.slots]  # an adapter may leave some alone
             if not changed:
@@ -236,12 +237,12 @@ class _Merge:
             if new is None or (self.plan.targets.other_params == "first" and step > 1):
                 continue
             read[f"task {number}"].update(raw(new))
-            value = running_mean(value, new, step).to(theta_0.dtype)
-            if not is_finite(value):
-                raise ValueError(
-                    f"model '{task.checkpoint.name}', tensor '{slot}' has NaN or infinite values, or such that "
-                    f"{theta_0.dtype} can't hold"
-                )
+            if not is_finite(new):
+                raise ValueError(f"model '{task.checkpoint.name}', tensor '{slot}' has NaN or infinite values")
+            value = running_mean(value, new, step)
+        value = value.to(theta_0.dtype)  # once: roundings after every task would add up
+        if not is_finite(value):
+            raise ValueError(f"tensor '{slot}': the mean has values that {theta_0.dtype} can't hold")
         return value
 
 

@@ -9,7 +9,9 @@ from typing import Literal
 import torch
 
 from fusion_bench_nufilt.core import FusionConfig, options
+from fusion_bench_nufilt.core.checks import check_device
 from fusion_bench_nufilt.core.options import check_choices, check_whole
+from fusion_bench_nufilt.core.workers import stack_size
 from fusion_bench_nufilt.layers import Coverage, TargetConfig
 
 from .architecture import Layer
@@ -51,11 +53,7 @@ class Settings:
         if self.step is not None:
             check_whole(self, "step", least=1)
         check_choices(self)
-        try:
-            torch.zeros(1, device=self.device).item()
-        except (RuntimeError, AssertionError, NotImplementedError) as error:  # of another PyTorch, or not there
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"device '{self.device}': this PyTorch can't compute there: {reason}") from error
+        check_device(self.device)
 
 
 @dataclass
@@ -125,14 +123,14 @@ class Plan:
 
     def batches(self, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
         """What is worked on at a time: one layer on a CPU, else as many of a kind as are solved together."""
-        groups: dict[tuple[tuple[int, ...], str], list[Layer]] = defaultdict(list)
+        groups: dict[tuple[tuple[int, ...], torch.dtype], list[Layer]] = defaultdict(list)
         for layer in layers:
-            groups[layer.view.shape, self.base.tensors[layer.keys[0]].dtype].append(layer)
-        for ((d_o, d_i), _), group in groups.items():
-            size = 1 if self.on_cpu else BATCH_BYTES // (4 * (5 * d_o * d_i + 3 * d_i**2))
+            groups[layer.view.shape, self.dtype(layer.keys[0])].append(layer)
+        for (shape, dtype), group in groups.items():
+            wide = torch.promote_types(dtype, torch.float32)
+            size = stack_size(shape, wide.itemsize, torch.device(self.settings.device), BATCH_BYTES)
             if self.settings.max_memory is not None:
-                size = min(size, self.budget // self.layer_memory(group[0]))
-            size = max(1, size)
+                size = max(1, min(size, self.budget // self.layer_memory(group[0])))
             yield from (group[i : i + size] for i in range(0, len(group), size))
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from torch import nn
 
 from fusion_bench_nufilt.core.checks import is_finite
-from fusion_bench_nufilt.layers.config import OnShapeMismatch
+from fusion_bench_nufilt.layers.config import OnShapeMismatch, OtherParams
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +17,7 @@ def check_model(
     merged: Collection[str],
     *,
     name: str,
+    other_params: OtherParams = "mean",
     on_shape_mismatch: OnShapeMismatch = "error",
 ) -> None:
     """Refuse a model that cannot be merged with the pretrained one.
@@ -26,6 +27,7 @@ def check_model(
         model: the model to check.
         merged: state-dict keys of the parameters that hold merged layers.
         name: the model's name in the pool, for the message.
+        other_params: ``pretrained`` takes nothing else from the model, whose other values are then not looked at.
         on_shape_mismatch: ``keep-base`` lets other parameters differ in shape, with a warning.
 
     Raises:
@@ -56,7 +58,7 @@ def check_model(
                     f"{tuple(reference[key].shape)}{hint}"
                 )
             kept.append(key)
-        elif not is_finite(value):
+        elif (key in merged or other_params != "pretrained") and not is_finite(value):
             raise ValueError(f"{what(key)} has NaN or infinite values")
     if kept:
         log.warning("model '%s': kept from the pretrained model because of their shape: %s", name, ", ".join(kept))

@@ -15,6 +15,7 @@ from fusion_bench_nufilt.layers import select_layers
 from tests.folders.helpers import RANKS, change, configs, merge, same, save_stream, tensors
 from tests.models import clip, full_clip, llama, llava, t5
 
+STATE = "nufilt_state/model.safetensors"
 FAMILIES = [clip, full_clip, t5, llama, llava]
 OPTIONS = [
     {},
@@ -178,6 +179,29 @@ def test_accumulating_in_float32_removes_the_drift_of_twenty_bfloat16_merges(tmp
         rounding = sum((exact[key].bfloat16().float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
     assert errors["float32"] <= 1.1 * rounding
     assert errors["stored"] > 2 * rounding
+
+
+def test_a_float32_merged_model_on_a_bfloat16_base_goes_on_unrounded(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
+    settings = {"accumulate": "float32", "step": 2}
+    first = merge(tmp_path, ["task1"], "first", settings={"accumulate": "float32"})
+    expected = load_file(merge(tmp_path, ["task2"], "expected", merged="first", settings=settings) / STATE)
+    wide = tmp_path / "wide"  # the same, as another program would have stored it: all in float32, no state beside it
+    AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32).save_pretrained(wide)
+    for key, value in load_file(first / STATE).items():
+        change(wide, key, lambda _, value=value: value.clone())
+    actual = load_file(merge(tmp_path, ["task2"], merged="wide", settings=settings) / STATE)
+    assert same(actual, expected)
+
+
+def test_a_mean_of_bfloat16_tensors_is_rounded_once(tmp_path):
+    models = save_stream(tmp_path, llama(), tasks=9, dtype=torch.bfloat16)
+    tasks = [f"task{i}" for i in range(1, 10)]
+    result = tensors(merge(tmp_path, tasks, other_params="mean", lora_rank=0))
+    key = "model.embed_tokens.weight"
+    mean = torch.stack([models[task].state_dict()[key].double() for task in tasks]).mean(0)
+    once = (mean.bfloat16().double() - mean).norm()
+    assert (result[key].double() - mean).norm() <= 1.01 * once
 
 
 def test_float32_layers_are_kept_beside_the_model_and_out_of_its_way(tmp_path):

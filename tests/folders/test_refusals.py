@@ -219,7 +219,7 @@ def test_an_output_inside_an_input(stream):
 def test_a_mean_that_half_precision_cannot_hold(tmp_path):
     save_stream(tmp_path, llama(), tasks=2, dtype=torch.float16)
     change(tmp_path / "task2", EMBEDDING, lambda tensor: tensor.float() + 1e6)
-    with pytest.raises(ValueError, match=rf"model '.*task2', tensor '{EMBEDDING}' has .* torch\.float16 can't hold"):
+    with pytest.raises(ValueError, match=rf"tensor '{EMBEDDING}': the mean has values that torch\.float16 can't hold"):
         merge(tmp_path, ["task1", "task2"], other_params="mean")
     assert not (tmp_path / "out").exists()
 

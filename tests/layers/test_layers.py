@@ -137,6 +137,19 @@ def test_values_that_are_not_finite_are_refused_by_name(value, where):
         check_model(clip(), other, keys(clip()), name="svhn")
 
 
+@pytest.mark.parametrize("other_params", ["pretrained", "first", "mean"])
+def test_a_buffer_of_infinities_is_refused_only_where_it_would_be_written(other_params):
+    """As a causal mask."""
+    models = clip(), clip()
+    for model in models:
+        model.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+    if other_params == "pretrained":
+        check_model(*models, keys(clip()), name="svhn", other_params=other_params)
+        return
+    with pytest.raises(ValueError, match="model 'svhn', parameter 'mask' has NaN or infinite values"):
+        check_model(*models, keys(clip()), name="svhn", other_params=other_params)
+
+
 # --- other_params ---
 
 
