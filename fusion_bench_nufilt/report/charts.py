@@ -40,7 +40,12 @@ def heat_maps(
         "colorbar": {"thickness": 12},
     }
     layout: dict[str, Any] = {
-        "yaxis": {"autorange": "reversed", "automargin": True, "title": {"text": words[0]}, "type": "category"},
+        "yaxis": {
+            "autorange": "reversed",
+            "automargin": True,
+            "title": {"text": words[0], "standoff": 10},
+            "type": "category",
+        },
         "xaxis": {"automargin": True, "tickangle": -45, "title": {"text": words[1]}, "type": "category"},
         "margin": {"t": 50, "r": 10},
     }

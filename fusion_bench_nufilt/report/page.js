@@ -4,7 +4,10 @@ const narrow = window.innerWidth < 700;
 for (const holder of document.querySelectorAll(".chart")) {
   const figure = JSON.parse(holder.nextElementSibling.textContent);
   const layout = Object.assign({ font: { family: "system-ui, sans-serif", size: narrow ? 10 : 12 } }, figure.layout);
-  if (narrow) layout.legend = Object.assign({}, layout.legend, { orientation: "h", x: 0, y: -0.35, xanchor: "left", yanchor: "top" });
+  if (narrow) {
+    const [y, yanchor] = layout.sliders || layout.updatemenus ? [1.25, "bottom"] : [-0.35, "top"];
+    layout.legend = { orientation: "h", x: 0, y, xanchor: "left", yanchor };
+  }
   Plotly.newPlot(holder, figure.data, layout, { responsive: true, displaylogo: false, displayModeBar: false });
   if (figure.choices) addChoices(holder, figure.choices);
 }
