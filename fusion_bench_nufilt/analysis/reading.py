@@ -23,11 +23,13 @@ def reading(analysis: Analysis, summary: Json) -> list[str]:
             f"{found['rows']} of {count} rows and {found['columns']} of {count} columns; a matched pair is above a "
             f"mismatched one in {100 * found['matched_above']:.0f} % of cases."
         )
-    for row in summary.get("theorem", []):
+    if rows := summary.get("theorem"):
+        holds = ", ".join(f"{row['condition_holds_spectral']} with r_d = {row['r_d']}" for row in rows)
+        strict = sum(row["condition_holds"] for row in rows)
         words.append(
-            f"Theorem 1 with r_d = {row['r_d']}: its condition holds in {row['condition_holds']} of {row['pairs']} "
-            f"pairs of a layer and a task ({row['condition_holds_spectral']} with the spectral norm), the "
-            f"median affinity is {row['median_affinity']:.2f}, and there are {row['violations']} violations."
+            f"Theorem 1: of {rows[0]['pairs']} pairs of a layer and a task its condition holds, with the spectral "
+            f"norm, in {holds} ({strict} in all with the paper's bound on the rows); violations: "
+            f"{sum(row['violations'] for row in rows)}."
         )
     return words + _methods(summary)
 
@@ -84,14 +86,15 @@ def _methods(summary: Json) -> list[str]:
         f"{lowest('harmonic')}. A method that changes little has small losses, whatever it does for "
         "accuracy: read them beside ACC and BWT."
     ]
+    known = []
     for name, row in methods.items():
-        correlation = row["rank_correlation"]
-        values = [correlation[loss]["layers"] for loss in ("stability", "plasticity")]
-        if None not in values:
-            words.append(
-                f"{name}: over the layers of a step, the data-free losses rank as the measured ones with Spearman's "
-                f"rho {values[0]:.2f} (stability) and {values[1]:.2f} (plasticity)."
-            )
+        values = [row["rank_correlation"][loss]["layers"] for loss in ("stability", "plasticity")]
+        shown = " / ".join("none" if value is None else f"{value:.2f}" for value in values)
+        known.append(f"{name} {shown}")
+    words.append(
+        "Over the layers of a step, the data-free losses rank as the measured ones with Spearman's rho (stability / "
+        f"plasticity) of {', '.join(known)}."
+    )
     return words
 
 

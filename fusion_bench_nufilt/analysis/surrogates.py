@@ -64,9 +64,14 @@ def data_free_losses(
         null_rank: r_p.
         task_rank: r_v.
     """
+
+    def loss(D: Tensor, V: Tensor) -> float:
+        inside, whole = float((D @ V).square().sum()), float(D.square().sum())
+        return inside if inside > torch.finfo(D.dtype).eps * whole else 0.0  # what a filter leaves is rounding
+
     V_p = top_right_singular_vectors(tau_old, null_rank, exact_on=tau_old.device)
     V_t = top_right_singular_vectors(tau_task, task_rank, exact_on=tau_task.device)
-    return float(((tau_new - tau_old) @ V_p).square().sum()), float(((tau_new - tau_task) @ V_t).square().sum())
+    return loss(tau_new - tau_old, V_p), loss(tau_new - tau_task, V_t)
 
 
 def rank_correlation(a: list[float], b: list[float]) -> float | None:
