@@ -1,6 +1,7 @@
 # make demo       merge eight small models, with NUFILT and with FusionBench's own continual methods
 # make test       lint, types, the documentation and the tests
 # make test-slow  the tests that take minutes: kills, notebooks, a browser
+# make adversary  bad inputs, random corruptions and kills, and a table of what became of them; for every night
 # make docs       the documentation in outputs/site; a broken link or reference fails
 # Each sets up everything they need in .venv first.
 
@@ -16,7 +17,7 @@ export OMP_WAIT_POLICY ?= passive
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint docs clean
+.PHONY: demo test test-slow adversary lint docs clean
 
 demo: $(READY)
 	$(BIN)/python -m fusion_bench_nufilt.demo
@@ -26,6 +27,9 @@ test: lint docs
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+adversary: $(READY)
+	$(BIN)/python -m pytest tests/adversary -m "slow or not slow" --tally
 
 lint: $(READY)
 	$(BIN)/ruff check .

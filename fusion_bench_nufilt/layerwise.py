@@ -58,6 +58,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         others, mismatch = self.targets.other_params, self.targets.on_shape_mismatch
         check_model(pretrained, model, keys, name=name, other_params=others, on_shape_mismatch=mismatch)
 
+    def uses(self, key: str) -> bool:
+        return self.targets.other_params != "pretrained" or any(view.key == key for view in self._layers.values())
+
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
         def layers(model: nn.Module) -> Layers:
             return {layer: view.read(model) for layer, view in self._layers.items()}

@@ -13,7 +13,7 @@ from fusion_bench_nufilt.compare.configs import compose_run, plain
 from fusion_bench_nufilt.compare.pairs import run_pair
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.continual import Evaluator
-from fusion_bench_nufilt.continual.checkpoint import load_checkpoint, read_manifest
+from fusion_bench_nufilt.continual.checkpoint import StepManifest, load_checkpoint, read_manifest
 from fusion_bench_nufilt.continual.evaluation import Report
 from fusion_bench_nufilt.continual.metrics import or_none
 from fusion_bench_nufilt.core import FusionConfig
@@ -98,10 +98,10 @@ def measure_run(
     order = run["order"]
     if sorted(order) != sorted(pool.tasks):
         raise ValueError(f"'{folder}' is a run of {', '.join(order)}, and the model pool has {', '.join(pool.tasks)}")
-    from fusion_bench_nufilt.continual.algorithm import _describe
+    from fusion_bench_nufilt.continual.loading import describe_model
 
     for name in ("_pretrained_", *order):
-        if (there := run["models"].get(name)) != json.loads(json.dumps(_describe(pool.workbench.modelpool, name))):
+        if (there := run["models"].get(name)) != json.loads(json.dumps(describe_model(pool.workbench.modelpool, name))):
             raise ValueError(f"'{folder}' is a run of other models: '{name}' is {there} there")
     meter = Meter(
         label,
@@ -137,7 +137,7 @@ def check_runs(folders: Sequence[Path]) -> dict[Path, str]:
     }
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _manifest(folder: Path) -> StepManifest:
     """The first step's, once all steps are there."""
     steps = folder / "checkpoints"
     if not (steps / "merged_model_0").is_dir():

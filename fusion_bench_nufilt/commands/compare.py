@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .terminal import terminal
+from .terminal import interruptible, terminal
 
 
 def compare(
@@ -37,6 +37,7 @@ def compare(
 
     Finished runs are kept: the same command goes on where it was interrupted, and methods and seeds can be added.
     """
+    out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
     with terminal() as console:
         logging.getLogger().setLevel(logging.WARNING)
         logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
@@ -48,7 +49,7 @@ def compare(
             methods = methods or "all"
         specs = room.parse_methods(methods, room.Methods(words)) if methods else []
         specs += room.preset_specs(preset, modelpool, words) if preset else []
-        try:
+        with interruptible(console, str(out)):
             comparison = room.compare(
                 modelpool,
                 specs,
@@ -61,9 +62,6 @@ def compare(
                 jobs=jobs,
                 console=console,
             )
-        except KeyboardInterrupt:
-            console.print(f"interrupted: what is finished is kept in {out}; the same command goes on", highlight=False)
-            raise typer.Exit(130) from None
         files = room.save_report(comparison, out)
     main = room.main_table(comparison)
     per_task = room.as_rich(room.task_table(comparison))

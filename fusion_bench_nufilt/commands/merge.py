@@ -14,11 +14,12 @@ from fusion_bench_nufilt.core.options import split_options
 from fusion_bench_nufilt.folders import Plan, Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.folders.destination import check_disk, check_output
 from fusion_bench_nufilt.folders.models import LoraAdapter
+from fusion_bench_nufilt.folders.output import work_folder
 from fusion_bench_nufilt.layers import TargetConfig
 
 from .options import as_bytes, takes_options, typed_values
 from .recipe import gather
-from .terminal import shown, terminal
+from .terminal import interruptible, shown, terminal
 
 KINDS = (FusionConfig, TargetConfig, Settings)
 
@@ -67,9 +68,13 @@ def merge(
                 check_disk(plan, folder)
             return
         columns = (TextColumn("Merging"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("", total=len(plan.layers) + len(plan.others))
-            merge_folders(plan, folder, lambda done, total: progress.update(bar, completed=done, total=total))
+        quiet = not console.is_terminal
+        with (
+            interruptible(console, str(work_folder(folder))),
+            Progress(*columns, console=console, disable=quiet) as bars,
+        ):
+            bar = bars.add_task("", total=len(plan.layers) + len(plan.others))
+            merge_folders(plan, folder, lambda done, total: bars.update(bar, completed=done, total=total))
         console.print(f"[bold]{shown(str(folder))}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
 
 

@@ -1,9 +1,11 @@
 """What all commands share on the terminal: a log, and errors of one line."""
 
 import logging
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import typer
 from rich.console import Console
@@ -44,3 +46,38 @@ def terminal() -> Iterator[Console]:
     except (ValueError, OSError) as error:  # a hub out of reach is an OSError
         console.print(f"[red]error:[/red] {shown(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
+
+
+@contextmanager
+def interruptible(console: Console, kept: str) -> Iterator[None]:
+    """On Ctrl-C or SIGTERM, say at once what is kept, and end when the work at hand is done; the second time, end.
+
+    Args:
+        console: to say it on.
+        kept: where what is finished is kept.
+    """
+    numbers = [int(signal.SIGINT)]  # the last one is that of the signal
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        restore()
+        signal.signal(number, signal.SIG_DFL)
+        numbers.append(number)
+        say("stopping when what is being worked on is done (once more: at once)")
+        raise KeyboardInterrupt
+
+    def say(what: str) -> None:
+        console.print(f"{what}: what is finished is kept in {shown(kept)}; the same command goes on", highlight=False)
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        if len(numbers) == 1:
+            say("interrupted")
+        raise typer.Exit(128 + numbers[-1]) from None
+    finally:
+        restore()

@@ -32,13 +32,13 @@ def run_pair(workbench: Workbench, config: dict[str, Any], seed: int, on_step: C
         algorithm.run(workbench.modelpool, workbench.evaluator, on_step=on_step)
         return Run(*about, algorithm.matrix, algorithm.merge_seconds)
     except Exception as error:
-        return Run(*about, error=_reason(error), traceback=traceback.format_exc())
+        return Run(*about, error=reason(error), traceback=traceback.format_exc())
     finally:
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """In one line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

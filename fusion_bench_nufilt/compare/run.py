@@ -2,18 +2,20 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import Progress
 
 from fusion_bench_nufilt.continual.report import summary
 from fusion_bench_nufilt.continual.stream import Evaluate
 
-from .configs import compose_run, plain
+from .configs import compose_run, make_method, plain
 from .display import progress_bars, quiet, steps_bar
-from .pairs import Configs, Pair, run_pair, run_side_by_side
+from .pairs import Configs, Pair, reason, run_pair, run_side_by_side
 from .specs import RunSpec, check_specs
 from .store import Run, Store
 from .summary import Comparison, MethodResult
@@ -74,9 +76,8 @@ def compare(
         "resolved": workbench.settings,
     }
     store = Store(out, settings, overwrite=overwrite)
-    runs, configs = _known_runs(store, specs, seeds, [*_protocol(evaluate), *everywhere])
-
-    with quiet(), progress_bars(console) as progress:
+    with closing(store), quiet(), progress_bars(console) as progress:
+        runs, configs = _known_runs(store, specs, seeds, [*_protocol(evaluate), *everywhere], workbench)
         tasks = workbench.tasks
         if (references := store.load_references()) is None:
             with steps_bar(progress, "scoring the single models", 1 + len(tasks)) as on_step:
@@ -106,20 +107,29 @@ def _protocol(evaluate: Evaluate) -> list[str]:
 
 
 def _known_runs(
-    store: Store, specs: Sequence[RunSpec], seeds: Sequence[int], overrides: Sequence[str]
+    store: Store, specs: Sequence[RunSpec], seeds: Sequence[int], overrides: Sequence[str], workbench: Workbench
 ) -> tuple[Runs, dict[Pair, dict[str, Any]]]:
     """What need not be run (it is there, or its configuration is wrong), and the configurations of what must be.
 
     All methods of a seed come before the next seed, so that what is interrupted has some seeds whole.
+
+    Raises:
+        ValueError: there is no method that can be built.
     """
     runs: Runs = {}
     configs: dict[RunSpec, dict[str, Any]] = {}
+    wrong: dict[str, str] = {}
     for spec in specs:
         try:
-            configs[spec] = plain(compose_run([*overrides, *spec.overrides]).method)
-        except ValueError as error:
-            log.warning("%s: %s", spec.label, error)
-            runs |= {(spec, seed): Run(seed, {}, {}, error=str(error)) for seed in seeds}
+            config = plain(compose_run([*overrides, *spec.overrides]).method)
+            make_method(DictConfig(config), workbench.fabric)
+            configs[spec] = config
+        except Exception as error:  # whatever a method's constructor raises
+            wrong[spec.label] = reason(error)
+            log.warning("%s: %s", spec.label, wrong[spec.label])
+            runs |= {(spec, seed): Run(seed, {}, {}, error=wrong[spec.label]) for seed in seeds}
+    if not configs:
+        raise ValueError("\n".join(f"{label}: {why}" for label, why in wrong.items()))
     missing = {}
     for seed in seeds:
         for spec, config in configs.items():

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from .configs import Methods
 
+_MOST_SEEDS = 1000
+
 
 @dataclass(frozen=True)
 class RunSpec:
@@ -81,11 +83,15 @@ def parse_seeds(text: str) -> list[int]:
     """Seeds from numbers and half-open ranges, ``42``, ``42,45`` or ``42:52`` (42 to 51, the paper's ten orders)."""
     seeds: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?::(\d+))?\s*", part)
+        match = re.fullmatch(r"\s*(\d{1,9})(?::(\d{1,10}))?\s*", part)
         if not match:
             raise ValueError(f"seeds must be like 42, 42,45 or 42:52, got '{text}'")
         first, end = int(match[1]), int(match[2] or int(match[1]) + 1)
         if end <= first:
             raise ValueError(f"seeds '{part}': the range is empty; its end is not part of it")
+        if end - first > _MOST_SEEDS:
+            raise ValueError(
+                f"seeds '{part}' are {end - first}, more than the {_MOST_SEEDS} that a comparison may have"
+            )
         seeds += range(first, end)
     return list(dict.fromkeys(seeds))

@@ -2,14 +2,17 @@
 
 import json
 import math
-import shutil
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from fusion_bench_nufilt.continual import AccuracyMatrix
 from fusion_bench_nufilt.continual.metrics import or_none
-from fusion_bench_nufilt.files import write_text
+from fusion_bench_nufilt.files import lock_folder, write_text
+from fusion_bench_nufilt.json_files import read_json
 
 from .specs import RunSpec
 
@@ -30,6 +33,19 @@ class Run:
     traceback: str | None = None
 
 
+class _Settings(TypedDict):
+    modelpool: str
+
+
+class _Saved(TypedDict):
+    config: dict[str, Any]
+    environment: dict[str, str]
+    tasks: list[str] | None
+    accuracy_matrix: list[list[float | None]] | None
+    merge_seconds: list[float]
+    error: str | None
+
+
 class Store:
     """The files of a comparison.
 
@@ -39,21 +55,47 @@ class Store:
         overwrite: delete what the folder holds of a comparison; otherwise it goes on.
 
     Raises:
-        ValueError: the folder holds results of other settings, or it is no folder.
+        ValueError: the folder holds results of other settings, is held by another process, or is no folder.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--out {folder}: there is a file of that name")
         self.folder, self._settings, self._references = folder, folder / "compare.json", folder / "references.json"
-        if overwrite:
-            shutil.rmtree(folder / "runs", ignore_errors=True)
-            self._settings.unlink(missing_ok=True)
-            self._references.unlink(missing_ok=True)
-        if (there := _read(self._settings)) is not None and there != settings:
-            raise ValueError(f"{folder} holds results of other settings: {_difference(there, settings)}. {_WAY_OUT}")
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(self._settings, json.dumps(settings, indent=2))
+        self._lock = lock_folder(folder)
+        try:
+            if overwrite:
+                self._delete()
+            there = read_json(self._settings, dict[str, Any], _DELETE)
+            if there is not None and there != settings:
+                raise ValueError(
+                    f"{folder} holds results of other settings: {_difference(there, settings)}. {_WAY_OUT}"
+                )
+            write_text(self._settings, json.dumps(settings, indent=2))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let other processes write here."""
+        self._lock.release()
+
+    def _delete(self) -> None:
+        """Delete the comparison that the folder holds, and nothing else.
+
+        Raises:
+            ValueError: what looks like one has no settings beside it, or those of something else.
+        """
+        settings = read_json(self._settings, _Settings, advice="delete what it belongs to by hand")
+        if settings is None and (self.folder / "runs").exists():
+            raise ValueError(f"'{self.folder}' has no compare.json: its runs/ is no comparison's and is not deleted")
+        for file in self.folder.glob("runs/*/*.json"):
+            file.unlink()
+        for folder in [*self.folder.glob("runs/*"), self.folder / "runs"]:
+            with suppress(OSError):  # holds something else, or is not there
+                folder.rmdir()
+        self._settings.unlink(missing_ok=True)
+        self._references.unlink(missing_ok=True)
 
     def load(self, spec: RunSpec, seed: int, config: dict[str, Any]) -> Run | None:
         """The finished run of a method on a seed, if there is one; a failed one does not count.
@@ -61,12 +103,16 @@ class Store:
         Raises:
             ValueError: it is there under this label, but with another configuration.
         """
-        if (content := _read(self._file(spec, seed))) is None or content["error"] is not None:
+        content = read_json(self._file(spec, seed), _Saved, _DELETE)
+        if content is None or content["error"] is not None:
             return None
         if content["config"] != config:
             what = _difference(content["config"], config)
             raise ValueError(f"{self.folder} holds results of '{spec.label}' with other settings: {what}. {_WAY_OUT}")
-        matrix = AccuracyMatrix.from_rows(content["tasks"], content["accuracy_matrix"])
+        tasks, rows = content["tasks"], content["accuracy_matrix"]
+        if not tasks or not rows or {len(rows), *map(len, rows)} != {len(tasks)}:
+            raise ValueError(f"'{self._file(spec, seed)}' is damaged: no matrix of {len(tasks or ())} tasks; {_DELETE}")
+        matrix = AccuracyMatrix.from_rows(tasks, rows)
         return Run(seed, config, content["environment"], matrix, content["merge_seconds"])
 
     def save(self, spec: RunSpec, run: Run) -> None:
@@ -88,7 +134,7 @@ class Store:
 
     def load_references(self) -> References | None:
         """The scores of the single models, if they were taken."""
-        if (content := _read(self._references)) is None:
+        if (content := read_json(self._references, dict[str, dict[str, float | None]], _DELETE)) is None:
             return None
         return {
             label: {task: math.nan if value is None else value for task, value in scores.items()}
@@ -103,21 +149,13 @@ class Store:
         return self.folder / "runs" / spec.safe_label / f"{seed}.json"
 
 
+_DELETE = "delete it, and it is made again"
 _WAY_OUT = "Choose another folder or label, or delete them with --overwrite"
 
 
 def references_as_json(references: References) -> dict[str, dict[str, float | None]]:
     """The same, for JSON, which knows no NaN."""
     return {label: {task: or_none(value) for task, value in scores.items()} for label, scores in references.items()}
-
-
-def _read(file: Path) -> Any:
-    if not file.exists():
-        return None
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is damaged ({error}): delete it") from None
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any], path: tuple[str, ...] = ()) -> str:

@@ -4,9 +4,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +21,11 @@ from fusion_bench_nufilt.report import leave_page
 
 from .config import ProtocolConfig
 from .evaluation import Evaluator, Report, score
+from .loading import describe_model, load_model, refuse_drawn
 from .metrics import AccuracyMatrix
-from .program import ReportedTaskPool, use_bundled_taskpool
+from .program import ReportedTaskPool, one_line_errors, use_bundled_taskpool
 from .report import package_versions, print_matrix, save_matrix
-from .run_folder import RunFolder
+from .run_folder import RunFolder, open_run_folder
 from .stream import MERGED, Evaluate, merged_before, merged_manifest, task_order, tasks_to_score
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     """
 
     # of the last run
+    folder: RunFolder | None  # its log directory
     matrix: AccuracyMatrix
     merge_seconds: list[float]  # by step, without loading, saving and scoring
     history: list[str]  # names of the models in `_merged_`, as far as they are known
@@ -84,6 +85,10 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def take_up(self, manifest: Mapping[str, Any]) -> None:
         """Called before a stream goes on from a merged model, with its manifest; empty if there is none."""
+
+    def uses(self, key: str) -> bool:
+        """Whether a parameter of the models goes into the result, by its name in the state dict."""
+        return True
 
     def restore(self, step: int) -> None:
         """Called when a run goes on after ``step``: take up what the log directory has of the steps before."""
@@ -125,13 +130,16 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         """
         if not isinstance(modelpool, BaseModelPool):
             modelpool = BaseModelPool(dict(modelpool))
+        with one_line_errors(self._program), open_run_folder(self.log_dir) as self.folder:
+            return self._run(modelpool, taskpool, on_step)
+
+    def _run(self, modelpool: BaseModelPool, taskpool: Any, on_step: Callable[[int], Any] | None) -> nn.Module:
         if not modelpool.has_pretrained:
             raise ValueError(f"the model pool has no '_pretrained_' model, only {modelpool.all_model_names}")
         if not modelpool.model_names:
             raise ValueError("the model pool is empty: there is no fine-tuned model to merge")
         if self.fabric.world_size > 1:
             raise ValueError("continual merging runs in one process: set fabric.devices=1")
-        self.folder = None if self.log_dir is None else RunFolder(Path(self.log_dir))
         self.history, self.first_step = merged_before(modelpool, self.num_merged)
         if taskpool is None and self._program is not None:
             taskpool = self._program.taskpool
@@ -143,11 +151,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         self.matrix, self.merge_seconds = AccuracyMatrix(names), []
         self._about = self._describe_run(modelpool)
         with self.profile("loading models"):
-            pretrained = modelpool.load_pretrained_model()
-        if not isinstance(pretrained, nn.Module):
-            raise ValueError(f"the model pool must load torch modules, got {type(pretrained).__name__}")
+            pretrained, drawn = load_model(modelpool, "_pretrained_")
         self.start(pretrained, names)
-        self.check_model(pretrained, pretrained, "_pretrained_")
+        self._check(pretrained, pretrained, "_pretrained_", drawn)
         if self.check_models:
             self._check_all(modelpool, pretrained, names)
         if self.folder is not None:
@@ -163,8 +169,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         merged = deepcopy(pretrained)
         if MERGED in modelpool.all_model_names:
             with self.profile("loading models"):
-                previous = modelpool.load_model(MERGED)
-            self.check_model(pretrained, previous, MERGED)
+                previous, drawn = load_model(modelpool, MERGED)
+            self._check(pretrained, previous, MERGED, drawn)
             self.take_up(merged_manifest(modelpool))
             merged.load_state_dict(previous.state_dict())
             del previous
@@ -174,9 +180,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             if step < next_step:
                 continue
             with self.profile("loading models"):
-                task = modelpool.load_model(name)
+                task, drawn = load_model(modelpool, name)
             if not self.check_models:
-                self.check_model(pretrained, task, name)
+                self._check(pretrained, task, name, drawn)
             begin = time.perf_counter()
             with self.profile("merging"):
                 merged = self.merge_step(step, name, pretrained, merged, task)
@@ -205,7 +211,13 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     def _check_all(self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]) -> None:
         with self.profile("checking models"):
             for name in tqdm(names, desc="Checking models", disable=None):
-                self.check_model(pretrained, modelpool.load_model(name), name)
+                model, drawn = load_model(modelpool, name)
+                self._check(pretrained, model, name, drawn)
+
+    def _check(self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str]) -> None:
+        """Refuse a model that cannot be merged, or whose merged weights were drawn at random."""
+        refuse_drawn(name, list(filter(self.uses, drawn)))
+        self.check_model(pretrained, model, name)
 
     def _restore_newest_step(self, merged: nn.Module) -> int:
         """Give ``merged`` the weights after the newest whole step that the log directory holds; returns its number."""
@@ -213,18 +225,19 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         manifest = None if self.folder is None else self.folder.newest_step(self.first_step, last, self._about)
         if self.folder is None or manifest is None:
             return before
-        step: int = manifest["step"]
+        step = manifest["step"]
         log.info("going on after step %d", step)
         self.merge_seconds = manifest["merge_seconds"]
-        self.folder.load_step(step, merged)
-        self.take_up(manifest)
-        self.restore(step)
         if self.evaluator is not None:
             for done in range(self.first_step, step + 1):
                 if report := self.folder.read_report(done):
                     self._record(self.evaluator, done, merged, report)
-                elif done == step:  # interrupted between its checkpoint and its scores
-                    self._evaluate_step(self.evaluator, step, merged)
+                elif self._tasks_to_score(done):  # interrupted before its scores, or they were damaged since
+                    self.folder.load_step(done, merged)
+                    self._evaluate_step(self.evaluator, done, merged)
+        self.folder.load_step(step, merged)
+        self.take_up(manifest)
+        self.restore(step)
         return step
 
     def _evaluate_step(self, evaluator: Evaluator, step: int, merged: nn.Module) -> None:
@@ -275,14 +288,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         config = OmegaConf.to_container(self.config, resolve=True)
         assert isinstance(config, dict)
         settings = {str(key): value for key, value in config.items() if key not in _NOT_IN_THE_RESULT}
-        models = {name: _describe(modelpool, name) for name in modelpool.all_model_names}
+        models = {name: describe_model(modelpool, name) for name in modelpool.all_model_names}
         run = {"method": self.name, "order": self.matrix.tasks, "models": models, **settings}
         return dict(json.loads(json.dumps(run)))
-
-
-def _describe(modelpool: BaseModelPool, name: str) -> Any:
-    """Where a model comes from: a hub name or folder, or the pool's config of it."""
-    entry = modelpool._models[name]
-    if isinstance(entry, str):
-        return entry
-    return type(entry).__name__ if isinstance(entry, nn.Module) else OmegaConf.to_container(entry, resolve=True)

@@ -8,10 +8,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import FiniteFloat
 from safetensors.torch import load_model, save_model
 from torch import nn
+from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.files import MANIFEST, atomic_folder
+from fusion_bench_nufilt.json_files import Count, read_json
+
+
+class Fingerprint(TypedDict):
+    """What a file is known by."""
+
+    size: int
+    sha256: str
+
+
+class StepManifest(TypedDict):
+    """What is read of the manifest of a step."""
+
+    step: Count
+    tasks: list[str]
+    merge_seconds: list[FiniteFloat]
+    run: dict[str, Any]
+    files: dict[str, Fingerprint]
 
 
 def save_checkpoint(model: nn.Module, folder: Path, about: Mapping[str, Any]) -> None:
@@ -32,18 +52,17 @@ def save_checkpoint(model: nn.Module, folder: Path, about: Mapping[str, Any]) ->
         (temporary / MANIFEST).write_text(json.dumps({**about, "files": files}, indent=1))
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> StepManifest:
     """The manifest of a checkpoint, once every file is found to be as it was saved.
 
     Raises:
         ValueError: a file is missing, cut short or changed; names it.
     """
-    try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint '{folder}' has no readable {MANIFEST}: {error}") from error
+    manifest = read_json(folder / MANIFEST, StepManifest, advice="the step can be made again")
+    if manifest is None:
+        raise ValueError(f"checkpoint '{folder}' has no {MANIFEST}")
     for name, expected in manifest["files"].items():
-        if not (folder / name).is_file():
+        if Path(name).name != name or not (folder / name).is_file():
             raise ValueError(f"checkpoint '{folder}' lacks {name}")
         # The size first: it is known at once.
         if (folder / name).stat().st_size != expected["size"] or _fingerprint(folder / name) != expected:
@@ -62,7 +81,7 @@ def load_checkpoint(model: nn.Module, folder: Path) -> None:
         load_model(model, folder / "model.safetensors")
 
 
-def _fingerprint(file: Path) -> dict[str, Any]:
+def _fingerprint(file: Path) -> Fingerprint:
     digest, size = hashlib.sha256(), 0
     with file.open("rb") as stream:
         while block := stream.read(1 << 20):

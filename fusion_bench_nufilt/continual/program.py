@@ -1,11 +1,16 @@
 """What a run has to do with the program of FusionBench that it is part of."""
 
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fusion_bench.taskpool import DummyTaskPool
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 from torch import nn
 
@@ -52,3 +57,29 @@ def _taskpool_was_named() -> bool:
     if not HydraConfig.initialized():
         return False
     return any(override.lstrip("+~").startswith("taskpool") for override in HydraConfig.get().overrides.task)
+
+
+class InputError(CompactHydraException, ValueError):
+    """What is wrong with the input of a run. Hydra prints such an error without a trace."""
+
+
+@contextmanager
+def one_line_errors(program: Any) -> Iterator[None]:
+    """Have `fusion_bench` say what is wrong with its input in one line; with ``HYDRA_FULL_ERROR=1`` comes the trace.
+
+    Args:
+        program: None outside `fusion_bench`, where nothing is changed.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if program is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        logging.getLogger("fusion_bench.scripts.cli").addFilter(_drop_trace)
+        raise InputError(str(error)) from error
+
+
+def _drop_trace(record: logging.LogRecord) -> bool:
+    if record.exc_info and isinstance(record.exc_info[1], InputError):
+        record.exc_info = None
+    return True

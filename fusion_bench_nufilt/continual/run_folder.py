@@ -3,14 +3,16 @@
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from fusion_bench_nufilt.files import atomic_file, write_text
+from fusion_bench_nufilt.files import lock_folder, write_text
+from fusion_bench_nufilt.json_files import read_json
 
-from .checkpoint import load_checkpoint, read_manifest, save_checkpoint
+from .checkpoint import StepManifest, load_checkpoint, read_manifest, save_checkpoint
 from .evaluation import Report
 
 log = logging.getLogger(__name__)
@@ -19,21 +21,25 @@ log = logging.getLogger(__name__)
 class RunFolder:
     """``checkpoints/merged_model_{i}`` and ``report_{i}.json``, i = step - 1, as FusionBench names them.
 
+    A run holds the folder from its construction to :meth:`close`.
+
     Args:
         path: the log directory.
 
     Raises:
-        ValueError: nothing can be written there.
+        ValueError: nothing can be written there, or another run is writing there; names its process.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with atomic_file(path / "write_test") as file:
-                file.touch()
-            (path / "write_test").unlink()
+            self._lock = lock_folder(path)
         except OSError as error:
             raise ValueError(f"the log directory '{path}' can't be written: {error}") from error
+
+    def close(self) -> None:
+        """Let other runs write here."""
+        self._lock.release()
 
     def save_json(self, name: str, content: Any) -> None:
         write_text(self.path / name, json.dumps(content))
@@ -42,17 +48,27 @@ class RunFolder:
         write_text(self._report(step), json.dumps(report))
 
     def read_report(self, step: int) -> Report | None:
-        return json.loads(self._report(step).read_text()) if self._report(step).is_file() else None
+        """The scores after a step; None if they were not taken or are damaged, so that they are taken again."""
+        try:
+            return read_json(self._report(step), dict[str, dict[str, Any]])
+        except ValueError as error:
+            log.warning("%s; scoring step %d again", error, step)
+            return None
 
     def save_step(self, step: int, model: nn.Module, about: Mapping[str, Any]) -> None:
         self._report(step).unlink(missing_ok=True)  # an earlier run's would pass for this one's
         save_checkpoint(model, self._checkpoint(step), about)
 
     def load_step(self, step: int, model: nn.Module) -> None:
-        """Give ``model`` the weights that it had after a step."""
+        """Give ``model`` the weights that it had after a step.
+
+        Raises:
+            ValueError: that step is damaged; names the file.
+        """
+        read_manifest(self._checkpoint(step))
         load_checkpoint(model, self._checkpoint(step))
 
-    def newest_step(self, first: int, last: int, run: Mapping[str, Any]) -> dict[str, Any] | None:
+    def newest_step(self, first: int, last: int, run: Mapping[str, Any]) -> StepManifest | None:
         """Manifest of the newest whole step between these two, if there is one; a damaged one is passed over.
 
         Raises:
@@ -80,3 +96,8 @@ class RunFolder:
 
     def _report(self, step: int) -> Path:
         return self.path / f"report_{step - 1}.json"
+
+
+def open_run_folder(path: str | None) -> AbstractContextManager[RunFolder | None]:
+    """The log directory for the length of a run; None where there is none."""
+    return nullcontext() if path is None else closing(RunFolder(Path(path)))

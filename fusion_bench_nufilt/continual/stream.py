@@ -1,17 +1,23 @@
 """The order in which models arrive, what came before them, and what is scored on the way."""
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from fusion_bench import BaseModelPool
+from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.files import MANIFEST
+from fusion_bench_nufilt.json_files import Count, read_json
 
 Evaluate = Literal["last", "diagonal", "every_step", "every_step_all"]
 MERGED = "_merged_"
+
+
+class _Manifest(TypedDict):
+    step: Count
+    tasks: list[str]
 
 
 def task_order(names: Sequence[str], *, shuffle: bool, seed: int) -> list[str]:
@@ -70,6 +76,4 @@ def merged_manifest(modelpool: BaseModelPool) -> dict[str, Any]:
     """The manifest of the pool's ``_merged_`` model; empty if its checkpoint has none."""
     entry = modelpool._models[MERGED]
     folder = entry if isinstance(entry, str) else getattr(entry, "pretrained_model_name_or_path", None)
-    if folder is None or not (Path(folder) / MANIFEST).is_file():
-        return {}
-    return dict(json.loads((Path(folder) / MANIFEST).read_text()))
+    return {} if folder is None else {**(read_json(Path(folder) / MANIFEST, _Manifest) or {})}

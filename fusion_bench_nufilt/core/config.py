@@ -74,7 +74,8 @@ class FusionConfig:
     def __post_init__(self) -> None:
         for key in ("null_rank", "lora_rank", "task_rank"):
             if not (is_number(value := getattr(self, key)) and 0 < value < 1):
-                check_whole(self, key, otherwise="or a share of the layer's width between 0 and 1")
+                most = 2**16 if key == "lora_rank" else 2**31  # unlike the others it is not clipped to the layer
+                check_whole(self, key, most=most, otherwise="or a share of the layer's width between 0 and 1")
         check_whole(self, "max_steps")
         for key in ("lr", "ridge"):
             if not (is_number(value := getattr(self, key)) and value > 0):

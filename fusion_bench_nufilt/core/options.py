@@ -87,16 +87,18 @@ def check_choices(options: Any) -> None:
             raise ValueError(f"{each.name} must be one of {words}, got {value!r}")
 
 
-def check_whole(options: Any, *names: str, least: int = 0, otherwise: str = "") -> None:
-    """Refuse what is not a whole number of at least ``least``; ``otherwise`` says what else would do.
+def check_whole(options: Any, *names: str, least: int = 0, most: int = 2**31, otherwise: str = "") -> None:
+    """Refuse what is not a whole number from ``least`` to ``most``; ``otherwise`` says what else would do.
 
     Raises:
         ValueError: names the option.
     """
     for name in names:
         value = getattr(options, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} must be a whole number >= {least}{otherwise and f', {otherwise}'}, got {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            bound = f" and <= {most}" if isinstance(value, int) and value > most else ""
+            what = f">= {least}{bound}{otherwise and f', {otherwise}'}"
+            raise ValueError(f"{name} must be a whole number {what}, got {value!r}")
 
 
 def is_number(value: object) -> bool:

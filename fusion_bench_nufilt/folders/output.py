@@ -131,7 +131,7 @@ class Output:
 
 def work_folder(out: Path) -> Path:
     """Where a folder is written before it takes its name."""
-    return out.with_name(f".{out.name}.nufilt")
+    return out.parent / f".{out.name}.nufilt"
 
 
 def clear_work_folder(out: Path) -> None:

@@ -51,7 +51,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.step is not None:
-            check_whole(self, "step", least=1)
+            check_whole(self, "step", least=1, most=10**6)
+        if self.max_memory is not None:
+            check_whole(self, "max_memory", least=1, most=2**62)
         check_choices(self)
         check_device(self.device)
 

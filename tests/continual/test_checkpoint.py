@@ -46,8 +46,8 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path):
 
 
 def test_what_a_killed_process_left_gives_way_to_the_next_save(tmp_path):
-    (tmp_path / ".step.new").mkdir()
-    (tmp_path / ".step.new" / "half").touch()
+    (tmp_path / ".step-123.new").mkdir()
+    (tmp_path / ".step-123.new" / "half").touch()
     save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {})
     assert everything_in(tmp_path) == ["model.safetensors", "nufilt.json", "step"]
 
@@ -87,7 +87,8 @@ def test_a_model_like_it_gets_every_bit_back(tmp_path, make, dtype):
 
 
 def test_the_manifest_says_what_it_was_told(tmp_path):
-    save_checkpoint(clip(), tmp_path / "step", {"step": 3, "tasks": ["a", "b", "c"]})
+    about = {"step": 3, "tasks": ["a", "b", "c"], "merge_seconds": [], "run": {}}
+    save_checkpoint(clip(), tmp_path / "step", about)
     manifest = read_manifest(tmp_path / "step")
     assert (manifest["step"], manifest["tasks"]) == (3, ["a", "b", "c"])
     assert set(manifest["files"]) == {"model.safetensors", "config.json"}

@@ -2,11 +2,6 @@
 
 import csv
 import json
-import multiprocessing
-import random
-import shutil
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +10,6 @@ from lightning import Fabric
 from lightning.fabric.loggers import TensorBoardLogger
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.compare import compose_run
-from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
 from fusion_bench_nufilt.continual.checkpoint import read_manifest
 from fusion_bench_nufilt.files import MANIFEST
 from tests.models import clip, finetuned
@@ -162,55 +155,3 @@ def test_a_bad_merge_is_refused_before_any_work():
     models["_merged_"].vision_model.encoder.layers[0].mlp.fc1.weight.data[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"_merged_.*fc1"):
         NufiltContinualMergingAlgorithm(**SMALL, num_merged=1).run(models, on_step=lambda step: pytest.fail("merged"))
-
-
-def merge_demo(folder, resume):
-    """A run on the demo, in a process that may be killed."""
-    config = compose_run(["method=nufilt", "modelpool=nufilt_demo", "taskpool=nufilt_demo", f"method.resume={resume}"])
-    algorithm: ContinualMergingAlgorithm = instantiate(config.method)
-    algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", ""))
-    taskpool = instantiate(config.taskpool)
-    taskpool._fabric_instance = algorithm.fabric
-    algorithm.run(instantiate(config.modelpool), Evaluator(taskpool))
-
-
-def whole_steps(folder: Path) -> int:
-    """How many checkpoints are there; none of them may be damaged."""
-    return sum(bool(read_manifest(path)) for path in (folder / "checkpoints").glob("merged_model_*"))
-
-
-def test_ten_kills_at_random_moments_lose_nothing(tmp_path, demo):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # so that a new process is at work at once
-
-    def start(folder, resume):
-        folder.mkdir(exist_ok=True)
-        process = context.Process(target=merge_demo, args=(folder, resume))
-        process.start()
-        return process
-
-    process = start(tmp_path / "first", False)  # has the fork server import everything
-    process.join()
-    begin = time.perf_counter()
-    process = start(tmp_path / "whole", False)
-    process.join()
-    seconds = time.perf_counter() - begin
-    assert process.exitcode == 0
-
-    moments, kills, folder = random.Random(0), 0, tmp_path / "killed"
-    while kills < 10:
-        before = whole_steps(folder)
-        process = start(folder, True)
-        process.join(moments.uniform(0.2, 1) * seconds)
-        process.kill()
-        process.join()
-        assert whole_steps(folder) >= before
-        if process.exitcode == 0:
-            shutil.rmtree(folder)  # it was done before: from the start again
-        else:
-            kills += 1
-    process = start(folder, True)
-    process.join()
-    assert process.exitcode == 0
-    assert without_times(folder) == without_times(tmp_path / "whole")
-    assert json.loads((folder / "accuracy_matrix.json").read_text())["missing"] == []

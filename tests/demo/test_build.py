@@ -78,7 +78,7 @@ def test_an_interrupted_build_leaves_no_part_and_is_taken_up(copy, made, monkeyp
 
 def test_what_a_killed_build_left_is_swept_away(copy):
     shutil.rmtree(copy / "digits")
-    half = copy / ".digits.new"
+    half = copy / ".digits-123.new"
     half.mkdir()
     (half / WEIGHTS).write_bytes(b"half")
     build.demo_folder()

@@ -22,64 +22,11 @@ from tests.folders.helpers import change, hashes, merge, save_stream
 from tests.folders.test_adapters import save_adapter
 from tests.models import llama
 
-# One process imports everything, forks a merge ten times and kills it at a random moment; then once more to the end.
-KILLER = """
-import os, pathlib, random, signal, sys, time
-from transformers import LlamaForCausalLM
-import fusion_bench_nufilt.folders.merge as module
-from tests.folders.helpers import merge
-
-
-def slowly_merge(folder):
-    # Tiny layers would all be merged at once.
-    fuse = module.fuse_layers
-    module.fuse_layers = lambda *a, **k: (time.sleep(0.05), fuse(*a, **k))[1]
-    merge(folder)
-
-folder, left = pathlib.Path(sys.argv[1]), set()
-journal, finished = folder / ".out.nufilt" / "journal.jsonl", folder / "out"
-
-
-def recorded():
-    return len(journal.read_text().splitlines()) if journal.exists() else 0
-
-
-moments = random.Random(int(sys.argv[2]))
-for _ in range(10):
-    if not (child := os.fork()):
-        slowly_merge(folder)
-        os._exit(0)
-    before = recorded()
-    while recorded() <= before and not finished.exists():  # each run gets on, however slow the machine
-        time.sleep(0.002)
-    time.sleep(moments.uniform(0, 0.1))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    left.add(recorded())
-    assert not finished.exists() or (finished / "nufilt.json").exists()
-if not (child := os.fork()):
-    merge(folder)
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-print(len(left))
-"""
-
 
 @pytest.fixture
 def stream(tmp_path):
     save_stream(tmp_path, llama())
     return tmp_path
-
-
-def test_killed_at_ten_random_moments_it_ends_with_equal_hashes(stream):
-    expected = hashes(merge(stream, out="expected"))
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILLER, str(stream), "0"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 4, "too few runs were killed with something done and something to do"
-    assert hashes(stream / "out") == expected
-    assert not work_folder(stream / "out").exists()
 
 
 def interrupted(stream, monkeypatch, after=8):

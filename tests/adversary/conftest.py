@@ -1,0 +1,51 @@
+"""Good inputs to spoil, and the tally of a run."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from tests.adversary.tally import as_table
+from tests.folders.helpers import merge, save_stream, tensors
+from tests.folders.test_adapters import save_adapter
+from tests.models import llama
+
+
+def pytest_addoption(parser):
+    parser.addoption("--tally", action="store_true", help="end with what became of the bad inputs")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("tally", False):
+        terminalreporter.section("bad inputs")
+        terminalreporter.write_line("\n".join(as_table()))
+
+
+@pytest.fixture(scope="session")
+def good(tmp_path_factory) -> Path:
+    """A folder with good inputs: ``base``, ``task1``, ``task2``, the adapter ``lora``, and ``one``, a merged model."""
+    folder = tmp_path_factory.mktemp("adversary") / "good"
+    save_stream(folder, llama(), tasks=2)
+    save_adapter(folder, LlamaForCausalLM.from_pretrained(folder / "base"))
+    (folder / "adapter").rename(folder / "lora")
+    shutil.rmtree(folder / "task9")
+    merge(folder, ["task1"], "one")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def expected(good):
+    """The tensors that the good inputs are merged into."""
+    return tensors(merge(good, ["task1", "task2"], "../expected"))
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """All there is in a folder, links unfollowed."""
+    found: dict[str, object] = {}
+    for path in sorted(folder.rglob("*")):
+        link = path.is_symlink()
+        content = os.readlink(path) if link else path.read_bytes() if path.is_file() else None
+        found[str(path.relative_to(folder))] = content
+    return found

@@ -1,0 +1,134 @@
+"""What is done to the good inputs: each mutation takes their folder."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Mutation = Callable[[Path], object]
+
+INDEX = "base/model.safetensors.index.json"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def nothing(folder: Path) -> None:
+    """For bad options."""
+
+
+def in_json(file: str, **fields: object) -> Mutation:
+    """Set fields of a JSON file; ``...`` removes one."""
+
+    def mutate(folder: Path) -> None:
+        content = {**json.loads((folder / file).read_text()), **fields}
+        (folder / file).write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+    return mutate
+
+
+def in_index(name: str) -> Mutation:
+    """Have the index say that a tensor lies in a file of this name."""
+
+    def mutate(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"][UP] = name
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return mutate
+
+
+def change(model: str, key: str, function: Callable[[torch.Tensor], torch.Tensor | None]) -> Mutation:
+    """Put another tensor in place of one, or none."""
+
+    def mutate(folder: Path) -> None:
+        for path in (folder / model).glob("*.safetensors"):
+            state = load_file(path)
+            if key in state and (value := function(state.pop(key))) is not None:
+                state[key] = value
+            save_file(state, path, metadata={"format": "pt"})
+        if model == "base":  # the index would tell
+            in_index_of_what_is_there(folder)
+
+    return mutate
+
+
+def rename(model: str, key: str, name: str) -> Mutation:
+    def mutate(folder: Path) -> None:
+        for path in (folder / model).glob("*.safetensors"):
+            save_file({name if k == key else k: v for k, v in load_file(path).items()}, path, metadata={"format": "pt"})
+        if model == "base":
+            in_index_of_what_is_there(folder)
+
+    return mutate
+
+
+def in_index_of_what_is_there(folder: Path) -> None:
+    there = {key: path.name for path in (folder / "base").glob("*.safetensors") for key in load_file(path)}
+    in_json(INDEX, weight_map=there)(folder)
+
+
+def state_of(dtype: torch.dtype | None) -> Mutation:
+    """Float32 layers beside the merged model that are of another kind, or a row short."""
+
+    def mutate(folder: Path) -> None:
+        weight = load_file(single(folder / "task1"))[UP]
+        path = folder / "one" / "nufilt_state"
+        path.mkdir()
+        save_file({UP: weight[1:].contiguous() if dtype is None else weight.to(dtype)}, path / "model.safetensors")
+
+    return mutate
+
+
+def shard(folder: Path) -> Path:
+    return min(folder.glob("*.safetensors"))
+
+
+def last(folder: Path) -> Path:
+    return max(folder.glob("*.safetensors"))
+
+
+def single(folder: Path) -> Path:
+    return folder / "model.safetensors"
+
+
+def overwrite(path: Path, head: bytes) -> None:
+    with path.open("r+b") as file:
+        file.write(head)
+
+
+def as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def as_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def link(path: Path, target: Path | str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+def write(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("precious")
+
+
+def wider(weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(weight, (0, 1, 0, 1))
+
+
+def swap(folder: Path, other: Path) -> None:
+    shutil.rmtree(folder)
+    other.rename(folder)

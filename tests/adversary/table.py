@@ -1,0 +1,305 @@
+"""Bad inputs of `nufilt merge` as a table: what is done to good ones, and what must be said.
+
+A row is a name, a mutation of a folder with good inputs (``base``, ``task1``, ``task2``, the adapter ``lora``, and
+``one``, which is base and task1 merged), what the line of error must say, and the command's arguments. Where nothing
+must be said, the input only looks bad: the merge must be that of the good ones. After ``~`` comes a warning.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from tests.adversary.mutations import (
+    INDEX,
+    UP,
+    Mutation,
+    as_folder,
+    as_link,
+    as_pipe,
+    change,
+    in_index,
+    in_json,
+    last,
+    link,
+    nothing,
+    overwrite,
+    rename,
+    shard,
+    single,
+    state_of,
+    swap,
+    wider,
+    write,
+)
+
+STREAM = ("--task", "task1", "--task", "task2")
+LORA = ("--task", "task1", "--task", "lora")
+MORE = ("--merged", "one", "--task", "task2")
+
+
+class Row(NamedTuple):
+    name: str
+    mutation: Mutation
+    says: str | None  # a regular expression; None: merged as if nothing were wrong
+    arguments: tuple[str, ...] = STREAM
+
+
+SLOW = r"(.|[a-z_])*[^\w.]"  # takes twice as long with every letter of a name that it does not match
+LORA_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+LORA_B = LORA_A.replace("lora_A", "lora_B")
+
+
+def rows() -> list[Row]:
+    """The whole table."""
+    return [*json_texts(), *json_fields(), *weight_files(), *weights(), *adapters(), *options(), *places()]
+
+
+# --- JSON ---
+
+TEXTS = {
+    "empty": b"",
+    "half": b'{"a": [1,',
+    "no UTF-8": b'\xff\xfe{"a"',
+    "a list": b"[1, 2]",
+    "null": b"null",
+    "a number": b"3",
+    "a word": b'"yes"',
+    "too deep": b'{"a":' * 100_000,
+    "a number too long": b'{"a": ' + b"9" * 5000 + b"}",
+}
+JSON_FILES = {
+    INDEX: STREAM,
+    "base/config.json": STREAM,
+    "lora/adapter_config.json": LORA,
+    "one/nufilt.json": MORE,
+}
+
+
+def json_texts() -> Iterator[Row]:
+    for file, arguments in JSON_FILES.items():
+        for name, text in TEXTS.items():
+            says = rf"{re.escape(file)}' is damaged"
+            yield Row(f"{file} is {name}", lambda folder, f=file, t=text: (folder / f).write_bytes(t), says, arguments)
+
+
+VALUES = [None, True, 3, -1, 0, 1.5, float("nan"), "text", [], [None], {}, {"a": 1}, 10**30]
+# For each field, the values among these that are of its kind: they are refused by another check, or not at all.
+FIELDS: dict[tuple[str, str], list[object]] = {
+    (INDEX, "weight_map"): [{}],
+    ("base/config.json", "architectures"): [None, []],
+    ("lora/adapter_config.json", "r"): [3, 10**30],
+    ("lora/adapter_config.json", "lora_alpha"): [3, -1, 0, 1.5, 10**30],
+    ("lora/adapter_config.json", "rank_pattern"): [None, {}, {"a": 1}],
+    ("lora/adapter_config.json", "alpha_pattern"): [None, {}, {"a": 1}],
+    ("lora/adapter_config.json", "peft_type"): [None, "text"],
+    ("one/nufilt.json", "step"): [3],
+    ("one/nufilt.json", "tasks"): [[]],
+    ("one/nufilt.json", "settings"): [{}, {"a": 1}],
+}
+
+
+def json_fields() -> Iterator[Row]:
+    for (file, field), fine in FIELDS.items():
+        for value in VALUES:
+            if any(value is good or (value == good and type(value) is type(good)) for good in fine):
+                continue
+            says = rf"{re.escape(file)}' is damaged, field '{field}"
+            yield Row(f"{file}: {field} is {value}", in_json(file, **{field: value}), says, JSON_FILES[file])
+    for field in ("num_hidden_layers", "num_experts", "n_layer"):
+        says = rf"config\.json', field '{field}': 1000000000 are more than"
+        yield Row(f"a billion of {field}", in_json("base/config.json", **{field: 10**9}), says)
+    for field in ("hidden_size", "vocab_size", "num_attention_heads", "model_type"):
+        yield Row(f"config: {field} is a text", in_json("base/config.json", **{field: "text"}), None)
+    yield Row(
+        "fewer layers than stored", in_json("base/config.json", num_hidden_layers=1), "stores 9 tensors of layers"
+    )
+    yield Row("more layers than stored", in_json("base/config.json", num_hidden_layers=3), "lacks the weight of 7")
+    yield Row("no step", in_json("one/nufilt.json", step=...), "say with --step", MORE)
+    yield Row("an index of nothing", in_json(INDEX, weight_map={}), "lacks the weight of 14")
+    for name in ("README.md", "nufilt.json", "../task1/model.safetensors", "/etc/passwd", "", ".", "a\0b"):
+        yield Row(
+            f"a shard called {name!r}", in_index(name), r"index\.json' names .*: no safetensors files of this folder"
+        )
+    yield Row("a shard that is not there", in_index("no.safetensors"), "names shards that are not there")
+
+
+# --- files ---
+
+
+def weight_files() -> Iterator[Row]:
+    says = "is truncated or corrupt"
+    for model, file in (("base", shard), ("task2", single)):
+        for size in (0, 1, 7, 8, 100, -1000, -1):
+            cut = lambda folder, m=model, f=file, s=size: os.truncate(f(folder / m), s % f(folder / m).stat().st_size)  # noqa: E731
+            yield Row(f"{model} is cut to {size} bytes", cut, says)
+        for name, head in {
+            "a header of an exabyte": (2**60).to_bytes(8, "little"),
+            "a header of -1": b"\xff" * 8,
+            "no header": bytes(8),
+            "a pickle": b"\x80\x04\x95cos\nsystem\n",
+            "a zip": b"PK\x03\x04",
+            "other letters": b"\x08\x00\x00\x00\x00\x00\x00\x00[[[[[[[[",
+        }.items():
+            yield Row(f"{model} begins with {name}", lambda d, m=model, f=file, h=head: overwrite(f(d / m), h), says)
+        yield Row(f"{model} is a folder", lambda d, m=model, f=file: as_folder(f(d / m)), "no regular file|not there")
+        yield Row(f"{model} is a pipe", lambda d, m=model, f=file: as_pipe(f(d / m)), "no regular file|not there")
+        yield Row(f"{model} is a dead link", lambda d, m=model, f=file: as_link(f(d / m)), "No such file|not there")
+        yield Row(f"{model} is gone", lambda d, m=model, f=file: f(d / m).unlink(), "no safetensors file|not there")
+    yield Row("pickled weights", lambda d: single(d / "task2").rename(d / "task2" / "pytorch_model.bin"), "are refused")
+    yield Row("two files and no index", lambda d: (d / INDEX).unlink(), r"no model\.safetensors\.index\.json")
+    yield Row("a tensor in two shards", lambda d: shutil.copy(shard(d / "base"), last(d / "base")), "another file|lack")
+    for name in ("tokenizer.json", "additional_chat_templates/x.jinja"):
+        yield Row(
+            f"{name} is a link to elsewhere", lambda d, n=name: link(d / "base" / n, "/etc/hostname"), "is a link to"
+        )
+        yield Row(f"{name} is a link within", lambda d, n=name: link(d / "base" / n, d / "base" / "config.json"), None)
+    for name in ("sub", "additional_chat_templates/sub"):
+        yield Row(f"a folder {name}", lambda d, n=name: (d / "base" / n).mkdir(parents=True), None)
+    yield Row("a pipe among small files", lambda d: os.mkfifo(d / "base" / "vocab.txt"), None)
+    yield Row("code beside the weights", lambda d: (d / "base" / "modeling_x.py").write_text("raise SystemExit"), None)
+    own = {"auto_map": {"AutoConfig": "modeling_x.C", "AutoModelForCausalLM": "modeling_x.M"}, "model_type": "x"}
+    code = lambda d: (in_json("base/config.json", **own)(d), (d / "base/modeling_x.py").write_text("raise SystemExit"))  # noqa: E731
+    yield Row("code that the config names", code, None)
+
+
+def weights() -> Iterator[Row]:
+    for model, arguments in {"base": STREAM, "task2": STREAM, "one": MORE}.items():
+        for value in ("nan", "inf", "-inf"):
+            fill = change(model, UP, lambda w, v=value: w.index_fill(0, torch.tensor([3]), float(v)))
+            yield Row(f"{value} in {model}", fill, rf"{model}', tensor '{UP}' has NaN or infinite values", arguments)
+        for dtype in (torch.int8, torch.float8_e4m3fn, torch.bool, torch.int64, torch.uint8):
+            to = change(model, UP, lambda w, d=dtype: w.to(d))
+            yield Row(f"{dtype} in {model}", to, rf"{model}', tensor '{UP}' is stored as .* can't be merged", arguments)
+        shapes: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+            "transposed": lambda w: w.T.contiguous(),
+            "flat": lambda w: w.flatten(),
+            "in three dimensions": lambda w: w[None],
+            "a number": lambda w: w[0, 0],
+            "empty": lambda w: w[:0],
+            "a row short": lambda w: w[:-1].contiguous(),
+            "gone": lambda w: None,
+        }
+        for name, shape in shapes.items():
+            says = {"base": "base'|the base", "task2": "task2'", "one": "one' was not made|files lack"}[model]
+            yield Row(f"a layer of {model} is {name}", change(model, UP, shape), says, arguments)
+        control = rename(model, UP, "model.layers.1.mlp.up\x1b[31m_proj.weight")
+        yield Row(f"a control character in a name of {model}", control, "lack|was not made", arguments)
+
+
+# --- adapters ---
+
+
+def adapters() -> Iterator[Row]:
+    def said(name: str, says: str, **fields: object) -> Row:
+        return Row(f"adapter: {name}", in_json("lora/adapter_config.json", **fields), says, LORA)
+
+    yield said("r that is not that of the tensors", "they do not belong together", r=5)
+    yield said("no r pattern for its tensors", "they do not belong together", rank_pattern={"q_proj": 3})
+    for field in ("alpha_pattern", "rank_pattern"):
+        yield said(f"{field} that is no expression", f"{field}: .* is no regular expression", **{field: {"q_proj(": 4}})
+        slow = {SLOW: 4}
+        yield said(f"{field} that never ends", f"{field}: .* takes too long", **{field: slow})
+    for field in ("use_dora", "lora_bias", "use_qalora"):
+        yield said(field, "merge it into its base with peft", **{field: True})
+    for field in ("layer_replication", "target_parameters", "trainable_token_indices"):
+        yield said(field, "merge it into its base with peft", **{field: [[0, 1]]})
+    for kind in ("pissa", "olora", "corda", "loftq", "lora_ga"):
+        yield said(f"initialised by {kind}", "changes the base as well", init_lora_weights=kind)
+    yield said("for transposed layers", "is for transposed layers", fan_in_fan_out=True)
+    for kind in ("IA3", "LOHA", "PREFIX_TUNING"):
+        yield said(f"of type {kind}", "only LORA can be merged", peft_type=kind)
+    for key in (LORA_A, LORA_B):
+        part = key.split(".")[-2]
+        yield Row(f"adapter: {part} is gone", change("lora", key, lambda w: None), "and no|no LoRA of", LORA)
+        yield Row(
+            f"adapter: {part} is flat", change("lora", key, lambda w: w.flatten()), "belong together|no LoRA of", LORA
+        )
+        yield Row(
+            f"adapter: {part} is wider", change("lora", key, wider), "belong together|for another base|shape", LORA
+        )
+        yield Row(f"adapter: {part} is int8", change("lora", key, lambda w: w.to(torch.int8)), "is stored as I8", LORA)
+        nan = change("lora", key, lambda w: w.fill_(float("nan")))
+        yield Row(f"adapter: NaN in {part}", nan, "has NaN or infinite values", LORA)
+    yield Row("an adapter as base", lambda d: swap(d / "base", d / "lora"), "is an adapter")
+    yield Row("an adapter as merged model", lambda d: swap(d / "one", d / "lora"), "is an adapter", MORE)
+
+
+# --- options and places ---
+
+
+def options() -> Iterator[Row]:
+    for words, says in {
+        "--null-rank -1": "null_rank must be a whole number >= 0",
+        "--lora-rank 1000000000": "lora_rank must be a whole number >= 0 and <= 65536",
+        "--max-steps -5": "max_steps must be",
+        "--lr 0": "lr must be a number > 0",
+        "--lr nan": "lr must be a number > 0",
+        "--lr inf": "lr must be a number > 0",
+        "--init-std -1": "init_std must be a number >= 0",
+        "--ridge nan": "ridge must be a number > 0",
+        "--step 0": "step must be a whole number >= 1",
+        "--step 5": "step 5 needs the merged model",
+        f"--step 1{'0' * 30}": "step must be a whole number >= 1 and <= 1000000",
+        "--max-memory lots": "max_memory must be a size",
+        f"--max-memory {'9' * 400}": "max_memory must be",
+        "--max-memory 0": "max_memory must be a whole number >= 1",
+        "--max-memory 1KB": "is below the",
+        "--device toaster": "device 'toaster'",
+        "--device meta": "device 'meta'",
+        "--device cuda:99": "device 'cuda:99'",
+        "--device xla": "device 'xla'",
+        "--target-modules q_proj)(": r"target_modules: 'q_proj\)\(' is no regular expression",
+        "--target-modules (": "is no regular expression",
+        "--target-modules *": "is no regular expression",
+        f"--target-modules {SLOW}": "takes too long on",
+        "--exclude-modules (": "exclude_modules: '\\(' is no regular expression",
+        "--target-modules typo": "names no layer",
+        "--exclude-modules .*": "leave no layer",
+        "no_such_key=3": "there is no option 'no_such_key'",
+        "null_rank=abc": "null_rank must be a whole number",
+        "no_such_recipe.yaml": "there is no recipe file",
+    }.items():
+        yield Row(f"options {words[:40]}", nothing, says, (*STREAM, *words.split()))
+    yield Row(
+        "the same task by two spellings",
+        nothing,
+        "~comes more than once",
+        ("--task", "task1", "--task", "./base/../task1"),
+    )
+    yield Row(
+        "a task that is not there", nothing, "is neither a folder nor the name of a hub", ("--task", "no/such/task")
+    )
+    yield Row("int8 float32 layers", state_of(torch.int8), "not float32", (*MORE, "--accumulate", "float32"))
+    yield Row("short float32 layers", state_of(None), "not float32", (*MORE, "--accumulate", "float32"))
+
+
+def places() -> Iterator[Row]:
+    work = ".out.nufilt"
+    yield Row("OUT is a file", lambda d: (d / "out").write_text("precious"), "exists: remove it")
+    yield Row("OUT is a folder", lambda d: (d / "out").mkdir(), "exists: remove it")
+    yield Row("OUT is a dead link", lambda d: (d / "out").symlink_to("nowhere"), "exists: remove it")
+    yield Row(
+        "the work folder is a link", lambda d: (d / work).symlink_to(d / "task1"), "is inside|is a file or a link"
+    )
+    yield Row("the work folder is a dead link", lambda d: (d / work).symlink_to("nowhere"), "is a file or a link")
+    yield Row("the work folder is a file", lambda d: (d / work).write_text("precious"), "is a file or a link")
+    yield Row("a foreign work folder", lambda d: write(d / work / "notes.txt"), "which nufilt did not make")
+    yield Row("a foreign file beside ours", lambda d: write(d / work / "model" / "notes"), "which nufilt did not make")
+    yield Row("a link in the work folder", lambda d: link(d / work / "model", d / "task1"), "which nufilt did not make")
+    yield Row("an empty work folder", lambda d: (d / work).mkdir(), None)
+    move = lambda d: shutil.copytree(d / "task1", d / work)  # noqa: E731
+    yield Row("a task in the work folder", move, "is inside", ("--task", work))
+    inside = lambda d: shutil.copytree(d / "one", d / work / "model")  # noqa: E731
+    yield Row(
+        "the merged model in the work folder", inside, "is inside", ("--merged", f"{work}/model", "--task", "task2")
+    )
+    yield Row("OUT in an input", nothing, "which is not written to", (*STREAM, "--out", "task1/out"))
+    yield Row("OUT in a file", lambda d: write(d / "file"), "is no folder that can be", (*STREAM, "--out", "file/out"))
+    yield Row("OUT is where we are", nothing, "is inside|exists", (*STREAM, "--out", "."))
+    yield Row("OUT is the root", nothing, "is inside|exists", (*STREAM, "--out", "/"))
+    yield Row("OUT in /proc", nothing, "can't be made|No such file", (*STREAM, "--out", "/proc/out"))
+    yield Row("OUT with a long name", nothing, "too long", (*STREAM, "--out", "o" * 300))

@@ -1,0 +1,129 @@
+"""Bytes changed at random in headers, in JSON files and in the work folder: refused, or without effect."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fusion_bench_nufilt.folders import merge as merge_module
+from fusion_bench_nufilt.folders.output import work_folder
+from tests.adversary.tally import COUNTS, expect
+from tests.folders.helpers import merge, same, tensors
+
+# Those whose every change must be found, or have no effect on the weights, and those that may mean something else then.
+FILES = [
+    "base/model.safetensors.index.json",
+    "base/config.json",
+    "base/model-00001-of-00006.safetensors",
+    "task2/model.safetensors",
+]
+MEANINGFUL = ["lora/adapter_config.json", "one/nufilt.json"]  # scaling, and number of the step
+WORK = ["journal.jsonl", "model/model-00001-of-00006.safetensors", "model/model-00003-of-00006.safetensors"]
+
+EDITS = st.lists(
+    st.tuples(
+        st.sampled_from(["replace", "insert", "delete", "cut"]),
+        st.floats(0, 1, exclude_max=True),
+        st.binary(min_size=1, max_size=4),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def corrupt(path: Path, edits) -> None:
+    """Edit a JSON file anywhere, a safetensors file in its header."""
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little") if path.suffix == ".safetensors" else len(data)
+    head, rest = bytearray(data[:end]), data[end:]
+    for kind, where, new in edits:
+        at = int(where * len(head))
+        head[at : at + (0 if kind == "insert" else len(new))] = b"" if kind == "delete" else new
+        if kind == "cut":
+            del head[at:]
+            rest = b""
+    path.write_bytes(head + rest)
+
+
+def check(good: Path, folder: Path, expected, file: str, edits) -> None:
+    """One corrupted input: a refusal of one line, or the result of the good inputs."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(good, folder)
+    corrupt(folder / file, edits)
+    before = (folder / file).read_bytes()
+    tasks = ["task1", "lora" if file.startswith("lora") else "task2"]
+    more = {"merged": "one"} if file.startswith("one") else {}
+    COUNTS["cases"] += 1
+    try:
+        out = merge(folder, tasks[1:] if more else tasks, **more)
+    except (ValueError, OSError) as error:
+        expect(str(error), "tracebacks", "an error without a word")
+        COUNTS["clean refusals"] += 1
+    except Exception as error:
+        expect(False, "tracebacks", repr(error))
+    else:
+        expect(file in MEANINGFUL or same(tensors(out), expected), "wrong results", file)
+        COUNTS["merged as if nothing were wrong"] += 1
+    expect((folder / file).read_bytes() == before, "inputs or foreign files changed", file)
+
+
+@pytest.fixture(scope="module")
+def interrupted(good, tmp_path_factory):
+    """A copy of the good inputs with the work folder of a merge that stopped half way."""
+
+    class StopError(Exception):
+        pass
+
+    def stop(done, total):
+        if done > total // 2:
+            raise StopError
+
+    folder = tmp_path_factory.mktemp("interrupted") / "inputs"
+    shutil.copytree(good, folder)
+    whole = merge_module.merge_folders
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.folders.helpers.merge_folders", lambda plan, out: whole(plan, out, stop))
+        with pytest.raises(StopError):
+            merge(folder, ["task1", "task2"])
+    return folder
+
+
+def check_work_folder(interrupted: Path, folder: Path, expected, file: str, edits) -> None:
+    """A work folder damaged anywhere: what is damaged is made again."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(interrupted, folder)
+    corrupt(work_folder(folder / "out") / file, edits)
+    COUNTS["cases"] += 1
+    try:
+        expect(same(tensors(merge(folder, ["task1", "task2"])), expected), "work folders damaged", file)
+    except ValueError as error:
+        expect("which nufilt did not make" in str(error), "work folders damaged", error)
+        COUNTS["clean refusals"] += 1
+    else:
+        COUNTS["merged as if nothing were wrong"] += 1
+
+
+def examples(number):
+    return settings(max_examples=number, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("number", [30, pytest.param(350, marks=pytest.mark.slow)])
+def test_corrupted_inputs_are_refused_or_merged_rightly(good, tmp_path, expected, number):
+    @examples(number)
+    @given(file=st.sampled_from(FILES + MEANINGFUL), edits=EDITS)
+    def run(file, edits):
+        check(good, tmp_path / "inputs", expected, file, edits)
+
+    run()
+
+
+@pytest.mark.parametrize("number", [30, pytest.param(150, marks=pytest.mark.slow)])
+def test_a_corrupted_work_folder_gives_the_same_result(interrupted, tmp_path, expected, number):
+    @examples(number)
+    @given(file=st.sampled_from(WORK), edits=EDITS)
+    def run(file, edits):
+        check_work_folder(interrupted, tmp_path / "inputs", expected, file, edits)
+
+    run()

@@ -1,0 +1,167 @@
+"""Killed at random moments, both commands end with the hashes of a run that was not; two at once do not mix."""
+
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from fusion_bench.utils import instantiate
+from lightning import Fabric
+from lightning.fabric.loggers import TensorBoardLogger
+
+from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
+from fusion_bench_nufilt.continual.checkpoint import read_manifest
+from fusion_bench_nufilt.folders.output import work_folder
+from tests.adversary.tally import COUNTS, expect
+from tests.conftest import REPO
+from tests.continual.test_resume import without_times
+from tests.folders.helpers import hashes, merge
+
+KILLS = [5, pytest.param(60, marks=pytest.mark.slow)]
+
+# One process imports everything, forks a merge that many times and kills it at a random moment; then once to the end.
+KILLER = """
+import os, pathlib, random, signal, sys, time
+from transformers import LlamaForCausalLM
+import fusion_bench_nufilt.folders.merge as module
+from tests.folders.helpers import merge
+
+folder, kills = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+tasks = ["task1", "task2"]
+
+
+def slowly_merge(out):
+    # Tiny layers would all be merged at once.
+    fuse = module.fuse_layers
+    module.fuse_layers = lambda *a, **k: (time.sleep(0.05), fuse(*a, **k))[1]
+    merge(folder, tasks, out)
+
+
+moments = random.Random(0)
+for number in range(kills):
+    out = f"out{number // 5}"  # five kills for each result
+    journal, finished = folder / f".{out}.nufilt" / "journal.jsonl", folder / out
+    recorded = lambda: len(journal.read_text().splitlines()) if journal.exists() else 0
+    if not (child := os.fork()):
+        slowly_merge(out)
+        os._exit(0)
+    before = recorded()
+    while recorded() <= before and not finished.exists():  # each run gets on, however slow the machine
+        if os.waitpid(child, os.WNOHANG)[0]:
+            sys.exit(f"a merge ended by itself, killed {number} times before")
+        time.sleep(0.002)
+    time.sleep(moments.uniform(0, 0.1))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not finished.exists() or (finished / "nufilt.json").exists()
+    if number % 5 == 4:
+        if not (child := os.fork()):
+            merge(folder, tasks, out)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.parametrize("kills", KILLS)
+def test_nufilt_merge(good, tmp_path, kills):
+    inputs = tmp_path / "inputs"
+    shutil.copytree(good, inputs)
+    whole = hashes(merge(inputs, ["task1", "task2"], "whole"))
+    COUNTS["kills"] += kills
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", KILLER, str(inputs), str(kills)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=540)
+    expect(done.returncode == 0, "work folders damaged", done.stderr)
+    for number in range(kills // 5):
+        expect(hashes(inputs / f"out{number}") == whole, "wrong results", f"out{number}")
+        expect(not work_folder(inputs / f"out{number}").exists(), "work folders damaged", f"out{number} has one left")
+    COUNTS["kills resumed"] += kills
+
+
+def run_demo(folder, resume):
+    """A run of `fusion_bench` on the demo, in a process that may be killed."""
+    config = compose_run(["method=nufilt", "modelpool=nufilt_demo", "taskpool=nufilt_demo", f"method.resume={resume}"])
+    algorithm: ContinualMergingAlgorithm = instantiate(config.method)
+    algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", ""))
+    taskpool = instantiate(config.taskpool)
+    taskpool._fabric_instance = algorithm.fabric
+    algorithm.run(instantiate(config.modelpool), Evaluator(taskpool))
+
+
+def whole_steps(folder):
+    """How many checkpoints are there; none of them may be damaged."""
+    return sum(bool(read_manifest(path)) for path in (folder / "checkpoints").glob("merged_model_*"))
+
+
+@pytest.mark.parametrize("kills", KILLS)
+def test_fusion_bench(tmp_path, demo, kills):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # so that a new process is at work at once
+
+    def start(folder, resume=True):
+        folder.mkdir(exist_ok=True)
+        process = context.Process(target=run_demo, args=(folder, resume))
+        process.start()
+        return process
+
+    def finished(folder, resume=True):
+        process = start(folder, resume)
+        process.join()
+        return process.exitcode == 0
+
+    assert finished(tmp_path / "first", False)  # has the fork server import everything
+    begin = time.perf_counter()
+    assert finished(tmp_path / "whole", False)
+    seconds = time.perf_counter() - begin
+    whole = without_times(tmp_path / "whole")
+
+    moments, done, folder = random.Random(0), 0, tmp_path / "killed"
+    while done < kills:
+        before = whole_steps(folder)
+        process = start(folder)
+        process.join(moments.uniform(0.2, 1) * seconds)
+        process.kill()
+        process.join()
+        expect(whole_steps(folder) >= before, "work folders damaged", folder)
+        if process.exitcode == 0:  # it was done before: from the start again
+            expect(without_times(folder) == whole, "wrong results", folder)
+            shutil.rmtree(folder)
+        else:
+            done += 1
+            COUNTS["kills"] += 1
+    expect(finished(folder), "work folders damaged", folder)
+    expect(without_times(folder) == whole, "wrong results", folder)
+    COUNTS["kills resumed"] += kills
+
+
+def test_two_merges_into_one_folder_make_one_result_and_the_other_says_who_is_writing(good, tmp_path):
+    inputs = tmp_path / "inputs"
+    shutil.copytree(good, inputs)
+    whole = hashes(merge(inputs, ["task1", "task2"], "whole"))
+    code = (
+        "import pathlib, sys; from tests.folders.helpers import merge\n"
+        "from transformers import LlamaForCausalLM; print('ready', flush=True); sys.stdin.readline()\n"
+        "merge(pathlib.Path(sys.argv[1]), ['task1', 'task2'])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    both = [
+        subprocess.Popen([sys.executable, "-c", code, str(inputs)], env=environment, text=True, **pipes)
+        for _ in range(2)
+    ]
+    for process in both:
+        assert process.stdout.readline() == "ready\n"
+    for process in both:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    errors = [process.communicate()[1] for process in both]
+    assert 0 in [process.returncode for process in both], errors
+    for process, error in zip(both, errors, strict=True):
+        assert process.returncode == 0 or "is writing" in error or "meanwhile" in error, error
+    expect(hashes(inputs / "out") == whole, "wrong results", "two at once")
+    expect(not work_folder(inputs / "out").exists(), "work folders damaged", "one is left")
