@@ -16,7 +16,7 @@ from .tensors import FLOATS
 
 log = logging.getLogger(__name__)
 
-# Matrices that are no linear layers, by a word of their name, where transformers does not know the architecture.
+# Matrices that are no layers, by a word of their name, where transformers does not know the architecture.
 _NOT_LINEAR = re.compile(r"(^|[._])(wte|wpe|shared|ln\w*|\w*embed\w*|\w*norm\w*|relative_attention_bias)([._]|$)")
 # Parameters that hold several layers, and how many dimensions they have.
 _PACKED = {"in_proj_weight": 2, "gate_up_proj": 3, "down_proj": 3}
@@ -142,7 +142,7 @@ class Architecture:
                     )
         if lost := sorted(chosen.keys() - stored.keys()):
             raise ValueError(
-                f"model '{base.name}' lacks the weight of {len(lost)} linear layers that its config.json promises, "
+                f"model '{base.name}' lacks the weight of {len(lost)} layers that its config.json promises, "
                 f"'{lost[0]}' first: {_why_lost(base)}"
             )
         if unused := self._unused(base):

@@ -167,7 +167,7 @@ def test_a_target_that_matches_no_layer(stream):
 def test_a_config_that_promises_more_layers_than_there_are(stream):
     path = stream / "base" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 3}))
-    refuse(stream, "lacks the weight of 7 linear layers that its config.json promises")
+    refuse(stream, "lacks the weight of 7 layers that its config.json promises")
 
 
 def test_a_merged_model_of_another_base(stream):

@@ -237,3 +237,35 @@ def test_quantised_modules_are_refused_by_name(target, dtype):
     linear.weight = nn.Parameter(torch.zeros(64 * 32, 1).to(dtype), requires_grad=False)  # as bitsandbytes packs it
     with pytest.raises(ValueError, match=rf"layers.1.mlp.fc1.weight' .* is stored as {dtype}: quantised weights"):
         select_layers(model, target)
+
+
+# --- through the algorithm ---
+
+
+def test_a_run_says_what_it_covers_and_warns_where_that_is_little(caplog):
+    base = full_clip()  # of which auto takes the vision tower alone
+    algorithm = NufiltContinualMergingAlgorithm(**OPTIONS)
+    with caplog.at_level("INFO"):
+        algorithm.run({"_pretrained_": base, "one": finetuned(base, 1)})
+    assert "merging 10 layers in 10 parameters, " in caplog.text
+    assert "text_model.encoder.layers.*.mlp.fc1.weight (2)" in caplog.text
+    assert [r.levelname for r in caplog.records if "merges only" in r.message] == ["WARNING"]
+    described = algorithm.describe()["coverage"]
+    assert described["merged"]["parameters"] == 10
+    assert described["kept"]["parameters"] == len(list(base.parameters())) - 10
+
+
+def test_heads_of_another_size_are_refused_or_kept_as_the_pretrained_model_has_them():
+    base = FAMILIES["resnet"]()
+    one, two = finetuned(base, 1), finetuned(base, 2)
+    one.classifier[1], two.classifier[1] = nn.Linear(32, 7), nn.Linear(32, 5)
+    models = {"_pretrained_": base, "one": one, "two": two}
+    options = {**OPTIONS, "shuffle_order": False, "other_params": "mean"}
+    message = r"model 'one', parameter 'classifier.1.weight': shape \(7, 32\) .* \(2, 32\); on_shape_mismatch=keep-base"
+    with pytest.raises(ValueError, match=message):
+        NufiltContinualMergingAlgorithm(**options).run(models)
+    merged = NufiltContinualMergingAlgorithm(**options, on_shape_mismatch="keep-base").run(models)
+    assert torch.equal(merged.classifier[1].weight, base.classifier[1].weight)
+    name = "resnet.embedder.embedder.convolution.weight"  # outside the layers, of equal shape
+    mean = (one.get_parameter(name) + two.get_parameter(name)) / 2
+    torch.testing.assert_close(merged.get_parameter(name), mean)
