@@ -1,0 +1,186 @@
+"""The contribution and the patches in FusionBench's source distribution, in an environment without the plugin."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+
+import datasets
+import pytest
+import yaml
+
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.demo.loaders import load_test_dataset
+from tests.conftest import REPO
+from tests.models import finetuned, llama, t5
+from tests.tools.helpers import upstream
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = {"null_rank": 8, "lora_rank": 4, "task_rank": 2, "max_steps": 5, "seed": 43}
+
+
+@pytest.fixture(scope="module")
+def distribution(tmp_path_factory):
+    """The source distribution of the newest release that the plugin is tested with, unpacked."""
+    folder = tmp_path_factory.mktemp("distribution")
+    wanted = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "fusion-bench==0.2.33"]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder), *wanted]
+    done = subprocess.run(pip, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        pytest.skip(f"pip cannot fetch FusionBench's source distribution: {done.stderr.strip()[-200:]}")
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(folder, filter="data")
+    return archive.with_name(archive.name.removesuffix(".tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def checkout(distribution, tmp_path_factory):
+    """A copy with the contribution in it."""
+    folder = shutil.copytree(distribution, tmp_path_factory.mktemp("checkout") / "fusion_bench")
+    upstream.lay(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """Run Python in an environment of the same packages without the plugin, in a folder without ``config``."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    venv.create(folder / "venv", with_pip=False)
+    (packages,) = (folder / "venv").glob("lib/python*/site-packages")
+    # A folder that a .pth file names is searched, but no .pth file in it is read: editable installs stay out.
+    (packages / "shared.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    (folder / "cwd").mkdir()
+
+    def run(*arguments, checkout, plugin=False, check=True):
+        paths = [checkout, *([REPO] if plugin else [])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "COLUMNS": "200"}
+        command = [str(folder / "venv" / "bin" / "python"), *arguments]
+        done = subprocess.run(
+            command, cwd=folder / "cwd", env=environment, capture_output=True, text=True, timeout=600, check=False
+        )
+        if check:
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done
+
+    if run("-c", "from fusion_bench_nufilt import FusionConfig", checkout=folder, check=False).returncode == 0:
+        pytest.skip("the plugin is installed as a copy, so that no environment without it can share its packages")
+    return run
+
+
+def write_pool(config, name, pool, taskpool=None):
+    """A config directory with a model pool, and a task pool, called ``name``."""
+    for room, content in {"modelpool": pool, "taskpool": taskpool}.items():
+        if content is not None:
+            (config / room).mkdir(parents=True, exist_ok=True)
+            (config / room / f"{name}.yaml").write_text(yaml.safe_dump(content))
+
+
+def settings(**options):
+    return [f"method.{key}={value}" for key, value in options.items()]
+
+
+def digests(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
+
+
+def test_the_contributed_tests_pass(checkout, elsewhere):
+    done = elsewhere(
+        "-m", "unittest", "discover", "-s", str(checkout / "tests"), "-p", "test_nufilt.py", checkout=checkout
+    )
+    assert "Ran 13 tests" in done.stderr
+    elsewhere(str(upstream.CONTRIBUTION / "examples" / "nufilt" / "merge_own_models.py"), checkout=checkout)
+
+
+@pytest.mark.parametrize("make", [t5, llama])
+def test_the_command_line_gives_the_plugins_bits(make, checkout, elsewhere, tmp_path):
+    base = make()
+    models = {"_pretrained_": base, **{f"task{i}": finetuned(base, i) for i in range(3)}}
+    pool = {"_target_": "fusion_bench.modelpool.BaseModelPool", "_recursive_": False, "models": {}}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        load = f"transformers.{type(base).__name__}.from_pretrained"
+        pool["models"][name] = {"_target_": load, "pretrained_model_name_or_path": str(tmp_path / name)}
+    write_pool(tmp_path / "tiny", "tiny", pool)
+    logs = tmp_path / "logs"
+    arguments = [
+        "--config-dir",
+        str(tmp_path / "tiny"),
+        "method=nufilt/nufilt",
+        "modelpool=tiny",
+        f"path.log_dir={logs}",
+    ]
+    elsewhere("-m", "fusion_bench", *arguments, *settings(**OPTIONS), checkout=checkout)
+    assert len(list(logs.glob("checkpoints/*"))) == 3
+    NufiltContinualMergingAlgorithm(**OPTIONS).run(models).save_pretrained(tmp_path / "ours")
+    assert digests(logs / "checkpoints" / "merged_model_2") == digests(tmp_path / "ours") != {}
+
+
+def test_steps_are_scored_by_fusionbench_as_the_plugin_scores_them(checkout, elsewhere, demo, fusion_bench, tmp_path):
+    pictures = load_test_dataset("digits")
+    rows = [pictures[i] for i in range(len(pictures))]
+    for task in ("mnist", "svhn"):  # whose classes are ten digits, too
+        columns = {key: [row[key] for row in rows] for key in ("image", "label")}
+        datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / task)
+    load = {"_target_": "transformers.CLIPVisionModel.from_pretrained"}
+    names = {"_pretrained_": "_pretrained_", "mnist": "digits", "svhn": "letters"}
+    models = {name: {**load, "pretrained_model_name_or_path": str(demo / part)} for name, part in names.items()}
+    disk = {"_target_": "datasets.load_from_disk"}
+    taskpool = {
+        "_target_": "fusion_bench.taskpool.CLIPVisionModelTaskPool",
+        "_recursive_": False,
+        "base_model": str(demo / "clip"),
+        "test_datasets": {task: {**disk, "dataset_path": str(tmp_path / task)} for task in ("mnist", "svhn")},
+        "dataloader_kwargs": {"batch_size": 20, "num_workers": 0},
+    }
+    pool = {"_target_": "fusion_bench.modelpool.CLIPVisionModelPool", "_recursive_": False, "models": models}
+    write_pool(tmp_path / "tiny", "tiny", pool, taskpool)
+    pools = ["--config-dir", str(tmp_path / "tiny"), "modelpool=tiny", "taskpool=tiny", *settings(**OPTIONS)]
+    theirs = tmp_path / "theirs"
+    every_step = ["method=nufilt/nufilt", "method.evaluate_on_every_step=true", f"path.log_dir={theirs}"]
+    elsewhere("-m", "fusion_bench", *pools, *every_step, checkout=checkout)
+    fusion_bench(*pools, "method=nufilt", "method.evaluate=every_step")
+    assert json.loads((theirs / "model_names.json").read_text()) == ["mnist", "svhn"]
+    assert len(json.loads((theirs / "layers_1.json").read_text())) > 0
+    for step, tasks in enumerate((["mnist"], ["mnist", "svhn"])):
+        checkpoints = [logs / "checkpoints" / f"merged_model_{step}" for logs in (theirs, fusion_bench.logs)]
+        assert digests(checkpoints[0]) == digests(checkpoints[1]) != {}
+        report, ours = (json.loads((logs / f"report_{step}.json").read_text()) for logs in (theirs, fusion_bench.logs))
+        assert [task for task in ("mnist", "svhn") if task in report] == tasks
+        assert [report[task]["accuracy"] for task in tasks] == [ours[task]["accuracy"] for task in tasks]
+
+
+def test_with_plugin_and_contribution_each_name_has_one_meaning(checkout, elsewhere):
+    def method(name):
+        done = elsewhere("-m", "fusion_bench", "--cfg", "job", f"method={name}", checkout=checkout, plugin=True)
+        return yaml.safe_load(done.stdout)["method"]
+
+    assert method("nufilt/nufilt")["_target_"] == "fusion_bench.method.NUFILTMerging"
+    ours = "fusion_bench_nufilt.NufiltContinualMergingAlgorithm"
+    assert (method("nufilt")["_target_"], method("nufilt")["lora_rank"]) == (ours, 64)
+    assert (method("nufilt/filter_only")["_target_"], method("nufilt/filter_only")["lora_rank"]) == (ours, 0)
+
+
+@pytest.mark.parametrize("patch", sorted((REPO / "tools" / "patches").glob("*.patch")), ids=lambda path: path.name[:4])
+def test_a_patch_mends_what_its_test_shows(patch, distribution, elsewhere, tmp_path):
+    folder = shutil.copytree(distribution, tmp_path / "fusion_bench")
+    changes = patch.read_text()
+    (test,) = [line[6:] for line in changes.splitlines() if line.startswith("+++ b/tests/") and "/test_" in line[10:]]
+    if "lm_eval" in test:
+        pytest.importorskip("lm_eval", reason="the task pool of lm-eval needs lm-eval")
+
+    def passes():
+        done = elsewhere(str(folder / test), checkout=folder, check=False)
+        assert "Ran " in done.stderr
+        return done.returncode == 0
+
+    git = ["git", "apply", "--whitespace=nowarn"]
+    subprocess.run([*git, "--include=tests/*", str(patch)], cwd=folder, check=True)
+    assert not passes()
+    subprocess.run([*git, "--exclude=tests/*", str(patch)], cwd=folder, check=True)
+    assert passes()
