@@ -1,16 +1,20 @@
 """NUFILT as a FusionBench algorithm."""
 
+import logging
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 from fusion_bench import auto_register_config
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusion_bench_nufilt.continual import ProtocolConfig
 from fusion_bench_nufilt.core import FusionConfig, LayerReport, fuse_each
 from fusion_bench_nufilt.core.options import takes_options
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.layerwise import Layers, LayerwiseMergingAlgorithm, split_plain
+
+log = logging.getLogger(__name__)
 
 
 @auto_register_config
@@ -36,6 +40,11 @@ class NufiltContinualMergingAlgorithm(LayerwiseMergingAlgorithm):
     def __init__(self, **kwargs: Any) -> None:
         (self.fusion_config, self.targets), protocol = split_plain([FusionConfig, TargetConfig], kwargs)
         super().__init__(**protocol)
+
+    def start(self, pretrained: nn.Module, names: list[str]) -> None:
+        if find_spec("fusion_bench.method.nufilt") is not None:
+            log.info("this is NUFILT of fusion_bench_nufilt; FusionBench's own is method=nufilt/nufilt")
+        super().start(pretrained, names)
 
     def fuse(
         self, step: int, pretrained: Layers, merged: Layers, task: Layers

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer, CLIPVisionModel
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-from transformers.models.clip.tokenization_clip import bytes_to_unicode
 
 from fusion_bench_nufilt.demo.recipe import Recipe
 from fusion_bench_nufilt.demo.render import SIDE
@@ -42,7 +42,7 @@ def normalise(pictures: Tensor) -> Tensor:
 
 def make_tokenizer(folder: Path) -> CLIPTokenizer:
     """A CLIP tokenizer with one token for each word of the prompts; its files go to `folder`."""
-    letters = list(bytes_to_unicode().values())
+    letters = sorted(ByteLevel.alphabet())
     ranks: dict[tuple[str, str], int] = {}
     for word in sorted({word for prompt in ALL_PROMPTS for word in prompt.split()}):
         # Merge as the tokenizer will, earliest merges first, and add a merge where none applies.

@@ -131,16 +131,18 @@ def test_steps_are_scored_by_fusionbench_as_the_plugin_scores_them(checkout, els
     names = {"_pretrained_": "_pretrained_", "mnist": "digits", "svhn": "letters"}
     models = {name: {**load, "pretrained_model_name_or_path": str(demo / part)} for name, part in names.items()}
     disk = {"_target_": "datasets.load_from_disk"}
+    whole_clip = {"pretrained_model_name_or_path": str(demo / "clip")}
+    parts = {"clip_model": "CLIPModel", "processor": "CLIPProcessor"}
     taskpool = {
         "_target_": "fusion_bench.taskpool.CLIPVisionModelTaskPool",
         "_recursive_": False,
-        "base_model": str(demo / "clip"),
+        **{part: whole_clip | {"_target_": f"transformers.{kind}.from_pretrained"} for part, kind in parts.items()},
         "test_datasets": {task: {**disk, "dataset_path": str(tmp_path / task)} for task in ("mnist", "svhn")},
         "dataloader_kwargs": {"batch_size": 20, "num_workers": 0},
     }
     pool = {"_target_": "fusion_bench.modelpool.CLIPVisionModelPool", "_recursive_": False, "models": models}
     write_pool(tmp_path / "tiny", "tiny", pool, taskpool)
-    pools = ["--config-dir", str(tmp_path / "tiny"), "modelpool=tiny", "taskpool=tiny", *settings(**OPTIONS)]
+    pools = [f"hydra.searchpath=[file://{tmp_path / 'tiny'}]", "modelpool=tiny", "taskpool=tiny", *settings(**OPTIONS)]
     theirs = tmp_path / "theirs"
     every_step = ["method=nufilt/nufilt", "method.evaluate_on_every_step=true", f"path.log_dir={theirs}"]
     elsewhere("-m", "fusion_bench", *pools, *every_step, checkout=checkout)

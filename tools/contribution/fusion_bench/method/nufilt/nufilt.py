@@ -117,12 +117,14 @@ class NUFILTMerging(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm):
 
     def _check(self, pretrained_model: nn.Module, model: nn.Module, name: str) -> None:
         keys = dict.fromkeys(view.key for view in self._layers.values())
+        others, mismatch = self.targets.other_params, self.targets.on_shape_mismatch
         check_model(
             pretrained_model,
             model,
             keys,
             name=name,
-            on_shape_mismatch=self.targets.on_shape_mismatch,
+            other_params=others,
+            on_shape_mismatch=mismatch,
         )
 
     def _merge(
