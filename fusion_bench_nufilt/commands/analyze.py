@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fusion_bench_nufilt.analysis.config import AnalysisConfig
+from fusion_bench_nufilt.overrides import without_method
 from fusion_bench_nufilt.report import leave_page
 
 from .options import patterns, takes_options
@@ -109,7 +110,7 @@ def _pool(
         raise ValueError("--run and --methods: what is measured is either finished runs or methods to run now")
     labels = check_runs(runs)
     words = [f"modelpool={modelpool}", *overrides]
-    pools = [word for word in words if not word.lstrip("+~").startswith("method.")]
+    pools = without_method(words)
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("fusion_bench_nufilt.analysis").setLevel(logging.INFO)
     with quiet():

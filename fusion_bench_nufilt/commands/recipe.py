@@ -5,14 +5,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import OverrideType
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from fusion_bench_nufilt.core.options import unknown_option
+from fusion_bench_nufilt.overrides import key_value
 
 MODELS = ("base", "tasks", "merged", "out")
 
@@ -32,7 +30,7 @@ def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[
     if len(files) > 1:
         raise ValueError(f"one recipe file at a time, got {', '.join(files)}")
     gathered = read_recipe(Path(files[0])) if files else {}
-    gathered.update(_key_value(word) for word in words if word not in files)
+    gathered.update(key_value(word) for word in words if word not in files)
     gathered.update(typed)
     for name in gathered:
         if name not in (*MODELS, *settings):
@@ -82,14 +80,3 @@ def _from_manifest(content: Mapping[str, Any], result: Path) -> dict[str, Any]:
     tasks = [name for source, name in found.items() if source.startswith("task ")]
     models = {"base": found["base"], "tasks": tasks, "step": content["step"] - len(tasks) + 1}
     return models | ({"merged": found["merged"]} if "merged" in found else {})
-
-
-def _key_value(word: str) -> tuple[str, Any]:
-    """Key and value of a ``KEY=VALUE`` word."""
-    try:
-        override = OverridesParser.create().parse_override(word)
-    except HydraException as error:
-        raise ValueError(f"'{word}' is not of the form KEY=VALUE: {' '.join(str(error).split())}") from None
-    if override.type is not OverrideType.CHANGE or override.is_sweep_override():
-        raise ValueError(f"'{word}' is not of the form KEY=VALUE with one value")
-    return override.key_or_group, override.value()

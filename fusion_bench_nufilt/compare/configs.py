@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
+from fusion_bench_nufilt.overrides import key_value
 
 PROGRAM = "fabric_model_fusion"
 _GENERIC = ("batch", "stream")  # they run any of FusionBench's methods, and are none by themselves
@@ -96,7 +97,7 @@ class Methods:
 
     def place(self, overrides: Sequence[str], setting: str) -> str:
         """The override for ``KEY=VALUE``: of the method that was chosen, or else of FusionBench's that it runs."""
-        config, key = self.compose(overrides), setting.partition("=")[0]
+        config, (key, _) = self.compose(overrides), key_value(setting)
         inside = config.get("base_method") or {}
         return f"method.base_method.{setting}" if key not in config and key in inside else f"method.{setting}"
 

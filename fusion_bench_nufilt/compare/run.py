@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 from fusion_bench_nufilt.continual.report import summary
 from fusion_bench_nufilt.continual.stream import Evaluate
+from fusion_bench_nufilt.overrides import key_of, without_method
 
 from .configs import compose_run, make_method, plain
 from .display import progress_bars, quiet, steps_bar
@@ -62,12 +63,12 @@ def compare(
     check_specs(specs)
     if evaluate not in get_args(Evaluate):
         raise ValueError(f"evaluate must be one of {', '.join(get_args(Evaluate))}, got '{evaluate}'")
-    if wrong := [override for override in overrides if override.startswith(("method=", "modelpool="))]:
+    if wrong := [override for override in overrides if key_of(override) in ("method", "modelpool")]:
         raise ValueError(f"'{wrong[0]}': the methods and the model pool are chosen by options of their own")
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
     everywhere = [f"modelpool={modelpool}", *overrides]
-    pools = [override for override in everywhere if not override.lstrip("+~").startswith("method.")]
+    pools = without_method(everywhere)
     workbench = Workbench(compose_run(pools))
     settings = {
         "modelpool": modelpool,

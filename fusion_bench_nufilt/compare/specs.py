@@ -50,9 +50,6 @@ def _spec(text: str, methods: Methods) -> RunSpec:
     head, *settings = _split(text, ":")
     label, _, name = (part.strip() for part in head.rpartition("="))
     overrides = methods.resolve(name)
-    for setting in settings:
-        if not re.fullmatch(r"[\w.]+=.+", setting):
-            raise ValueError(f"method '{text}': '{setting}' is not of the form KEY=VALUE")
     placed = (methods.place(overrides, setting) for setting in settings)
     return RunSpec(label or text, (*overrides, *placed), name.removeprefix("continual/"), tuple(settings))
 

@@ -1,0 +1,41 @@
+"""``KEY=VALUE`` words, read by Hydra's own parser."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+
+
+def key_value(word: str) -> tuple[str, Any]:
+    """The key of a word that sets something to one value, and that value.
+
+    Raises:
+        ValueError: it is something else; names the word.
+    """
+    override = _parse(word)
+    if override.type is not OverrideType.CHANGE or override.is_sweep_override():
+        raise ValueError(f"'{word}' is not of the form KEY=VALUE with one value")
+    return override.key_or_group, override.value()
+
+
+def key_of(word: str) -> str:
+    """The key of a word of any kind, such as ``+method.x=1`` or ``~taskpool``.
+
+    Raises:
+        ValueError: it is none; names the word.
+    """
+    return _parse(word).key_or_group
+
+
+def without_method(words: Iterable[str]) -> list[str]:
+    """Those words that do not set an option of the method."""
+    return [word for word in words if not key_of(word).startswith("method.")]
+
+
+def _parse(word: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        raise ValueError(f"'{word}' is not of the form KEY=VALUE: {' '.join(str(error).split())}") from None
