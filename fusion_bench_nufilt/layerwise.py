@@ -23,9 +23,8 @@ Layers = dict[str, Tensor]
 
 def split_plain(kinds: Sequence[type], options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """:func:`split_options` of what a YAML file says."""
-    return split_options(
-        kinds, {key: list(value) if isinstance(value, ListConfig) else value for key, value in options.items()}
-    )
+    plain = {key: list(value) if isinstance(value, ListConfig) else value for key, value in options.items()}
+    return split_options(kinds, plain)
 
 
 class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):

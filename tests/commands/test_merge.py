@@ -37,6 +37,8 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
     ("flags", "message"),
     [
         (["--null-rank", "-1"], "null_rank must be a whole number"),
+        (["--null-rank", "1.5"], "null_rank must be a whole number >= 0, or a share of the layer's width"),
+        (["--lora-rank", "half"], "lora_rank must be a number"),
         (["--target-modules", "typo"], "'typo' of ['typo'] names no layer"),
         (["--target-modules", r".*\.nothing"], "leave no layer"),
         (["--max-memory", "lots"], "max_memory must be a size such as 4GB"),
@@ -70,6 +72,17 @@ def test_the_name_of_a_folder_is_no_markup(tmp_path):
     save_stream(tmp_path, llama(), tasks=1)
     out = tmp_path / "[" / "bold]"
     assert nufilt("merge", "--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", out, *FLAGS)[0] == 0
+
+
+def test_ranks_are_numbers_or_shares_of_the_width(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    models = ("--base", tmp_path / "base", "--task", tmp_path / "task1", "--task", tmp_path / "task2")
+    attention, ranks = ("--target-modules", "self_attn"), {"numbers": (8, 4, 2), "shares": (0.25, 0.125, 0.0625)}
+    for out, (r_p, r_l, r_v) in ranks.items():  # of layers with 32 inputs
+        flags = ("--null-rank", r_p, "--lora-rank", r_l, "--task-rank", r_v, "--max-steps", 3)
+        code, text = nufilt("merge", *models, "--out", tmp_path / out, *attention, *flags)
+        assert code == 0, text
+    assert same(tensors(tmp_path / "numbers"), tensors(tmp_path / "shares"))
 
 
 def test_words_choose_layers_as_in_the_yaml(tmp_path):
