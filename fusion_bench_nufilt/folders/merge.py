@@ -165,6 +165,11 @@ class _Merge:
                 device=plan.settings.device,
                 batch_bytes=BATCH_BYTES,
             )
+            if large := [name for name, weight in fused.items() if not is_finite(weight)]:
+                raise ValueError(
+                    f"model '{task.checkpoint.name}', layer '{large[0]}': the result is too large for "
+                    f"{theta_0[large[0]].dtype}, or its squares are"
+                )
             running |= fused
             for layer in changed:
                 reports[layer.slot].append({"step": step, **dataclasses.asdict(report[layer.name])})
@@ -185,7 +190,7 @@ class _Merge:
             info = self.plan.base.tensors[key]
             stored = weight.to(FLOATS[info.dtype])
             if not is_finite(stored):
-                raise ValueError(f"tensor '{key}': the merged weight became infinite in {info.dtype}")
+                raise ValueError(f"tensor '{key}': the merged weight is too large for {info.dtype}")
             self.output.write(info.file, raw(stored), info.start)
             written.append((info.file, info.start, info.stop, digest(stored)))
         return written

@@ -173,3 +173,9 @@ def test_what_can_not_work_for_any_method_is_refused_before_any_work(tmp_path, m
 def test_nothing_is_printed_meanwhile(tmp_path, capfd):
     run(tmp_path, "nufilt, weight_average", overrides=[], **CHEAP)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_method_that_cannot_be_built_is_told_before_anything_is_scored(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("fusion_bench_nufilt.compare.run.score_references", lambda *args: pytest.fail("scored"))
+    with pytest.raises(ValueError, match=r"nufilt:null_rank=abc: .*null_rank must be a whole number"):
+        run(tmp_path, "nufilt:null_rank=abc")

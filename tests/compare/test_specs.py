@@ -134,3 +134,9 @@ def test_the_paper_scales_task_arithmetic_by_the_number_of_tasks(pool, scale):
 def test_an_unknown_preset_lists_what_there_is():
     with pytest.raises(ValueError, match="there are: ablation, paper, sensitivity"):
         preset_specs("best", "nufilt_demo", [])
+
+
+@pytest.mark.parametrize("text", ["0:10000000000", "0:1002", "99999999999999999999"])
+def test_more_seeds_than_anybody_has_time_for_are_refused(text):
+    with pytest.raises(ValueError, match="seeds"):
+        parse_seeds(text)

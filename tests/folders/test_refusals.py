@@ -129,7 +129,7 @@ def test_values_that_are_not_finite(stream, model, value):
 def test_a_merged_weight_that_half_precision_cannot_hold(tmp_path):
     save_stream(tmp_path, llama(), tasks=2, dtype=torch.float16)
     change(tmp_path / "task2", UP, lambda tensor: tensor.float() + 1e6)
-    refuse_late(tmp_path, f"tensor '{UP}': the merged weight became infinite in F16")
+    refuse_late(tmp_path, r"task2', layer '.*up_proj': the result is too large for torch\.float16")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -355,3 +355,11 @@ def test_a_pipe_in_place_of_weights(stream):
     (stream / "task2" / "model.safetensors").unlink()
     os.mkfifo(stream / "task2" / "model.safetensors")
     refuse(stream, "is no regular file")
+
+
+@pytest.mark.parametrize(("model", "value"), [("task1", 1e36), ("task2", 1e36), ("base", 1e36)])
+def test_finite_values_whose_squares_are_not_are_called_too_large(stream, model, value):
+    change(stream / model, UP, lambda tensor: torch.full_like(tensor, value).index_fill(0, torch.tensor([0]), 0.0))
+    with pytest.raises(ValueError, match=r"up_proj.* too large for"):
+        merge(stream, ["task1", "task2", "task1"])
+    assert not (stream / "out").exists()
