@@ -18,22 +18,24 @@ def second_moment(X: Tensor) -> Tensor:
 
 
 class RunningMoment:
-    """The second moment of inputs that come in batches, in float64.
+    """The second moment of inputs that come in batches, summed in float64.
 
     Args:
         width: d_i.
     """
 
     def __init__(self, width: int) -> None:
-        self.mean, self.count = torch.zeros(width, width, dtype=torch.float64), 0
+        self._sum, self.count = torch.zeros(width, width, dtype=torch.float64), 0
 
     def add(self, X: Tensor) -> None:
         """Take in a batch ``(n, d_i)``; its own product is formed in float32 at least."""
-        if not len(X):
-            return
+        self._sum += gram_matrix(X.to(torch.promote_types(X.dtype, torch.float32)))
         self.count += len(X)
-        batch = second_moment(X.to(torch.promote_types(X.dtype, torch.float32))).to(self.mean)
-        self.mean += (batch - self.mean) * (len(X) / self.count)
+
+    @property
+    def mean(self) -> Tensor:
+        """C, ``(d_i, d_i)``, float64."""
+        return self._sum / max(self.count, 1)
 
 
 def mean_square(D: Tensor, C: Tensor) -> Tensor:

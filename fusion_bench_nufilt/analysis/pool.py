@@ -81,7 +81,7 @@ class PoolAnalysis:
         needed, owners = memory_of(self.pretrained, self._owner), len(set(self._owner.values()))
         return (
             f"second moments of {owners} inputs of {len(self.layers)} layers, for each of {len(self.tasks)} tasks: at "
-            f"most {min(needed, MEMORY) / 1e6:.0f} MB of memory at a time, {needed / 6e6:.0f} MB on disk"
+            f"most {min(needed, MEMORY) / 1e6:.0f} MB of memory at a time, {needed / 3e6:.0f} MB on disk"
         )
 
     def few_inputs(self) -> dict[str, TaskInputs]:

@@ -16,8 +16,8 @@ from fusion_bench_nufilt.files import atomic_file
 
 from .moments import RunningMoment
 
-#: Bytes for each element of a moment while it is recorded: its float64 mean, a batch's product and its difference.
-_BYTES = 8 + 8 + 8
+#: Bytes for each element of a moment: its float64 sum, and the mean that is written when it is done.
+_BYTES = 8 + 4
 
 
 class MomentFile:

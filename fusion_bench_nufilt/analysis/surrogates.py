@@ -69,8 +69,8 @@ def data_free_losses(
         inside, whole = float((D @ V).square().sum()), float(D.square().sum())
         return inside if inside > torch.finfo(D.dtype).eps * whole else 0.0  # what a filter leaves is rounding
 
-    V_p = top_right_singular_vectors(tau_old, null_rank, exact_on=tau_old.device)
-    V_t = top_right_singular_vectors(tau_task, task_rank, exact_on=tau_task.device)
+    V_p = top_right_singular_vectors(tau_old, null_rank)
+    V_t = top_right_singular_vectors(tau_task, task_rank)
     return loss(tau_new - tau_old, V_p), loss(tau_new - tau_task, V_t)
 
 

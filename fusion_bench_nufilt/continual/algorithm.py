@@ -27,6 +27,7 @@ from .program import ReportedTaskPool, one_line_errors, use_bundled_taskpool
 from .report import package_versions, print_matrix, save_matrix
 from .run_folder import RunFolder, open_run_folder
 from .stream import MERGED, Evaluate, merged_before, merged_manifest, task_order, tasks_to_score
+from .trackers import log_picture
 
 log = logging.getLogger(__name__)
 
@@ -266,7 +267,11 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         return tasks_to_score(self.matrix.tasks, step - self.first_step + 1, self.evaluate)
 
     def _is_last(self, step: int) -> bool:
-        return step == self.first_step - 1 + len(self.matrix.tasks)
+        return step == self._last_step
+
+    @property
+    def _last_step(self) -> int:
+        return self.first_step - 1 + len(self.matrix.tasks)
 
     def _finish(self) -> None:
         print_matrix(self.matrix, title=f"{self.name}: score (%) of each task after each step")
@@ -280,6 +285,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             "versions": package_versions(),
         }
         save_matrix(self.matrix, self.folder.path, about)
+        log_picture(self.fabric.loggers, "accuracy_matrix", self.folder.path / "accuracy_matrix.png", self._last_step)
         leave_page(self.folder.path)
         log.info("accuracy_matrix.json, .csv and .png are in %s", self.folder.path)
 
