@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 _NOT_LINEAR = re.compile(r"(^|[._])(wte|wpe|shared|ln\w*|\w*embed\w*|\w*norm\w*|relative_attention_bias)([._]|$)")
 # Parameters that hold several layers, and how many dimensions they have.
 _PACKED = {"in_proj_weight": 2, "gate_up_proj": 3, "down_proj": 3}
+_GPT2 = re.compile(r"(.*\.)?attn\.c_attn\.weight")  # (d, 3d) where the layers are transposed
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
 
 
@@ -191,10 +192,13 @@ def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
 def _from_names(base: Checkpoint) -> nn.Module:
     """Linear layers where the checkpoint has matrices that do not look like anything else.
 
-    Packed projections of an `nn.MultiheadAttention` and fused experts are told by the names of their parameters;
-    convolutions are left alone, since a shape does not tell their groups.
+    Packed projections of an `nn.MultiheadAttention` and fused experts are told by the names of their parameters, GPT-2's
+    transposed layers by the shape of `c_attn`; convolutions are left alone, since a shape does not tell their groups.
     """
     root = nn.Module()
+    like_gpt2 = any(
+        _GPT2.fullmatch(key) and info.shape[1:] == (3 * info.shape[0],) for key, info in base.tensors.items()
+    )
     for key, info in base.tensors.items():
         path = key.removesuffix(".weight")
         *parents, last = path.split(".")
@@ -210,9 +214,18 @@ def _from_names(base: Checkpoint) -> nn.Module:
         if packed:
             module.register_parameter(last, nn.Parameter(torch.empty(info.shape, device="meta")))
             continue
-        d_o, d_i = info.shape
-        linear = nn.Linear(d_i, d_o, bias=False, device="meta")
+        linear = _linear(info.shape, transposed=like_gpt2 and last.startswith("c_"))
         module.add_module(last, linear)
         if _HEAD.fullmatch(path):
             root.get_output_embeddings = lambda head=linear: head  # type: ignore[assignment]
     return root
+
+
+def _linear(shape: tuple[int, ...], *, transposed: bool) -> nn.Module:
+    """A linear layer whose weight is stored in this shape."""
+    if transposed:
+        from transformers.pytorch_utils import Conv1D
+
+        with torch.device("meta"):
+            return Conv1D(shape[1], shape[0])
+    return nn.Linear(shape[1], shape[0], bias=False, device="meta")

@@ -75,6 +75,14 @@ def test_packed_projections_are_merged_in_folders_without_a_config(tmp_path):
     assert manifest["coverage"]["left_out"] == {"visual.transformer.resblocks.*.mlp.c_proj.weight": 2}
 
 
+def test_transposed_layers_are_told_by_a_shape_where_transformers_does_not_know_the_model(tmp_path):
+    save_stream(tmp_path, FAMILIES["gpt2"](), tasks=2)
+    expected = tensors(merge(tmp_path, ["task1", "task2"], "expected"))
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "architectures": ["TheirOwnForCausalLM"]}))
+    assert same(tensors(merge(tmp_path, ["task1", "task2"])), expected)
+
+
 @pytest.mark.parametrize("other_params", ["pretrained", "mean"])
 def test_a_part_of_a_parameter_is_merged_and_its_rest_is_an_other_parameter(tmp_path, other_params):
     models = save_openclip(tmp_path)
