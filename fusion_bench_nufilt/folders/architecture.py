@@ -192,13 +192,12 @@ def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
 def _from_names(base: Checkpoint) -> nn.Module:
     """Linear layers where the checkpoint has matrices that do not look like anything else.
 
-    Packed projections of an `nn.MultiheadAttention` and fused experts are told by the names of their parameters, GPT-2's
-    transposed layers by the shape of `c_attn`; convolutions are left alone, since a shape does not tell their groups.
+    Packed projections of an `nn.MultiheadAttention` and fused experts are told by the names of their parameters, and
+    GPT-2's transposed layers by the shape of `c_attn`. Convolutions are left alone: a shape does not tell their groups.
     """
     root = nn.Module()
-    like_gpt2 = any(
-        _GPT2.fullmatch(key) and info.shape[1:] == (3 * info.shape[0],) for key, info in base.tensors.items()
-    )
+    packing = [info.shape for key, info in base.tensors.items() if _GPT2.fullmatch(key)]
+    like_gpt2 = any(shape[1:] == (3 * shape[0],) for shape in packing)
     for key, info in base.tensors.items():
         path = key.removesuffix(".weight")
         *parents, last = path.split(".")
