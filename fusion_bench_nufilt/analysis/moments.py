@@ -4,8 +4,6 @@ With :math:`C = \frac1N \sum_n x_n x_n^\top`, not centred, :math:`E\|D x\|^2 = \
 matrix D: once C is recorded, no data is needed any more.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -57,8 +55,3 @@ def data_subspace(C: Tensor, rank: int) -> Tensor:
     energy = ((C @ V) * V).sum(dim=-2)
     cutoff = C.shape[-1] * torch.finfo(C.dtype).eps * energy.amax(dim=-1, keepdim=True)
     return V * (energy > cutoff)[..., None, :]
-
-
-def mean_of(moments: Iterable[Tensor]) -> Tensor:
-    """Their mean: every task counts the same, however many inputs it has."""
-    return torch.stack(list(moments)).mean(dim=0)

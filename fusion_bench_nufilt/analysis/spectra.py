@@ -89,9 +89,3 @@ def energy_curves(names: Sequence[str], energies: Sequence[Sequence[Tensor]]) ->
     width = min(len(energy) for layer in energies for energy in layer)
     curves = torch.stack([torch.stack([energy[:width].cumsum(0) for energy in layer]) for layer in energies])
     return dict(zip(names, curves.mean(dim=0).tolist(), strict=True))
-
-
-def share_inside(tau: Tensor, V: Tensor) -> float:
-    r"""Share :math:`\|\tau V\|_F^2 / \|\tau\|_F^2` of a task vector's energy that lies in a subspace ``(d_i, r)``."""
-    total = float(tau.square().sum())
-    return float((tau @ V).square().sum()) / total if total else 0.0
