@@ -4,14 +4,11 @@ import ctypes
 import math
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import psutil
-import torch
 
-from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.workers import working_bytes
 
 # Each worker's stack, allocator arena and buffers of the matrix products; measured, rounded up.
@@ -34,27 +31,6 @@ def layer_memory(shape: Sequence[int], stored: int, *, wide: int, on_cpu: bool) 
         on_cpu: whether the computation is in this memory, too.
     """
     return stored * math.prod(shape) + (working_bytes(shape, wide) if on_cpu else 0)
-
-
-def predict_seconds(shapes: Sequence[Sequence[int]], config: FusionConfig) -> float:
-    """Rough time of one step on one thread of this machine, for layers of the given shapes."""
-    x = torch.ones(768, 768)
-    begin = time.perf_counter()
-    for _ in range(4):
-        x @ x
-    flops_per_second = 4 * 2 * 768**3 / (time.perf_counter() - begin) * torch.get_num_threads() ** -1
-    flops = 0
-    for d_o, d_i in shapes:
-        small = min(d_o, d_i)
-        ranks = config.ranks(d_i)
-        rank = min(ranks.null, small)
-        gram = 2 * d_o * d_i * (d_i + small)
-        # Block iteration on 2 rank + 16 vectors, some 12 rounds of two products, or a full eigenvalue solver.
-        subspace = 12 * 2 * 2 * small**2 * (2 * rank + 16) if small >= max(256, 16 * rank) else 25 * small**3
-        height = d_i if d_i <= 2 * d_o else 2 * d_o
-        adapter = 2 * d_i * height * ranks.lora * (config.max_steps + 1)
-        flops += gram + subspace + adapter
-    return flops / flops_per_second
 
 
 def return_freed_memory() -> None:

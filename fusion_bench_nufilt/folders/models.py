@@ -39,6 +39,9 @@ class Task(Protocol):
     def weight(self, slot: str) -> tuple[Tensor | LowRank, str]:
         """What a slot with a layer holds, or the factors of the layer's update, and the digest of what was read."""
 
+    def rank(self, slot: str) -> int | None:
+        """Of the layer's update, where it is given by factors."""
+
     def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor | None:
         """Elements of a flattened tensor outside the merged layers, given the base's; None: it has none."""
 
@@ -61,6 +64,9 @@ class FullModel:
 
     def weight(self, slot: str) -> tuple[Tensor, str]:
         return self.checkpoint.read(self.keys[slot])
+
+    def rank(self, slot: str) -> None:
+        return None
 
     def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor | None:
         if slot not in self.keys:
@@ -158,6 +164,9 @@ class LoraAdapter:
         (a, digest_a), (b, digest_b) = self.checkpoint.read(key_a), self.checkpoint.read(key_b)
         wide = torch.promote_types(a.dtype, torch.float32)
         return LowRank(b.to(wide) * scaling, a.to(wide)), digest_a + digest_b
+
+    def rank(self, slot: str) -> int | None:
+        return None if slot in self.keys else self.checkpoint.tensors[self.pairs[slot][0]].shape[0]
 
     def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor | None:
         if slot in self.keys:

@@ -16,7 +16,8 @@ from fusion_bench_nufilt.layers import Coverage, TargetConfig
 
 from .architecture import Layer
 from .checkpoint import Checkpoint
-from .memory import layer_memory, predict_seconds, process_memory
+from .forecast import predict_seconds
+from .memory import layer_memory, process_memory
 from .models import FullModel, Task
 from .tensors import FLOATS
 
@@ -171,6 +172,13 @@ class Plan:
         return self.base.nbytes + (state if self.keeps_state else 0)
 
     def predict_seconds(self) -> float:
-        """Rough time on a CPU."""
-        shapes = [layer.view.shape for layer in self.layers]
-        return predict_seconds(shapes, self.config) * len(self.tasks) / self.workers
+        """Rough time on this machine's CPU."""
+        first_whole = self.merged is None and self.config.first_task == "paper"
+        steps = [
+            (layer.view.shape, task.rank(layer.slot))
+            for layer in self.layers
+            for task in self.tasks[int(first_whole) :]
+            if layer.slot in task.slots
+        ]
+        nbytes = sum(info.nbytes for model in self.checkpoints for info in model.tensors.values())
+        return predict_seconds(steps, nbytes + self.disk, self.config, self.workers)

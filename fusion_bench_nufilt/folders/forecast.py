@@ -1,0 +1,66 @@
+"""How long a merge will take: what its layers cost, at the rate at which this machine works off a sample."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from fusion_bench_nufilt.core import FusionConfig, fuse_layers
+from fusion_bench_nufilt.core.workers import map_layers
+
+_SAMPLE = (512, 512)
+
+
+def predict_seconds(
+    layers: Iterable[tuple[tuple[int, ...], int | None]], nbytes: int, config: FusionConfig, workers: int
+) -> float:
+    """Rough time on this CPU, as it is now.
+
+    Args:
+        layers: shape ``(d_o, d_i)`` of every layer once for each of its steps, and the rank of a step's LoRA or None.
+        nbytes: what is read and written, each byte of which goes through a digest.
+        config: hyper-parameters.
+        workers: how many layers are worked on at a time.
+    """
+    flops = sum(layer_flops(shape, rank, config) for shape, rank in layers)
+    per_flop, per_byte = _rates(config, workers)
+    return flops * per_flop + nbytes * per_byte
+
+
+def layer_flops(shape: tuple[int, ...], rank: int | None, config: FusionConfig) -> float:
+    """Floating-point operations of a step on a layer, eigenvalue solvers in products of the same duration."""
+    d_o, d_i = shape
+    ranks = config.ranks(d_i)
+    outputs, small = min(rank or d_o, d_o, d_i) if rank else d_o, min(d_o, d_i)  # tau has as many rows as its LoRA
+    r_p, block = min(ranks.null, small), 2 * ranks.null + 16
+    with_gram = d_i <= 2 * outputs
+    flops = outputs * d_i**2 if with_gram else 0
+    flops += d_o * d_i * small  # Gram matrix of what is merged; V_p by block iteration or by a full solver
+    flops += 12 * small * block * (2 * small + 4 * block) if small >= max(256, 16 * r_p) else 10 * small**3
+    flops += 4 * d_o * d_i * (r_p + 16) + 4 * outputs * d_i * r_p + 4 * outputs * d_i * ranks.lora
+    height = d_i if with_gram else 2 * outputs
+    steps = config.max_steps if config.solver == "adam" else 2
+    return flops + steps * 2 * d_i * ranks.lora * (height + 2 * (r_p + ranks.task) + 2 * ranks.lora)
+
+
+def _rates(config: FusionConfig, workers: int) -> tuple[float, float]:
+    """Seconds for each operation and each byte, of a layer and a digest for each worker at a time."""
+    random = torch.Generator().manual_seed(0)
+    decay = torch.arange(1, _SAMPLE[1] + 1.0) ** -0.7  # as the singular values of task vectors fall
+    theta_0, theta, theta_t = ({"": torch.randn(_SAMPLE, generator=random) * decay} for _ in range(3))
+    data = bytes(2**22)
+
+    def merge(_: int) -> None:
+        fuse_layers(theta_0, theta, theta_t, config)
+
+    def digest(_: int) -> None:
+        hashlib.sha256(data)
+
+    def seconds(work: Callable[[int], None]) -> float:
+        begin = time.perf_counter()
+        list(map_layers(work, range(2 * workers), torch.device("cpu"), workers))
+        return (time.perf_counter() - begin) / (2 * workers)
+
+    seconds(merge)  # first calls are slow
+    return seconds(merge) / layer_flops(_SAMPLE, None, config), seconds(digest) / len(data)
