@@ -1,6 +1,6 @@
 # make demo       merge eight small models, with NUFILT and with FusionBench's own continual methods
 # make test       lint, types, the documentation and the tests
-# make test-slow  the tests that take minutes: kills, notebooks, a browser
+# make test-slow  the tests that take minutes: notebooks, a browser
 # make adversary  bad inputs, random corruptions and kills, and a table of what became of them; for every night
 # make docs       the documentation in outputs/site; a broken link or reference fails
 # Each sets up everything they need in .venv first.
@@ -26,7 +26,7 @@ test: lint docs
 	$(BIN)/python -m pytest
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --ignore=tests/adversary
 
 adversary: $(READY)
 	$(BIN)/python -m pytest tests/adversary -m "slow or not slow" --tally
