@@ -1,7 +1,7 @@
 """FusionBench's own methods under the protocol: its batch methods run continually, its continual ones as they are."""
 
 import time
-from copy import deepcopy
+from copy import copy, deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,5 +121,7 @@ class ContinualMethodBaseline(_Baseline):
         method.seed, method.shuffle_order = self.seed, self.shuffle_order
         method.save_on_every_step, method.evaluate_on_every_step = True, False
         method.save_merged_model = observe
+        pool = copy(modelpool)
+        pool._models = deepcopy(modelpool._models)  # some write into the first model that they load
         with torch.enable_grad():
-            return method.run(deepcopy(modelpool))  # some write into the first model that they load
+            return method.run(pool)

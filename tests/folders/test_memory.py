@@ -83,12 +83,12 @@ def three(folders):
 
 
 def test_predicted_memory_is_held_and_does_not_depend_on_the_number_of_tasks(folders, three):
-    one = measure(folders, 1)
-    for run in (one, three):
+    two = measure(folders, 2)  # the first is taken whole, and computes nothing
+    for run in (two, three):
         assert run["alone"] < run["peak"] <= run["predicted"]
         layers = run["predicted"] - run["alone"]
         assert run["peak"] - run["alone"] > 0.3 * layers, "the prediction is far too high to be of use"
-    assert three["peak"] < 1.15 * one["peak"]
+    assert three["peak"] < 1.15 * two["peak"]
 
 
 def test_max_memory_is_held_by_working_on_fewer_layers_at_a_time(folders, three):
