@@ -1,7 +1,6 @@
 """What a run has to do with the program of FusionBench that it is part of."""
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,7 +64,10 @@ class InputError(CompactHydraException, ValueError):
 
 @contextmanager
 def one_line_errors(program: Any) -> Iterator[None]:
-    """Have `fusion_bench` say what is wrong with its input in one line; with ``HYDRA_FULL_ERROR=1`` comes the trace.
+    """Have `fusion_bench` say what is wrong with its input in one line.
+
+    Whoever sets ``HYDRA_FULL_ERROR=1`` gets the trace from Hydra. It is not looked at here, because FusionBench's
+    configuration sets it for the time of the run.
 
     Args:
         program: None outside `fusion_bench`, where nothing is changed.
@@ -73,7 +75,7 @@ def one_line_errors(program: Any) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if program is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        if program is None:
             raise
         logging.getLogger("fusion_bench.scripts.cli").addFilter(_drop_trace)
         raise InputError(str(error)) from error
