@@ -80,8 +80,10 @@ def _exact_products() -> Iterator[None]:
 def working_bytes(shape: Sequence[int], itemsize: int) -> int:
     """Bytes that a layer ``(d_o, d_i)`` takes at most while it is worked on, ``itemsize`` for each element."""
     d_o, d_i = shape
-    # theta, tau, tau_merged, tau P and its temporary; the Gram matrices of tau (twice, once stacked) and tau_merged.
-    gram = (2 * d_i**2 if d_i <= 2 * d_o else 0) + min(d_o, d_i) ** 2
+    # theta, tau, tau_merged, tau P and its temporary, or a copy of tau_merged in float64 in place of the last two;
+    # the Gram matrix of tau (twice, once stacked), and that of tau_merged with its eigenvectors and the solver's
+    # workspace, all in float64, should float32 not be enough.
+    gram = (2 * d_i**2 if d_i <= 2 * d_o else 0) + 8 * min(d_o, d_i) ** 2
     return itemsize * (5 * d_o * d_i + gram)
 
 
