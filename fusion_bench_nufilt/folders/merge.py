@@ -1,6 +1,5 @@
 """Merging checkpoint folders tensor by tensor: no model is ever loaded."""
 
-import dataclasses
 import errno
 import hashlib
 import logging
@@ -10,30 +9,26 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core import fuse_layers
 from fusion_bench_nufilt.core.checks import is_finite
-from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.files import MANIFEST
 from fusion_bench_nufilt.layers import running_mean
 
 from .architecture import Layer
 from .checkpoint import some
 from .destination import check_disk, check_output
+from .engine import STATE_FILE, Engine, LocalEngine, state_layout
 from .manifest import NOT_FINITE, model_card, nufilt_json, run_identity
-from .memory import Budget, return_freed_memory
 from .output import Output, Record, clear_work_folder
-from .plan import BATCH_BYTES, Plan
-from .preflight import STATE, check_relation
-from .tensors import CHUNK_BYTES, FLOATS, digest, float32_header, raw
+from .plan import Plan
+from .preflight import check_relation
+from .tensors import CHUNK_BYTES, FLOATS, raw
 
 Digests = dict[str, "hashlib._Hash"]  # of what was read, by model
 
 log = logging.getLogger(__name__)
 
-STATE_FILE = f"{STATE}/model.safetensors"
 CARD = "README.md"
 
 
@@ -59,12 +54,12 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         return out
     fetch(plan)
     run, files = run_identity(plan), [*map(str, plan.base.small_files()), MANIFEST, CARD]
-    return_freed_memory()
     try:
         with closing(Output(out, run, _headers(plan), files)) as output:
             already = sum(info[2] - info[1] for record in output.done.values() for info in record["written"])
             check_disk(plan, out, already)
-            _Merge(plan, output).run(progress)
+            with closing(LocalEngine(plan)) as engine:
+                _Merge(plan, output, engine).run(progress)
             if changed := [checkpoint.name for checkpoint in plan.checkpoints if checkpoint.changed()]:
                 raise ValueError(
                     f"{some(changed)} was changed during the run: run the same command again, it starts anew"
@@ -93,15 +88,10 @@ def fetch(plan: Plan) -> None:
 
 
 class _Merge:
-    """One run: reads, computes and writes, a tensor per thread."""
+    """One run: an engine computes the layers, this process writes."""
 
-    def __init__(self, plan: Plan, output: Output) -> None:
-        self.plan, self.output, self.budget = plan, output, Budget(plan.budget)
-        state = float32_header({layer.keys[0]: plan.base.tensors[layer.keys[0]].shape for layer in plan.layers})
-        self._state_offsets, offset = {}, len(state)
-        for layer in plan.layers:
-            self._state_offsets[layer.slot] = offset
-            offset += 4 * plan.base.tensors[layer.keys[0]].numel
+    def __init__(self, plan: Plan, output: Output, engine: Engine) -> None:
+        self.plan, self.output, self.engine = plan, output, engine
 
     def run(self, progress: Callable[[int, int], object] | None) -> None:
         plan, done = self.plan, self.output.done
@@ -110,7 +100,7 @@ class _Merge:
             log.info("going on: %d of %d tensors are done", len(done), total)
         jobs: list[list[Layer] | str] = list(plan.batches([layer for layer in plan.layers if layer.slot not in done]))
         jobs += [slot for slot in plan.others if slot not in done]
-        for _ in map_layers(self._do, jobs, torch.device(plan.settings.device), plan.workers):
+        for _ in self.engine.side_by_side(self._do, jobs):
             if progress is not None:
                 progress(len(done), total)
 
@@ -118,82 +108,10 @@ class _Merge:
         if isinstance(job, str):
             self._copy(job)
             return
-        with self.budget.reserve(sum(map(self.plan.layer_memory, job))):
-            self._merge(job)
-
-    def _merge(self, layers: list[Layer]) -> None:
-        plan = self.plan
-        read: dict[str, dict[str, str]] = {layer.slot: {} for layer in layers}
-        reports: dict[str, list[Record]] = {layer.slot: [] for layer in layers}
-        theta_0, running = {}, {}
-        for layer in layers:
-            weight, read[layer.slot]["base"] = plan.base.read(layer.keys[0])
-            theta_0[layer.name] = layer.view.matrix(weight)
-            so_far = theta_0[layer.name]
-            if plan.merged is not None:
-                weight, read[layer.slot]["merged"] = plan.merged.weight(layer.slot)
-                so_far = layer.view.matrix(weight)
-            if plan.state is not None and layer.slot in plan.state.keys:
-                weight, read[layer.slot]["state"] = plan.state.weight(layer.slot)
-                state = layer.view.matrix(weight)
-                if not torch.equal(state.to(so_far.dtype), so_far):
-                    raise ValueError(
-                        f"'{plan.state.checkpoint.name}' does not belong to the weights beside it: '{layer.name}' "
-                        "differs; remove it if the weights are right"
-                    )
-                so_far = state
-            kept = plan.dtype(layer.keys[0])
-            if plan.settings.accumulate == "float32":
-                kept = torch.promote_types(kept, torch.float32)
-            running[layer.name] = so_far.to(kept)
-        for number, task in enumerate(plan.tasks):
-            changed = [layer for layer in layers if layer.slot in task.slots]  # an adapter may leave some alone
-            if not changed:
-                continue
-            theta_t = {}
-            for layer in changed:
-                new, read[layer.slot][f"task {number}"] = task.weight(layer.slot)
-                theta_t[layer.name] = layer.view.matrix(new) if isinstance(new, Tensor) else new
-            step = plan.first_step + number
-            fused, report = fuse_layers(
-                {layer.name: theta_0[layer.name] for layer in changed},
-                {layer.name: running[layer.name] for layer in changed},
-                theta_t,
-                plan.config,
-                seed=plan.settings.seed,
-                step=step,
-                device=plan.settings.device,
-                batch_bytes=BATCH_BYTES,
-            )
-            if large := [name for name, weight in fused.items() if not is_finite(weight)]:
-                raise ValueError(
-                    f"model '{task.checkpoint.name}', layer '{large[0]}': the result is too large for "
-                    f"{theta_0[large[0]].dtype}, or its squares are"
-                )
-            running |= fused
-            for layer in changed:
-                reports[layer.slot].append({"step": step, **dataclasses.asdict(report[layer.name])})
-        for layer in layers:
-            written = self._write(layer, running.pop(layer.name))
-            self.output.record(
-                {"slot": layer.slot, "written": written, "read": read[layer.slot], "reports": reports[layer.slot]}
-            )
-
-    def _write(self, layer: Layer, matrix: Tensor) -> list[tuple[str, int, int, str]]:
-        """Write a layer wherever the base has it, and in float32 if that is kept."""
-        written, weight = [], layer.view.part(matrix)
-        if self.plan.keeps_state:
-            start, wide = self._state_offsets[layer.slot], weight.to(torch.float32)
-            self.output.write(STATE_FILE, raw(wide), start)
-            written.append((STATE_FILE, start, start + 4 * wide.numel(), digest(wide)))
-        for key in layer.keys:
-            info = self.plan.base.tensors[key]
-            stored = weight.to(FLOATS[info.dtype])
-            if not is_finite(stored):
-                raise ValueError(f"tensor '{key}': the merged weight is too large for {info.dtype}")
-            self.output.write(info.file, raw(stored), info.start)
-            written.append((info.file, info.start, info.stop, digest(stored)))
-        return written
+        for record, pieces in self.engine.fuse(job):
+            for (file, start, _, _), data in zip(record["written"], pieces, strict=True):
+                self.output.write(file, data, start)
+            self.output.record(record)
 
     def _copy(self, slot: str) -> None:
         """A tensor outside the merged layers: as it is in the merged model (the base's bits), or averaged."""
@@ -259,9 +177,7 @@ def _headers(plan: Plan) -> dict[str, tuple[bytes, int]]:
             file = plan.base.file(key)
             headers[info.file] = file.header, file.path.stat().st_size
     if plan.keeps_state:
-        shapes = {layer.keys[0]: plan.base.tensors[layer.keys[0]].shape for layer in plan.layers}
-        header = float32_header(shapes)
-        size = len(header) + sum(4 * torch.Size(shape).numel() for shape in shapes.values())
+        header, _, size = state_layout(plan)
         headers[STATE_FILE] = header, size
     return headers
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge, tensors
-from fusion_bench_nufilt.folders import merge as merge_module
+from fusion_bench_nufilt.folders import engine as engine_module
 from tests.folders.helpers import change, configs, hashes, merge, save_stream
 from tests.models import llama
 
@@ -225,7 +225,7 @@ def test_a_mean_that_half_precision_cannot_hold(tmp_path):
 
 
 def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
-    fuse = merge_module.fuse_layers
+    fuse = engine_module.fuse_layers
 
     def overwrite_and_fuse(*args, **kwargs):
         with (stream / "task2" / "model.safetensors").open("r+b") as file:  # in place: another thread may be reading
@@ -233,7 +233,7 @@ def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
             file.write(bytes(64))
         return fuse(*args, **kwargs)
 
-    monkeypatch.setattr(merge_module, "fuse_layers", overwrite_and_fuse)
+    monkeypatch.setattr(engine_module, "fuse_layers", overwrite_and_fuse)
     refuse_late(stream, "task2' was changed during the run")
 
 
