@@ -26,12 +26,7 @@ def load_image_task(name: str, path: str, template: str, classnames: Sequence[st
     """
     if "{}" not in template:
         raise ValueError(f"task '{name}': the template {template!r} has no {{}} for the class name")
-    dataset = _load(name, Path(path))
-    if missing := {"image", "label"} - set(dataset.column_names):
-        raise ValueError(
-            f"task '{name}': '{path}' has no column {' and no '.join(sorted(missing))}, only "
-            f"{', '.join(dataset.column_names)}: rename the columns"
-        )
+    dataset = load_images(name, path)
     if classnames is None:
         feature = dataset.features["label"]
         if not isinstance(feature, ClassLabel):
@@ -44,6 +39,28 @@ def load_image_task(name: str, path: str, template: str, classnames: Sequence[st
             f"for which there are class names"
         )
     register_task(name, classnames, template)
+    return dataset
+
+
+def load_images(name: str, path: str) -> Dataset:
+    """The images of a task alone, as ``_target_`` of an entry of ``train_datasets``.
+
+    Args:
+        name: of the task.
+        path: as for :func:`load_image_task`; labels must be those of the test set.
+
+    Returns:
+        Data set with columns ``image`` (PIL) and ``label`` (int).
+
+    Raises:
+        ValueError: no images, several splits, or a column missing.
+    """
+    dataset = _load(name, Path(path))
+    if missing := {"image", "label"} - set(dataset.column_names):
+        raise ValueError(
+            f"task '{name}': '{path}' has no column {' and no '.join(sorted(missing))}, only "
+            f"{', '.join(dataset.column_names)}: rename the columns"
+        )
     return dataset.select_columns(["image", "label"])
 
 

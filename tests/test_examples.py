@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from fusion_bench.utils import instantiate
 from nbclient import NotebookClient
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
@@ -64,7 +65,7 @@ MINI8 = ["scenes", "fashion", "rsscn7", "eurosat", "svhn", "gtsrb", "mnist", "dt
 @pytest.fixture
 def mini8(tmp_path, demo, monkeypatch):
     """Stand-ins for the example's models and data: the demo's CLIP and towers, and noise for images."""
-    data = {"classnames": ["red", "blue sky", "a"], "labels_test": np.arange(12) % 3}
+    data = {"classnames": ["red", "blue sky", "a"], "labels_test": np.arange(12) % 3, "labels_train": np.arange(12) % 2}
     rng, files = np.random.default_rng(0), []
     models = tmp_path / "models"
     models.mkdir()
@@ -72,8 +73,9 @@ def mini8(tmp_path, demo, monkeypatch):
     for task, tower in zip(MINI8, DEMO_TASKS, strict=True):
         (models / task).symlink_to(demo / tower)
         files.append(tmp_path / f"{task}.npz")
-        np.savez(files[-1], images_test=rng.integers(256, size=(12, 32, 32, 3), dtype=np.uint8), **data)
-    example("local_clip/npz_to_folders.py", *files, "--out", tmp_path / "data")
+        test, train = rng.integers(256, size=(2, 12, 32, 32, 3), dtype=np.uint8)
+        np.savez(files[-1], images_test=test, images_train=train, **data)
+    example("local_clip/npz_to_folders.py", *files, "--train", "--out", tmp_path / "data")
     monkeypatch.setenv("MINI8_MODELS", str(models))
     monkeypatch.setenv("MINI8_DATA", str(tmp_path / "data"))
     return models, files
@@ -102,6 +104,18 @@ def test_ones_own_towers_and_images_score_as_they_do_by_hand(mini8, fusion_bench
     for task, file in zip(MINI8, files, strict=True):
         tower = fusion_bench.logs / "checkpoints" / "merged_model_7"
         assert report[task] == pytest.approx(scored_by_hand(tower, file, test_sets[task].template), rel=1e-5), task
+
+
+def test_ones_own_training_images_are_found_with_their_recipe(mini8):
+    _, files = mini8
+    overrides = [f"hydra.searchpath=[file://{LOCAL_CLIP}]", "method=continual/sequential_finetuning", "modelpool=mini8"]
+    config = compose_run(overrides)
+    assert (config.method.learning_rate, config.method.num_steps, config.method.batch_size) == (1e-4, 500, 64)
+    pool, data = instantiate(config.modelpool), np.load(files[0])
+    theirs = {np.asarray(item["image"]).tobytes(): item["label"] for item in pool.load_train_dataset("scenes")}
+    names = sorted(data["classnames"])
+    mine = zip(data["images_train"], data["labels_train"], strict=True)
+    assert theirs == {image.tobytes(): names.index(data["classnames"][label]) for image, label in mine}
 
 
 def test_the_search_path_finds_what_the_config_folder_does(mini8):

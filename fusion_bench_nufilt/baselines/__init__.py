@@ -1,5 +1,6 @@
 """The methods that NUFILT is compared with, under the protocol that it runs under."""
 
+from .finetuning import SequentialFineTuning
 from .fusionbench import BatchMethodBaseline, ContinualMethodBaseline
 
-__all__ = ["BatchMethodBaseline", "ContinualMethodBaseline"]
+__all__ = ["BatchMethodBaseline", "ContinualMethodBaseline", "SequentialFineTuning"]

@@ -26,7 +26,8 @@ from fusion_bench_nufilt.overrides import key_value
 
 PROGRAM = "fabric_model_fusion"
 _GENERIC = ("batch", "stream")  # they run any of FusionBench's methods, and are none by themselves
-NOT_AMONG_ALL = (*_GENERIC, "adamerging")  # which needs test data
+NEED_DATA = {"sequential_finetuning": "training", "adamerging": "test images"}
+"""What methods need beside the models."""
 
 
 @contextmanager
@@ -107,7 +108,7 @@ class Methods:
 
     def all(self) -> list[str]:
         """NUFILT and the continual baselines that need no data."""
-        return ["nufilt", *(name for name in self._names("continual") if name not in NOT_AMONG_ALL)]
+        return ["nufilt", *(name for name in self._names("continual") if name not in {*_GENERIC, *NEED_DATA})]
 
     def _names(self, folder: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
         group = f"method/{folder}" if folder else "method"

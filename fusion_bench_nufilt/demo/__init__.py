@@ -11,6 +11,7 @@ from fusion_bench_nufilt.demo.loaders import (
     load_clip,
     load_processor,
     load_test_dataset,
+    load_train_dataset,
     load_vision_model,
     to_pixels,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "load_clip",
     "load_processor",
     "load_test_dataset",
+    "load_train_dataset",
     "load_vision_model",
     "to_pixels",
 ]

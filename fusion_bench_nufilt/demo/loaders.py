@@ -11,8 +11,9 @@ from torch.utils.data import Dataset
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_nufilt.demo.build import demo_folder
+from fusion_bench_nufilt.demo.recipe import active_recipe
 from fusion_bench_nufilt.demo.tasks import TASKS
-from fusion_bench_nufilt.demo.train import normalise
+from fusion_bench_nufilt.demo.train import load_pictures, normalise
 
 
 class Pictures(Dataset[dict[str, object]]):
@@ -52,6 +53,12 @@ def load_test_dataset(task: str) -> Pictures:
     """The pictures of one task that no model was trained on."""
     _check(task, set(TASKS), "task")
     return Pictures(**load_file(demo_folder() / "pictures" / f"{task}.safetensors"))
+
+
+def load_train_dataset(task: str) -> Pictures:
+    """The pictures that a task's model was fine-tuned on."""
+    _check(task, set(TASKS), "task")
+    return Pictures(*load_pictures(active_recipe(), task))
 
 
 def to_pixels(image: Image.Image) -> Tensor:
