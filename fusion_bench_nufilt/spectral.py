@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.continual import ProtocolConfig
 from fusion_bench_nufilt.core.options import takes_options
-from fusion_bench_nufilt.core.spectral import SpectralConfig, SpectralReport, Votes, accumulate_layer, strengths
-from fusion_bench_nufilt.core.workers import map_layers
+from fusion_bench_nufilt.core.spectral import SpectralConfig, SpectralReport, Votes, accumulate_each, strengths
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.layerwise import Layers, LayerwiseMergingAlgorithm, split_plain
 
@@ -50,18 +49,10 @@ class SpectralAccumulationAlgorithm(LayerwiseMergingAlgorithm):
     def fuse(
         self, step: int, pretrained: Layers, merged: Layers, task: Layers
     ) -> Iterator[tuple[str, Tensor, SpectralReport]]:
-        kappas, device = strengths(list(merged), self.spectral_config), self.fabric.device
-
-        @torch.no_grad()
-        def solve(layer: str) -> tuple[str, Tensor, SpectralReport]:
-            theta_0, theta, theta_t = (weights[layer].to(device) for weights in (pretrained, merged, task))
-            votes, damp = self._votes.get(layer, Votes()), self.spectral_config.damp
-            try:
-                weight, report = accumulate_layer(theta_0, theta, theta_t, votes, kappas[layer], damp)
-            except ValueError as error:
-                raise ValueError(f"layer '{layer}': {error}") from error
-            return layer, weight.to(merged[layer].device), report
-
-        for layer, weight, report in map_layers(solve, list(merged), device):
+        config = self.spectral_config
+        votes = {layer: self._votes.get(layer, Votes()) for layer in merged}
+        kappas = strengths(list(merged), config)
+        each = accumulate_each(pretrained, merged, task, votes, kappas, config.damp, device=self.fabric.device)
+        for layer, weight, report in each:
             self._votes[layer] = Votes(report.mean, report.count)
             yield layer, weight, report

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.table import Table
 
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import split_options
+from fusion_bench_nufilt.core.spectral import SpectralConfig
 from fusion_bench_nufilt.folders import Plan, Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.folders.destination import check_disk, check_output
 from fusion_bench_nufilt.folders.models import LoraAdapter
@@ -18,10 +19,13 @@ from fusion_bench_nufilt.folders.output import work_folder
 from fusion_bench_nufilt.layers import TargetConfig
 
 from .options import as_bytes, takes_options, typed_values
-from .recipe import gather
+from .recipe import MODELS, gather
 from .terminal import interruptible, shown, terminal
 
-KINDS = (FusionConfig, TargetConfig, Settings)
+METHODS: dict[str, type] = {"nufilt": FusionConfig, "spectral": SpectralConfig}
+# What spectral accumulation was measured with; it is not NUFILT's default, which is the paper's.
+DEFAULTS = {"spectral": {"target_modules": "all-linear", "other_params": "mean"}}
+KINDS = (*METHODS.values(), TargetConfig, Settings)
 
 
 @takes_options(*KINDS)
@@ -50,16 +54,26 @@ def merge(
         str | None, typer.Option(help="What is merged so far, to add to it.", rich_help_panel="Models")
     ] = None,
     out: Annotated[str | None, typer.Option(help="Folder to make.", rich_help_panel="Models")] = None,
+    method: Annotated[
+        Literal["nufilt", "spectral"],
+        typer.Option(
+            help="spectral is an experimental method of ours, which merges all linear layers and averages the rest "
+            "unless target_modules and other_params say otherwise.",
+            rich_help_panel="Method",
+        ),
+    ] = "nufilt",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the plan, stop.")] = False,
     **options: Any,
 ) -> None:
     """Merge fine-tuned models into one, layer by layer, without loading a model."""
     with terminal() as console:
-        typed = typed_values(context, {"base": base, "tasks": tasks, "merged": merged, "out": out, **options})
-        recipe = gather(words or (), typed, [field.name for kind in KINDS for field in fields(kind)])
+        typed = typed_values(
+            context, {"base": base, "tasks": tasks, "merged": merged, "out": out, "method": method, **options}
+        )
+        recipe = gather(words or (), typed, ["method", *(field.name for kind in KINDS for field in fields(kind))])
         if recipe.get("max_memory") is not None:
             recipe["max_memory"] = as_bytes(recipe["max_memory"])
-        (config, targets, settings), models = split_options(KINDS, recipe)
+        (config, targets, settings), models = settings_of(recipe)
         plan = plan_merge(models["base"], models["tasks"], models.get("merged"), config, targets, settings)
         folder = Path(models["out"]).expanduser()  # the shell leaves the ~ of --out=~/merged as it is
         _print_plan(console, plan, folder)
@@ -76,6 +90,21 @@ def merge(
             bar = bars.add_task("", total=len(plan.layers) + len(plan.others))
             merge_folders(plan, folder, lambda done, total: bars.update(bar, completed=done, total=total))
         console.print(f"[bold]{shown(str(folder))}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
+
+
+def settings_of(recipe: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The settings of the recipe's method, of its targets and of folders; and the models.
+
+    Raises:
+        ValueError: there is no such method, or an option is another method's.
+    """
+    method = recipe.pop("method", "nufilt")
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    settings, models = split_options((METHODS[method], TargetConfig, Settings), DEFAULTS.get(method, {}) | recipe)
+    if foreign := [name for name in models if name not in MODELS]:
+        raise ValueError(f"'{foreign[0]}' is not an option of method={method}")
+    return settings, models
 
 
 def _print_plan(console: Console, plan: Plan, out: Path) -> None:

@@ -32,6 +32,10 @@ class LowRank:
         r"""The update :math:`\tau`, ``(..., d_o, d_i)``."""
         return self.left @ self.right
 
+    def to(self, device: torch.device) -> "LowRank":
+        """The same factors on a device."""
+        return LowRank(self.left.to(device), self.right.to(device))
+
     def in_basis(self) -> tuple[Tensor | None, Tensor]:
         r"""An orthonormal basis of the outputs that the update reaches, and the update in it: :math:`\tau = Q K`.
 

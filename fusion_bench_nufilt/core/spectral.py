@@ -14,15 +14,21 @@ full strength, and what is nearly flat has no singular vectors that single preci
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from . import options
+from .checks import Layers, TaskLayers, check_device, check_layers
 from .low_rank import LowRank
-from .options import is_number, option
+from .options import is_number
 from .subspace import gram_matrix, top_right_singular_vectors
+from .workers import map_layers
+
+option = partial(options.option, panel="Method spectral")
 
 SLOPE = 0.03  # of q below one vote: what makes it invertible there
 FAINTEST = 1e-6  # vote over the largest; what is below is rounding
@@ -69,6 +75,39 @@ class SpectralReport:
     merged_norm: float  # Frobenius norm of the cumulative update after this step
     mean: float  # of the votes after this step
     count: int
+
+
+def accumulate_each(
+    pretrained: Layers,
+    merged: Layers,
+    task: TaskLayers,
+    votes: Mapping[str, Votes],
+    kappas: Mapping[str, float],
+    damp: float,
+    *,
+    device: torch.device | str | None = None,
+) -> Iterator[tuple[str, Tensor, SpectralReport]]:
+    """:func:`accumulate_layer` for many layers, side by side; yields name, new weight and report of each.
+
+    Raises:
+        ValueError: the three models do not fit or hold non-finite values, or what :func:`accumulate_layer` refuses;
+            names the layer.
+    """
+    check_layers(pretrained, pretrained, model="pretrained")
+    check_layers(pretrained, merged, model="merged")
+    check_layers(pretrained, task, model="task")
+    where = check_device(device or next((weight.device for weight in merged.values()), "cpu"))
+
+    @torch.no_grad()
+    def solve(name: str) -> tuple[str, Tensor, SpectralReport]:
+        theta_0, theta, theta_t = pretrained[name].to(where), merged[name].to(where), task[name].to(where)
+        try:
+            weight, report = accumulate_layer(theta_0, theta, theta_t, votes[name], kappas[name], damp)
+        except ValueError as error:
+            raise ValueError(f"layer '{name}': {error}") from error
+        return name, weight.to(merged[name].device), report
+
+    yield from map_layers(solve, list(merged), where)
 
 
 def accumulate_layer(

@@ -7,14 +7,13 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core import fuse_layers
 from fusion_bench_nufilt.core.checks import is_finite
 from fusion_bench_nufilt.core.workers import map_layers
 
 from .architecture import Layer
 from .memory import Budget, return_freed_memory
 from .output import Record
-from .plan import BATCH_BYTES, Plan
+from .plan import Plan
 from .preflight import STATE
 from .tensors import FLOATS, digest, float32_header, raw
 
@@ -89,15 +88,13 @@ class LocalEngine:
                 new, read[layer.slot][f"task {number}"] = task.weight(layer.slot)
                 theta_t[layer.name] = layer.view.matrix(new) if isinstance(new, Tensor) else new
             step = plan.first_step + number
-            fused, report = fuse_layers(
+            fused, report = plan.method.fuse(
                 {layer.name: theta_0[layer.name] for layer in changed},
                 {layer.name: running[layer.name] for layer in changed},
                 theta_t,
-                plan.config,
-                seed=plan.settings.seed,
+                {layer.name: reports[layer.slot] for layer in changed},
                 step=step,
                 device=plan.settings.device,
-                batch_bytes=BATCH_BYTES,
             )
             if large := [name for name, weight in fused.items() if not is_finite(weight)]:
                 raise ValueError(

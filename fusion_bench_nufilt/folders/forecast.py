@@ -3,28 +3,32 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
-from fusion_bench_nufilt.core import FusionConfig, fuse_layers
+from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.workers import map_layers
+
+if TYPE_CHECKING:
+    from .methods import Method
 
 _SAMPLE = (512, 512)
 
 
 def predict_seconds(
-    layers: Iterable[tuple[tuple[int, ...], int | None]], nbytes: int, config: FusionConfig, workers: int
+    layers: Iterable[tuple[tuple[int, ...], int | None]], nbytes: int, method: "Method", workers: int
 ) -> float:
     """Rough time on this CPU, as it is now.
 
     Args:
         layers: shape ``(d_o, d_i)`` of every layer once for each of its steps, and the rank of a step's LoRA or None.
         nbytes: what is read and written, each byte of which goes through a digest.
-        config: hyper-parameters.
+        method: how layers are merged.
         workers: how many layers are worked on at a time.
     """
-    flops = sum(layer_flops(shape, rank, config) for shape, rank in layers)
-    per_flop, per_byte = _rates(config, workers)
+    flops = sum(method.flops(shape, rank) for shape, rank in layers)
+    per_flop, per_byte = _rates(method, workers)
     return flops * per_flop + nbytes * per_byte
 
 
@@ -44,15 +48,21 @@ def layer_flops(shape: tuple[int, ...], rank: int | None, config: FusionConfig) 
     return flops + steps * 2 * d_i * ranks.lora * (height + 2 * (r_p + ranks.task) + 2 * ranks.lora)
 
 
-def _rates(config: FusionConfig, workers: int) -> tuple[float, float]:
+def spectral_flops(shape: tuple[int, ...]) -> float:
+    """The same of spectral accumulation: a vote, and two spectra mapped. Those in float64 count twice."""
+    short, long = sorted(shape)
+    return 2 * (9 * long * short**2 + 24 * short**3)
+
+
+def _rates(method: "Method", workers: int) -> tuple[float, float]:
     """Seconds for each operation and each byte, of a layer and a digest for each worker at a time."""
     random = torch.Generator().manual_seed(0)
     decay = torch.arange(1, _SAMPLE[1] + 1.0) ** -0.7  # as the singular values of task vectors fall
-    theta_0, theta, theta_t = ({"": torch.randn(_SAMPLE, generator=random) * decay} for _ in range(3))
+    theta_0, theta, theta_t = (torch.randn(_SAMPLE, generator=random) * decay for _ in range(3))
     data = bytes(2**22)
 
     def merge(_: int) -> None:
-        fuse_layers(theta_0, theta, theta_t, config)
+        method.work_off(theta_0, theta, theta_t)
 
     def digest(_: int) -> None:
         hashlib.sha256(data)
@@ -63,4 +73,4 @@ def _rates(config: FusionConfig, workers: int) -> tuple[float, float]:
         return (time.perf_counter() - begin) / (2 * workers)
 
     seconds(merge)  # first calls are slow
-    return seconds(merge) / layer_flops(_SAMPLE, None, config), seconds(digest) / len(data)
+    return seconds(merge) / method.flops(_SAMPLE, None), seconds(digest) / len(data)

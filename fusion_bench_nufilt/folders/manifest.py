@@ -19,7 +19,8 @@ def run_identity(plan: Plan) -> str:
     device = plan.settings.device.partition(":")[0]
     content = [
         [checkpoint.identity() for checkpoint in plan.checkpoints],
-        [dataclasses.asdict(plan.config), dataclasses.asdict(plan.targets)],
+        [plan.method.name, plan.method.state({}), dataclasses.asdict(plan.method.config)],
+        dataclasses.asdict(plan.targets),
         [plan.settings.seed, plan.first_step, plan.settings.accumulate, device],
         [sorted(layer.name for layer in plan.layers), sorted(plan.averaged), versions()],
     ]
@@ -48,16 +49,13 @@ def nufilt_json(plan: Plan, records: Sequence[Mapping[str, Any]], run: str) -> s
         entry["tensors_read"] = sum(source in record["read"] for record in records)
         entry["sha256"] = _digest((record["slot"], record["read"].get(source)) for record in records)
     names = {layer.slot: layer.name for layer in plan.layers}
+    reports = {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names}
     content = {
-        "method": "NUFILT, arXiv 2509.21413",
+        "method": plan.method.label,
         "step": plan.last_step,
         "tasks": plan.history + [task.checkpoint.label for task in plan.tasks],
         "inputs": inputs,
-        "settings": {
-            **dataclasses.asdict(plan.config),
-            **dataclasses.asdict(plan.targets),
-            **{key: getattr(plan.settings, key) for key in ("seed", "accumulate", "device")},
-        },
+        "settings": settings(plan),
         "coverage": plan.coverage.as_dict(),
         "linear_layers_known_from": plan.origin,
         "tensors": {"merged": len(plan.layers), "averaged": len(plan.averaged), "copied": plan.copied},
@@ -66,9 +64,20 @@ def nufilt_json(plan: Plan, records: Sequence[Mapping[str, Any]], run: str) -> s
         "versions": versions(),
         "warnings": [_labelled(plan, text) for text in plan.warnings]
         + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],
-        "layers": {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names},
+        **plan.method.state(reports),
+        "layers": reports,
     }
     return json.dumps(content, indent=1)
+
+
+def settings(plan: Plan) -> dict[str, Any]:
+    """All options of a merge by name, the method's among them."""
+    return {
+        "method": plan.method.name,
+        **dataclasses.asdict(plan.method.config),
+        **dataclasses.asdict(plan.targets),
+        **{key: getattr(plan.settings, key) for key in ("seed", "accumulate", "device")},
+    }
 
 
 def _labelled(plan: Plan, text: str) -> str:
@@ -86,7 +95,8 @@ def model_card(plan: Plan) -> str:
     """README.md of the merged folder."""
     tasks = plan.history + [task.checkpoint.label for task in plan.tasks]
     stream = "\n".join(f"{number}. {task}" for number, task in enumerate(tasks, 1))
-    config = plan.config
+    method, chosen = plan.method, settings(plan)
+    shown = ", ".join(f"{key} {chosen[key]}" for key in method.shown)
     hub_name = plan.base.label.partition("@")[0]
     base = f"base_model: {json.dumps(hub_name)}\n" if "/" in hub_name else ""  # the hub refuses a folder's name
     rest = {"pretrained": "are the base's", "first": "are the first task's", "mean": "are averaged over the tasks"}
@@ -95,17 +105,16 @@ def model_card(plan: Plan) -> str:
 tags: [merge, model-merging, nufilt]
 ---
 
-# {len(tasks)} model{"s" if len(tasks) > 1 else ""} merged with NUFILT
+# {len(tasks)} model{"s" if len(tasks) > 1 else ""} merged with {method.label.partition(",")[0]}
 
-Made from {plan.base.label} by null-space filtering ([Qiu et al., ICLR 2026](https://arxiv.org/abs/2509.21413)),
+Made from {plan.base.label} by {method.about},
 without data and without training, of these models in this order:
 
 {stream}
 
-{len(plan.layers)} layers were merged (null_rank {config.null_rank}, lora_rank {config.lora_rank}, task_rank
-{config.task_rank}, seed {plan.settings.seed}); all other tensors {rest[plan.targets.other_params]}. `nufilt.json` has
+{len(plan.layers)} layers were merged ({shown}); all other tensors {rest[plan.targets.other_params]}. `nufilt.json` has
 every setting, digests of all inputs and a report for every layer of the last merge. To merge one more model into this
 one:
 
-    nufilt merge --base {plan.base.label} --merged THIS_FOLDER --task NEW --out OUT
+    nufilt merge --method {method.name} --base {plan.base.label} --merged THIS_FOLDER --task NEW --out OUT
 """

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from fusion_bench_nufilt.core import FusionConfig, options
+from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.checks import check_device
 from fusion_bench_nufilt.core.options import check_choices, check_whole
 from fusion_bench_nufilt.core.workers import stack_size
@@ -18,17 +18,16 @@ from .architecture import Layer
 from .checkpoint import Checkpoint
 from .forecast import predict_seconds
 from .memory import layer_memory, process_memory
+from .methods import BATCH_BYTES, Method
 from .models import FullModel, Task
 from .tensors import FLOATS
 
 option = partial(options.option, panel="Machine")
-# On an accelerator, layers of equal shape are solved together; about this much memory of it.
-BATCH_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How folders are merged; the method itself is set by FusionConfig.
+    """How folders are merged; the method has settings of its own.
 
     Raises:
         ValueError: a value out of its range; names it.
@@ -67,7 +66,7 @@ class Plan:
     merged: FullModel | None  # what is merged so far; None: the base
     state: FullModel | None  # its layers in float32, where an earlier merge kept them
     tasks: list[Task]
-    config: FusionConfig
+    method: Method
     targets: TargetConfig
     settings: Settings
     origin: str  # where the layers are known from
@@ -114,7 +113,7 @@ class Plan:
     def layer_memory(self, layer: Layer) -> int:
         """Bytes held while a layer is merged."""
         dtype = self.dtype(layer.keys[0])
-        wide = 8 if dtype == torch.float64 else 4
+        wide = 8 if dtype == torch.float64 or self.method.exact else 4
         running = wide if self.settings.accumulate == "float32" or self.state else dtype.itemsize
         task = max(self._itemsize(task, layer.slot) for task in self.tasks)
         return layer_memory(layer.view.shape, dtype.itemsize + running + task, wide=wide, on_cpu=self.on_cpu)
@@ -173,7 +172,7 @@ class Plan:
 
     def predict_seconds(self) -> float:
         """Rough time on this machine's CPU."""
-        first_whole = self.merged is None and self.config.first_task == "paper"
+        first_whole = self.merged is None and self.method.takes_first_whole
         steps = [
             (layer.view.shape, task.rank(layer.slot))
             for layer in self.layers
@@ -181,4 +180,4 @@ class Plan:
             if layer.slot in task.slots
         ]
         nbytes = sum(info.nbytes for model in self.checkpoints for info in model.tensors.values())
-        return predict_seconds(steps, nbytes + self.disk, self.config, self.workers)
+        return predict_seconds(steps, nbytes + self.disk, self.method, self.workers)

@@ -8,12 +8,14 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.core import FusionConfig
+from fusion_bench_nufilt.core.spectral import SpectralConfig
 from fusion_bench_nufilt.files import MANIFEST
 from fusion_bench_nufilt.json_files import Count, read_json
 from fusion_bench_nufilt.layers import TargetConfig, coverage
 
 from .architecture import Architecture, Layer, by_slot
 from .checkpoint import Checkpoint, is_adapter, some
+from .methods import Method, SavedVotes, make_method
 from .models import FullModel, LoraAdapter, Task, open_task
 from .plan import Plan, Settings
 from .tensors import FLOATS
@@ -29,13 +31,14 @@ class Manifest(TypedDict, total=False):
     step: Count
     tasks: list[str]
     settings: dict[str, Any]
+    votes: SavedVotes
 
 
 def plan_merge(
     base: str,
     tasks: Sequence[str],
     merged: str | None = None,
-    config: FusionConfig | None = None,
+    config: FusionConfig | SpectralConfig | None = None,
     targets: TargetConfig | None = None,
     settings: Settings | None = None,
 ) -> Plan:
@@ -45,7 +48,7 @@ def plan_merge(
         base: folder or hub name of the pretrained model.
         tasks: folders or hub names of fine-tuned models or peft LoRA adapters, in merging order.
         merged: folder or hub name of what is merged so far; default: nothing yet.
-        config: the method's settings.
+        config: the method's settings, which say the method.
         targets: which layers are merged, and what happens to the rest.
         settings: how folders are merged.
 
@@ -70,7 +73,9 @@ def plan_merge(
     so_far = None if merged is None else FullModel(_open_merged(merged), architecture)
     models = [open_task(task, architecture) for task in tasks]
     manifest = (so_far and read_json(so_far.checkpoint.folder / MANIFEST, Manifest)) or {}
-    warnings = [] if so_far is None else _check_merged(whole, so_far, manifest, config, targets, settings)
+    names, votes = [layer.name for layer in layers], manifest.get("votes", {})
+    method = make_method(config, settings.seed, names, merged, votes)
+    warnings = [] if so_far is None else _check_merged(whole, so_far, manifest, method, targets, settings)
     if twice := _given_twice(models):
         warnings.append(f"{some(twice)} comes more than once in the stream")
     warnings += [covered.warning] if covered.warning else []
@@ -103,7 +108,7 @@ def plan_merge(
         merged=so_far,
         state=state,
         tasks=models,
-        config=config,
+        method=method,
         targets=targets,
         settings=settings,
         origin=architecture.origin,
@@ -115,7 +120,9 @@ def plan_merge(
         history=list(manifest.get("tasks", [])),
         warnings=warnings,
     )
-    if plan.keeps_state and manifest and not chosen <= (state.keys.keys() if state else set()):
+    if method.exact:
+        _check_exact(plan)
+    elif plan.keeps_state and manifest and not chosen <= (state.keys.keys() if state else set()):
         warnings.append(f"'{merged}' does not have all merged layers in float32: going on from the rounded ones")
     _check_memory(plan)
     warnings += check_relation(plan)
@@ -178,7 +185,7 @@ def _check_merged(
     base: FullModel,
     merged: FullModel,
     manifest: Manifest,
-    config: FusionConfig,
+    method: Method,
     targets: TargetConfig,
     settings: Settings,
 ) -> list[str]:
@@ -190,7 +197,8 @@ def _check_merged(
                 f"the merged model '{name}' was not made from the base '{base.checkpoint.name}': '{slot}' is "
                 f"{merged.slots.get(slot)} there and {shape} in the base"
             )
-    now = json.loads(json.dumps({**dataclasses.asdict(config), **dataclasses.asdict(targets), "seed": settings.seed}))
+    options = {**dataclasses.asdict(method.config), **dataclasses.asdict(targets), "seed": settings.seed}
+    now = json.loads(json.dumps({"method": method.name, **options}))
     before = manifest.get("settings", {})
     changed = [f"{key} was {before[key]!r}, is {now[key]!r}" for key in now if before.get(key, now[key]) != now[key]]
     return [f"settings differ from those that '{name}' was made with: {'; '.join(changed)}"] if changed else []
@@ -206,6 +214,23 @@ def _check_state(state: FullModel, base: FullModel) -> None:
                 f"'{name}', tensor '{slot}': {dtype} {shape} is not float32 {base.slots.get(slot)}, as the base's "
                 "layer would be; remove that folder if the weights beside it are right"
             )
+
+
+def _check_exact(plan: Plan) -> None:
+    """What was merged must be there in float32 at least, for a method that reads its state off the weights."""
+    narrow = [layer for layer in plan.layers if plan.dtype(layer.keys[0]).itemsize < 4]
+    if not narrow:
+        return
+    what = f"{plan.method.name} reads what was merged off the weights, and '{narrow[0].name}' is too coarse for it in "
+    what += f"{plan.dtype(narrow[0].keys[0])}"
+    if not plan.keeps_state:
+        raise ValueError(f"{what}: --accumulate float32 keeps the merged layers in float32 beside the model")
+    kept = plan.state.keys.keys() if plan.state else set()
+    if plan.merged is not None and any(layer.slot not in kept for layer in narrow):
+        name = plan.merged.checkpoint.name
+        raise ValueError(
+            f"{what}; '{name}' does not have it in float32: merge with --accumulate float32 from the start"
+        )
 
 
 def _given_twice(tasks: Sequence[Task]) -> list[str]:

@@ -28,7 +28,7 @@ KILLS = [5, pytest.param(60, marks=pytest.mark.slow)]
 KILLER = """
 import os, pathlib, random, signal, sys, time
 from transformers import LlamaForCausalLM
-import fusion_bench_nufilt.folders.engine as module
+import fusion_bench_nufilt.folders.methods as module
 from tests.folders.helpers import merge
 
 folder, kills = pathlib.Path(sys.argv[1]), int(sys.argv[2])

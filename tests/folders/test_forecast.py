@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from fusion_bench_nufilt import FusionConfig
+from fusion_bench_nufilt.core.spectral import SpectralConfig
 from fusion_bench_nufilt.folders import Settings, forecast, plan_merge
 from fusion_bench_nufilt.folders.forecast import layer_flops
+from fusion_bench_nufilt.folders.methods import Nufilt, Spectral
 from tests.folders.helpers import RANKS, configs, save_stream
 from tests.models import llama
 
@@ -23,7 +25,7 @@ def test_what_costs_less_is_counted_as_less(shape):
 
 
 def test_layers_that_are_solved_are_counted_and_bytes_that_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(forecast, "_rates", lambda config, workers: (0.0, 1.0))
+    monkeypatch.setattr(forecast, "_rates", lambda method, workers: (0.0, 1.0))
     save_stream(tmp_path, llama(), tasks=2)
 
     def plan(tasks, merged=None):
@@ -31,12 +33,13 @@ def test_layers_that_are_solved_are_counted_and_bytes_that_are_read(tmp_path, mo
         return plan_merge(str(tmp_path / "base"), folders, merged, *configs(RANKS), Settings(step=1))
 
     assert plan(["task1", "task2"]).predict_seconds() == 4 * plan(["task1"]).base.nbytes  # three read, one written
-    monkeypatch.setattr(forecast, "_rates", lambda config, workers: (1.0, 0.0))
+    monkeypatch.setattr(forecast, "_rates", lambda method, workers: (1.0, 0.0))
     assert plan(["task1"]).predict_seconds() == 0  # the first task is taken as it is
     once = plan(["task1", "task2"]).predict_seconds()
     assert once > 0
     assert plan(["task1", "task2"], str(tmp_path / "task1")).predict_seconds() == 2 * once
 
 
-def test_a_sample_is_worked_off():
-    assert all(rate > 0 for rate in forecast._rates(replace(CONFIG, max_steps=2), workers=1))
+@pytest.mark.parametrize("method", [Nufilt(replace(CONFIG, max_steps=2), seed=0), Spectral(SpectralConfig(), [], {})])
+def test_a_sample_is_worked_off(method):
+    assert all(rate > 0 for rate in forecast._rates(method, workers=1))

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge, tensors
-from fusion_bench_nufilt.folders import engine as engine_module
+from fusion_bench_nufilt.folders import Settings, merge_folders, methods, plan_merge, tensors
 from tests.folders.helpers import change, configs, hashes, merge, save_stream
 from tests.models import llama
 
@@ -225,7 +224,7 @@ def test_a_mean_that_half_precision_cannot_hold(tmp_path):
 
 
 def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
-    fuse = engine_module.fuse_layers
+    fuse = methods.fuse_layers
 
     def overwrite_and_fuse(*args, **kwargs):
         with (stream / "task2" / "model.safetensors").open("r+b") as file:  # in place: another thread may be reading
@@ -233,7 +232,7 @@ def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
             file.write(bytes(64))
         return fuse(*args, **kwargs)
 
-    monkeypatch.setattr(engine_module, "fuse_layers", overwrite_and_fuse)
+    monkeypatch.setattr(methods, "fuse_layers", overwrite_and_fuse)
     refuse_late(stream, "task2' was changed during the run")
 
 
