@@ -24,7 +24,7 @@ from fusion_bench_nufilt.analysis.pool import merged_layers
 from fusion_bench_nufilt.analysis.record import record_moments, shared_inputs
 from fusion_bench_nufilt.analysis.spectra import task_vector
 from fusion_bench_nufilt.analysis.surrogates import data_free_losses, layer_losses
-from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
+from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors, top_right_singular_vectors
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -66,8 +66,9 @@ def losses(rounds: int, config: CLIPVisionConfig) -> None:
 
     def data_free() -> None:
         for shape in shapes:
-            new, old, task, base = weights[shape]
-            data_free_losses(new - base, old - base, task - base, min(128, d), 8)
+            new, old, task = (weight - weights[shape][-1] for weight in weights[shape][:-1])
+            V_p, V_t = top_right_singular_vectors(old, min(128, d)), top_right_singular_vectors(task, 8)
+            data_free_losses(new, old, task, V_p, V_t)
 
     blocks = config.num_hidden_layers
     times = [(seconds(measured), seconds(data_free)) for _ in range(rounds)]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 
@@ -70,6 +71,17 @@ def test_a_lora_is_timed_in_its_factors_and_as_its_product():
     title, *_, difference = text.splitlines()[-1].strip("| ").split(" | ")
     assert title == "96x96, r = 4"
     assert float(difference) < 1e-3
+
+
+def test_what_an_analysis_costs_is_printed(monkeypatch, capsys):
+    words = ["analysis.py", "--tiny", "--images", "2", "--rounds", "1", "--width", "64"]
+    monkeypatch.setattr(sys, "argv", words)
+    runpy.run_path(str(REPO / "benchmarks" / "analysis.py"), run_name="__main__")
+    moments, measured, data_free, vectors = capsys.readouterr().out.splitlines()
+    assert moments.startswith("second moments of 6 inputs, 2 images")
+    assert "10 layers" in measured
+    assert "10 layers" in data_free
+    assert vectors.startswith("task vector of a 64 x 64 layer")
 
 
 def test_memory_and_parts_are_measured():

@@ -93,11 +93,10 @@ class Meter:
         C_task, C_old = moments.read(layer.module), self._C_old.get(moments.owner(layer.module))
         losses = layer_losses(W_new, W_old, W_task, C_old, C_task)
         tau_old, tau_task, ranks = W_old - W_0, W_task - W_0, self._config.ranks(W_0.shape[1])
-        free = data_free_losses(W_new - W_0, tau_old, tau_task, ranks.null, ranks.task)
+        V_p, V_t = top_right_singular_vectors(tau_old, ranks.null), top_right_singular_vectors(tau_task, ranks.task)
+        free = data_free_losses(W_new - W_0, tau_old, tau_task, V_p, V_t)
         bounds: tuple[float | None, float | None] = (None, None)
         if self._bounds and C_old is not None:
-            V_p = top_right_singular_vectors(tau_old, ranks.null)
-            V_t = top_right_singular_vectors(tau_task, ranks.task)
             bounds = (
                 corollary_bound(W_new - W_old, C_old, V_p)[1],
                 corollary_bound(W_new - W_task, C_task, V_t)[1],

@@ -15,6 +15,7 @@ from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.continual.checkpoint import StepManifest, load_checkpoint, read_manifest
 from fusion_bench_nufilt.continual.evaluation import Report
+from fusion_bench_nufilt.continual.loading import describe_model
 from fusion_bench_nufilt.continual.metrics import or_none
 from fusion_bench_nufilt.core import FusionConfig
 
@@ -72,18 +73,18 @@ def measure_methods(
 
 
 class _Watcher(Evaluator):
-    """Shows a meter every step that is scored, and scores only what ACC and BWT need."""
+    """Shows a meter every step that is scored, and has only what ACC and BWT need scored, by the pool's evaluator."""
 
     def __init__(self, pool: PoolAnalysis, meter: Meter, on_step: Callable[[], Any]) -> None:
-        super().__init__(pool.workbench.evaluator.taskpool)
-        self._scorer = pool.workbench.evaluator._scorer  # which has encoded the prompts already
+        self._own = pool.workbench.evaluator  # which has encoded the prompts already
+        self.taskpool = self._own.taskpool
         self._pool, self._meter, self._on_step = pool, meter, on_step
 
     def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
         self._meter.see(tasks[-1], model, self._pool.load(tasks[-1]))
         self._on_step()
         last = len(tasks) == len(self._pool.tasks)
-        return super().report(model, tasks if last else tasks[-1:])
+        return self._own.report(model, tasks if last else tasks[-1:])
 
 
 def measure_run(
@@ -98,8 +99,6 @@ def measure_run(
     order = run["order"]
     if sorted(order) != sorted(pool.tasks):
         raise ValueError(f"'{folder}' is a run of {', '.join(order)}, and the model pool has {', '.join(pool.tasks)}")
-    from fusion_bench_nufilt.continual.loading import describe_model
-
     for name in ("_pretrained_", *order):
         if (there := run["models"].get(name)) != json.loads(json.dumps(describe_model(pool.workbench.modelpool, name))):
             raise ValueError(f"'{folder}' is a run of other models: '{name}' is {there} there")

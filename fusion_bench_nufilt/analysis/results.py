@@ -4,7 +4,6 @@ import csv
 import dataclasses
 import io
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.files import write_text
+from fusion_bench_nufilt.layers import names
 
 from .affinity import Floats
 from .spectra import TaskVector
@@ -33,13 +33,12 @@ class Layer:
     @property
     def kind(self) -> str:
         """One of :data:`GROUPS`: attention, or else MLP."""
-        return "attention" if re.search("attn|attention", self.name, re.IGNORECASE) else "MLP"
+        return names.kind(self.name)
 
     @property
     def depth(self) -> int:
-        """Number of its block: the first number in its name."""
-        found = re.search(r"(?:^|\.)(\d+)\.", self.name)
-        return int(found[1]) if found else 0
+        """Number of its block."""
+        return names.depth(self.name)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
-
 from .moments import mean_square
 
 
@@ -52,25 +50,23 @@ def harmonic_mean(a: float, b: float) -> float:
 
 
 def data_free_losses(
-    tau_new: Tensor, tau_old: Tensor, tau_task: Tensor, null_rank: int, task_rank: int
+    tau_new: Tensor, tau_old: Tensor, tau_task: Tensor, V_p: Tensor, V_t: Tensor
 ) -> tuple[float, float]:
     r"""The method's own surrogates :math:`\|(\tilde\tau_t - \tilde\tau_{t-1}) V_p\|_F^2` and
     :math:`\|(\tilde\tau_t - \tau_t) V_t\|_F^2` (Section 4.2): stability and plasticity without data.
 
     Args:
         tau_new: update of the merged model after the step, ``(d_o, d_i)``.
-        tau_old: before it; V_p are its top ``null_rank`` right singular vectors.
-        tau_task: the new task vector; V_t are its top ``task_rank`` right singular vectors.
-        null_rank: r_p.
-        task_rank: r_v.
+        tau_old: before it.
+        tau_task: the new task vector.
+        V_p: top right singular vectors of ``tau_old``, ``(d_i, r_p)``.
+        V_t: those of ``tau_task``, ``(d_i, r_v)``.
     """
 
     def loss(D: Tensor, V: Tensor) -> float:
         inside, whole = float((D @ V).square().sum()), float(D.square().sum())
         return inside if inside > torch.finfo(D.dtype).eps * whole else 0.0  # what a filter leaves is rounding
 
-    V_p = top_right_singular_vectors(tau_old, null_rank)
-    V_t = top_right_singular_vectors(tau_task, task_rank)
     return loss(tau_new - tau_old, V_p), loss(tau_new - tau_task, V_t)
 
 

@@ -81,14 +81,7 @@ def _vectors(page: Page, content: Json) -> None:
     page.chart(lines({"energy": content["energy"]}, range(1, length + 1), "directions"))
     if "layers_of" in content:
         page.words("One point is a layer; hover for its name.")
-        kinds: dict[str, list[tuple[str, int]]] = {}
-        for layer in content["layers"]:
-            kinds.setdefault(layer["kind"], []).append((layer["name"], layer["depth"]))
-        values = {
-            title: [{kind: [by_layer[name] for name, _ in layers] for kind, layers in kinds.items()}]
-            for title, by_layer in content["layers_of"].items()
-        }
-        page.chart(by_depth(values, kinds))
+        page.chart(by_depth({title: [by_layer] for title, by_layer in content["layers_of"].items()}))
 
 
 def _losses(page: Page, methods: Json) -> None:

@@ -1,7 +1,9 @@
 """Charts as plotly's figures: plain dictionaries. Colours are those of Okabe and Ito, and viridis."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from fusion_bench_nufilt.layers.names import depth, kind
 
 from .html import Figure
 
@@ -144,37 +146,46 @@ def lines(
     return {"data": traces, "layout": layout}
 
 
-def by_depth(
-    values: Mapping[str, Sequence[Mapping[str, Numbers]]], kinds: Mapping[str, Sequence[tuple[str, int]]]
-) -> Figure:
+def layers_by_kind(layers: Iterable[str]) -> dict[str, list[str]]:
+    """Names of attention and of MLP layers."""
+    kinds: dict[str, list[str]] = {}
+    for layer in layers:
+        kinds.setdefault(kind(layer), []).append(layer)
+    return kinds
+
+
+def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
     """One point for each layer over its block; the page adds a choice of the quantity and a slider for the step.
 
     Args:
-        values: for each quantity and step, numbers by kind of layer, in the order of ``kinds``.
-        kinds: names and blocks of the layers of each kind.
+        values: for each quantity and step, a number for each layer, the same layers everywhere.
     """
     first = next(iter(values.values()))
+    kinds = layers_by_kind(first[-1])
     traces = []
-    for number, (kind, layers) in enumerate(kinds.items()):
+    for number, (name, layers) in enumerate(kinds.items()):
         traces.append(
             {
                 "type": "scatter",
                 "mode": "markers",
-                "name": kind,
-                "x": [depth + (number - (len(kinds) - 1) / 2) * 0.15 for _, depth in layers],
-                "y": first[-1][kind],
-                "text": [name for name, _ in layers],
+                "name": name,
+                "x": [depth(layer) + (number - (len(kinds) - 1) / 2) * 0.15 for layer in layers],
+                "y": [first[-1][layer] for layer in layers],
+                "text": layers,
                 "hovertemplate": "%{text}<br>%{y:.4g}<extra></extra>",
                 "marker": _marker(number, 8, 0.8),
             }
         )
-    deepest = max(depth for layers in kinds.values() for _, depth in layers)
+    deepest = max(map(depth, first[-1]))
     layout = {
         "xaxis": {"title": {"text": "block"}, "dtick": 1 + deepest // 16, "tick0": 0, "zeroline": False},
         "yaxis": {"rangemode": "tozero", "title": {"text": next(iter(values))}},
         "margin": {"t": 20, "r": 10},
     }
-    choices = {name: [[step[kind] for kind in kinds] for step in steps] for name, steps in values.items()}
+    choices = {
+        name: [[[step[layer] for layer in layers] for layers in kinds.values()] for step in steps]
+        for name, steps in values.items()
+    }
     return {"data": traces, "layout": layout, "choices": choices}
 
 

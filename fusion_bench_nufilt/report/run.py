@@ -1,11 +1,10 @@
 """The page of a run: accuracy matrix, scores by step, layers."""
 
 import csv
-import re
 from pathlib import Path
 from typing import Any
 
-from .charts import bars_by_step, by_depth, heat_maps, lines
+from .charts import bars_by_step, by_depth, heat_maps, layers_by_kind, lines
 from .html import Page
 
 #: Columns of layers.csv that the explorer shows, and what they are called there.
@@ -59,38 +58,21 @@ def _layers(page: Page, file: Path) -> None:
     if not rows:
         return
     steps = sorted({int(row["step"]) for row in rows})
-    names = list(dict.fromkeys(row["layer"] for row in rows))
-    kinds: dict[str, list[tuple[str, int]]] = {}
-    for name in names:
-        kinds.setdefault(kind(name), []).append((name, depth(name)))
-    by_place = {(int(row["step"]), row["layer"]): row for row in rows}
     values = {
-        title: [
-            {each: [float(by_place[step, name][key]) for name, _ in layers] for each, layers in kinds.items()}
-            for step in steps
-        ]
+        title: [{row["layer"]: float(row[key]) for row in rows if int(row["step"]) == step} for step in steps]
         for key, title in QUANTITIES.items()
         if key in rows[0]
     }
     page.heading("Layers")
     page.words("One point is a layer; hover for its name.")
-    page.chart(by_depth(values, kinds))
+    page.chart(by_depth(values))
+    kinds = layers_by_kind(row["layer"] for row in rows if int(row["step"]) == steps[0])
     means = {
-        title: {each: [_mean(step[each]) for step in steps_of] for each in kinds} for title, steps_of in values.items()
+        title: {kind: [_mean([step[layer] for layer in layers]) for step in by_step] for kind, layers in kinds.items()}
+        for title, by_step in values.items()
     }
     page.words("Means over the layers, by step:")
     page.chart(lines(means, steps, "step"), height=380)
-
-
-def kind(layer: str) -> str:
-    """Attention or MLP, by its name."""
-    return "attention" if re.search("attn|attention", layer, re.IGNORECASE) else "MLP"
-
-
-def depth(layer: str) -> int:
-    """The number of its block, which is the first in its name."""
-    found = re.search(r"(?:^|\.)(\d+)\.", layer)
-    return int(found[1]) if found else 0
 
 
 def percent(matrix: list[list[float | None]]) -> list[list[float | None]]:

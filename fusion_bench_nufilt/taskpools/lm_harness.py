@@ -8,6 +8,8 @@ from fusion_bench import BaseTaskPool, auto_register_config
 from fusion_bench.mixins import LightningFabricMixin
 from omegaconf import OmegaConf
 from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
 
 from fusion_bench_nufilt.continual import TasksByName
 
@@ -83,9 +85,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
         names = [name for name in self._names if tasks is None or name in tasks]
         if not names:
             return {}
-        manager = _task_manager(self.include_path, self.num_fewshot)
-        if unknown := sorted(set(self._names.values()) - {*manager.all_tasks, *manager.all_groups}):
-            raise ValueError(f"lm-eval knows no task '{unknown[0]}'; include_path names a folder with more")
+        manager = self._manager()
         scored = lm_eval.models.huggingface.HFLM(
             pretrained=model.to(self.fabric.device), tokenizer=self.tokenizer, batch_size=self.batch_size
         )
@@ -100,6 +100,31 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
             bootstrap_iters=0,
         )["results"]
         return {name: {"accuracy": self._score(self._names[name], results[self._names[name]])} for name in names}
+
+    def get_test_dataloader(self, task: str) -> "DataLoader[str]":
+        """A task's prompts without examples and answers, tokenized and padded: what `nufilt analyze` looks at.
+
+        Args:
+            task: name of the model.
+        """
+        if task not in self._names:
+            raise ValueError(f"the task pool has no data of task '{task}', only of {', '.join(self._names)}")
+        _lm_eval()
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        found = self._manager().load([self._names[task]])["tasks"].values()
+        prompts: Any = [each.doc_to_text(document) for each in found for document in each.eval_docs]
+
+        def tokenize(texts: list[str]) -> dict[str, Any]:
+            return dict(tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
+
+        return DataLoader(prompts, batch_size=self.batch_size, collate_fn=tokenize)
+
+    def _manager(self) -> Any:
+        manager = _task_manager(self.include_path, self.num_fewshot)
+        if unknown := sorted(set(self._names.values()) - {*manager.all_tasks, *manager.all_groups}):
+            raise ValueError(f"lm-eval knows no task '{unknown[0]}'; include_path names a folder with more")
+        return manager
 
     def _score(self, task: str, result: Mapping[str, Any]) -> float:
         """The one number that counts, of a result such as ``{"acc,none": 0.5, "acc_stderr,none": 0.01}``."""

@@ -62,7 +62,8 @@ def test_the_data_free_losses_sum_to_the_loss_that_the_method_reports(draw, lora
     task = {"layer": pretrained + tau_task}
     fused, reports = fuse_layers({"layer": pretrained}, {"layer": pretrained + tau_old}, task, config, step=2)
 
-    losses = data_free_losses(fused["layer"] - pretrained, tau_old, tau_task, 5, 3)
+    V_p, V_t = top_right_singular_vectors(tau_old, 5), top_right_singular_vectors(tau_task, 3)
+    losses = data_free_losses(fused["layer"] - pretrained, tau_old, tau_task, V_p, V_t)
 
     assert sum(losses) == pytest.approx(reports["layer"].loss_after, rel=1e-6)
 

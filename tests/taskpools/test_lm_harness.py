@@ -9,6 +9,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.analysis.inputs import task_inputs
+from fusion_bench_nufilt.analysis.moments import second_moment
+from fusion_bench_nufilt.analysis.pool import merged_layers
+from fusion_bench_nufilt.analysis.record import record_moments, shared_inputs
 from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.taskpools import LMEvalTaskPool
 from tests.models import finetuned, llama
@@ -101,3 +105,22 @@ def test_what_lm_eval_lacks_is_named(folder):
         pool(folder, ["no_such_task"]).evaluate(llama())
     with pytest.raises(ValueError, match=r"'nufilt_cats' of lm-eval has no metric 'mcc', only \['acc', 'acc_norm'\]"):
         pool(folder, ["nufilt_cats"], metric="mcc").evaluate(llama())
+
+
+def test_an_analysis_looks_at_the_prompts_without_padding(folder, tmp_path):
+    """A decoder's moments are those of the words of its prompts: one, three and four of them."""
+    model = llama()
+    inputs = task_inputs(pool(folder, {"one": "nufilt_cats"}), "one", 10, 0)
+    modules = [layer.module for layer in merged_layers(model, "auto")[0]]
+    owner = shared_inputs(model, modules, lambda: inputs.one(model))
+    moments = record_moments(model, inputs.passes(model), owner, tmp_path, {}, 10**9)
+    assert len(inputs) == 3
+    assert moments.tokens == 1 + 3 + 4
+    first = modules[0]
+    with torch.no_grad():
+        words = torch.tensor([WORDS.index(word) for word in ["the", "a", "mat", "on", "in", "the", "fog", "a"]])
+        X = model.model.layers[0].input_layernorm(model.model.embed_tokens(words))
+    assert first == "model.layers.0.self_attn.q_proj"
+    assert torch.allclose(moments.read(first), second_moment(X), atol=1e-6)
+    with pytest.raises(ValueError, match="has no data of task 'two', only of one"):
+        task_inputs(pool(folder, {"one": "nufilt_cats"}), "two", 10, 0)
