@@ -104,7 +104,7 @@ def update(shape, generator):
 
 
 def measure(folder, arguments):
-    """Merge in a process of its own: seconds, CPU seconds of all threads, peak RSS, bytes read and written."""
+    """Merge in a process of its own: seconds as planned, in fact and of all CPUs, peak RSS, bytes read and written."""
     code = (
         "import json, sys, time\n"
         "from fusion_bench_nufilt.commands.app import app\n"
@@ -120,8 +120,11 @@ def measure(folder, arguments):
     options = [part for name in names for part in (f"--{name}", str(folder / name))]
     command = [sys.executable, "-c", code, "merge", *options, "--out", str(folder / "out"), *arguments]
     begin = time.perf_counter()
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return {"seconds": time.perf_counter() - begin, **json.loads(output.splitlines()[-1])}
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    seconds = time.perf_counter() - begin
+    number, unit = re.search(r"about ([\d.]+) (s|min|h)", done.stderr).groups()
+    predicted = float(number) * {"s": 1, "min": 60, "h": 3600}[unit]
+    return {"predicted": predicted, "seconds": seconds, **json.loads(done.stdout.splitlines()[-1])}
 
 
 def main():
@@ -130,11 +133,9 @@ def main():
     parser.add_argument("--folder", type=Path, default=Path("outputs/folders"))
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints, and use those that are there")
     arguments, options = parser.parse_known_args()
-    print(
-        "| size | parameters | layers | minutes | CPU minutes | peak RSS, GB | read, GB | written, GB |\n"
-        + "| --- " * 8
-        + "|"
-    )
+    header = "size, parameters, layers, minutes planned, minutes, CPU minutes, peak RSS (GB), read (GB), written (GB)"
+    print(f"| {header.replace(', ', ' | ')} |")
+    print("| --- " * 9 + "|")
     for size in arguments.size or ["1B"]:
         folder = arguments.folder / size
         if folder.exists() and not arguments.keep:
@@ -146,7 +147,7 @@ def main():
         parameters, layers = json.loads(about.read_text())
         shutil.rmtree(folder / "out", ignore_errors=True)
         result = measure(folder, options)
-        minutes = (f"{result[key] / 60:.1f}" for key in ("seconds", "cpu"))
+        minutes = (f"{result[key] / 60:.1f}" for key in ("predicted", "seconds", "cpu"))
         row = [*minutes, *(f"{result[key] / 1e9:.2f}" for key in ("rss", "read", "written"))]
         print("|", " | ".join([size, f"{parameters / 1e9:.2f}B", str(layers), *row]), "|", flush=True)
         if not arguments.keep:

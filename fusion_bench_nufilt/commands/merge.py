@@ -127,7 +127,14 @@ def _print_plan(console: Console, plan: Plan, out: Path) -> None:
     table.add_row("memory", f"{plan.memory / 1e9:.2f} GB at most")
     table.add_row("disk", f"{plan.disk / 1e9:.2f} GB in {shown(str(out))}")
     if plan.on_cpu:
-        table.add_row("time", f"about {max(1, round(plan.predict_seconds() / 60))} min")
+        table.add_row("time", f"about {_duration(plan.predict_seconds())}")
     console.print(table)
     for warning in plan.warnings:
         console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    minutes = seconds / 60
+    return f"{minutes:.2g} min" if minutes < 90 else f"{minutes / 60:.2g} h"

@@ -3,9 +3,10 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import Tensor
 
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.workers import map_layers
@@ -13,7 +14,9 @@ from fusion_bench_nufilt.core.workers import map_layers
 if TYPE_CHECKING:
     from .methods import Method
 
-_SAMPLE = (512, 512)
+T = TypeVar("T")
+
+_WIDTH = 1024  # of the sample: where the rate is about that of layers of any size
 
 
 def predict_seconds(
@@ -56,21 +59,23 @@ def spectral_flops(shape: tuple[int, ...]) -> float:
 
 def _rates(method: "Method", workers: int) -> tuple[float, float]:
     """Seconds for each operation and each byte, of a layer and a digest for each worker at a time."""
-    random = torch.Generator().manual_seed(0)
-    decay = torch.arange(1, _SAMPLE[1] + 1.0) ** -0.7  # as the singular values of task vectors fall
-    theta_0, theta, theta_t = (torch.randn(_SAMPLE, generator=random) * decay for _ in range(3))
-    data = bytes(2**22)
 
-    def merge(_: int) -> None:
-        method.work_off(theta_0, theta, theta_t)
+    def merge(layer: tuple[Tensor, Tensor, Tensor]) -> None:
+        method.work_off(*layer)
 
-    def digest(_: int) -> None:
-        hashlib.sha256(data)
-
-    def seconds(work: Callable[[int], None]) -> float:
+    def seconds(work: Callable[[T], object], what: T) -> float:
         begin = time.perf_counter()
-        list(map_layers(work, range(2 * workers), torch.device("cpu"), workers))
-        return (time.perf_counter() - begin) / (2 * workers)
+        list(map_layers(work, [what] * workers, torch.device("cpu"), workers))
+        return (time.perf_counter() - begin) / workers
 
-    seconds(merge)  # first calls are slow
-    return seconds(merge) / method.flops(_SAMPLE, None), seconds(digest) / len(data)
+    seconds(merge, _sample(64))  # first calls are slow
+    per_flop = seconds(merge, _sample(_WIDTH)) / method.flops((_WIDTH, _WIDTH), None)
+    return per_flop, seconds(hashlib.sha256, bytes(2**24)) / 2**24
+
+
+def _sample(width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Base, merged and task weight whose differences have the spectrum of task vectors."""
+    random = torch.Generator().manual_seed(0)
+    decay = torch.arange(1, width + 1.0) ** -0.7
+    theta_0, tau, tau_t = (torch.randn(width, width, generator=random) for _ in range(3))
+    return theta_0, theta_0 + tau * decay, theta_0 + tau_t * decay
