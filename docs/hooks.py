@@ -7,6 +7,7 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
+from fusion_bench_nufilt.baselines.rules import RuleConfig
 from fusion_bench_nufilt.continual import ProtocolConfig
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import choices
@@ -14,8 +15,9 @@ from fusion_bench_nufilt.core.spectral import SpectralConfig
 from fusion_bench_nufilt.folders import Settings
 from fusion_bench_nufilt.layers import TargetConfig
 
+KINDS = (FusionConfig, SpectralConfig, TargetConfig, ProtocolConfig, RuleConfig, Settings)
 # A page says `<!-- options: FusionConfig -->` where a table is to stand.
-TABLES = {kind.__name__: kind for kind in (FusionConfig, SpectralConfig, TargetConfig, ProtocolConfig, Settings)}
+TABLES = {kind.__name__: kind for kind in KINDS}
 # Formulas: $...$ and $$...$$ in pages, :math:`...` in docstrings.
 FORMULAS = {
     r'<span class="arithmatex">\\\((.*?)\\\)</span>': "inline",

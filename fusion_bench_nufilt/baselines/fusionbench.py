@@ -11,9 +11,12 @@ from fusion_bench.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
 
-from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
+from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
 from fusion_bench_nufilt.continual.stream import MERGED
+from fusion_bench_nufilt.core.options import split_options, takes_options
 from fusion_bench_nufilt.layers import check_model
+
+from .rules import ONE_FORM, RULES, RuleConfig, Step, shifted
 
 
 class _Baseline(ContinualMergingAlgorithm):
@@ -36,57 +39,60 @@ class _Baseline(ContinualMergingAlgorithm):
 
 
 @auto_register_config
+@takes_options(RuleConfig, ProtocolConfig)
 class BatchMethodBaseline(_Baseline):
-    r"""A batch method of FusionBench, run continually.
-
-    At step t it merges a pool of :math:`\theta_0` and two models, what is merged so far and the new one; its result is
-    the new merged model. At step 1 it merges the first model alone.
+    """A batch method of FusionBench, run continually by a rule of :mod:`fusion_bench_nufilt.baselines.rules`.
 
     Args:
         base_method: config of the method, with ``_target_``.
-        merged_scale: :math:`\lambda`; the method is given :math:`\theta_0 + \tilde\tau / \lambda` for what is merged so
-            far. With the factor by which a method scales its result, the running vector is the unscaled one: task
-            arithmetic and MagMax then give what they give for all models at once.
-        **kwargs: the protocol, see :class:`ContinualMergingAlgorithm`.
+        **kwargs: options of :class:`RuleConfig` and :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
 
     Raises:
-        ValueError: the method returns another kind of model than it was given, or one that is not finite.
+        ValueError: a value out of its range; the method returns another kind of model than it was given, or one that
+            is not finite.
     """
 
-    merged_scale: float  # set by auto_register_config
+    def __init__(self, base_method: DictConfig, **kwargs: Any) -> None:
+        (self.how,), protocol = split_options([RuleConfig], kwargs)
+        super().__init__(**protocol)
 
-    def __init__(self, base_method: DictConfig, merged_scale: float = 1.0, **kwargs: Any) -> None:
-        if not merged_scale > 0:
-            raise ValueError(f"merged_scale must be above 0, got {merged_scale!r}")
-        super().__init__(**kwargs)
+    def start(self, pretrained: nn.Module, names: list[str]) -> None:
+        if self.how.chosen == "add_running" and self.first_step > 1:
+            raise ValueError(
+                f"{self.name}: rule=add_running goes on from the method's last result, which is not in '{MERGED}'"
+            )
+        self._before = pretrained
+
+    def restore(self, step: int) -> None:
+        if self.how.chosen == "add_running" and self.folder is not None and step > 1:
+            self._before = deepcopy(self._before)
+            self.folder.load_step(step - 1, self._before)
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
-        # FusionBench's methods write their result into the pretrained model that they load.
-        models = {"_pretrained_": deepcopy(pretrained)}
-        if step > 1:
-            models["merged so far"] = self._unscaled(pretrained, merged)
-        models[name] = task
-        with torch.enable_grad():
-            taskpool = None if self.evaluator is None else self.evaluator.taskpool  # of test-time methods
-            result = self.make_base_method(taskpool).run(BaseModelPool(models))
-        if type(result) is not type(pretrained):
-            raise ValueError(
-                f"{self.name} returns a {type(result).__name__}, not a {type(pretrained).__name__}: "
-                "it can't be run continually"
-            )
-        self.check_model(pretrained, result, f"merged after step {step}")
-        return result
+        def merge(base: nn.Module, *models: nn.Module) -> nn.Module:
+            names = ["merged so far", name][-len(models) :]
+            # FusionBench's methods write their result into the pretrained model that they load.
+            pool = {"_pretrained_": deepcopy(base), **dict(zip(names, models, strict=True))}
+            with torch.enable_grad():
+                result = self.make_base_method(taskpool).run(BaseModelPool(pool))
+            if type(result) is not type(pretrained):
+                raise ValueError(
+                    f"{self.name} returns a {type(result).__name__}, not a {type(pretrained).__name__}: "
+                    "it can't be run continually"
+                )
+            return result
 
-    def _unscaled(self, pretrained: nn.Module, merged: nn.Module) -> nn.Module:
-        if self.merged_scale == 1:
-            return merged
-        theta_0 = pretrained.state_dict()
-        for key, value in merged.state_dict().items():
-            if value.is_floating_point():
-                wide = torch.promote_types(value.dtype, torch.float32)
-                base = theta_0[key].to(wide)
-                value.copy_(base + (value.to(wide) - base) / self.merged_scale)
-        return merged
+        taskpool = None if self.evaluator is None else self.evaluator.taskpool  # of test-time methods
+        if step > 1:
+            models = Step(merge, pretrained, self._before, merged, task, self.how.merged_scale)
+            result = RULES[self.how.chosen](models)
+        elif self.how.merge_first:
+            result = merge(pretrained, task)
+        else:
+            result = shifted(pretrained, task, pretrained, self.how.merged_scale)
+        self.check_model(pretrained, result, f"merged after step {step}")
+        self._before = merged
+        return result
 
 
 @auto_register_config
@@ -95,13 +101,17 @@ class ContinualMethodBaseline(_Baseline):
 
     Args:
         base_method: config of the method, with ``_target_``; it hands each step's model to its ``save_merged_model``.
+        form: ``paper``, the only one.
         **kwargs: the protocol, see :class:`ContinualMergingAlgorithm`.
 
     Raises:
-        ValueError: asked to go on from a step: what such a method keeps between its steps is not in the merged model.
+        ValueError: asked for another form, or to go on from a step: what such a method keeps between its steps is not
+            in the merged model.
     """
 
-    def __init__(self, base_method: DictConfig, **kwargs: Any) -> None:
+    def __init__(self, base_method: DictConfig, form: str = "paper", **kwargs: Any) -> None:
+        if form != "paper":
+            raise ValueError(ONE_FORM)
         if kwargs.get("resume"):
             raise ValueError(f"{self.name} keeps more than the merged model: resume=true can't go on with it")
         super().__init__(**kwargs)

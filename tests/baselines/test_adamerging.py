@@ -88,6 +88,21 @@ def test_without_a_step_it_is_task_arithmetic_and_no_model_of_the_pool_changes(p
     assert all(parameter.requires_grad for parameter in merged.parameters())
 
 
+@pytest.mark.parametrize(("form", "kept"), [("paper", 1), ("released", 0)])
+def test_the_papers_form_keeps_what_is_merged_and_the_released_one_drops_it(pools, form, kept):
+    modelpool, taskpool = pools
+    overrides = [f"method.form={form}", "method.base_method.max_steps=0", "method.shuffle_order=false"]
+    algorithm = instantiate(compose_run(["method=continual/adamerging", *overrides]).method)
+    algorithm._fabric_instance = taskpool.fabric
+    models = {"_pretrained_": modelpool._models["_pretrained_"]}
+    models |= {"digits": modelpool._models["merged"], "shapes": modelpool._models["shapes"]}
+    merged = algorithm.run(models, taskpool)
+    theta_0, digits, shapes = (model.state_dict() for model in models.values())
+    for name, value in merged.state_dict().items():
+        expected = kept * 0.3 * (digits[name] - theta_0[name]) + 0.3 * (shapes[name] - theta_0[name])
+        torch.testing.assert_close(value, theta_0[name] + expected)
+
+
 def test_it_sees_images_of_the_new_task_alone(pools):
     modelpool, taskpool = pools
     taskpool.setup()

@@ -1,0 +1,127 @@
+r"""How a method that merges many models at once is made continual.
+
+:math:`M(\theta; \tau, …)` is what a batch method makes of the model :math:`\theta` and of task vectors. At step t there
+are the pretrained model :math:`\theta_0`, what is merged so far, :math:`\theta`, with its vector :math:`\tilde\tau =
+\theta - \theta_0`, and the new model with :math:`\tau_t`. A method that scales its result has a factor
+:math:`\lambda`; for others it is 1.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from fusion_bench_nufilt.core.options import check_choices, is_number, option
+
+RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
+
+ONE_FORM = (
+    "form=released is for methods that the authors' released code runs by another formula than the paper prints; this "
+    "method has one form"
+)
+
+
+@dataclass(frozen=True)
+class RuleConfig:
+    """By which formula a batch method is run continually.
+
+    Raises:
+        ValueError: a value out of its range, or a form that the method does not have; names the key.
+    """
+
+    form: Literal["paper", "released"] = option(
+        "paper",
+        "Which of two formulas, for methods that have two: the one printed in the paper (rule), or that of its "
+        "authors' released code (released_rule).",
+    )
+    rule: RuleName = option(
+        "at_once",
+        "What the method is given and what becomes of its result: at_once M(θ0; τ̃/λ, τ), add θ + M(θ0; τ̃, τ) - θ0, "
+        "add_running the same with the method's own last result in place of τ̃, restart M(θ0; τ), on_top M(θ; τ).",
+    )
+    released_rule: RuleName | None = option(None, "The same for form=released; null: the method has one form.")
+    merged_scale: float = option(1.0, "The factor λ by which the method scales its result.", symbol="λ")
+    merge_first: bool = option(
+        False, "Whether the method merges the first model, too, by itself; otherwise that enters as θ0 + λ τ."
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if not is_number(self.merged_scale) or self.merged_scale <= 0:
+            raise ValueError(f"merged_scale must be above 0, got {self.merged_scale!r}")
+        if self.form == "released" and self.released_rule is None:
+            raise ValueError(ONE_FORM)
+
+    @property
+    def chosen(self) -> RuleName:
+        """The rule of the form."""
+        return self.released_rule if self.form == "released" and self.released_rule is not None else self.rule
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rule may look at."""
+
+    merge: Callable[..., nn.Module]  # M, given the model that it starts from and those that it merges
+    theta_0: nn.Module  # pretrained
+    before: nn.Module  # merged before the last step; pretrained at steps 1 and 2
+    theta: nn.Module  # merged so far
+    theta_t: nn.Module  # the new one
+    scale: float  # lambda
+
+
+def at_once(s: Step) -> nn.Module:
+    r""":math:`M(\theta_0; \tilde\tau / \lambda, \tau_t)`."""
+    return s.merge(s.theta_0, shifted(s.theta_0, s.theta, s.theta_0, 1 / s.scale), s.theta_t)
+
+
+def add(s: Step) -> nn.Module:
+    r""":math:`\theta + M(\theta_0; \tilde\tau, \tau_t) - \theta_0`."""
+    return shifted(s.theta, s.merge(s.theta_0, s.theta, s.theta_t), s.theta_0)
+
+
+def add_running(s: Step) -> nn.Module:
+    r""":math:`\theta + \lambda T_t` with :math:`\lambda T_t = M(\theta_0; T_{t-1}, \tau_t) - \theta_0`.
+
+    :math:`T_{t-1}` is read off the last two merged models, so that nothing else has to be kept.
+    """
+    running = shifted(s.theta_0, s.theta, s.before, 1 / s.scale)
+    return shifted(s.theta, s.merge(s.theta_0, running, s.theta_t), s.theta_0)
+
+
+def restart(s: Step) -> nn.Module:
+    r""":math:`M(\theta_0; \tau_t)`: what was merged so far is dropped."""
+    return s.merge(s.theta_0, s.theta_t)
+
+
+def on_top(s: Step) -> nn.Module:
+    r""":math:`M(\theta; \tau_t)`."""
+    return s.merge(s.theta, shifted(s.theta, s.theta_t, s.theta_0))
+
+
+RULES: dict[RuleName, Callable[[Step], nn.Module]] = {
+    "at_once": at_once,
+    "add": add,
+    "add_running": add_running,
+    "restart": restart,
+    "on_top": on_top,
+}
+
+
+@torch.no_grad()
+def shifted(theta: nn.Module, to: nn.Module, base: nn.Module, scale: float = 1) -> nn.Module:
+    r"""A new model :math:`\theta + s (\theta_{to} - \theta_{base})`, rounded once to the type of its weights."""
+    if theta is base and scale == 1:
+        return deepcopy(to)
+    model, above, below = deepcopy(theta), to.state_dict(), base.state_dict()
+    values = {}
+    for key, value in model.state_dict().items():
+        if value.is_floating_point():
+            wide = torch.promote_types(value.dtype, torch.float32)
+            difference = above[key].to(value.device, wide) - below[key].to(value.device, wide)
+            values[key] = value.to(wide) + scale * difference
+    model.load_state_dict(values, strict=False)
+    return model
