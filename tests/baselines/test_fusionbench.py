@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fusion_bench import BaseModelPool
-from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
 from fusion_bench.method import MagMaxAlgorithm, TaskArithmeticAlgorithm
 from fusion_bench.utils import instantiate
 from lightning import Fabric
@@ -15,7 +14,7 @@ from torch import nn
 
 from fusion_bench_nufilt.baselines import BatchMethodBaseline, ContinualMethodBaseline
 from fusion_bench_nufilt.compare import compose_run
-from tests.models import clip, finetuned, llama, t5
+from tests.models import clip, finetuned
 
 BATCH = ("task_arithmetic", "ties_merging", "magmax", "wudi", "iso_c", "iso_cts", "tsvm", "knots_ties")
 OWN = ("opcm", "weight_average")
@@ -43,38 +42,6 @@ def by_itself(name, models, *overrides):
 
 def assert_same(model, other, **tolerances):
     torch.testing.assert_close(dict(model.named_parameters()), dict(other.named_parameters()), **tolerances)
-
-
-class Plain(nn.Module):
-    """No model of transformers."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-        self.norm = nn.LayerNorm(8)
-
-
-class ScoresByTask(V01TaskPool):
-    """A pool that is not CLIP's, as that of Flan-T5."""
-
-    def __init__(self, tasks):
-        super().__init__(OmegaConf.create({"tasks": [{"name": task} for task in tasks]}))
-
-    def load_task(self, name):
-        return SimpleNamespace(evaluate=lambda model: {"accuracy": 0.5})
-
-
-@pytest.mark.parametrize("name", [*BATCH, *OWN, "dop"])
-@pytest.mark.parametrize("family", [clip, t5, llama, Plain])
-def test_every_baseline_merges_and_scores_every_family(family, name):
-    base = family()
-    models = {"_pretrained_": base} | {f"task{i}": finetuned(base, seed=i) for i in (1, 2, 3)}
-    algorithm = baseline(name, *(["method.base_method.num_steps=2"] if name == "dop" else []))
-    merged = algorithm.run(models, ScoresByTask(["task1", "task2", "task3"]))
-    assert algorithm.matrix.acc == 0.5
-    assert type(merged) is type(base)
-    changed = [key for key, value in merged.named_parameters() if not torch.equal(value, base.get_parameter(key))]
-    assert len(changed) >= len(list(base.parameters())) - 1
 
 
 @pytest.mark.parametrize("name", [*BATCH, *OWN])
