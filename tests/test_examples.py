@@ -65,7 +65,11 @@ MINI8 = ["scenes", "fashion", "rsscn7", "eurosat", "svhn", "gtsrb", "mnist", "dt
 @pytest.fixture
 def mini8(tmp_path, demo, monkeypatch):
     """Stand-ins for the example's models and data: the demo's CLIP and towers, and noise for images."""
-    data = {"classnames": ["red", "blue sky", "a"], "labels_test": np.arange(12) % 3, "labels_train": np.arange(12) % 2}
+    data = {
+        "classnames": ["red", "blue sky", "a"],
+        "labels_test": np.arange(12) % 3,
+        "labels_train": np.arange(1, 13) % 3,
+    }
     rng, files = np.random.default_rng(0), []
     models = tmp_path / "models"
     models.mkdir()
