@@ -2,5 +2,6 @@
 
 from .finetuning import SequentialFineTuning
 from .fusionbench import BatchMethodBaseline, ContinualMethodBaseline
+from .wemoe import LoRAWEMoE
 
-__all__ = ["BatchMethodBaseline", "ContinualMethodBaseline", "SequentialFineTuning"]
+__all__ = ["BatchMethodBaseline", "ContinualMethodBaseline", "LoRAWEMoE", "SequentialFineTuning"]

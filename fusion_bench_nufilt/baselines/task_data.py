@@ -1,14 +1,23 @@
 """What references that need data take from FusionBench's task pools."""
 
-from collections.abc import Sequence
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+from datasets import Dataset
+from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import FlanT5GLUETextGenerationTaskPool
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.taskpool import CLIPVisionModelTaskPool
 from fusion_bench.tasks.clip_classification import get_classnames_and_templates
-from torch import nn
+from fusion_bench.utils.data import InfiniteDataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+from transformers import default_data_collator
 
 from fusion_bench_nufilt.continual import Evaluator
+from fusion_bench_nufilt.continual.evaluation import names_of
 
 
 def clip_pool(method: str, evaluator: Evaluator | None, tasks: Sequence[str]) -> Any:
@@ -34,3 +43,81 @@ def classifier(pool: Any, tower: nn.Module, task: str) -> HFCLIPClassifier:
     # Not FusionBench's own set-up of heads, which keeps them on disk by the CLIP's path, whatever lies there now.
     made.set_classification_task(*get_classnames_and_templates(task))
     return made
+
+
+class TaskData(ABC):
+    """Test data of one task. The labels serve to draw a few items of each class, and nothing else.
+
+    Args:
+        dataset: the items.
+        labels: of each of them.
+        collate: makes a batch; None: torch's own.
+    """
+
+    def __init__(self, dataset: Any, labels: Sequence[Any], collate: Any = None) -> None:
+        self.dataset, self.collate = dataset, collate
+        self._of_class: dict[Any, list[int]] = {}
+        for place, label in enumerate(labels):
+            self._of_class.setdefault(label, []).append(place)
+
+    def batches(self, size: int, *, per_class: int | None, seed: int) -> Iterator[Any]:
+        """Batches without end, of at most ``size`` items, out of ``per_class`` of each class (None: all)."""
+        draw, order = random.Random(seed), torch.Generator().manual_seed(seed)
+        drawn = [
+            place
+            for places in self._of_class.values()
+            for place in draw.sample(places, min(per_class or len(places), len(places)))
+        ]
+        few = Subset(self.dataset, drawn)
+        return iter(InfiniteDataLoader(DataLoader(few, size, shuffle=True, generator=order, collate_fn=self.collate)))
+
+    @abstractmethod
+    def logits(self, model: nn.Module, batch: Any) -> Tensor:
+        """``(items, classes)``, on the model's device."""
+
+
+class Images(TaskData):
+    """Of a pool for CLIP vision towers."""
+
+    def __init__(self, pool: Any, task: str) -> None:
+        images = pool.test_datasets[task]
+        raw = images.dataset
+        super().__init__(images, raw["label"] if isinstance(raw, Dataset) else [item["label"] for item in raw])
+        self._classifier = classifier(pool, nn.Identity(), task)
+
+    def logits(self, model: nn.Module, batch: Any) -> Tensor:
+        self._classifier.clip_model.vision_model = model
+        device = next(model.parameters()).device
+        logits: Tensor = self._classifier.to(device)(batch[0].to(device))
+        return logits
+
+
+class Texts(TaskData):
+    """Of the pool for Flan-T5 on GLUE, whose answers are of one token."""
+
+    def __init__(self, pool: FlanT5GLUETextGenerationTaskPool, task: str) -> None:
+        texts = pool.load_task(task).test_dataset
+        super().__init__(texts, [tuple(label) for label in texts["labels"]], default_data_collator)
+        self._start = pool.tokenizer.pad_token_id  # with which T5's answers begin
+
+    def logits(self, model: nn.Module, batch: Any) -> Tensor:
+        device, length = next(model.parameters()).device, int(batch["attention_mask"].sum(dim=1).max())
+        start = torch.full((len(batch["input_ids"]), 1), self._start, device=device)
+        inputs = {key: batch[key][:, :length].to(device) for key in ("input_ids", "attention_mask")}
+        logits: Tensor = model(**inputs, decoder_input_ids=start).logits
+        return logits[:, 0]
+
+
+def task_data(method: str, evaluator: Evaluator | None, task: str) -> TaskData:
+    """The test data that the evaluator's task pool has of a task.
+
+    Raises:
+        ValueError: it has none, or is of a kind whose data cannot be had; names the method.
+    """
+    pool = None if evaluator is None else evaluator.taskpool
+    if not isinstance(pool, FlanT5GLUETextGenerationTaskPool):
+        return Images(clip_pool(method, evaluator, [task]), task)
+    own = next((name for name in pool.task_names if task in names_of(name)), None)
+    if own is None:
+        raise ValueError(f"{method} needs test data of '{task}'; the task pool has {', '.join(pool.task_names)}")
+    return Texts(pool, own)

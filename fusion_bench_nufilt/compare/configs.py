@@ -26,8 +26,8 @@ from fusion_bench_nufilt.overrides import key_value
 
 PROGRAM = "fabric_model_fusion"
 _GENERIC = ("batch", "stream")  # they run any of FusionBench's methods, and are none by themselves
-NEED_DATA = {"sequential_finetuning": "training", "adamerging": "test images"}
-"""What methods need beside the models."""
+NEED_DATA = {"sequential_finetuning": "training", "adamerging": "test", "lora_wemoe": "test"}
+"""Methods that need more than models, and which data: the tasks' training data, or test data without labels."""
 
 
 @contextmanager

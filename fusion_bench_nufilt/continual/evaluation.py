@@ -157,7 +157,7 @@ class _V01Scorer(_Scorer):
             model = fabric.setup(model)
         results = {}
         for task in tasks:
-            own = next((name for name in self.taskpool.task_names if task in _names_of(name)), None)
+            own = next((name for name in self.taskpool.task_names if task in names_of(name)), None)
             if own is None:
                 continue
             if own not in self._tasks:
@@ -166,10 +166,10 @@ class _V01Scorer(_Scorer):
         return results
 
     def others(self, tasks: Sequence[str]) -> list[str]:
-        return [name for name in self.taskpool.task_names if not any(task in _names_of(name) for task in tasks)]
+        return [name for name in self.taskpool.task_names if not any(task in names_of(name) for task in tasks)]
 
 
-def _names_of(task: str) -> tuple[str, str]:
+def names_of(task: str) -> tuple[str, str]:
     """FusionBench's Flan-T5 models are called glue-cola, its tasks cola."""
     return task, f"glue-{task}"
 

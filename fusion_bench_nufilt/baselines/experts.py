@@ -1,0 +1,138 @@
+"""Models whose MLPs are mixtures of low-rank experts, on FusionBench's weight-ensembling mixture of experts."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from fusion_bench.models.we_moe import WeightEnsemblingMoE, construct_weight_ensembling_gate
+from torch import Tensor, nn
+from transformers import CLIPVisionModel, T5ForConditionalGeneration
+
+from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+
+_Ensembling: Any = WeightEnsemblingMoE
+
+
+class LowRankExperts(_Ensembling):
+    r"""An MLP with the matrices :math:`W + \sum_k g_k(x) B_k A_k`.
+
+    The gate g is one linear layer on the MLP's input, averaged over tokens, and over the batch if ``batch_reduce``.
+
+    Args:
+        mlp: with W, which stays as it is.
+        hidden_size: of its input.
+        num_experts: how many.
+        rank: of :math:`B_k A_k`; clipped to the smaller side of a matrix.
+        init_lambda: bias of the gate at its start.
+        batch_reduce: one gate for the whole batch, in place of one for each of its items.
+    """
+
+    def __init__(
+        self, mlp: nn.Module, hidden_size: int, num_experts: int, rank: int, init_lambda: float, batch_reduce: bool
+    ) -> None:
+        nn.Module.__init__(self)  # FusionBench's takes whole models as experts
+        self.hidden_size, self.rank, self.init_lambda = hidden_size, rank, init_lambda
+        self.batch_first, self.batch_reduce = True, batch_reduce
+        self.base_model = mlp
+        matrices = {name: layer.weight for name, layer in mlp.named_children() if isinstance(layer, nn.Linear)}
+        sizes = {name: num_experts * min(rank, *W.shape) for name, W in matrices.items()}
+        #: by layer, the experts side by side: (d_o, experts · rank) and (experts · rank, d_i)
+        self.B = nn.ParameterDict({name: W.new_zeros(len(W), sizes[name]) for name, W in matrices.items()})
+        self.A = nn.ParameterDict({name: W.new_zeros(sizes[name], W.shape[1]) for name, W in matrices.items()})
+        self.gate: Any = self._new_gate(num_experts) if num_experts else None
+
+    @torch.no_grad()
+    def add(self, task_vectors: dict[str, Tensor]) -> None:
+        """Add an expert, the best approximation of the task vector of each matrix; the gate keeps its rows."""
+        for name, tau in task_vectors.items():
+            B, A = self.B[name], self.A[name]
+            V = top_right_singular_vectors(tau, self.rank)  # (d_i, rank); tau V V^T is the truncated SVD
+            self.B[name] = nn.Parameter(torch.cat([B, (tau @ V).to(B)], dim=1))
+            self.A[name] = nn.Parameter(torch.cat([A, V.T.to(A)]))
+        old = self.gate
+        self.gate = self._new_gate(1 if old is None else 1 + old.fc.out_features).to(B)
+        if old is not None:
+            self.gate.fc.weight[:-1], self.gate.fc.bias[:-1] = old.fc.weight, old.fc.bias
+
+    def merge_weights(self, expert_weights: Tensor) -> dict[str, Tensor]:
+        """The MLP's state with the experts in it, each times its weight ``(experts,)``."""
+        state = dict(self.base_model.state_dict(keep_vars=True))
+        for name, B in self.B.items():
+            g = expert_weights.repeat_interleave(B.shape[1] // len(expert_weights))
+            state[f"{name}.weight"] = state[f"{name}.weight"] + (B * g) @ self.A[name]
+        self._merged_state_dict = state
+        return state
+
+    def _new_gate(self, num_experts: int) -> Any:
+        return construct_weight_ensembling_gate(self.hidden_size, num_experts, self.init_lambda, num_hidden_layers=1)
+
+
+class MixtureOfExperts(nn.Module):
+    """What is common to models with :class:`LowRankExperts`; ``save_pretrained`` and ``from_pretrained`` know them."""
+
+    config: Any
+    mlp: str
+    """What its MLPs are called."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for name in [name for name, _ in self.named_modules() if name.endswith(f".{self.mlp}")]:
+            block = self.get_submodule(name.removesuffix(f".{self.mlp}"))
+            setattr(block, self.mlp, LowRankExperts(getattr(block, self.mlp), config.hidden_size, **config.experts))
+
+    def mixtures(self) -> Iterator[tuple[str, LowRankExperts]]:
+        """By name."""
+        return ((name, module) for name, module in self.named_modules() if isinstance(module, LowRankExperts))
+
+    @torch.no_grad()
+    def add_expert(self, pretrained: nn.Module, task: nn.Module) -> None:
+        r"""Take up a task: its MLP matrices as an expert, every other parameter as :math:`\theta + \lambda \tau`."""
+        theta_0, theta = dict(pretrained.named_parameters()), dict(self.named_parameters())
+        tau = {key: _wide(task.get_parameter(key)) - _wide(value) for key, value in theta_0.items()}
+        for name, mixture in self.mixtures():
+            mixture.add({layer: tau.pop(f"{name}.{layer}.weight") for layer in mixture.A})
+        for key, update in tau.items():
+            here = key.replace(f".{self.mlp}.", f".{self.mlp}.base_model.")
+            theta[here].add_(update, alpha=self.config.experts["init_lambda"])
+        self.config.experts = {**self.config.experts, "num_experts": self.config.experts["num_experts"] + 1}
+
+
+class CLIPVisionModelWithExperts(MixtureOfExperts, CLIPVisionModel):
+    """A CLIP vision tower."""
+
+    mlp = "mlp"
+
+
+class T5ForConditionalGenerationWithExperts(MixtureOfExperts, T5ForConditionalGeneration):  # type: ignore[misc]
+    """T5 and Flan-T5."""
+
+    mlp = "DenseReluDense"
+
+
+MIXTURES: dict[type, type[MixtureOfExperts]] = {
+    CLIPVisionModel: CLIPVisionModelWithExperts,
+    T5ForConditionalGeneration: T5ForConditionalGenerationWithExperts,
+}
+
+
+def mixture_of(model: Any, *, rank: int, init_lambda: float, batch_reduce: bool) -> MixtureOfExperts:
+    """A model with the weights of another, whose MLPs can take up experts and have none yet.
+
+    Raises:
+        ValueError: the model is of a class that is not among :data:`MIXTURES`.
+    """
+    if type(model) not in MIXTURES:
+        known = " or ".join(kind.__name__ for kind in MIXTURES)
+        raise ValueError(f"experts are known for a {known}, not for a {type(model).__name__}")
+    config = deepcopy(model.config)
+    config.experts = {"num_experts": 0, "rank": rank, "init_lambda": init_lambda, "batch_reduce": batch_reduce}
+    mixture = MIXTURES[type(model)](config).eval()
+    marker = f".{mixture.mlp}."
+    state = {key.replace(marker, f"{marker}base_model."): value for key, value in model.state_dict().items()}
+    mixture.load_state_dict(state, strict=False)
+    return mixture.to(next(model.parameters()).dtype)
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))

@@ -1,0 +1,193 @@
+"""LoRA-WEMoE: its experts, its gates, and the model that holds them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from fusion_bench import BaseModelPool
+from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import FlanT5GLUETextGenerationTaskPool
+from fusion_bench.utils import instantiate
+from lightning import Fabric
+from omegaconf import OmegaConf
+
+from fusion_bench_nufilt.baselines import LoRAWEMoE
+from fusion_bench_nufilt.baselines.experts import mixture_of
+from fusion_bench_nufilt.baselines.task_data import TaskData
+from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.demo import load_vision_model
+from tests.models import clip, finetuned, llama, t5
+
+IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+TOKENS = torch.arange(2, 20).reshape(3, 6)
+
+
+def output(model, items=slice(None)):
+    with torch.no_grad():
+        if hasattr(model, "vision_model"):
+            return model(IMAGES[items]).pooler_output
+        return model(input_ids=TOKENS[items], decoder_input_ids=TOKENS[items, :2]).logits
+
+
+def mixture(base, *tasks, rank=64, init_lambda=0.3, batch_reduce=True, level_gates=False):
+    made = mixture_of(base, rank=rank, init_lambda=init_lambda, batch_reduce=batch_reduce)
+    torch.manual_seed(3)
+    for task in tasks:
+        made.add_expert(base, task)
+    for _, module in made.mixtures():
+        module.gate.fc.weight.data *= 0 if level_gates else 100  # so that the input matters
+    return made
+
+
+@pytest.mark.parametrize("family", [clip, t5])
+class TestModel:
+    def test_with_whole_experts_and_level_gates_it_is_task_arithmetic(self, family):
+        base = family()
+        tasks = [finetuned(base, seed, scale=0.1) for seed in (1, 2)]
+        expected = finetuned(base, 0, scale=0)
+        for task in tasks:
+            for (_, value), theta, theta_0 in zip(
+                expected.named_parameters(), task.parameters(), base.parameters(), strict=True
+            ):
+                value.data += 0.3 * (theta - theta_0).detach()
+        torch.testing.assert_close(
+            output(mixture(base, *tasks, level_gates=True)), output(expected), rtol=1e-4, atol=1e-5
+        )
+
+    def test_it_is_saved_and_loaded_whole(self, family, tmp_path):
+        base = family()
+        made = mixture(base, finetuned(base, 1), finetuned(base, 2), rank=4)
+        made.save_pretrained(tmp_path)
+        loaded = type(made).from_pretrained(tmp_path)
+        assert loaded.config.experts == made.config.experts
+        assert torch.equal(output(loaded), output(made))
+        loaded.add_expert(base, finetuned(base, 3))  # and can take up more
+
+    def test_an_expert_is_the_truncated_svd_of_its_task_vector(self, family):
+        base, task = family(), finetuned(family(), 1)
+        for name, module in mixture(base, task, rank=3).mixtures():
+            for layer, B in module.B.items():
+                key = f"{name}.{layer}.weight"
+                U, S, Vh = torch.linalg.svd(task.get_parameter(key) - base.get_parameter(key), full_matrices=False)
+                torch.testing.assert_close(B @ module.A[layer], (U[:, :3] * S[:3]) @ Vh[:3], rtol=1e-3, atol=1e-5)
+
+    def test_a_new_expert_leaves_the_gate_of_the_others(self, family):
+        base = family()
+        made = mixture(base, finetuned(base, 1))
+        before = [module.gate.fc.weight.clone() for _, module in made.mixtures()]
+        made.add_expert(base, finetuned(base, 2))
+        for (_, module), rows in zip(made.mixtures(), before, strict=True):
+            assert torch.equal(module.gate.fc.weight[:1], rows)
+            assert module.gate.fc.bias.tolist() == pytest.approx([0.3, 0.3])
+
+    def test_one_gate_for_a_batch_or_one_for_each_item(self, family):
+        base = family()
+        tasks = [finetuned(base, seed, scale=0.3) for seed in (1, 2)]
+        for batch_reduce in (False, True):
+            made = mixture(base, *tasks, batch_reduce=batch_reduce)
+            alone = torch.cat([output(made, slice(i, i + 1)) for i in range(3)])
+            assert torch.allclose(output(made), alone, atol=1e-4) is not batch_reduce
+
+    def test_extra_parameters_are_what_the_formula_says(self, family):
+        base, rank, tasks = family(), 4, 3
+        made = mixture(base, *(finetuned(base, seed) for seed in range(tasks)), rank=rank)
+        extra = sum(parameter.numel() for parameter in made.parameters()) - sum(p.numel() for p in base.parameters())
+        mlps, matrices = (2, 2) if family is clip else (4, 3)
+        assert extra == tasks * mlps * (matrices * rank * (32 + 64) + 32 + 1)
+
+
+class ClassesAndPlaces(TaskData):
+    def logits(self, model, batch):
+        raise NotImplementedError
+
+
+def test_a_few_items_of_each_class_are_drawn():
+    labels = [0] * 20 + [1] * 3 + [2] * 9
+    batches = ClassesAndPlaces(range(32), labels).batches(16, per_class=5, seed=1)
+    drawn = torch.cat([next(batches) for _ in range(3)]).tolist()  # 13 items, and the first of them again
+    assert [labels[place] for place in drawn].count(1) >= 3
+    assert len(set(drawn)) == 13
+    assert (
+        torch.cat([next(ClassesAndPlaces(range(32), labels).batches(16, per_class=5, seed=1))]).tolist() == drawn[:13]
+    )
+
+
+# --- under the protocol ---
+
+
+@pytest.fixture
+def images(demo):
+    """The demo's task pool and three of its towers."""
+    taskpool = instantiate(compose_run(["taskpool=nufilt_demo"]).taskpool)
+    taskpool._fabric_instance = Fabric(devices=1, accelerator="cpu")
+    return {name: load_vision_model(name) for name in ("_pretrained_", "digits", "shapes")}, taskpool
+
+
+class GLUE(FlanT5GLUETextGenerationTaskPool):
+    """Two tasks of a few random texts with answers of one token."""
+
+    tokenizer = SimpleNamespace(pad_token_id=0)
+
+    def __init__(self):
+        super().__init__(OmegaConf.create({"tasks": [{"name": "cola"}, {"name": "sst2"}]}))
+
+    def load_task(self, name):
+        generator = torch.Generator().manual_seed(len(name))
+        ids = torch.randint(2, 50, (12, 8), generator=generator).tolist()
+        columns = {
+            "input_ids": ids,
+            "attention_mask": [[1] * 6 + [0] * 2] * 12,
+            "labels": [[i % 2 + 5, 1] for i in range(12)],
+        }
+        return SimpleNamespace(test_dataset=Dataset.from_dict(columns), evaluate=lambda model: {"accuracy": 0.5})
+
+
+def texts():
+    base = t5()
+    return {"_pretrained_": base, "glue-cola": finetuned(base, 1), "sst2": finetuned(base, 2)}, GLUE()
+
+
+def run(models, taskpool, **options):
+    algorithm = LoRAWEMoE(**{"shuffle_order": False, "rank": 4, "lr": 0.01} | options)
+    algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu")
+    return algorithm, algorithm.run(models, taskpool)
+
+
+@pytest.mark.parametrize("kind", ["images", "texts"])
+def test_the_gates_alone_are_trained_and_predictions_become_certain(kind, request):
+    models, taskpool = request.getfixturevalue("images") if kind == "images" else texts()
+    before = {name: {key: value.clone() for key, value in model.state_dict().items()} for name, model in models.items()}
+    (_, start), (algorithm, trained) = (run(models, taskpool, max_steps=steps) for steps in (0, 8))
+    for key, value in trained.state_dict().items():
+        assert torch.equal(value, start.state_dict()[key]) is not (".gate." in key), key
+    data = algorithm._data[algorithm.matrix.tasks[-1]]
+    batch = next(data.batches(1000, per_class=None, seed=0))
+    with torch.no_grad():
+        entropies = [
+            torch.distributions.Categorical(logits=data.logits(m, batch)).entropy().mean() for m in (start, trained)
+        ]
+    assert entropies[1] < entropies[0]
+    assert algorithm.matrix.missing == []
+    for name, model in models.items():
+        assert all(torch.equal(value, before[name][key]) for key, value in model.state_dict().items()), name
+
+
+def test_the_same_seed_gives_the_same_bits():
+    models, taskpool = texts()
+    (_, one), (_, same), (_, other) = (run(models, taskpool, seed=seed, max_steps=2) for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_what_it_cannot_do_is_refused_before_any_work():
+    models, taskpool = texts()
+    with pytest.raises(ValueError, match="resume=true"):
+        LoRAWEMoE(resume=True)
+    with pytest.raises(ValueError, match="_merged_"):
+        run({**models, "_merged_": models["_pretrained_"]}, taskpool, num_merged=1)
+    with pytest.raises(ValueError, match="needs a CLIPVisionModelTaskPool"):
+        run(models, None)
+    with pytest.raises(ValueError, match=r"test data of 'rte'; the task pool has cola, sst2"):
+        run({"_pretrained_": models["_pretrained_"], "rte": models["sst2"]}, taskpool)
+    with pytest.raises(ValueError, match="LlamaForCausalLM"):
+        run(BaseModelPool({"_pretrained_": llama(), "cola": llama()}), taskpool)
