@@ -95,9 +95,10 @@ def _method_rows(comparison: Comparison) -> Iterable[dict[str, Any]]:
         }
 
 
-def _paper(numbers: Published) -> dict[str, float | None]:
-    """The printed metrics, as fractions."""
-    return {f"paper_{name}": numbers[name].value / 100 if name in numbers else None for name in ("ACC", "BWT")}
+def _paper(numbers: Published) -> dict[str, float | str | None]:
+    """The printed metrics, as fractions, and what is to be said of them."""
+    values = {f"paper_{name}": numbers[name].value / 100 if name in numbers else None for name in ("ACC", "BWT")}
+    return {**values, "paper_note": numbers["ACC"].note if "ACC" in numbers else None}
 
 
 def _task_rows(comparison: Comparison) -> Iterable[dict[str, Any]]:

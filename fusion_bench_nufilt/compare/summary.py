@@ -123,7 +123,8 @@ class Comparison:
         settings = paper_settings(modelpool)
         found = {label: rows[label] for label in self.references if label in rows}
         for spec in (method.spec for method in self.methods):
-            if spec.method in rows and spec.settings == settings.get(spec.method, ()):
+            given = tuple(setting for setting in spec.settings if not setting.startswith("form="))  # beside either form
+            if spec.method in rows and given == settings.get(spec.method, ()):
                 found[spec.label] = rows[spec.method]
         return found
 

@@ -14,6 +14,8 @@ from fusion_bench_nufilt.continual import METRICS
 from .paper import Published
 from .summary import Comparison, Mean
 
+_NOTED = "†"  # beside a printed number of which something is to be said below
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -95,13 +97,13 @@ def _marked(comparison: Comparison, means: Sequence[Mean], *, sign: bool = False
 
 
 def _paper(numbers: Published, name: str) -> Cell:
-    """The printed value of a metric or a task, in per cent, with its deviation."""
+    """The printed value of a metric or a task, in per cent, with its deviation, and a mark if it has a note."""
     if name not in numbers:
         return Cell("")
     signed = name in METRICS and METRICS[name].signed
-    value, deviation, _ = numbers[name]
+    value, deviation, note = numbers[name]
     text = f"{value:+.1f}" if signed else f"{value:.1f}"
-    return Cell(text if deviation is None else f"{text} ± {deviation:.1f}")
+    return Cell(text + ("" if deviation is None else f" ± {deviation:.1f}") + (_NOTED if note else ""))
 
 
 def _paper_notes(printed: Mapping[str, Published], names: Sequence[str]) -> list[str]:
@@ -112,7 +114,7 @@ def _paper_notes(printed: Mapping[str, Published], names: Sequence[str]) -> list
         for name in names
         if name in numbers and numbers[name].note
     }
-    return [f"the paper's {label}: {note}" for label, note in found]
+    return [f"{_NOTED} the paper's {label}: {note}" for label, note in found]
 
 
 def _seconds(mean: Mean) -> str:
@@ -221,7 +223,7 @@ def as_latex(table: Table) -> str:
 _LATEX = str.maketrans(
     {character: f"\\{character}" for character in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    | {"±": r"$\pm$", "λ": r"$\lambda$"}
+    | {"±": r"$\pm$", "λ": r"$\lambda$", _NOTED: r"$^\dagger$"}
 )
 
 

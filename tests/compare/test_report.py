@@ -41,6 +41,17 @@ def test_csv_holds_fractions_and_nothing_where_there_is_none(tmp_path):
     assert float(rows(tmp_path / "per_task.csv")["individual"]["a_mean"]) == 0.95
 
 
+def test_a_number_that_is_printed_for_the_same_is_on_the_page_and_in_the_csv_with_its_note(tmp_path):
+    method = {"task_arithmetic": [finished(42)]}
+    save_report(comparison(method, modelpool="flan-t5-base_glue", overrides=["method.shuffle_order=false"]), tmp_path)
+    row = rows(tmp_path / "table.csv")["task_arithmetic"]
+    assert float(row["paper_ACC"]) == pytest.approx(0.776)
+    assert row["paper_note"].startswith("not comparable")
+    page = (tmp_path / "index.html").read_text()
+    assert "77.6" in page
+    assert "task_arithmetic: not comparable" in page
+
+
 def test_json_holds_every_matrix_and_no_nan(tmp_path):
     save_report(two(), tmp_path)
     text = (tmp_path / "results.json").read_text()

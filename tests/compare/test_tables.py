@@ -73,6 +73,26 @@ def test_the_papers_numbers_stand_beside_ours_where_they_are_for_the_same():
     assert "paper ACC" not in main_table(comparison(measured)).header
 
 
+def test_a_printed_number_that_can_not_be_compared_is_marked_and_says_why():
+    overrides = ["method.shuffle_order=false"]
+    measured = {"task_arithmetic": [finished(42)], "wudi": [finished(42)], "adamerging": [finished(42)]}
+    table = main_table(comparison(measured, modelpool="flan-t5-base_glue", overrides=overrides))
+    printed = {name: row["paper ACC"].text for name, row in cells(table).items()}
+    assert (printed["task_arithmetic"], printed["adamerging"], printed["wudi"]) == ("77.6†", "77.6†", "82.2")
+    assert [note[:52] for note in table.notes if note.startswith("†")] == [
+        "† the paper's task_arithmetic: not comparable but wi",
+        "† the paper's adamerging: not comparable but with fo",
+    ]
+    assert "77.6$^\\dagger$" in as_latex(table)
+
+
+def test_a_printed_number_stands_beside_both_forms_of_a_method():
+    ten = [finished(seed) for seed in range(42, 52)]
+    for settings in [(), ("form=released",)]:
+        table = cells(main_table(comparison({"magmax": ten}, modelpool=B32, settings=settings)))
+        assert table["magmax"]["paper ACC"].text == "70.7 ± 0.0†"
+
+
 def test_each_tasks_score_is_in_its_own_column(three):
     table = cells(task_table(three))
     assert list(table["good"]) == ["a", "b", "c"]
