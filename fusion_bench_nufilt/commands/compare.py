@@ -23,6 +23,9 @@ def compare(
     preset: Annotated[
         Literal["ablation", "sensitivity", "paper"] | None, typer.Option(help="Methods of the paper.")
     ] = None,
+    with_data: Annotated[
+        bool, typer.Option("--with-data", help="With --preset paper: also the methods that need data.")
+    ] = False,
     modelpool: Annotated[str, typer.Option(help="Models, as fusion_bench names them.")] = "nufilt_demo",
     seeds: Annotated[str, typer.Option(help="Task orders: 42, 42,45 or 42:52 (42 to 51, the paper's ten).")] = "42",
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("outputs/compare"),
@@ -48,7 +51,10 @@ def compare(
         if not preset:
             methods = methods or "all"
         specs = room.parse_methods(methods, room.Methods(words)) if methods else []
-        specs += room.preset_specs(preset, modelpool, words) if preset else []
+        if preset:
+            specs += room.preset_specs(preset, modelpool, words, with_data=with_data)
+        elif with_data:
+            raise ValueError("--with-data goes with --preset paper; name other methods that need data with --methods")
         with interruptible(console, str(out)):
             comparison = room.compare(
                 modelpool,

@@ -17,7 +17,7 @@ from .configs import compose_run, make_method
 from .display import quiet
 from .specs import RunSpec
 from .store import Run
-from .workbench import Workbench
+from .workbench import Workbench, num_parameters
 
 Pair = tuple[RunSpec, int]  # a method and a seed
 Configs = Mapping[Pair, dict[str, Any]]  # of the methods, resolved
@@ -29,8 +29,10 @@ def run_pair(workbench: Workbench, config: dict[str, Any], seed: int, on_step: C
     try:
         lightning.seed_everything(seed, verbose=False)  # some methods draw from the global generators
         algorithm = make_method(DictConfig(config), workbench.fabric)
-        algorithm.run(workbench.modelpool, workbench.evaluator, on_step=on_step)
-        return Run(*about, algorithm.matrix, algorithm.merge_seconds)
+        merged = algorithm.run(workbench.modelpool, workbench.evaluator, on_step=on_step)
+        parameters = num_parameters(merged)
+        extra = parameters - workbench.parameters
+        return Run(*about, algorithm.matrix, algorithm.merge_seconds, parameters, extra)
     except Exception as error:
         return Run(*about, error=reason(error), traceback=traceback.format_exc())
     finally:

@@ -89,6 +89,8 @@ def _method_rows(comparison: Comparison) -> Iterable[dict[str, Any]]:
             "method": method.spec.label,
             **_pairs(method.metrics),
             **_pairs({"merging_seconds": method.seconds}),
+            "extra_parameters": method.extra_parameters,
+            "data": method.data,
             **_paper(printed.get(method.spec.label, {})),
             "finished": " ".join(str(run.seed) for run in method.runs if run.matrix is not None),
             "failed": "; ".join(method.failures),
@@ -138,6 +140,8 @@ def _results(comparison: Comparison) -> dict[str, Any]:
                 "overrides": list(method.spec.overrides),
                 **{name: mean.as_json() for name, mean in method.metrics.items()},
                 "merging_seconds": method.seconds.as_json(),
+                "extra_parameters": method.extra_parameters,
+                "data": method.data,
                 "final": {task: method.final(task).as_json() for task in comparison.tasks},
                 "published_percent": {
                     name: number._asdict() for name, number in printed.get(method.spec.label, {}).items()
@@ -147,6 +151,7 @@ def _results(comparison: Comparison) -> dict[str, Any]:
                         "tasks": run.matrix and run.matrix.tasks,
                         "accuracy_matrix": run.matrix and run.matrix.rows(),
                         "merge_seconds": run.merge_seconds,
+                        "parameters": run.parameters,
                         "config": run.config,
                         "error": run.error,
                     }

@@ -5,7 +5,7 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -29,6 +29,8 @@ class Run:
     environment: dict[str, str]  # versions, device
     matrix: AccuracyMatrix | None = None
     merge_seconds: list[float] = field(default_factory=list)  # by step
+    parameters: int | None = None  # of the final model
+    extra_parameters: int | None = None  # beyond those of the pretrained model
     error: str | None = None
     traceback: str | None = None
 
@@ -43,6 +45,8 @@ class _Saved(TypedDict):
     tasks: list[str] | None
     accuracy_matrix: list[list[float | None]] | None
     merge_seconds: list[float]
+    parameters: NotRequired[int | None]
+    extra_parameters: NotRequired[int | None]
     error: str | None
 
 
@@ -113,7 +117,8 @@ class Store:
         if not tasks or not rows or {len(rows), *map(len, rows)} != {len(tasks)}:
             raise ValueError(f"'{self._file(spec, seed)}' is damaged: no matrix of {len(tasks or ())} tasks; {_DELETE}")
         matrix = AccuracyMatrix.from_rows(tasks, rows)
-        return Run(seed, config, content["environment"], matrix, content["merge_seconds"])
+        parameters, extra = content.get("parameters"), content.get("extra_parameters")
+        return Run(seed, config, content["environment"], matrix, content["merge_seconds"], parameters, extra)
 
     def save(self, spec: RunSpec, run: Run) -> None:
         """Keep a run."""
@@ -125,6 +130,8 @@ class Store:
             "tasks": run.matrix and run.matrix.tasks,
             "accuracy_matrix": run.matrix and run.matrix.rows(),
             "merge_seconds": run.merge_seconds,
+            "parameters": run.parameters,
+            "extra_parameters": run.extra_parameters,
             "error": run.error,
             "traceback": run.traceback,
         }

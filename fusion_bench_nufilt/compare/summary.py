@@ -13,6 +13,7 @@ from fusion_bench_nufilt.continual import METRICS, AccuracyMatrix
 from fusion_bench_nufilt.continual.metrics import or_none
 from fusion_bench_nufilt.continual.report import percent
 
+from .configs import NEED_DATA
 from .paper import Published, paper_settings, published
 from .specs import RunSpec
 from .store import References, Run
@@ -72,6 +73,16 @@ class MethodResult:
     def seconds(self) -> Mean:
         """Seconds of merging all models, without loading and scoring."""
         return Mean.of(sum(run.merge_seconds) for run in self.runs if run.matrix is not None)
+
+    @property
+    def extra_parameters(self) -> int | None:
+        """Of the final model, beyond those of the pretrained one, whatever the seed; None if that is not known."""
+        return next((run.extra_parameters for run in self.runs if run.extra_parameters is not None), None)
+
+    @property
+    def data(self) -> str:
+        """What it needs beside models: ``none``, ``training`` or ``test`` (without labels)."""
+        return NEED_DATA.get(self.spec.method, "none")
 
     def final(self, task: str) -> Mean:
         """Score of a task after the last step. Each order has its own last row; the task is found in it by name."""

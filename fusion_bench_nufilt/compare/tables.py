@@ -50,7 +50,8 @@ def main_table(comparison: Comparison) -> Table:
         name: _marked(comparison, [method.metrics[name] for method in comparison.methods], sign=METRICS[name].signed)
         for name in headline
     }
-    header = ["method", *(text for name in headline for text in (f"{name} %", f"paper {name}")), "merging s", "runs"]
+    header = ["method", *(text for name in headline for text in (f"{name} %", f"paper {name}"))]
+    header += ["extra params", "data", "merging s", "runs"]
     rows = [
         [Cell(label), Cell(f"{100 * comparison.reference(label):.1f}"), _paper(printed.get(label, {}), "ACC")]
         + [Cell("")] * (len(header) - 3)
@@ -60,7 +61,8 @@ def main_table(comparison: Comparison) -> Table:
         numbers = printed.get(method.spec.label, {})
         done = "" if complete else f"{len(method.matrices)}/{len(method.runs)}"
         measured = [cell for name in headline for cell in (columns[name][place], _paper(numbers, name))]
-        rows.append([Cell(method.spec.label), *measured, Cell(_seconds(method.seconds)), Cell(done)])
+        about = (_count(method.extra_parameters), method.data, _seconds(method.seconds), done)
+        rows.append([Cell(method.spec.label), *measured, *map(Cell, about)])
     title = f"{len(comparison.tasks)} models merged one after another"
     notes = _notes(comparison) + _paper_notes(printed, headline)
     table = Table(title, header, rows, len(comparison.references), notes)
@@ -115,6 +117,11 @@ def _paper_notes(printed: Mapping[str, Published], names: Sequence[str]) -> list
         if name in numbers and numbers[name].note
     }
     return [f"{_NOTED} the paper's {label}: {note}" for label, note in found]
+
+
+def _count(number: int | None) -> str:
+    """In millions."""
+    return "-" if number is None else f"{number / 1e6:.3g} M" if number else "none"
 
 
 def _seconds(mean: Mean) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import lightning
 import torch
 from omegaconf import DictConfig
+from torch import nn
 
 from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.continual.evaluation import score
@@ -41,12 +42,22 @@ class Workbench:
         """In the model pool's order."""
         return list(self.modelpool.model_names)
 
+    @cached_property
+    def parameters(self) -> int:
+        """How many the pretrained model has."""
+        return num_parameters(self.modelpool.load_model("_pretrained_"))
+
     @property
     def environment(self) -> dict[str, str]:
         """Versions and device."""
         device = self.fabric.device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         return {**package_versions(), "device": kind}
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Those with several names count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def score_references(workbench: Workbench, on_step: Callable[[int], Any]) -> References:

@@ -60,6 +60,7 @@ def test_the_scores_are_those_of_the_method_by_itself(tmp_path):
     alone = NufiltContinualMergingAlgorithm(max_steps=1, seed=43, save_on_every_step=False)
     alone.run(bench.modelpool, bench.evaluator)
     assert (method.metrics["ACC"].mean, method.metrics["BWT"].mean) == (alone.matrix.acc, alone.matrix.bwt)
+    assert (method.runs[-1].extra_parameters, method.runs[-1].parameters) == (0, bench.parameters)
 
 
 def test_runs_side_by_side_have_the_scores_of_runs_one_by_one(tmp_path):

@@ -131,6 +131,17 @@ def test_the_paper_scales_task_arithmetic_by_the_number_of_tasks(pool, scale):
     assert "nufilt" in specs
 
 
+def test_methods_that_need_data_are_rows_of_the_paper_where_they_are_asked_for():
+    without, rows = (
+        [spec.method for spec in preset_specs("paper", "nufilt_demo", [], with_data=asked)] for asked in (False, True)
+    )
+    assert set(rows) - set(without) == {"sequential_finetuning", "adamerging", "lora_wemoe"}
+    assert [row for row in rows if row in without] == without
+    assert not {"sequential_finetuning", "adamerging", "lora_wemoe"} & set(Methods().all())
+    with pytest.raises(ValueError, match="--with-data goes with --preset paper"):
+        preset_specs("ablation", "nufilt_demo", [], with_data=True)
+
+
 def test_an_unknown_preset_lists_what_there_is():
     with pytest.raises(ValueError, match="there are: ablation, paper, sensitivity"):
         preset_specs("best", "nufilt_demo", [])

@@ -14,7 +14,7 @@ SETTINGS = {"modelpool": "p", "resolved": {"models": {"a": "hub/a"}}}
 
 
 def test_a_finished_run_comes_back_as_it_was(tmp_path):
-    run = finished(42)
+    run = finished(42, parameters=12, extra_parameters=2)
     store = Store(tmp_path / "new" / "folder", SETTINGS)
     store.save(SPEC, run)
     store.close()
@@ -22,6 +22,7 @@ def test_a_finished_run_comes_back_as_it_was(tmp_path):
     assert again.matrix.tasks == run.matrix.tasks
     np.testing.assert_array_equal(again.matrix.values, run.matrix.values)
     assert (again.merge_seconds, again.environment, again.error) == (run.merge_seconds, run.environment, None)
+    assert (again.parameters, again.extra_parameters) == (12, 2)
 
 
 def test_a_failed_run_and_another_seed_are_to_be_run(tmp_path):

@@ -55,6 +55,25 @@ def test_a_failed_method_says_so_with_its_reason_and_is_never_the_best():
     assert table.notes[-2:] == ["partly failed on seeds 43-44: ValueError: no", "never failed on seeds 42-44: gone"]
 
 
+def test_every_row_says_which_data_and_which_extra_parameters_a_method_needs():
+    measured = {
+        "sequential_finetuning": runs(-0.1, extra_parameters=0),
+        "lora_wemoe": runs(-0.1, extra_parameters=47_259_648),
+        "nufilt": runs(-0.1, extra_parameters=0),
+        "of an earlier version": runs(-0.1),
+    }
+    table = cells(main_table(comparison(measured)))
+    needs = {name: (row["extra params"].text, row["data"].text) for name, row in table.items()}
+    assert needs == {
+        "pretrained": ("", ""),
+        "individual": ("", ""),
+        "sequential_finetuning": ("none", "training"),
+        "lora_wemoe": ("47.3 M", "test"),
+        "nufilt": ("none", "none"),
+        "of an earlier version": ("-", "none"),
+    }
+
+
 def test_the_papers_numbers_stand_beside_ours_where_they_are_for_the_same():
     ten = [finished(seed, -0.1) for seed in range(42, 52)]
     measured = {"nufilt": ten, "opcm": ten, "mine": ten}
