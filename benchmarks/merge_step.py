@@ -1,4 +1,4 @@
-"""One merging step, timed: the plain computation, ours, and FusionBench's OPCM, WUDI and DOP on the same layers.
+"""One merging step, timed: the plain computation, ours, spectral accumulation, and FusionBench's OPCM, WUDI and DOP.
 
 Writes results.md and results.json. README.md beside this file says what is measured and how.
 """
@@ -32,6 +32,7 @@ from torch.utils.benchmark import Timer
 from fusion_bench_nufilt.core import FusionConfig, fuse_each
 from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, loop_gram
 from fusion_bench_nufilt.core.projector import null_space_filter, protected_subspace
+from fusion_bench_nufilt.core.spectral import SpectralConfig, Votes, accumulate_each, flatten, map_spectrum
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 
 # Convolutions as matrices: in each stage those of the blocks (reducing, 3 x 3, expanding), and the shortcut's.
@@ -50,11 +51,13 @@ MODELS = {
     "llama-7b-block": {(4096, 4096): 4, (11008, 4096): 2, (4096, 11008): 1},
     "tiny": {(192, 160): 4, (160, 192): 2},
 }
-OURS = {"ours": "adam", "closed form": "closed_form"}  # and their solvers
+SOLVERS = {"ours": "adam", "closed form": "closed_form"}
+OURS = (*SOLVERS, "spectral")
 METHODS = ("plain", *OURS, "OPCM", "WUDI", "DOP")
 PARTS = ("subspaces", "solve", "fuse")
 DIFFERENCE = "‖ours - plain‖ / ‖τ‖"
 CONFIG = FusionConfig()  # the paper's setting
+SPECTRAL = SpectralConfig()
 NOTES = {
     "steps": "Seconds, float32, medians, all in one run. A model: one layer of every shape (ours: a group) times "
     "their number. A loop of WUDI or DOP is left after {patience:.0f} s, its remaining equal steps added up.",
@@ -88,8 +91,12 @@ def _spectral(shape: Shape) -> Tensor:
     """Norm 1, random singular vectors, singular values proportional to k^-0.7."""
     random, rank = torch.Generator().manual_seed(0), min(shape)
     left, right = (torch.linalg.qr(torch.randn(size, rank, generator=random)).Q for size in shape)
+    return (left * _spectrum(rank)) @ right.T
+
+
+def _spectrum(rank: int) -> Tensor:
     spectrum = torch.arange(1, rank + 1, dtype=torch.float32) ** -0.7
-    return (left * spectrum) @ right.T / spectrum.norm()
+    return spectrum / spectrum.norm()
 
 
 class Steps:
@@ -113,15 +120,38 @@ class Steps:
 def merge(method: str, layers: list[Layer], device: str, config: FusionConfig = CONFIG) -> Iterator[Tensor]:
     """New weights, layer by layer; layers of equal shape come together."""
     if method in OURS:
-        config = dataclasses.replace(config, solver=OURS[method])
         *models, lora_A = ({str(number): layer[i] for number, layer in enumerate(layers)} for i in range(4))
-        yield from (weight for _, weight, _ in fuse_each(*models, config, lora_A=lora_A))
+        if method == "spectral":
+            votes = {str(number): votes_of(*layer) for number, layer in enumerate(layers)}
+            kappas = dict.fromkeys(votes, SPECTRAL.kappa)
+            yield from (weight for _, weight, _ in accumulate_each(*models, votes, kappas, SPECTRAL.damp))
+        else:
+            config = dataclasses.replace(config, solver=SOLVERS[method])
+            yield from (weight for _, weight, _ in fuse_each(*models, config, lora_A=lora_A))
     elif method == "plain":
         yield from (plain_step(*weights, config, A) for *weights, A in layers)
     else:
         module, peer_step = peer(method, device)
         with patch.object(module, "tqdm", Steps):
             yield from (peer_step(*weights) for *weights, _ in layers)
+
+
+def votes_of(theta_0: Tensor, theta: Tensor, theta_t: Tensor, A: Tensor) -> Votes:
+    """Of the three tasks in a layer, as if they all were as strong as the new one."""
+    return Votes((_spectrum(min(theta.shape))[0] * (theta_t - theta_0).norm()).item(), 3)
+
+
+def prepared(method: str, layers: list[Layer]) -> list[Layer]:
+    """The layers that a method starts from: what spectral accumulation merged has a nearly flat spectrum."""
+    if method != "spectral":
+        return layers
+    started = []
+    for theta_0, theta, theta_t, A in layers:
+        strength = SPECTRAL.kappa * votes_of(theta_0, theta, theta_t, A).mean
+        tau_merged = (theta - theta_0).double()
+        X = map_spectrum(tau_merged, lambda s, top=strength: top * flatten((s / s.amax()) ** 3, SPECTRAL.damp))
+        started.append((theta_0, theta_0 + X.to(theta_0), theta_t, A))
+    return started
 
 
 @functools.cache
@@ -187,7 +217,8 @@ def measure_shape(shape: Shape, args: argparse.Namespace) -> dict[str, float]:
             if method not in OURS and max(columns[method], default=0.0) > args.patience:
                 continue
             Steps.patience, Steps.skipped = args.patience, 0.0
-            group, begin = layers if method in OURS else [layers[number]], now()
+            group = prepared(method, layers if method in OURS else [layers[number]])
+            begin = now()
             merged = list(merge(method, group, args.device))
             columns[method].append((now() - begin + Steps.skipped) / len(group))
             results[method] = merged[number % len(merged)]
@@ -221,6 +252,7 @@ def measure_memory(method: str, layers: dict[Shape, int], device: str, threads: 
     """
     torch.set_num_threads(threads)
     model = [make_layer(shape, number, device) for shape, count in layers.items() for number in range(count)]
+    model = prepared(method, model)
     _spectral.cache_clear()
     if method not in ("plain", *OURS):
         peer(method, device)
@@ -292,7 +324,7 @@ def main(argv: list[str] | None = None) -> None:
 
     Steps.patience = 0.0
     for method in args.methods:  # first calls are slow
-        list(merge(method, [make_layer((192, 160), 0, args.device)], args.device))
+        list(merge(method, prepared(method, [make_layer((192, 160), 0, args.device)]), args.device))
     shapes = dict.fromkeys(shape for layers in models.values() for shape in layers)
     measures = {shape: measure_shape(shape, args) for shape in shapes}
     for name, layers in [*models.items(), *(("one layer", {shape: 1}) for shape in measures)]:

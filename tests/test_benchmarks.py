@@ -14,7 +14,7 @@ from tests.core.test_parity import CASES, TOLERANCE, config_of, load_case
 
 sys.path.insert(0, str(REPO / "benchmarks"))
 
-from merge_step import METHODS, MODELS, make_layer, measure_memory, merge, split
+from merge_step import METHODS, MODELS, make_layer, measure_memory, merge, prepared, split
 from plain import needed_flops, plain_step
 
 from fusion_bench_nufilt.core import FusionConfig
@@ -57,7 +57,7 @@ def test_inputs_are_reproducible_and_a_task_is_1_to_2_percent_of_the_weight():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_merges_a_layer(method):
-    layer = make_layer((48, 40), 0, "cpu")
+    (layer,) = prepared(method, [make_layer((48, 40), 0, "cpu")])
     (merged,) = merge(method, [layer], "cpu", FusionConfig())
     assert merged.shape == (48, 40)
     assert 0 < (merged - layer[1]).norm() < 5 * (layer[2] - layer[0]).norm()

@@ -25,7 +25,7 @@ from . import options
 from .checks import Layers, TaskLayers, check_device, check_layers
 from .low_rank import LowRank
 from .options import is_number
-from .subspace import gram_matrix, top_right_singular_vectors
+from .subspace import gram_matrix, top_eigenvectors
 from .workers import map_layers
 
 option = partial(options.option, panel="Method spectral")
@@ -133,20 +133,21 @@ def accumulate_layer(
     if theta.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"votes can't be read back from {theta.dtype} weights, which are too coarse: use float32")
     start = time.perf_counter()
-    tau = (task.product() if isinstance(task, LowRank) else task.double() - theta_0.double()).double()
-    X = theta.double() - theta_0.double()
-    A, s_1 = vote(tau)
+    dtype, theta_0 = theta.dtype, theta_0.double()
+    tau = task.product().double() if isinstance(task, LowRank) else task.double() - theta_0
+    X = theta.double() - theta_0
+    S, s_1 = vote(tau)
     if s_1 > 0:
         mean = votes.mean + (s_1.item() - votes.mean) / (votes.count + 1)
         if votes.count == 0:
             X = tau
         else:
-            S = vote(X)[0] if votes.count == 1 else read_votes(X / (kappa * votes.mean), damp)
-            X = kappa * mean * map_spectrum(S + A, lambda sigma: flatten(sigma, damp))
+            S += vote(X)[0] if votes.count == 1 else read_votes(X, kappa * votes.mean, damp)
+            X = map_spectrum(S, lambda sigma: kappa * mean * flatten(sigma, damp))
         votes = Votes(mean, votes.count + 1)
     seconds = time.perf_counter() - start
     report = SpectralReport(tuple(X.shape), seconds, tau.norm().item(), X.norm().item(), votes.mean, votes.count)
-    return (theta_0.double() + X).to(theta.dtype), report
+    return (theta_0 + X).to(dtype), report
 
 
 def vote(tau: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,24 +156,30 @@ def vote(tau: Tensor) -> tuple[Tensor, Tensor]:
         A, s_1 = vote(tau.mT)
         return A.mT, s_1
     gram = gram_matrix(tau)
-    s_1 = torch.linalg.vector_norm(tau @ top_right_singular_vectors(tau, 1, gram))
-    return (tau @ gram / s_1**3 if s_1 > 0 else tau), s_1
+    s_1 = torch.linalg.vector_norm(tau @ top_eigenvectors(gram, 1))
+    return (tau @ (gram / s_1**3) if s_1 > 0 else tau), s_1
 
 
-def read_votes(Q: Tensor, damp: float) -> Tensor:
-    r"""The sum S of the votes that made :math:`Q = U_S\, q(\sigma)\, V_S^\top`, ``(d_o, d_i)``.
+def read_votes(X: Tensor, strength: float, damp: float) -> Tensor:
+    r"""The sum S of the votes that made :math:`X = \kappa m\, U_S\, q(\sigma)\, V_S^\top`, ``(d_o, d_i)``.
+
+    Args:
+        X: merged update, ``(d_o, d_i)``.
+        strength: :math:`\kappa m`.
+        damp: see :func:`flatten`.
 
     Raises:
-        ValueError: Q is larger than any votes make it.
+        ValueError: X is larger than any votes make it.
     """
 
-    def inverse(q: Tensor) -> Tensor:
+    def inverse(s: Tensor) -> Tensor:
+        q = s / strength
         if q.amax() > 1 + 2 * SLOPE:
             raise ValueError("the merged weight is not what its recorded votes made: was it changed since?")
         sigma = torch.where(q >= 1, 1 - (q - 1) / SLOPE, q.clamp(LOST, 1) ** (-1 / damp))
         return sigma.clamp_min(0).masked_fill(q < LOST, 0)
 
-    return map_spectrum(Q, inverse)
+    return map_spectrum(X, inverse)
 
 
 def flatten(sigma: Tensor, damp: float) -> Tensor:
