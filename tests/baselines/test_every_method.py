@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_nufilt.compare import Methods, compose_run
-from fusion_bench_nufilt.compare.configs import NOT_AMONG_ALL
+from fusion_bench_nufilt.compare.configs import NEED_DATA
 from fusion_bench_nufilt.demo import load_vision_model
 from fusion_bench_nufilt.layers import select_layers
 from tests.models import clip, finetuned, llama, t5
@@ -27,13 +27,17 @@ class Plain(nn.Module):
 
 
 FAMILIES = {"clip": clip, "t5": t5, "llama": llama, "plain": Plain}
-NAMES = [*Methods().all(), *(name for name in NOT_AMONG_ALL if name not in ("batch", "stream"))]
-NO_IMAGES = "needs a CLIPVisionModelTaskPool with test images"
+NAMES = [*Methods().all(), *NEED_DATA]
+NO_DATA = "needs a CLIPVisionModelTaskPool|needs training data|experts are known for"
 REFUSED = {
     ("nufilt", "plain"): "name its layers, or say all-linear",
-    **{("adamerging", family): NO_IMAGES for family in ("t5", "llama", "plain")},
+    **{
+        (name, family): NO_DATA for name in NEED_DATA for family in FAMILIES if (name, family) != ("adamerging", "clip")
+    },
 }
-"""What does not run, and the reason that is given; everything else does."""
+del REFUSED["adamerging", "clip"]
+"""What does not run on models and scores alone, and the reason that is given; everything else does. What the methods
+that need data do with it is tested with them."""
 LINEAR = ("knots_ties", "spectral")  # they merge linear layers, spectral accumulation the rest in another way
 STEPS = {"dop": "num_steps", "wudi": "iter_num", "adamerging": "max_steps"}
 
