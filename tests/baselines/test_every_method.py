@@ -35,7 +35,6 @@ REFUSED = {
         (name, family): NO_DATA for name in NEED_DATA for family in FAMILIES if (name, family) != ("adamerging", "clip")
     },
 }
-del REFUSED["adamerging", "clip"]
 """What does not run on models and scores alone, and the reason that is given; everything else does. What the methods
 that need data do with it is tested with them."""
 LINEAR = ("knots_ties", "spectral")  # they merge linear layers, spectral accumulation the rest in another way
