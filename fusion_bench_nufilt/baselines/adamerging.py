@@ -1,38 +1,44 @@
-"""Layer-wise AdaMerging as a continual method: FusionBench's own, shown the new task's images alone."""
+"""Layer-wise AdaMerging as a continual method, shown the new task's data alone."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from copy import deepcopy
-from types import SimpleNamespace
+from itertools import islice
 from typing import Any
 
 import torch
-from fusion_bench import BaseModelPool
-from fusion_bench.method.adamerging.clip_layer_wise_adamerging import CLIPLayerWiseAdaMergingAlgorithm
-from fusion_bench.models.hf_clip import HFCLIPClassifier
-from fusion_bench.taskpool import CLIPVisionModelTaskPool
-from fusion_bench.tasks.clip_classification import get_classnames_and_templates
-from fusion_bench.utils.data import InfiniteDataLoader
-from omegaconf import DictConfig
-from torch import nn
-from torch.utils.data import DataLoader
+from fusion_bench import BaseAlgorithm, BaseModelPool, auto_register_config
+from fusion_bench.method.adamerging.entropy_loss import entropy_loss
+from fusion_bench.mixins import LightningFabricMixin
+from torch import Tensor, nn
+from torch.func import functional_call
 
-_AdaMerging: Any = CLIPLayerWiseAdaMergingAlgorithm  # its annotations are still those of FusionBench 0.1
+from .task_data import task_data
 
 
-class NewTaskAdaMergingAlgorithm(_AdaMerging):
-    """Layer-wise AdaMerging (Yang et al., ICLR 2024) of CLIP vision towers, adapted to the last model's task.
+@auto_register_config
+class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
+    """Layer-wise AdaMerging (Yang et al., ICLR 2024), adapted to the last model's task.
 
-    One weight for each layer and task vector, trained to make the merged model's predictions on unlabelled test images
-    certain (least entropy). FusionBench's algorithm asks the model pool for images and text tower and adapts to all its
-    models' tasks; here both come from the task pool, and only the pool's last model, the new one, has its turn.
+    One weight for each parameter tensor and task vector, trained to make the merged model's predictions on test data,
+    without labels, certain (least entropy). FusionBench's algorithms take data from the model pool and adapt to the
+    tasks of all its models, and those for Flan-T5 leave the embedding out, which has several names there.
 
     Args:
-        init_values: of the layers' weights.
+        init_values: of the weights.
         lr: of Adam.
         max_steps: steps of Adam, a batch each.
-        batch_size: images in a batch.
-        seed: of the order of the images.
+        batch_size: items in a batch.
+        samples_per_class: how many of each class are looked at; None: all.
+        seed: of the order of the items.
     """
+
+    # set by auto_register_config
+    init_values: float
+    lr: float
+    max_steps: int
+    batch_size: int
+    samples_per_class: int | None
+    seed: int
 
     def __init__(
         self,
@@ -40,43 +46,58 @@ class NewTaskAdaMergingAlgorithm(_AdaMerging):
         lr: float = 1e-4,
         max_steps: int = 50,
         batch_size: int = 16,
+        samples_per_class: int | None = None,
         seed: int = 42,
+        **kwargs: Any,
     ) -> None:
-        training = {"optimizer": "adam", "lr": lr, "max_steps": max_steps, "batch_size": batch_size, "seed": seed}
-        model = {"weights": None, "init_values": init_values, "clamp_weights": False, "tie_weights": True}
-        super().__init__(DictConfig(training | model | {"strict": False}))
+        super().__init__(**kwargs)
 
     @torch.enable_grad()
     def run(self, modelpool: BaseModelPool, **kwargs: Any) -> nn.Module:
         """Merge all models of a pool at once; neither they nor the pretrained model are changed.
 
         Raises:
-            ValueError: no task pool for CLIP vision towers, or one without the last model's task.
+            ValueError: the task pool has no data of the last model's task.
         """
         names = modelpool.model_names
-        self.taskpool = None if self._program is None else self._program.taskpool
-        if not isinstance(self.taskpool, CLIPVisionModelTaskPool) or names[-1] not in self.taskpool._test_datasets:
-            raise ValueError(f"AdaMerging needs a CLIPVisionModelTaskPool with test images of '{names[-1]}'")
-        # FusionBench writes into the models, and gives a weight to parameters that require a gradient.
-        copies = {name: deepcopy(modelpool.load_model(name)).requires_grad_() for name in ("_pretrained_", *names)}
-        module = self.construct_layer_wise_merged_model(BaseModelPool(copies))
-        self.modelpool = SimpleNamespace(model_names=names[-1:])
-        return self.test_time_adaptation(module).merge_and_unload().requires_grad_()
+        data = task_data("AdaMerging", None if self._program is None else self._program.taskpool, names[-1])
+        theta_0, *models = (modelpool.load_model(name) for name in ("_pretrained_", *names))
+        merged = _Merged(theta_0, models, self.init_values, self.fabric.device)
+        optimizer = torch.optim.Adam([merged.weights], lr=self.lr)
+        batches = data.batches(self.batch_size, per_class=self.samples_per_class, seed=self.seed)
+        for batch in islice(batches, self.max_steps):
+            optimizer.zero_grad()
+            entropy_loss(data.logits(merged, batch)).backward()
+            optimizer.step()
+        model = deepcopy(theta_0).requires_grad_()
+        with torch.no_grad():
+            for name, value in merged.now().items():
+                model.get_parameter(name).copy_(value)
+        return model
 
-    def on_test_time_adaptation_start(self) -> None:
-        pool: Any = self.taskpool
-        (task,) = self.modelpool.model_names
-        if not pool._is_setup:
-            pool.setup()
-        # Not FusionBench's own set-up of the head: it keeps heads on disk by the CLIP's path, whatever lies there now.
-        classifier = HFCLIPClassifier(pool.clip_model, pool.processor)
-        classifier.set_classification_task(*get_classnames_and_templates(task))
-        self.zeroshot_weights = {task: classifier.zeroshot_weights}
-        self.visual_projection = pool.clip_model.visual_projection
-        self.logit_scale_exp = pool.clip_model.logit_scale.exp()
-        order = torch.Generator().manual_seed(self.config.seed)
-        images = DataLoader(pool.test_datasets[task], batch_size=self.config.batch_size, shuffle=True, generator=order)
-        self._batches = iter(InfiniteDataLoader(self.fabric.setup_dataloaders(images)))
 
-    def get_shuffled_test_loader_iter(self, task: str) -> Iterator[Any]:
-        return self._batches
+class _Merged(nn.Module):
+    r"""A model with the parameters :math:`\theta_l + \sum_t \lambda_{tl} \tau_{tl}`, where l is a parameter tensor."""
+
+    def __init__(
+        self, pretrained: nn.Module, models: Sequence[nn.Module], init_values: float, device: torch.device
+    ) -> None:
+        super().__init__()
+        # A copy, also because `functional_call` leaves its own tensors behind in modules that have several names.
+        self.model = deepcopy(pretrained).to(device).requires_grad_(False)
+        self.theta = dict(self.model.named_parameters())  # a parameter with several names is here once
+        self.tau = [
+            {name: model.get_parameter(name).detach().to(device) - value for name, value in self.theta.items()}
+            for model in models
+        ]
+        #: lambda, ``(models, layers)``
+        self.weights = nn.Parameter(torch.full((len(models), len(self.theta)), init_values, device=device))
+
+    def now(self) -> dict[str, Tensor]:
+        return {
+            name: sum((weight * tau[name] for weight, tau in zip(column, self.tau, strict=True)), start=value)
+            for column, (name, value) in zip(self.weights.T, self.theta.items(), strict=True)
+        }
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return functional_call(self.model, self.now(), args, kwargs)

@@ -11,22 +11,19 @@ from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import FlanT5GLUE
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.taskpool import CLIPVisionModelTaskPool
 from fusion_bench.tasks.clip_classification import get_classnames_and_templates
-from fusion_bench.utils.data import InfiniteDataLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from transformers import default_data_collator
 
-from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.continual.evaluation import names_of
 
 
-def clip_pool(method: str, evaluator: Evaluator | None, tasks: Sequence[str]) -> Any:
-    """The evaluator's task pool, set up, if it is one for CLIP vision towers that has the tasks.
+def clip_pool(method: str, pool: Any, tasks: Sequence[str]) -> Any:
+    """A task pool, set up, if it is one for CLIP vision towers that has the tasks.
 
     Raises:
         ValueError: it is not; names the method and what it lacks.
     """
-    pool = None if evaluator is None else evaluator.taskpool
     if not isinstance(pool, CLIPVisionModelTaskPool):
         raise ValueError(f"{method} needs a CLIPVisionModelTaskPool, got {type(pool).__name__}")
     if missing := [task for task in tasks if task not in pool._test_datasets]:
@@ -62,14 +59,13 @@ class TaskData(ABC):
 
     def batches(self, size: int, *, per_class: int | None, seed: int) -> Iterator[Any]:
         """Batches without end, of at most ``size`` items, out of ``per_class`` of each class (None: all)."""
-        draw, order = random.Random(seed), torch.Generator().manual_seed(seed)
-        drawn = [
-            place
-            for places in self._of_class.values()
-            for place in draw.sample(places, min(per_class or len(places), len(places)))
-        ]
-        few = Subset(self.dataset, drawn)
-        return iter(InfiniteDataLoader(DataLoader(few, size, shuffle=True, generator=order, collate_fn=self.collate)))
+        items, draw, order = self.dataset, random.Random(seed), torch.Generator().manual_seed(seed)
+        if per_class is not None:
+            few = (draw.sample(places, min(per_class, len(places))) for places in self._of_class.values())
+            items = Subset(items, [place for places in few for place in places])
+        loader = DataLoader(items, size, shuffle=True, generator=order, collate_fn=self.collate)
+        while True:
+            yield from loader
 
     @abstractmethod
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
@@ -108,15 +104,14 @@ class Texts(TaskData):
         return logits[:, 0]
 
 
-def task_data(method: str, evaluator: Evaluator | None, task: str) -> TaskData:
-    """The test data that the evaluator's task pool has of a task.
+def task_data(method: str, pool: Any, task: str) -> TaskData:
+    """The test data that a task pool has of a task.
 
     Raises:
         ValueError: it has none, or is of a kind whose data cannot be had; names the method.
     """
-    pool = None if evaluator is None else evaluator.taskpool
     if not isinstance(pool, FlanT5GLUETextGenerationTaskPool):
-        return Images(clip_pool(method, evaluator, [task]), task)
+        return Images(clip_pool(method, pool, [task]), task)
     own = next((name for name in pool.task_names if task in names_of(name)), None)
     if own is None:
         raise ValueError(f"{method} needs test data of '{task}'; the task pool has {', '.join(pool.task_names)}")

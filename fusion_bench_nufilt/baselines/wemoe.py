@@ -69,7 +69,8 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
         self._mixture = mixture_of(
             pretrained, rank=self.rank, init_lambda=self.init_lambda, batch_reduce=self.batch_reduce
         )
-        self._data = {name: task_data(self.name, self.evaluator, name) for name in names}
+        taskpool = None if self.evaluator is None else self.evaluator.taskpool
+        self._data = {name: task_data(self.name, taskpool, name) for name in names}
 
     def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
         matrices = [key for key, parameter in pretrained.named_parameters() if parameter.ndim == 2]

@@ -6,15 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fusion_bench import BaseModelPool
+from fusion_bench.method.adamerging.entropy_loss import entropy_loss
 from fusion_bench.utils import instantiate
 from lightning import Fabric
 from torch.func import functional_call
 
 from fusion_bench_nufilt.baselines.adamerging import NewTaskAdaMergingAlgorithm
+from fusion_bench_nufilt.baselines.task_data import task_data
 from fusion_bench_nufilt.compare import compose_run
 from fusion_bench_nufilt.demo import TASKS, load_clip, load_processor, load_test_dataset, load_vision_model, to_pixels
 from fusion_bench_nufilt.demo.train import text_features
-from tests.models import finetuned
+from tests.baselines.glue import GLUE
+from tests.models import finetuned, t5
 
 
 @pytest.fixture
@@ -29,7 +32,8 @@ def pools(demo):
 
 def algorithm(taskpool, **options):
     made = NewTaskAdaMergingAlgorithm(**options)
-    made._fabric_instance, made._program = taskpool.fabric, SimpleNamespace(taskpool=taskpool)
+    made._fabric_instance = Fabric(devices=1, accelerator="cpu")
+    made._program = SimpleNamespace(taskpool=taskpool)
     return made
 
 
@@ -120,13 +124,30 @@ def test_one_object_serves_one_step_after_another(pools):
     assert all(torch.equal(a, b) for a, b in zip(second.parameters(), expected.parameters(), strict=True))
 
 
-def test_without_test_images_it_is_refused(pools):
+def test_without_test_data_it_is_refused(pools):
     modelpool, taskpool = pools
-    with pytest.raises(ValueError, match="CLIPVisionModelTaskPool with test images of 'shapes'"):
+    with pytest.raises(ValueError, match="AdaMerging needs a CLIPVisionModelTaskPool, got NoneType"):
         NewTaskAdaMergingAlgorithm().run(modelpool)
     del taskpool._test_datasets["shapes"]
-    with pytest.raises(ValueError, match="CLIPVisionModelTaskPool with test images of 'shapes'"):
+    with pytest.raises(ValueError, match="AdaMerging needs a CLIPVisionModelTaskPool with shapes"):
         algorithm(taskpool).run(modelpool)
+    with pytest.raises(ValueError, match="AdaMerging needs test data of 'shapes'; the task pool has cola, sst2"):
+        algorithm(GLUE()).run(modelpool)
+
+
+def test_flan_t5_is_adapted_to_the_first_token_of_answers():
+    base = t5()
+    models = {"_pretrained_": base, "glue-cola": finetuned(base, 1, scale=0.3), "sst2": finetuned(base, 2, scale=0.3)}
+    start, trained = (algorithm(GLUE(), lr=0.05, max_steps=steps).run(BaseModelPool(models)) for steps in (0, 8))
+    for key, theta in base.state_dict().items():  # the shared embedding, which has three names, among them
+        expected = theta + 0.3 * sum(models[name].state_dict()[key] - theta for name in ("glue-cola", "sst2"))
+        torch.testing.assert_close(start.state_dict()[key], expected)
+    texts = task_data("", GLUE(), "sst2")
+    batch = next(texts.batches(12, per_class=None, seed=0))
+    with torch.no_grad():
+        before, after = (entropy_loss(texts.logits(model, batch)) for model in (start, trained))
+    assert after < before
+    assert all(parameter.is_leaf and parameter.requires_grad for parameter in trained.parameters())
 
 
 def test_it_runs_under_the_protocol(pools):

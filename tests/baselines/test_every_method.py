@@ -4,16 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fusion_bench import BaseModelPool
 from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
 from fusion_bench.utils import instantiate
 from lightning import Fabric
 from omegaconf import OmegaConf
 from torch import nn
 
+from fusion_bench_nufilt.baselines.experts import MIXTURES
 from fusion_bench_nufilt.compare import Methods, compose_run
 from fusion_bench_nufilt.compare.configs import NEED_DATA
 from fusion_bench_nufilt.demo import load_vision_model
 from fusion_bench_nufilt.layers import select_layers
+from tests.baselines.glue import GLUE
 from tests.models import clip, finetuned, llama, t5
 
 
@@ -28,17 +31,17 @@ class Plain(nn.Module):
 
 FAMILIES = {"clip": clip, "t5": t5, "llama": llama, "plain": Plain}
 NAMES = [*Methods().all(), *NEED_DATA]
-NO_DATA = "needs a CLIPVisionModelTaskPool|needs training data|experts are known for"
+NO_IMAGES = "needs a CLIPVisionModelTaskPool"
 REFUSED = {
     ("nufilt", "plain"): "name its layers, or say all-linear",
-    **{
-        (name, family): NO_DATA for name in NEED_DATA for family in FAMILIES if (name, family) != ("adamerging", "clip")
-    },
+    **{("adamerging", family): NO_IMAGES for family in ("llama", "plain")},
+    **{("lora_wemoe", family): "experts are known for" for family in ("llama", "plain")},
+    **{("sequential_finetuning", family): "needs training data" for family in ("t5", "llama", "plain")},
 }
-"""What does not run on models and scores alone, and the reason that is given; everything else does. What the methods
-that need data do with it is tested with them."""
+"""What does not run, and the reason that is given; everything else does."""
 LINEAR = ("knots_ties", "spectral")  # they merge linear layers, spectral accumulation the rest in another way
-STEPS = {"dop": "num_steps", "wudi": "iter_num", "adamerging": "max_steps"}
+STEPS = {"dop": "base_method.num_steps", "wudi": "base_method.iter_num", "adamerging": "base_method.max_steps"}
+STEPS |= {"lora_wemoe": "max_steps", "sequential_finetuning": "num_steps"}
 
 
 class ScoresByTask(V01TaskPool):
@@ -56,21 +59,28 @@ class ScoresByTask(V01TaskPool):
 def test_every_method_merges_and_scores_every_family_or_says_why_not(family, name, request):
     tasks = ["shapes", "counts", "digits"]
     base, taskpool = FAMILIES[family](), ScoresByTask(tasks)
-    if (name, family) == ("adamerging", "clip"):
+    if name in NEED_DATA and family == "clip":
         base, taskpool = clip_with_images(request)
+    elif name in NEED_DATA and family == "t5":
+        taskpool = GLUE(tasks)
     models = {"_pretrained_": base} | {task: finetuned(base, seed=i) for i, task in enumerate(tasks)}
     method = f"method={name}" if name == "nufilt" else f"method=continual/{name}"
-    quick = [f"method.base_method.{STEPS[name]}=2"] if name in STEPS else []
+    quick = [f"method.{STEPS[name]}=2"] if name in STEPS else []
     algorithm = instantiate(compose_run([method, *quick]).method)
     algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu")
+    if name == "sequential_finetuning" and family == "clip":
+        images = compose_run(["modelpool=nufilt_demo"]).modelpool.train_datasets
+        models = BaseModelPool(models, train_datasets=images)
     if why := REFUSED.get((name, family)):
         with pytest.raises(ValueError, match=why):
             algorithm.run(models, taskpool)
         return
     merged = algorithm.run(models, taskpool)
     assert algorithm.matrix.missing == []
-    assert type(merged) is type(base)
+    assert type(merged) is (MIXTURES[type(base)] if name == "lora_wemoe" else type(base))
     assert all(torch.isfinite(parameter).all() for parameter in merged.parameters())
+    if name == "lora_wemoe":
+        return  # its parameters have other names
     changed = {key for key, value in merged.named_parameters() if not torch.equal(value, base.get_parameter(key))}
     if name == "nufilt":
         expected = {view.key for view in select_layers(base).values()}

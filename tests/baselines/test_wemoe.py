@@ -1,21 +1,17 @@
 """LoRA-WEMoE: its experts, its gates, and the model that holds them."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from datasets import Dataset
 from fusion_bench import BaseModelPool
-from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import FlanT5GLUETextGenerationTaskPool
 from fusion_bench.utils import instantiate
 from lightning import Fabric
-from omegaconf import OmegaConf
 
 from fusion_bench_nufilt.baselines import LoRAWEMoE
 from fusion_bench_nufilt.baselines.experts import mixture_of
 from fusion_bench_nufilt.baselines.task_data import TaskData
 from fusion_bench_nufilt.compare import compose_run
 from fusion_bench_nufilt.demo import load_vision_model
+from tests.baselines.glue import GLUE
 from tests.models import clip, finetuned, llama, t5
 
 IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -121,25 +117,6 @@ def images(demo):
     taskpool = instantiate(compose_run(["taskpool=nufilt_demo"]).taskpool)
     taskpool._fabric_instance = Fabric(devices=1, accelerator="cpu")
     return {name: load_vision_model(name) for name in ("_pretrained_", "digits", "shapes")}, taskpool
-
-
-class GLUE(FlanT5GLUETextGenerationTaskPool):
-    """Two tasks of a few random texts with answers of one token."""
-
-    tokenizer = SimpleNamespace(pad_token_id=0)
-
-    def __init__(self):
-        super().__init__(OmegaConf.create({"tasks": [{"name": "cola"}, {"name": "sst2"}]}))
-
-    def load_task(self, name):
-        generator = torch.Generator().manual_seed(len(name))
-        ids = torch.randint(2, 50, (12, 8), generator=generator).tolist()
-        columns = {
-            "input_ids": ids,
-            "attention_mask": [[1] * 6 + [0] * 2] * 12,
-            "labels": [[i % 2 + 5, 1] for i in range(12)],
-        }
-        return SimpleNamespace(test_dataset=Dataset.from_dict(columns), evaluate=lambda model: {"accuracy": 0.5})
 
 
 def texts():
