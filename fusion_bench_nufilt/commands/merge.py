@@ -1,5 +1,6 @@
 """`nufilt merge`: checkpoint folders of any size."""
 
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import split_options
 from fusion_bench_nufilt.core.spectral import SpectralConfig
 from fusion_bench_nufilt.folders import Plan, Settings, merge_folders, plan_merge
+from fusion_bench_nufilt.folders.cluster import connect, places
 from fusion_bench_nufilt.folders.destination import check_disk, check_output
 from fusion_bench_nufilt.folders.models import LoraAdapter
 from fusion_bench_nufilt.folders.output import work_folder
@@ -124,10 +126,22 @@ def _print_plan(console: Console, plan: Plan, out: Path) -> None:
         table.add_row("not merged", f"matrices in blocks: {shown(plan.coverage.names_left_out)}")
     table.add_row("averaged", f"{len(plan.averaged)} tensors (other_params={plan.targets.other_params})")
     table.add_row("copied", f"{plan.copied} tensors, bit by bit")
-    table.add_row("memory", f"{plan.memory / 1e9:.2f} GB at most")
+    local = plan.settings.engine == "local"
+    slots = plan.workers
+    if local:
+        table.add_row("memory", f"{plan.memory / 1e9:.2f} GB at most")
+    else:
+        workers = Counter(place.slots for place in places(plan, connect(plan.settings.address)))
+        slots = sum(number * each for each, number in workers.items())
+        for each, number in workers.items():
+            held = f"{plan.memory_of(each) / 1e9:.2f} GB at most"
+            table.add_row("workers", f"{number}, each on {each} batches of layers at a time in {held}")
     table.add_row("disk", f"{plan.disk / 1e9:.2f} GB in {shown(str(out))}")
     if plan.on_cpu:
-        table.add_row("time", f"about {_duration(plan.predict_seconds())}")
+        seconds = plan.predict_seconds() * plan.workers / slots
+        table.add_row(
+            "time", f"about {_duration(seconds)}{'' if local else ' if all CPUs are like those of this machine'}"
+        )
     console.print(table)
     for warning in plan.warnings:
         console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)

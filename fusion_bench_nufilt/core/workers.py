@@ -26,24 +26,29 @@ def map_layers(
     with _exact_products():
         if where.type != "cpu" or threads == 1:
             yield from map(function, items)
-            return
-        workers = min(workers or threads, threads)
-        try:
-            with ThreadPoolExecutor(workers, initializer=_single_threaded) as pool:
-                # Not all at once: what is finished waits in memory until it is taken.
-                ahead: deque[Future[_R]] = deque()
-                try:
-                    for item in items:
-                        ahead.append(pool.submit(function, item))
-                        if len(ahead) > 2 * workers:
-                            yield ahead.popleft().result()
-                    while ahead:
+        else:
+            yield from side_by_side(function, items, min(workers or threads, threads))
+
+
+def side_by_side(function: Callable[[_T], _R], items: Sequence[_T], workers: int) -> Iterator[_R]:
+    """Results in order, of so many threads, each with single-threaded mathematics."""
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(workers, initializer=_single_threaded) as pool:
+            # Not all at once: what is finished waits in memory until it is taken.
+            ahead: deque[Future[_R]] = deque()
+            try:
+                for item in items:
+                    ahead.append(pool.submit(function, item))
+                    if len(ahead) > 2 * workers:
                         yield ahead.popleft().result()
-                finally:  # after an error or an interrupt, what has not begun never does
-                    for future in ahead:
-                        future.cancel()
-        finally:
-            torch.set_num_threads(threads)
+                while ahead:
+                    yield ahead.popleft().result()
+            finally:  # after an error or an interrupt, what has not begun never does
+                for future in ahead:
+                    future.cancel()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _single_threaded() -> None:

@@ -12,13 +12,13 @@ import psutil
 from fusion_bench_nufilt.core.workers import working_bytes
 
 # Each worker's stack, allocator arena and buffers of the matrix products; measured, rounded up.
-_WORKER_BYTES = 64 * 2**20
+WORKER_BYTES = 64 * 2**20
 _M_MMAP_THRESHOLD = -3  # from malloc.h: blocks above are mapped by themselves
 
 
 def process_memory(workers: int) -> int:
     """Bytes that the process takes apart from the layers: what it takes now, and its workers' overhead."""
-    return int(psutil.Process().memory_info().rss) + workers * _WORKER_BYTES
+    return int(psutil.Process().memory_info().rss) + workers * WORKER_BYTES
 
 
 def layer_memory(shape: Sequence[int], stored: int, *, wide: int, on_cpu: bool) -> int:

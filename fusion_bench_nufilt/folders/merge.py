@@ -58,7 +58,7 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         with closing(Output(out, run, _headers(plan), files)) as output:
             already = sum(info[2] - info[1] for record in output.done.values() for info in record["written"])
             check_disk(plan, out, already)
-            with closing(LocalEngine(plan)) as engine:
+            with closing(_engine(plan)) as engine:
                 _Merge(plan, output, engine).run(progress)
             if changed := [checkpoint.name for checkpoint in plan.checkpoints if checkpoint.changed()]:
                 raise ValueError(
@@ -85,6 +85,14 @@ def fetch(plan: Plan) -> None:
         plan.warnings += new
         for text in new:
             log.warning("%s", text)
+
+
+def _engine(plan: Plan) -> Engine:
+    if plan.settings.engine == "local":
+        return LocalEngine(plan)
+    from .cluster import RayEngine
+
+    return RayEngine(plan)
 
 
 class _Merge:

@@ -17,7 +17,7 @@ from fusion_bench_nufilt.layers import Coverage, TargetConfig
 from .architecture import Layer
 from .checkpoint import Checkpoint
 from .forecast import predict_seconds
-from .memory import layer_memory, process_memory
+from .memory import WORKER_BYTES, layer_memory, process_memory
 from .methods import BATCH_BYTES, Method
 from .models import FullModel, Task
 from .tensors import FLOATS
@@ -49,13 +49,27 @@ class Settings:
         None, "The most memory to hold, such as 4GB; fewer layers are then worked on at a time."
     )
 
+    engine: Literal["local", "ray"] = option(
+        "local",
+        "What computes the layers: local is this process; ray is a worker on every node of a Ray cluster, or on every "
+        "GPU of it if device is cuda. This process alone writes, and the result is the same.",
+    )
+    address: str | None = option(
+        None,
+        "Address of the Ray cluster, such as auto or 10.0.0.1:6379. If it is not given, it is the cluster that this "
+        "machine belongs to, or else a new one on this machine alone.",
+    )
+
     def __post_init__(self) -> None:
         if self.step is not None:
             check_whole(self, "step", least=1, most=10**6)
         if self.max_memory is not None:
             check_whole(self, "max_memory", least=1, most=2**62)
         check_choices(self)
-        check_device(self.device)
+        if self.engine == "local":  # a cluster's workers have devices of their own
+            check_device(self.device)
+            if self.address is not None:
+                raise ValueError(f"address '{self.address}' is for engine=ray")
 
 
 @dataclass
@@ -135,11 +149,10 @@ class Plan:
                 size = max(1, min(size, self.budget // self.layer_memory(group[0])))
             yield from (group[i : i + size] for i in range(0, len(group), size))
 
-    @property
-    def _largest(self) -> int:
+    def _largest(self, workers: int) -> int:
         """Bytes that layers take together if nothing bounds them."""
         held = sorted(sum(map(self.layer_memory, batch)) for batch in self.batches(self.layers))
-        return sum(held[-self.workers :])
+        return sum(held[-workers:])
 
     @cached_property
     def process_memory(self) -> int:
@@ -151,12 +164,20 @@ class Plan:
         """Bytes that layers may take together."""
         if self.settings.max_memory is not None:
             return self.settings.max_memory - self.process_memory
-        return self._largest
+        return self._largest(self.workers)
 
     @property
     def memory(self) -> int:
         """Predicted peak of the process's resident memory, bytes."""
-        return self.process_memory + min(self._largest, self.budget)
+        return self.memory_of(self.workers)
+
+    def memory_of(self, workers: int) -> int:
+        """The same of a process that works on so many batches of layers at a time."""
+        alone = self.process_memory + (workers - self.workers) * WORKER_BYTES
+        layers = self._largest(workers)
+        if self.settings.max_memory is not None:
+            layers = min(layers, self.settings.max_memory - alone)
+        return alone + layers
 
     @property
     def keeps_state(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -93,6 +94,11 @@ class TensorFile:
     def __del__(self) -> None:
         if "_descriptor" in self.__dict__:
             os.close(self._descriptor)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process elsewhere, which has no use for this one's descriptor and working folder."""
+        state = {name: value for name, value in vars(self).items() if name != "_descriptor"}
+        return {**state, "path": self.path.absolute()}
 
     def read(self, info: TensorInfo) -> Tensor:
         """A tensor in the dtype it is stored in (F64, F32, F16 or BF16)."""
