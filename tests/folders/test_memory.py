@@ -21,14 +21,16 @@ import json, sys
 from pathlib import Path
 import torch
 from fusion_bench_nufilt import FusionConfig
+from fusion_bench_nufilt.core.spectral import SpectralConfig
 from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
 
 torch.set_num_threads(2)
 folder, tasks, bound = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) or None
 names = [f"{folder}/task{i}" for i in range(1, tasks + 1)]
-config = FusionConfig(null_rank=16, lora_rank=8, max_steps=2)
-plan = plan_merge(f"{folder}/base", names, None, config, settings=Settings(max_memory=bound))
-merge_folders(plan, Path(folder) / f"out{tasks}{bound}")
+config = {"nufilt": FusionConfig(null_rank=16, lora_rank=8, max_steps=2), "spectral": SpectralConfig()}[sys.argv[4]]
+settings = Settings(max_memory=bound, accumulate="float32" if sys.argv[4] == "spectral" else "stored")
+plan = plan_merge(f"{folder}/base", names, None, config, settings=settings)
+merge_folders(plan, Path(folder) / f"out{tasks}{bound}{sys.argv[4]}")
 # Unlike getrusage, this does not begin with the memory of the process that started this one.
 peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(json.dumps({"predicted": plan.memory, "peak": peak, "alone": plan.process_memory}))
@@ -71,9 +73,9 @@ def folders(tmp_path_factory):
     return folder
 
 
-def measure(folders, tasks, bound=0):
+def measure(folders, tasks, bound=0, method="nufilt"):
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    command = [sys.executable, "-c", RUN, str(folders), str(tasks), str(bound)]
+    command = [sys.executable, "-c", RUN, str(folders), str(tasks), str(bound), method]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -92,6 +94,12 @@ def test_predicted_memory_is_held_and_does_not_depend_on_the_number_of_tasks(fol
         layers = run["predicted"] - run["alone"]
         assert run["peak"] - run["alone"] > 0.3 * layers, "the prediction is far too high to be of use"
     assert three["peak"] < 1.15 * two["peak"]
+
+
+@pytest.mark.slow
+def test_the_memory_of_spectral_accumulation_is_predicted_too(folders):
+    run = measure(folders, 3, method="spectral")
+    assert run["alone"] + 0.3 * (run["predicted"] - run["alone"]) < run["peak"] <= run["predicted"]
 
 
 def test_max_memory_is_held_by_working_on_fewer_layers_at_a_time(folders, three):
