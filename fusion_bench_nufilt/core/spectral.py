@@ -204,7 +204,7 @@ def strengths(names: Sequence[str], config: SpectralConfig) -> dict[str, float]:
     The first number in a layer's name is its block's; what stands before it tells stacks of blocks apart.
     """
     blocks = {name: (found[1], int(found[2])) for name in names if (found := re.match(r"(.*?\.)??(\d+)\.", name))}
-    last = {stack: max(block for other, block in blocks.values() if other == stack) for stack, _ in blocks.values()}
+    last = dict(sorted(blocks.values(), key=lambda at: at[1]))  # of each stack its highest block
     kappas = dict.fromkeys(names, config.kappa)
     for name, (stack, block) in blocks.items():
         depth = 2 * block / last[stack] - 1 if last[stack] else 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Protocol
 
 from pydantic import Field, FiniteFloat
@@ -111,9 +112,12 @@ class Spectral:
         self, theta_0: Layers, merged: Layers, task: TaskLayers, before: Reports, *, step: int, device: str
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         votes = {name: self._votes(name, before) for name in merged}
-        kappas = strengths(self.layers, self.config)
-        each = list(accumulate_each(theta_0, merged, task, votes, kappas, self.config.damp, device=device))
+        each = list(accumulate_each(theta_0, merged, task, votes, self._kappas, self.config.damp, device=device))
         return {name: weight for name, weight, _ in each}, {name: report for name, _, report in each}
+
+    @cached_property
+    def _kappas(self) -> dict[str, float]:
+        return strengths(self.layers, self.config)
 
     def _votes(self, name: str, reports: Reports) -> Votes:
         if reports.get(name):
