@@ -21,7 +21,7 @@ def compare(
         ),
     ] = None,
     preset: Annotated[
-        Literal["ablation", "sensitivity", "paper"] | None, typer.Option(help="Methods of the paper.")
+        Literal["ablation", "sensitivity", "paper", "overhead"] | None, typer.Option(help="Methods of the paper.")
     ] = None,
     with_data: Annotated[
         bool, typer.Option("--with-data", help="With --preset paper: also the methods that need data.")

@@ -10,12 +10,15 @@ from fusion_bench_nufilt.continual import METRICS
 from fusion_bench_nufilt.continual.report import draw_matrix, summary
 
 from .presets import SENSITIVITY
-from .summary import Comparison, Mean, MethodResult
+from .summary import Comparison, Mean
 
 _COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 _MARKERS = "osD^vP*Xp<>hd"  # 13 to 7 colours: no two of 91 methods look the same
 _LINES = ["-", "--", ":"]
 _REFERENCE_LINES = {"pretrained": ":", "individual": "--"}
+
+
+_SYMBOLS = {panel.key: f"${panel.symbol}$" for panel in SENSITIVITY}
 
 
 def _style(number: int) -> dict[str, Any]:
@@ -164,39 +167,28 @@ def ablation(comparison: Comparison) -> Figure:
 
 
 def sensitivity(comparison: Comparison) -> Figure:
-    """ACC (above) and BWT (below) over each setting, the others fixed; a dashed line marks the value they have."""
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    panels = figure.subplots(2, len(SENSITIVITY), sharex="col", sharey="row")
-    default = sensitivity_default(comparison)
-    assert default is not None
-    for column, (key, symbol) in enumerate(SENSITIVITY.items()):
-        varied = [m for m in comparison.finished if _changed(m) == [key]]
-        curve = sorted([default, *varied], key=lambda method: method.setting(key))
-        values = [method.setting(key) for method in curve]
-        for axes, name in ((panels[0, column], "ACC"), (panels[1, column], "BWT")):
+    """ACC (above) and BWT (below) over what each panel varies; a dashed line marks the method's own value."""
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    rows = {method.spec.label: method for method in comparison.finished}
+    usual = rows.get("steps 50")
+    columns = figure.subplots(2, len(SENSITIVITY), sharex="col", sharey="row").T
+    for panel, (upper, lower) in zip(SENSITIVITY, columns, strict=True):
+        curve = [method for label, method in rows.items() if label.startswith(f"{panel.symbol} ")]
+        values = [method.setting(panel.key) for method in curve]
+        for axes, name in ((upper, "ACC"), (lower, "BWT")):
             means = [100 * method.metrics[name].mean for method in curve]
             deviations = [_deviation(method.metrics[name]) or 0.0 for method in curve]
-            axes.errorbar(values, means, deviations, color=_COLOURS[0], marker="o", markersize=5, capsize=3)
-            axes.axvline(default.setting(key), color="grey", linestyle="--", linewidth=1)
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(values, [str(value) for value in values])
-            axes.minorticks_off()
+            axes.errorbar(range(len(curve)), means, deviations, color=_COLOURS[0], marker="o", markersize=5, capsize=3)
+            if usual and usual.setting(panel.key) in values:
+                axes.axvline(values.index(usual.setting(panel.key)), color="grey", linestyle="--", linewidth=1)
+            axes.set_xticks(range(len(curve)), [str(value) for value in values])
             axes.grid(alpha=0.3)
-            if column == 0:
-                axes.set_ylabel(f"{name} (%)")
-        panels[1, column].set_xlabel(f"{key} (${symbol}$)" if "_" in symbol else key)
+        fixed = {_SYMBOLS[key]: curve[0].setting(key) for key in panel.fixed if curve}
+        upper.set_title(", ".join(f"{symbol} = {value}" for symbol, value in fixed.items()), fontsize=9)
+        lower.set_xlabel(panel.key if panel.key == "max_steps" else f"{panel.key} (${panel.symbol}$)")
+    columns[0][0].set_ylabel("ACC (%)")
+    columns[0][1].set_ylabel("BWT (%)")
     return figure
-
-
-def sensitivity_default(comparison: Comparison) -> MethodResult | None:
-    """NUFILT with nothing changed, which the others differ from; None if it is not there or failed."""
-    return next((method for method in comparison.finished if _changed(method) == []), None)
-
-
-def _changed(method: MethodResult) -> list[str] | None:
-    """The settings in which it differs from NUFILT; None for another method."""
-    settings = method.spec.settings
-    return [setting.partition("=")[0] for setting in settings] if method.spec.method == "nufilt" else None
 
 
 def _deviation(mean: Mean) -> float | None:

@@ -1,27 +1,54 @@
 """Comparisons of the paper by name."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
+
+from fusion_bench_nufilt.overrides import without_method
 
 from .configs import NEED_DATA, Methods, compose_run
+from .display import quiet
 from .paper import paper_settings
 from .specs import RunSpec, parse_methods
+from .workbench import Workbench
+
+Preset = Literal["ablation", "sensitivity", "paper", "overhead"]
 
 ABLATION = ("nufilt/naive", "nufilt/filter_only", "nufilt/adapter_only", "nufilt")
 PAPER = (
     *("sequential_finetuning", "weight_average", "task_arithmetic", "ties_merging", "magmax", "adamerging"),
     *("lora_wemoe", "wudi", "iso_c", "knots_ties", "tsvm", "opcm", "nufilt"),
 )
-SENSITIVITY = {"null_rank": "r_p", "lora_rank": "r_l", "task_rank": "r_v", "max_steps": "steps"}
-"""What the sensitivity curves vary, one at a time, and its symbol in the paper."""
-_FACTORS = (0.25, 0.5, 2, 4)
+TWO_FORMS = ("ties_merging", "magmax", "adamerging")
+"""Rows of the main table that the released code has another formula for than the paper, see docs/baselines.md."""
+OVERHEAD = ("task_arithmetic", "opcm", "wudi", *(f"nufilt:max_steps={steps}" for steps in (25, 50, 100)))
+
+
+class Panel(NamedTuple):
+    """One curve of the paper's sensitivity figure: what it varies, and what it holds fixed."""
+
+    symbol: str
+    key: str
+    values: tuple[int, ...]
+    fixed: Mapping[str, int]
+
+
+_WIDTH = 768  # of the models that the ranks below are for
+SENSITIVITY = (
+    Panel("r_p", "null_rank", (0, 8, 16, 32, 64, 128, 256, 512, _WIDTH), {"lora_rank": 0, "task_rank": 0}),
+    Panel("r_l", "lora_rank", (0, 4, 8, 16, 32, 64, 128), {"null_rank": 128, "task_rank": 8}),
+    Panel("r_v", "task_rank", (0, 1, 2, 4, 8, 16, 32, 64, 128), {"null_rank": 128, "lora_rank": 16}),
+    Panel("steps", "max_steps", (25, 50, 100), {"null_rank": 128, "lora_rank": 64, "task_rank": 8}),
+)
+"""Section 5.3 of the paper; the grids are ours, since it prints none."""
 
 
 def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_data: bool = False) -> list[RunSpec]:
     """The rows of a comparison of the paper.
 
     ``ablation`` has the four rows of the paper's ablation; ``paper`` the methods of its main table, as it sets them,
-    those that need data only ``with_data``; ``sensitivity`` NUFILT, and NUFILT with each of its ranks and its steps at
-    a quarter to four times the value it has.
+    by both formulas where there are two, those that need data only ``with_data``; ``sensitivity`` the panels of
+    :data:`SENSITIVITY`, their ranks in proportion to the width of the models; ``overhead`` the data-free rows of its
+    table of costs.
 
     Raises:
         ValueError: no such preset, or one in which no method needs data.
@@ -32,13 +59,35 @@ def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_da
     if name == "ablation":
         return parse_methods(",".join(ABLATION), methods)
     if name == "paper":
-        settings = paper_settings(modelpool)
-        rows = [method for method in PAPER if with_data or method not in NEED_DATA]
-        texts = [":".join([f"{method}={method}", *settings.get(method, ())]) for method in rows]
-        return parse_methods(",".join(texts), methods)
+        settings, rows = paper_settings(modelpool), []
+        for method in PAPER:
+            if with_data or method not in NEED_DATA:
+                rows.append([f"{method}={method}", *settings.get(method, ())])
+                if method in TWO_FORMS:
+                    rows.append([f"{method} (released)={method}", "form=released", *settings.get(method, ())])
+        return parse_methods(",".join(":".join(row) for row in rows), methods)
     if name == "sensitivity":
-        (default,) = parse_methods("nufilt", methods)
-        config = compose_run([*default.overrides, *overrides]).method
-        varied = [f"{key}={max(1, round(factor * config[key]))}" for key in SENSITIVITY for factor in _FACTORS]
-        return [default, *(RunSpec(s, (*default.overrides, f"method.{s}"), "nufilt", (s,)) for s in varied)]
-    raise ValueError(f"there is no preset '{name}'; there are: ablation, paper, sensitivity")
+        with quiet():
+            width = Workbench(compose_run(without_method([f"modelpool={modelpool}", *overrides]))).width
+        return [spec for panel in SENSITIVITY for spec in panel_specs(panel, width)]
+    if name == "overhead":
+        return parse_methods(",".join(OVERHEAD), methods)
+    raise ValueError(f"there is no preset '{name}'; there are: {', '.join(sorted(get_args(Preset)))}")
+
+
+def panel_specs(panel: Panel, width: int) -> list[RunSpec]:
+    """The rows of a panel, for models of a width: r_p and r_l are in proportion to it below 768."""
+    values = sorted({_scaled(panel.key, value, width) for value in panel.values})
+    fixed = {key: _scaled(key, value, width) for key, value in panel.fixed.items()}
+    rows = []
+    for value in values:
+        settings = tuple(f"{key}={number}" for key, number in {**fixed, panel.key: value}.items())
+        overrides = ("method=nufilt", *(f"method.{setting}" for setting in settings))
+        rows.append(RunSpec(f"{panel.symbol} {value}", overrides, "nufilt", settings))
+    return rows
+
+
+def _scaled(key: str, value: int, width: int) -> int:
+    if key in ("null_rank", "lora_rank") and value:
+        return width if value == _WIDTH else max(1, value * min(width, _WIDTH) // _WIDTH)
+    return min(value, width) if key == "task_rank" else value

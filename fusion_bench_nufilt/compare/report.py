@@ -70,7 +70,7 @@ def _wanted(comparison: Comparison) -> list[str]:
         names.append("accuracy_per_step.png")
     if comparison.preset == "ablation":
         names.append("ablation.png")
-    if comparison.preset == "sensitivity" and plots.sensitivity_default(comparison) is not None:
+    if comparison.preset == "sensitivity":
         names.append("sensitivity.png")
     return names
 

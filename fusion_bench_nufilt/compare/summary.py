@@ -135,8 +135,10 @@ class Comparison:
         found = {label: rows[label] for label in self.references if label in rows}
         for spec in (method.spec for method in self.methods):
             given = tuple(setting for setting in spec.settings if not setting.startswith("form="))  # beside either form
-            if spec.method in rows and given == settings.get(spec.method, ()):
-                found[spec.label] = rows[spec.method]
+            as_printed = given == settings.get(spec.method, ())
+            row = spec.method if as_printed else ":".join((spec.method, *given))
+            if row in rows:
+                found[spec.label] = rows[row]
         return found
 
     @property

@@ -12,6 +12,7 @@ from torch import nn
 from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.continual.evaluation import score
 from fusion_bench_nufilt.continual.report import package_versions
+from fusion_bench_nufilt.layers import select_layers
 
 from .configs import make_fabric, make_modelpool, make_taskpool, plain, taskpool_config
 from .store import References
@@ -46,6 +47,12 @@ class Workbench:
     def parameters(self) -> int:
         """How many the pretrained model has."""
         return num_parameters(self.modelpool.load_model("_pretrained_"))
+
+    @cached_property
+    def width(self) -> int:
+        """d_i of the narrowest layer that NUFILT merges."""
+        layers = select_layers(self.modelpool.load_model("_pretrained_"))
+        return min(view.shape[1] for view in layers.values())
 
     @property
     def environment(self) -> dict[str, str]:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from fusion_bench_nufilt.compare import RunSpec, save_report
+from fusion_bench_nufilt.compare import save_report
 from fusion_bench_nufilt.compare.plots import sensitivity
+from fusion_bench_nufilt.compare.presets import SENSITIVITY, panel_specs
 from fusion_bench_nufilt.compare.summary import MethodResult
 from tests.compare.helpers import CONFIG, comparison, failed, finished
 
@@ -73,16 +74,20 @@ def test_the_ablation_ends_in_bars(tmp_path):
     assert "ablation.png" in save_report(two(preset="ablation", modelpool=B32), tmp_path)
 
 
-def test_the_sensitivity_ends_in_curves_around_the_default(tmp_path):
-    specs = {RunSpec("ours", (), "nufilt"): 8}
-    specs |= {RunSpec(f"rank {n}", (), "nufilt", (f"null_rank={n}",)): n for n in (2, 4, 16)}
-    specs |= {RunSpec("other", (), "opcm"): 1}
-    methods = [
-        MethodResult(spec, [finished(seed, config=CONFIG | {"null_rank": rank}) for seed in SEEDS])
-        for spec, rank in specs.items()
-    ]
+def test_the_sensitivity_ends_in_a_curve_for_each_panel(tmp_path):
+    methods = []
+    for panel in SENSITIVITY:
+        for spec in panel_specs(panel, width=768):
+            config = {**CONFIG, **{key: int(value) for key, value in (each.split("=") for each in spec.settings)}}
+            config = {"max_steps": 50, "lora_rank": 64, "null_rank": 128, "task_rank": 8} | config
+            methods.append(MethodResult(spec, [finished(seed, config=config) for seed in SEEDS]))
     result = replace(two(preset="sensitivity"), methods=methods)
     assert "sensitivity.png" in save_report(result, tmp_path)
-    curve = sensitivity(result).axes[0].lines[0]
-    assert curve.get_xdata().tolist() == [2, 4, 8, 16]
-    assert "sensitivity.png" not in save_report(replace(result, methods=methods[1:]), tmp_path)
+    panels = sensitivity(result).axes
+    assert [[tick.get_text() for tick in axes.get_xticklabels()] for axes in panels[len(SENSITIVITY) :]] == [
+        [str(value) for value in panel.values] for panel in SENSITIVITY
+    ]
+    assert [axes.get_title() for axes in panels[:3]] == [
+        "$r_l$ = 0, $r_v$ = 0", "$r_p$ = 128, $r_v$ = 8", "$r_p$ = 128, $r_l$ = 16",
+    ]  # fmt: skip
+    save_report(replace(result, methods=methods[:3]), tmp_path)  # the others failed

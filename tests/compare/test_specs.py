@@ -3,6 +3,7 @@
 import pytest
 
 from fusion_bench_nufilt.compare import Methods, RunSpec, compose_run, parse_methods, parse_seeds, preset_specs
+from fusion_bench_nufilt.compare.presets import SENSITIVITY, panel_specs
 from fusion_bench_nufilt.compare.specs import check_specs
 
 
@@ -112,15 +113,31 @@ def test_the_ablation_has_the_four_rows_of_the_paper():
     assert parts == [(False, 0), (True, 0), (False, 64), (True, 64)]
 
 
-def test_the_sensitivity_varies_one_setting_at_a_time_around_its_value():
-    overrides = ["method.null_rank=20"]
-    specs = preset_specs("sensitivity", "nufilt_demo", overrides)
-    default, *varied = (compose_run([*overrides, *spec.overrides]).method for spec in specs)
-    changes = [{key: config[key] for key in config if config[key] != default[key]} for config in varied]
-    assert all(len(change) == 1 for change in changes)
-    values = {"null_rank": [5, 10, 40, 80], "lora_rank": [16, 32, 128, 256], "task_rank": [2, 4, 16, 32]}
-    values["max_steps"] = [12, 25, 100, 200]
-    assert {key: [change[key] for change in changes if key in change] for key in values} == values
+def test_the_sensitivity_varies_one_rank_in_each_panel_and_starts_at_none():
+    ranks = ("null_rank", "lora_rank", "task_rank")
+    configs = [[compose_run(spec.overrides).method for spec in panel_specs(panel, 768)] for panel in SENSITIVITY]
+    values = [[tuple(config[key] for key in ranks) for config in panel] for panel in configs]
+    assert values[0][:2] + values[0][-1:] == [(0, 0, 0), (8, 0, 0), (768, 0, 0)]
+    assert values[1][:2] + values[1][-1:] == [(128, 0, 8), (128, 4, 8), (128, 128, 8)]
+    assert values[2][:2] + values[2][-1:] == [(128, 16, 0), (128, 16, 1), (128, 16, 128)]
+    assert set(values[3]) == {(128, 64, 8)}
+    assert [config.max_steps for config in configs[3]] == [25, 50, 100]
+
+
+@pytest.mark.parametrize(("width", "ranks"), [(128, (21, 10)), (768, (128, 64)), (1024, (128, 64))])
+def test_its_ranks_are_in_proportion_to_the_width_below_the_papers(width, ranks):
+    first, *_, steps = SENSITIVITY
+    assert panel_specs(first, width)[-1].settings[-1] == f"null_rank={width}"
+    assert panel_specs(steps, width)[0].settings[:2] == tuple(
+        f"{key}={rank}" for key, rank in zip(("null_rank", "lora_rank"), ranks, strict=True)
+    )
+
+
+def test_the_paper_has_both_forms_where_there_are_two():
+    specs = {spec.label: spec for spec in preset_specs("paper", "clip-vit-base-patch32_TALL20", [])}
+    configs = [compose_run(specs[label].overrides).method for label in ("ties_merging", "ties_merging (released)")]
+    assert [config.form for config in configs] == ["paper", "released"]
+    assert [config.base_method.scaling_factor for config in configs] == [0.1, 0.1]
 
 
 @pytest.mark.parametrize(("pool", "scale"), [("clip-vit-base-patch32_TA8", 0.3), ("clip-vit-base-patch32_TALL20", 0.1)])
@@ -143,7 +160,7 @@ def test_methods_that_need_data_are_rows_of_the_paper_where_they_are_asked_for()
 
 
 def test_an_unknown_preset_lists_what_there_is():
-    with pytest.raises(ValueError, match="there are: ablation, paper, sensitivity"):
+    with pytest.raises(ValueError, match="there are: ablation, overhead, paper, sensitivity"):
         preset_specs("best", "nufilt_demo", [])
 
 
