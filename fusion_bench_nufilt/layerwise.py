@@ -45,9 +45,16 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._layers = select_layers(pretrained, targets.target_modules, targets.exclude_modules)
         self._coverage = coverage(pretrained, self._layers, targets)
         self._rows: list[list[Any]] = []  # of layers.csv
+        self._seconds = (0.0, 0.0)  # of all layers in this process: in a solver, and together
         log.info("%s", self._coverage)
         if self._coverage.warning:
             log.warning("%s", self._coverage.warning)
+
+    @property
+    def solving_share(self) -> float | None:
+        """Share of the layers' seconds that a solver took; None for a method without one."""
+        solving, seconds = self._seconds
+        return solving / seconds if solving else None
 
     def describe(self) -> dict[str, Any]:
         return {"coverage": self._coverage.as_dict()}
@@ -80,6 +87,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
     def _report_layers(self, step: int, name: str, reports: Mapping[str, Any]) -> None:
         self._rows += [[step, name, layer, *dataclasses.astuple(report)] for layer, report in reports.items()]
+        for report in reports.values():
+            solving, seconds = self._seconds
+            self._seconds = solving + getattr(report, "solving_seconds", 0.0), seconds + report.seconds
         if self.folder is None:
             return
         text = io.StringIO()

@@ -74,6 +74,9 @@ def compare(
     if fits_terminal(per_task):  # else it is in per_task.md
         print_table(per_task)
     print_table(room.as_rich(main))
+    if preset == "overhead":
+        print_table(room.as_rich(room.overhead_table(comparison)))
+        print_table(room.as_rich(room.printed_overhead()))
     print("\n".join(main.notes))
     console.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
     if not comparison.finished:

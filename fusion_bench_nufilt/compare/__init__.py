@@ -1,6 +1,7 @@
 """Comparing continual merging methods: every method on every seed of one model pool."""
 
 from .configs import Methods, compose_run
+from .overhead import overhead_table, printed_overhead
 from .presets import preset_specs
 from .report import save_report
 from .run import compare
@@ -16,9 +17,11 @@ __all__ = [
     "compare",
     "compose_run",
     "main_table",
+    "overhead_table",
     "parse_methods",
     "parse_seeds",
     "preset_specs",
+    "printed_overhead",
     "save_report",
     "task_table",
 ]

@@ -13,6 +13,8 @@ import psutil
 import torch
 from omegaconf import DictConfig
 
+from fusion_bench_nufilt.layerwise import LayerwiseMergingAlgorithm
+
 from .configs import compose_run, make_method
 from .display import quiet
 from .specs import RunSpec
@@ -29,10 +31,19 @@ def run_pair(workbench: Workbench, config: dict[str, Any], seed: int, on_step: C
     try:
         lightning.seed_everything(seed, verbose=False)  # some methods draw from the global generators
         algorithm = make_method(DictConfig(config), workbench.fabric)
+        workbench.evaluator.watch()
         merged = algorithm.run(workbench.modelpool, workbench.evaluator, on_step=on_step)
-        parameters = num_parameters(merged)
-        extra = parameters - workbench.parameters
-        return Run(*about, algorithm.matrix, algorithm.merge_seconds, parameters, extra)
+        seconds, parameters = algorithm.merge_seconds, num_parameters(merged)
+        share = algorithm.solving_share if isinstance(algorithm, LayerwiseMergingAlgorithm) else None
+        return Run(
+            *about,
+            algorithm.matrix,
+            seconds,
+            solving_seconds=None if share is None else share * sum(seconds),
+            memory=workbench.evaluator.peak,
+            parameters=parameters,
+            extra_parameters=parameters - workbench.parameters,
+        )
     except Exception as error:
         return Run(*about, error=reason(error), traceback=traceback.format_exc())
     finally:

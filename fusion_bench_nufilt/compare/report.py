@@ -15,6 +15,7 @@ from fusion_bench_nufilt.files import atomic_file, write_text
 from fusion_bench_nufilt.report import leave_page
 
 from . import plots
+from .overhead import overhead_table, printed_overhead
 from .paper import Published
 from .store import references_as_json
 from .summary import Comparison, Mean
@@ -47,6 +48,10 @@ def save_report(comparison: Comparison, folder: Path) -> list[str]:
         "per_task.csv": _csv(_task_rows(comparison)),
         "results.json": json.dumps(_results(comparison), indent=2),
     }
+    if comparison.preset == "overhead":
+        costs = overhead_table(comparison)
+        texts["overhead.md"] = as_markdown(costs) + "\n" + as_markdown(printed_overhead())
+        texts["overhead.tex"] = as_latex(costs) + as_latex(printed_overhead())
     for name, text in texts.items():
         write_text(folder / name, text)
     wanted = _wanted(comparison)
@@ -88,7 +93,9 @@ def _method_rows(comparison: Comparison) -> Iterable[dict[str, Any]]:
         yield {
             "method": method.spec.label,
             **_pairs(method.metrics),
-            **_pairs({"merging_seconds": method.seconds}),
+            **_pairs({"merging_seconds": method.seconds, "solving_seconds": method.solving_seconds}),
+            **_pairs({"memory_bytes": method.memory}),
+            "parameters": method.parameters,
             "extra_parameters": method.extra_parameters,
             "data": method.data,
             **_paper(printed.get(method.spec.label, {})),
@@ -151,6 +158,8 @@ def _results(comparison: Comparison) -> dict[str, Any]:
                         "tasks": run.matrix and run.matrix.tasks,
                         "accuracy_matrix": run.matrix and run.matrix.rows(),
                         "merge_seconds": run.merge_seconds,
+                        "solving_seconds": run.solving_seconds,
+                        "memory": run.memory,
                         "parameters": run.parameters,
                         "config": run.config,
                         "error": run.error,

@@ -29,6 +29,8 @@ class Run:
     environment: dict[str, str]  # versions, device
     matrix: AccuracyMatrix | None = None
     merge_seconds: list[float] = field(default_factory=list)  # by step
+    solving_seconds: float | None = None  # of these, the solver's, for a method that has one
+    memory: int | None = None  # most bytes in use while merging, see WatchingEvaluator
     parameters: int | None = None  # of the final model
     extra_parameters: int | None = None  # beyond those of the pretrained model
     error: str | None = None
@@ -45,6 +47,8 @@ class _Saved(TypedDict):
     tasks: list[str] | None
     accuracy_matrix: list[list[float | None]] | None
     merge_seconds: list[float]
+    solving_seconds: NotRequired[float | None]
+    memory: NotRequired[int | None]
     parameters: NotRequired[int | None]
     extra_parameters: NotRequired[int | None]
     error: str | None
@@ -117,8 +121,9 @@ class Store:
         if not tasks or not rows or {len(rows), *map(len, rows)} != {len(tasks)}:
             raise ValueError(f"'{self._file(spec, seed)}' is damaged: no matrix of {len(tasks or ())} tasks; {_DELETE}")
         matrix = AccuracyMatrix.from_rows(tasks, rows)
-        parameters, extra = content.get("parameters"), content.get("extra_parameters")
-        return Run(seed, config, content["environment"], matrix, content["merge_seconds"], parameters, extra)
+        keys = ("solving_seconds", "memory", "parameters", "extra_parameters")
+        measured: dict[str, Any] = {key: content.get(key) for key in keys}
+        return Run(seed, config, content["environment"], matrix, content["merge_seconds"], **measured)
 
     def save(self, spec: RunSpec, run: Run) -> None:
         """Keep a run."""
@@ -130,6 +135,8 @@ class Store:
             "tasks": run.matrix and run.matrix.tasks,
             "accuracy_matrix": run.matrix and run.matrix.rows(),
             "merge_seconds": run.merge_seconds,
+            "solving_seconds": run.solving_seconds,
+            "memory": run.memory,
             "parameters": run.parameters,
             "extra_parameters": run.extra_parameters,
             "error": run.error,

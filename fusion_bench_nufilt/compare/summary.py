@@ -18,6 +18,8 @@ from .paper import Published, paper_settings, published
 from .specs import RunSpec
 from .store import References, Run
 
+_ITERATIONS = ("max_steps", "iter_num", "num_steps")  # what methods call them
+
 
 @dataclass(frozen=True)
 class Mean:
@@ -73,6 +75,30 @@ class MethodResult:
     def seconds(self) -> Mean:
         """Seconds of merging all models, without loading and scoring."""
         return Mean.of(sum(run.merge_seconds) for run in self.runs if run.matrix is not None)
+
+    @cached_property
+    def solving_seconds(self) -> Mean:
+        """Seconds of these in the solver; NaN for a method without one."""
+        return Mean.of(run.solving_seconds for run in self.runs if run.solving_seconds is not None)
+
+    @cached_property
+    def memory(self) -> Mean:
+        """Most bytes in use while merging; NaN where that can't be known."""
+        return Mean.of(float(run.memory) for run in self.runs if run.memory is not None)
+
+    @property
+    def parameters(self) -> int | None:
+        """Of the final model, whatever the seed; None if that is not known."""
+        return next((run.parameters for run in self.runs if run.parameters is not None), None)
+
+    @property
+    def iterations(self) -> int | None:
+        """Steps of an optimiser at each merging step; None for a method without one."""
+        config = next((run.config for run in self.runs if run.matrix is not None), {})
+        if config.get("lora_rank") == 0 or config.get("solver") == "closed_form":
+            return None
+        places = (config, config.get("base_method") or {})
+        return next((place[key] for place in places for key in _ITERATIONS if key in place), None)
 
     @property
     def extra_parameters(self) -> int | None:

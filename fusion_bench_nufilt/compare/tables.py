@@ -64,7 +64,7 @@ def main_table(comparison: Comparison) -> Table:
         about = (_count(method.extra_parameters), method.data, _seconds(method.seconds), done)
         rows.append([Cell(method.spec.label), *measured, *map(Cell, about)])
     title = f"{len(comparison.tasks)} models merged one after another"
-    notes = _notes(comparison) + _paper_notes(printed, headline)
+    notes = notes_on(comparison) + _paper_notes(printed, headline)
     table = Table(title, header, rows, len(comparison.references), notes)
     return _without_empty_columns(table)
 
@@ -82,7 +82,7 @@ def task_table(comparison: Comparison) -> Table:
         if not numbers.keys().isdisjoint(comparison.tasks):
             rows.append([Cell(f"{label}, paper"), *(_paper(numbers, task) for task in comparison.tasks)])
     title = "Score (%) of each task after the last step"
-    notes = _notes(comparison) + _paper_notes(comparison.published, comparison.tasks)
+    notes = notes_on(comparison) + _paper_notes(comparison.published, comparison.tasks)
     return Table(title, ["method", *comparison.tasks], rows, len(comparison.references), notes)
 
 
@@ -134,7 +134,7 @@ def _without_empty_columns(table: Table) -> Table:
     return Table(table.title, [table.header[i] for i in kept], rows, table.references, table.notes)
 
 
-def _notes(comparison: Comparison) -> list[str]:
+def notes_on(comparison: Comparison) -> list[str]:
     """Where the numbers come from, and what is missing."""
     seeds, settings = comparison.seeds, comparison.settings
     notes = [

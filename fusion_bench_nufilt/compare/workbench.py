@@ -9,12 +9,12 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.continual.evaluation import score
 from fusion_bench_nufilt.continual.report import package_versions
 from fusion_bench_nufilt.layers import select_layers
 
 from .configs import make_fabric, make_modelpool, make_taskpool, plain, taskpool_config
+from .memory import WatchingEvaluator
 from .store import References
 
 
@@ -35,8 +35,8 @@ class Workbench:
         return make_modelpool(self._config, self.fabric)
 
     @cached_property
-    def evaluator(self) -> Evaluator:
-        return Evaluator(make_taskpool(self._config, self.fabric))
+    def evaluator(self) -> WatchingEvaluator:
+        return WatchingEvaluator(make_taskpool(self._config, self.fabric), self.fabric.device)
 
     @property
     def tasks(self) -> list[str]:

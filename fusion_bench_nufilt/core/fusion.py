@@ -28,6 +28,7 @@ class LayerReport:
 
     shape: tuple[int, ...]  # (d_o, d_i)
     seconds: float  # wall time, shared evenly by layers solved together
+    solving_seconds: float  # of these, the solver's
     task_norm: float  # Frobenius norm of the new task vector
     merged_norm: float  # Frobenius norm of the cumulative update before this step
     protected_rank: float  # directions in the filter: r_p clipped to the numerical rank
@@ -185,7 +186,7 @@ def _fuse_stack(
     fresh: bool,
     exact_on: torch.device | None,
 ) -> tuple[Tensor, Tensor]:
-    """One step on n layers ``(n, d_o, d_i)``: new weights, and the numbers of LayerReport ``(n, 7)``.
+    """One step on n layers ``(n, d_o, d_i)``: new weights, and the numbers of LayerReport ``(n, 8)``.
 
     ``fresh``: nothing was merged into these layers so far. ``exact_on``: singular vectors in float64 on this device.
 
@@ -202,7 +203,8 @@ def _fuse_stack(
     tau_norm2 = norm2(tau)
     if fresh and config.first_task == "paper":  # theta_merged(1) = theta_1
         theta_t = theta_0 + task.product() if isinstance(task, LowRank) else task
-        return theta_t, torch.stack([tau_norm2.sqrt(), *[torch.zeros_like(tau_norm2)] * 6], dim=-1)
+        zero = torch.zeros_like(tau_norm2)
+        return theta_t, torch.stack([zero, tau_norm2.sqrt(), *[zero] * 6], dim=-1)
     tau_merged = theta - theta_0
     tau_merged_norm2 = norm2(tau_merged)
     del theta_0, task
@@ -230,12 +232,16 @@ def _fuse_stack(
     weights = theta + all_outputs(tau_filtered)
     del theta, tau_filtered
     loss_before = loss_after = objective.target_norm2
+    solving = 0.0
     if A is not None:
+        begin = _clock(tau.device)
         A, B, losses = SOLVERS[config.solver](objective, A, config)
+        solving = (_clock(tau.device) - begin) / len(tau)
         weights.baddbmm_(all_outputs(tau @ B), A)
         loss_after = losses[:, -1]
 
     measures = [
+        torch.full_like(tau_norm2, solving),
         tau_norm2.sqrt(),
         tau_merged_norm2.sqrt(),
         norm2(V_p).round(),
@@ -258,6 +264,13 @@ def _stacks(
     for (shape, dtype, *_), names in groups.items():
         size = stack_size(shape, dtype.itemsize, where, batch_bytes)
         yield from (names[i : i + size] for i in range(0, len(names), size))
+
+
+def _clock(where: torch.device) -> float:
+    """Seconds; an accelerator has done by then what it was given to do."""
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+    return time.perf_counter()
 
 
 def _fast_in_float64(where: torch.device) -> bool:
