@@ -1,5 +1,6 @@
-"""Task pools that FusionBench lacks; each needs an extra of its own, imported when it is used."""
+"""Task pools that FusionBench lacks; what they score with is imported, or run, when it is used."""
 
 from .lm_harness import LMEvalTaskPool
+from .lmms_harness import LMMSEvalTaskPool
 
-__all__ = ["LMEvalTaskPool"]
+__all__ = ["LMEvalTaskPool", "LMMSEvalTaskPool"]

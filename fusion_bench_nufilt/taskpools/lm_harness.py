@@ -6,12 +6,13 @@ from typing import Any
 
 from fusion_bench import BaseTaskPool, auto_register_config
 from fusion_bench.mixins import LightningFabricMixin
-from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 from fusion_bench_nufilt.continual import TasksByName
+
+from .results import by_model, first_metric
 
 # What stands for a task where its metric is not named, the first that it has.
 _METRICS = ("acc", "exact_match", "acc_norm", "pass@1", "mcc", "f1", "bleu")
@@ -63,8 +64,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        plain: Any = OmegaConf.to_container(tasks) if OmegaConf.is_config(tasks) else tasks
-        self._names: dict[str, str] = dict(plain) if isinstance(plain, Mapping) else {name: name for name in plain}
+        self._names = by_model(tasks)
 
     @property
     def task_names(self) -> list[str]:
@@ -99,7 +99,8 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
             log_samples=False,
             bootstrap_iters=0,
         )["results"]
-        return {name: {"accuracy": self._score(self._names[name], results[self._names[name]])} for name in names}
+        metrics = (self.metric,) if self.metric else _METRICS
+        return {name: {"accuracy": first_metric(self._names[name], results, metrics)} for name in names}
 
     def get_test_dataloader(self, task: str) -> "DataLoader[str]":
         """A task's prompts without examples and answers, tokenized and padded: what `nufilt analyze` looks at.
@@ -125,18 +126,6 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
         if unknown := sorted(set(self._names.values()) - {*manager.all_tasks, *manager.all_groups}):
             raise ValueError(f"lm-eval knows no task '{unknown[0]}'; include_path names a folder with more")
         return manager
-
-    def _score(self, task: str, result: Mapping[str, Any]) -> float:
-        """The one number that counts, of a result such as ``{"acc,none": 0.5, "acc_stderr,none": 0.01}``."""
-        found: dict[str, Any] = {}
-        for key, value in result.items():
-            if "," in key:
-                found.setdefault(key.partition(",")[0], value)
-        for metric in (self.metric,) if self.metric else _METRICS:
-            if metric in found:
-                return float(found[metric])
-        there = sorted(name for name in found if not name.endswith("_stderr"))
-        raise ValueError(f"task '{task}' of lm-eval has no metric {self.metric or _METRICS!r}, only {there}")
 
 
 def _lm_eval() -> Any:

@@ -103,7 +103,7 @@ def test_a_stream_of_language_models_has_its_matrix(folder):
 def test_what_lm_eval_lacks_is_named(folder):
     with pytest.raises(ValueError, match="lm-eval knows no task 'no_such_task'"):
         pool(folder, ["no_such_task"]).evaluate(llama())
-    with pytest.raises(ValueError, match=r"'nufilt_cats' of lm-eval has no metric 'mcc', only \['acc', 'acc_norm'\]"):
+    with pytest.raises(ValueError, match=r"'nufilt_cats' has no metric mcc, only acc, acc_norm"):
         pool(folder, ["nufilt_cats"], metric="mcc").evaluate(llama())
 
 

@@ -1,0 +1,170 @@
+"""Vision-language models are scored by lmms-eval on local tasks, for real where it is installed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from datasets import Dataset, Features, Image, Value
+from lightning import Fabric
+from PIL import Image as Picture
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.taskpools import LMMSEvalTaskPool
+from tests.models import finetuned, llava
+
+WORDS = ["<unk>", "<s>", "</s>", "USER:", "ASSISTANT:", "red", "blue", *(f"word{i}" for i in range(42)), "<image>"]
+TASK = """
+task: {name}
+dataset_path: parquet
+dataset_kwargs: {{data_files: {{test: {folder}/{name}.parquet}}}}
+test_split: test
+output_type: generate_until
+doc_to_visual: !function utils.pictures
+doc_to_text: "which colour ?"
+doc_to_target: answer
+generation_kwargs: {{max_new_tokens: 1}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+TEMPLATE = (
+    "{% for message in messages %}USER: {% for part in message.content %}"
+    "{{ '<image> ' if part.type == 'image' else part.text }}{% endfor %} ASSISTANT:{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A processor for tiny LLaVA models, and two tasks that differ in their answers."""
+    folder = tmp_path_factory.mktemp("lmms")
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    inputs = ["input_ids", "attention_mask"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special, model_input_names=inputs)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    images = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    processor = LlavaProcessor(images, tokenizer, patch_size=8, num_additional_image_tokens=1, chat_template=TEMPLATE)
+    processor.vision_feature_select_strategy = "default"
+    processor.save_pretrained(folder)
+    (folder / "utils.py").write_text("def pictures(doc):\n    return [doc['image'].convert('RGB')]\n")
+    features = Features({"image": Image(), "answer": Value("string")})
+    for colour in ("red", "blue"):
+        rows = {"image": [Picture.new("RGB", (16, 16), colour)] * 3, "answer": [colour] * 3}
+        Dataset.from_dict(rows, features=features).to_parquet(str(folder / f"{colour}.parquet"))
+        (folder / f"{colour}.yaml").write_text(TASK.format(name=colour, folder=folder))
+    return folder
+
+
+def pool(folder, python, **options):
+    taskpool = LMMSEvalTaskPool({"one": "red", "two": "blue"}, str(folder), str(python), **options)
+    taskpool._fabric_instance = Fabric(devices=1, accelerator="cpu")
+    return taskpool
+
+
+# --- lmms-eval itself ---
+
+
+@pytest.fixture
+def lmms_eval():
+    """The Python that has it."""
+    python = os.environ.get("LMMS_EVAL_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import lmms_eval"], capture_output=True, check=False).returncode:
+        pytest.skip(f"{python} has no lmms-eval; LMMS_EVAL_PYTHON names the Python of an environment that has it")
+    return python
+
+
+@torch.no_grad()
+def says(word):
+    """A model whose answers are always the same."""
+    model = llava()
+    language = model.model.language_model
+    language.norm.weight.fill_(1)
+    language.embed_tokens.weight.copy_(language.embed_tokens.weight.abs() + 1)
+    for layer in language.layers:  # what is left is the embedding of the last word, which is positive
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    model.lm_head.weight.zero_()
+    model.lm_head.weight[WORDS.index(word)] = 0.01
+    return model
+
+
+@pytest.mark.slow
+def test_a_model_scores_what_its_answers_are_worth(folder, lmms_eval):
+    report = pool(folder, lmms_eval, include_path=str(folder)).evaluate(says("red"))
+    assert report == {"one": {"accuracy": 1.0}, "two": {"accuracy": 0.0}}
+
+
+@pytest.mark.slow
+def test_a_stream_of_vision_language_models_has_its_scores(folder, lmms_eval):
+    base = says("blue")
+    models = {"_pretrained_": base, "one": finetuned(base, 1, 1e-4), "two": finetuned(base, 2, 1e-4)}
+    algorithm = NufiltContinualMergingAlgorithm(null_rank=4, lora_rank=4, max_steps=2, evaluate="last", seed=1)
+    algorithm.run(models, pool(folder, lmms_eval, include_path=str(folder), limit=2))
+    assert dict(zip(algorithm.matrix.tasks, algorithm.matrix.values[-1], strict=True)) == {"one": 0.0, "two": 1.0}
+
+
+@pytest.mark.slow
+def test_answers_that_can_not_be_generated_are_an_error_and_not_wrong_answers(folder, lmms_eval):
+    broken = llava()
+    broken.config.image_token_index = 48  # so that no picture finds its place
+    with pytest.raises(RuntimeError, match="in generating"):
+        pool(folder, lmms_eval, include_path=str(folder)).evaluate(broken)
+
+
+# --- a stand-in, which writes what lmms-eval would ---
+
+
+def stand_in(folder, results, prints="", status=0):
+    """A program that is called as Python is."""
+    program = folder / "python"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import sys, pathlib\n"
+        "if '-c' in sys.argv: sys.exit()\n"
+        "options = dict(word.lstrip('-').split('=', 1) for word in sys.argv[3:])\n"
+        "model = pathlib.Path(options['model_args'].split(',')[0].split('=')[1])\n"
+        "assert {'model.safetensors', 'tokenizer.json'} <= {file.name for file in model.iterdir()}\n"
+        "out = pathlib.Path(options['output_path'], 'model'); out.mkdir(parents=True)\n"
+        f"if {results!r}: (out / '1_results.json').write_text({json.dumps({'results': results})!r})\n"
+        f"print({prints!r}, sorted(options.items()))\n"
+        f"sys.exit({status})\n"
+    )
+    program.chmod(0o755)
+    return program
+
+
+RESULTS = {"red": {"alias": "red", "exact_match,none": 0.25, "exact_match_stderr,none": "N/A"}, "blue": {"anls,x": 0.5}}
+
+
+def test_scores_are_by_the_names_of_the_models(folder, tmp_path):
+    report = pool(folder, stand_in(tmp_path, RESULTS)).evaluate(llava())
+    assert report == {"one": {"accuracy": 0.25}, "two": {"accuracy": 0.5}}
+    assert pool(folder, tmp_path / "python").evaluate(llava(), ["two"]) == {"two": {"accuracy": 0.5}}
+    assert pool(folder, tmp_path / "python").evaluate(llava(), []) == {}
+    with pytest.raises(ValueError, match="task 'red' has no metric CIDEr, only exact_match"):
+        pool(folder, tmp_path / "python", metric="CIDEr").evaluate(llava(), ["one"])
+
+
+@pytest.mark.parametrize(
+    ("results", "prints", "status"), [({}, "oh", 0), (RESULTS, "Error oh in generating", 0), (RESULTS, "oh", 1)]
+)
+def test_whatever_goes_wrong_is_an_error_with_what_was_printed(folder, tmp_path, results, prints, status):
+    with pytest.raises(RuntimeError, match=r"lmms-eval failed on blue, red:\n.*oh"):
+        pool(folder, stand_in(tmp_path, results, prints, status)).evaluate(llava())
+
+
+def test_an_environment_without_lmms_eval_is_refused_at_once(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"'/no/python' has no lmms-eval.*LMMS_EVAL_PYTHON.*taskpool=dummy"):
+        pool(folder, "/no/python")
+
+
+def test_the_models_of_llava_bring_it_along(monkeypatch):
+    monkeypatch.setenv("LMMS_EVAL_PYTHON", "/lmms/bin/python")
+    taskpool = compose_run(["modelpool=llava-1.5-7b"]).modelpool.taskpool
+    assert taskpool._target_ == "fusion_bench_nufilt.taskpools.LMMSEvalTaskPool"
+    assert (taskpool.python, taskpool.tasks.iconqa) == ("/lmms/bin/python", "iconqa_val")
