@@ -9,7 +9,7 @@ import pytest
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.compare import Methods, compare, compose_run, parse_methods
+from fusion_bench_nufilt.compare import Methods, compare, compose_run, parse_methods, preset_specs, save_report
 from fusion_bench_nufilt.compare.workbench import Workbench
 from tests.test_command_line import TASKS
 
@@ -180,3 +180,26 @@ def test_a_method_that_cannot_be_built_is_told_before_anything_is_scored(tmp_pat
     monkeypatch.setattr("fusion_bench_nufilt.compare.run.score_references", lambda *args: pytest.fail("scored"))
     with pytest.raises(ValueError, match=r"nufilt:null_rank=abc: .*null_rank must be a whole number"):
         run(tmp_path, "nufilt:null_rank=abc")
+
+
+def test_the_ranks_of_the_sensitivity_fit_the_models(tmp_path):
+    width = Workbench(compose_run(["modelpool=nufilt_demo"])).width
+    specs = {spec.label: spec for spec in preset_specs("sensitivity", "nufilt_demo", ["method.max_steps=1"])}
+    assert specs[f"r_p {width}"].settings == ("lora_rank=0", "task_rank=0", f"null_rank={width}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "file"),
+    [
+        ("paper", "table.md"),
+        ("sensitivity", "sensitivity.png"),
+        ("overhead", "overhead.md"),
+        ("ablation", "ablation.png"),
+    ],
+)
+def test_a_preset_runs_whole(tmp_path, preset, file):
+    specs = preset_specs(preset, "nufilt_demo", [])
+    result = compare("nufilt_demo", specs, [42], tmp_path, **CHEAP, preset=preset)
+    assert not any(method.failures for method in result.methods)
+    assert file in save_report(result, tmp_path)
