@@ -87,9 +87,9 @@ def task_table(comparison: Comparison) -> Table:
 
 
 def _marked(comparison: Comparison, means: Sequence[Mean], *, sign: bool = False) -> list[Cell]:
-    """The best and the second best of the methods that finished every seed; a failed method says so."""
-    complete = [len(method.matrices) == len(comparison.seeds) for method in comparison.methods]
-    shown = [round(mean.mean, 3) if ok else math.nan for mean, ok in zip(means, complete, strict=True)]
+    """The best and the second best of the methods that finished every seed and need no data; a failed one says so."""
+    compared = [method.data == "none" and len(method.matrices) == len(method.runs) for method in comparison.methods]
+    shown = [round(mean.mean, 3) if ok else math.nan for mean, ok in zip(means, compared, strict=True)]
     best, second, *_ = [*sorted({value for value in shown if not math.isnan(value)}, reverse=True), None, None]
     cells = []
     for method, mean, value in zip(comparison.methods, means, shown, strict=True):
@@ -129,7 +129,7 @@ def _seconds(mean: Mean) -> str:
 
 
 def _without_empty_columns(table: Table) -> Table:
-    kept = [i for i in range(len(table.header)) if any(row[i].text.strip("-") for row in table.rows)]
+    kept = [i for i in range(len(table.header)) if any(row[i].text not in ("", "-", "failed") for row in table.rows)]
     rows = [[row[i] for i in kept] for row in table.rows]
     return Table(table.title, [table.header[i] for i in kept], rows, table.references, table.notes)
 

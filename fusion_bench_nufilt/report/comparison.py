@@ -19,7 +19,8 @@ def comparison_page(folder: Path, content: Json) -> Page:
         f"{len(tasks)} models merged one after another, {orders} ({', '.join(map(str, seeds))})",
     )
     page.heading("Methods (%)")
-    header = ["method", "ACC", "±", "BWT", "±", "right after its step", "merging s", "runs", "paper's ACC"]
+    header = ["method", "ACC", "±", "BWT", "±", "right after its step"]
+    header += ["extra parameters", "data", "merging s", "runs", "paper's ACC"]
     page.table(header, _rows(content), digits=1)
     printed = {name: row["published_percent"].get("ACC", {}).get("note") for name, row in methods.items()}
     if noted := {name: note for name, note in printed.items() if note}:
@@ -54,7 +55,7 @@ def _rows(content: Json) -> list[list[Value]]:
     rows: list[list[Value]] = []
     for name, scores in content["references"].items():
         known = [score for score in scores.values() if score is not None]
-        rows.append([name, _percent(sum(known) / len(known)) if known else None, *[None] * 7])
+        rows.append([name, _percent(sum(known) / len(known)) if known else None, *[None] * 9])
     for name, row in content["methods"].items():
         finished = sum(run["error"] is None for run in row["runs"].values())
         printed = row["published_percent"]
@@ -66,6 +67,8 @@ def _rows(content: Json) -> list[list[Value]]:
                 _percent(row["BWT"]["mean"]),
                 _percent(row["BWT"]["std"]),
                 _percent(row["plasticity"]["mean"]),
+                row.get("extra_parameters"),
+                row.get("data"),
                 row["merging_seconds"]["mean"],
                 f"{finished}/{len(row['runs'])}",
                 printed["ACC"]["value"] if "ACC" in printed else None,

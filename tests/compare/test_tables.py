@@ -63,6 +63,7 @@ def test_every_row_says_which_data_and_which_extra_parameters_a_method_needs():
         "of an earlier version": runs(-0.1),
     }
     table = cells(main_table(comparison(measured)))
+    assert [table[name]["ACC %"].mark for name in measured] == ["", "", "best", "best"]  # references are none of these
     needs = {name: (row["extra params"].text, row["data"].text) for name, row in table.items()}
     assert needs == {
         "pretrained": ("", ""),
