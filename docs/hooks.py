@@ -10,12 +10,13 @@ from latex2mathml.converter import convert
 from fusion_bench_nufilt.baselines.rules import RuleConfig
 from fusion_bench_nufilt.continual import ProtocolConfig
 from fusion_bench_nufilt.core import FusionConfig
+from fusion_bench_nufilt.core.devices import DeviceConfig
 from fusion_bench_nufilt.core.options import choices
 from fusion_bench_nufilt.core.spectral import SpectralConfig
 from fusion_bench_nufilt.folders import Settings
 from fusion_bench_nufilt.layers import TargetConfig
 
-KINDS = (FusionConfig, SpectralConfig, TargetConfig, ProtocolConfig, RuleConfig, Settings)
+KINDS = (FusionConfig, SpectralConfig, TargetConfig, DeviceConfig, ProtocolConfig, RuleConfig, Settings)
 # A page says `<!-- options: FusionConfig -->` where a table is to stand.
 TABLES = {kind.__name__: kind for kind in KINDS}
 # Formulas: $...$ and $$...$$ in pages, :math:`...` in docstrings.

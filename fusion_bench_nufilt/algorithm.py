@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fusion_bench_nufilt.continual import ProtocolConfig
 from fusion_bench_nufilt.core import FusionConfig, LayerReport, fuse_each
+from fusion_bench_nufilt.core.devices import DeviceConfig
 from fusion_bench_nufilt.core.options import takes_options
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.layerwise import Layers, LayerwiseMergingAlgorithm, split_plain
@@ -18,13 +19,14 @@ log = logging.getLogger(__name__)
 
 
 @auto_register_config
-@takes_options(FusionConfig, TargetConfig, ProtocolConfig)
+@takes_options(FusionConfig, TargetConfig, DeviceConfig, ProtocolConfig)
 class NufiltContinualMergingAlgorithm(LayerwiseMergingAlgorithm):
     """Null-space filtering for data-free continual model merging (Qiu et al., ICLR 2026).
 
     Args:
         **kwargs: options of :class:`fusion_bench_nufilt.core.FusionConfig`,
-            :class:`fusion_bench_nufilt.layers.TargetConfig` and
+            :class:`fusion_bench_nufilt.layers.TargetConfig`,
+            :class:`fusion_bench_nufilt.core.devices.DeviceConfig` and
             :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
 
     Raises:
@@ -38,7 +40,8 @@ class NufiltContinualMergingAlgorithm(LayerwiseMergingAlgorithm):
     logged = ("task_norm", "merged_norm", "filtered_share", "overlap", "loss_before", "loss_after")
 
     def __init__(self, **kwargs: Any) -> None:
-        (self.fusion_config, self.targets), protocol = split_plain([FusionConfig, TargetConfig], kwargs)
+        kinds = [FusionConfig, TargetConfig, DeviceConfig]
+        (self.fusion_config, self.targets, self.device_config), protocol = split_plain(kinds, kwargs)
         super().__init__(**protocol)
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
@@ -49,6 +52,5 @@ class NufiltContinualMergingAlgorithm(LayerwiseMergingAlgorithm):
     def fuse(
         self, step: int, pretrained: Layers, merged: Layers, task: Layers
     ) -> Iterator[tuple[str, Tensor, LayerReport]]:
-        return fuse_each(
-            pretrained, merged, task, self.fusion_config, seed=self.seed, step=step, device=self.fabric.device
-        )
+        devices = self.device_config.choose(self.fabric.device)
+        return fuse_each(pretrained, merged, task, self.fusion_config, seed=self.seed, step=step, device=devices)

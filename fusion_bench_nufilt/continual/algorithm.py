@@ -31,7 +31,7 @@ from .trackers import log_picture
 
 log = logging.getLogger(__name__)
 
-_NOT_IN_THE_RESULT = ("_target_", "save_on_every_step", "check_models", "resume")
+_NOT_IN_THE_RESULT = ("_target_", "save_on_every_step", "check_models", "resume", "devices")
 
 
 @auto_register_config

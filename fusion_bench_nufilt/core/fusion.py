@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from .adapter import SOLVERS, Objective, loop_gram
-from .checks import Layers, TaskLayers, check_adapters, check_device, check_layers
+from .checks import Layers, TaskLayers, check_adapters, check_layers
 from .config import FusionConfig
+from .devices import DevicePool, Devices, check_devices
 from .low_rank import LowRank
 from .projector import first_coordinates, null_space_filter, protected_subspace
 from .subspace import subspace_affinity, top_right_singular_vectors
@@ -48,7 +49,7 @@ def fuse_layers(
     step: int = 1,
     lora_A: Layers | None = None,
     progress: Callable[[str], object] | None = None,
-    device: torch.device | str | None = None,
+    device: Devices | None = None,
     batch_bytes: int = 2**30,
 ) -> tuple[dict[str, Tensor], dict[str, LayerReport]]:
     r"""Merge one more task into every layer: :math:`W \leftarrow W + \tau (P + B A)`.
@@ -68,7 +69,8 @@ def fuse_layers(
             name, and on nothing else.
         lora_A: initial A ``(lora_rank, d_i)`` by layer name, instead of drawn ones.
         progress: called with the name of each finished layer.
-        device: where to compute; default: where ``merged`` lies.
+        device: where to compute; default: where ``merged`` lies. Of several devices of a kind (a list, or a text with
+            commas) each takes the next layers when it is free, and the result is the same.
         batch_bytes: on an accelerator, layers of equal shape are solved together within about this much memory;
             on a CPU each thread takes one layer at a time.
 
@@ -78,7 +80,7 @@ def fuse_layers(
 
     Raises:
         ValueError: the three models do not fit or hold non-finite values (names the model, layer and shapes); a
-            device that is neither cpu nor cuda, or has no room for a layer.
+            device that is neither cpu nor cuda, or has no room for a layer; devices of several kinds.
     """
     fused, reports = {}, {}
     each = fuse_each(
@@ -100,7 +102,7 @@ def fuse_each(
     seed: int = 0,
     step: int = 1,
     lora_A: Layers | None = None,
-    device: torch.device | str | None = None,
+    device: Devices | None = None,
     batch_bytes: int = 2**30,
 ) -> Iterator[tuple[str, Tensor, LayerReport]]:
     """:func:`fuse_layers` layer by layer, for who has no room for all results at once.
@@ -114,10 +116,13 @@ def fuse_each(
     if lora_A is not None:
         check_adapters(merged, lora_A, config)
     fresh = {name for name in merged if not (merged[name] != pretrained[name]).any()}  # nothing was merged into them
-    where = check_device(device or next((weight.device for weight in merged.values()), "cpu"))
+    devices = check_devices(device or next((weight.device for weight in merged.values()), "cpu"))
+    pool = DevicePool(devices)
 
     @torch.no_grad()
-    def compute(names: list[str], exact_on: torch.device | None) -> list[tuple[str, Tensor, LayerReport]]:
+    def compute(
+        names: list[str], where: torch.device, exact_on: torch.device | None
+    ) -> list[tuple[str, Tensor, LayerReport]]:
         start = time.perf_counter()
 
         def stack(weights: Iterable[Tensor]) -> Tensor:
@@ -155,13 +160,17 @@ def fuse_each(
         return results
 
     def solve(names: list[str]) -> list[tuple[str, Tensor, LayerReport]]:
+        with pool.free() as where:
+            return solve_on(where, names)
+
+    def solve_on(where: torch.device, names: list[str]) -> list[tuple[str, Tensor, LayerReport]]:
         for exact_on in (where if _fast_in_float64(where) else None, torch.device("cpu")):
             try:
-                return compute(names, exact_on)
+                return compute(names, where, exact_on)
             except (torch.linalg.LinAlgError, torch.cuda.OutOfMemoryError) as error:
                 failure = error.with_traceback(None)  # which would hold the matrices
             if len(names) > 1:  # the others are none the worse for it
-                return [result for name in names for result in solve([name])]
+                return [result for name in names for result in solve_on(where, [name])]
             if isinstance(failure, torch.cuda.OutOfMemoryError):
                 raise ValueError(
                     f"layer '{names[0]}' {tuple(merged[names[0]].shape)}: no room on device '{where}'; choose "
@@ -172,7 +181,8 @@ def fuse_each(
             f"layer '{names[0]}': no singular vectors, in float64 on the CPU either: {failure}"
         ) from failure
 
-    for results in map_layers(solve, list(_stacks(merged, task, fresh, where, batch_bytes)), where):
+    stacks = list(_stacks(merged, task, fresh, devices[0], batch_bytes))
+    for results in map_layers(solve, stacks, devices[0], len(devices) if len(devices) > 1 else None):
         yield from results
 
 

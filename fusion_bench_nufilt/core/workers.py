@@ -16,15 +16,15 @@ def map_layers(
     function: Callable[[_T], _R], items: Sequence[_T], where: torch.device, workers: int | None = None
 ) -> Iterator[_R]:
     """Results in order; on a CPU a layer per thread (torch's number of threads, or fewer ``workers``), each with
-    single-threaded mathematics.
+    single-threaded mathematics; elsewhere in the caller's thread, or in one for each of several devices (``workers``).
 
     That beats parallel mathematics on one layer (eigenvalue solvers hardly scale), does not stall on a busy machine,
     and makes the result independent of the number of threads, to the last bit. Where torch has one thread, as in such
     a worker, all is done in the caller's. Until the last result is taken, products of float32 matrices are exact.
     """
-    threads = torch.get_num_threads()
+    threads = torch.get_num_threads() if where.type == "cpu" else workers or 1
     with _exact_products():
-        if where.type != "cpu" or threads == 1:
+        if threads == 1:
             yield from map(function, items)
         else:
             yield from side_by_side(function, items, min(workers or threads, threads))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core.checks import is_finite
+from fusion_bench_nufilt.core.devices import DevicePool
 from fusion_bench_nufilt.core.workers import map_layers
 
 from .architecture import Layer
@@ -37,24 +38,25 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """This process: a layer per thread on a CPU, stacked on an accelerator."""
+    """This process: a layer per thread on a CPU, stacked on accelerators."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self._budget = plan, Budget(plan.budget)
+        self.plan, self._budget, self._devices = plan, Budget(plan.budget), DevicePool(plan.devices)
         _, self._state_starts, _ = state_layout(plan)
         return_freed_memory()
 
     def side_by_side(self, do: Callable[[_Job], None], jobs: Sequence[_Job]) -> Iterator[None]:
-        return map_layers(do, jobs, torch.device(self.plan.settings.device), self.plan.workers)
+        return map_layers(do, jobs, self.plan.devices[0], self.plan.workers)
 
     def close(self) -> None:
         pass
 
     def fuse(self, layers: list[Layer]) -> Iterator[Fused]:
-        with self._budget.reserve(sum(map(self.plan.layer_memory, layers))):
-            yield from self._fuse(layers)
+        needed = sum(map(self.plan.layer_memory, layers))
+        with self._budget.reserve(needed), self._devices.free() as device:
+            yield from self._fuse(layers, device)
 
-    def _fuse(self, layers: list[Layer]) -> Iterator[Fused]:
+    def _fuse(self, layers: list[Layer], device: torch.device) -> Iterator[Fused]:
         plan = self.plan
         read: dict[str, dict[str, str]] = {layer.slot: {} for layer in layers}
         reports: dict[str, list[Record]] = {layer.slot: [] for layer in layers}
@@ -94,7 +96,7 @@ class LocalEngine:
                 theta_t,
                 {layer.name: reports[layer.slot] for layer in changed},
                 step=step,
-                device=plan.settings.device,
+                device=str(device),
             )
             if large := [name for name, weight in fused.items() if not is_finite(weight)]:
                 raise ValueError(

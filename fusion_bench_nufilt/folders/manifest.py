@@ -16,12 +16,11 @@ _PACKAGES = ("fusion-bench-nufilt", "torch", "transformers", "safetensors")
 
 def run_identity(plan: Plan) -> str:
     """Digest of all that the result depends on: an interrupted run goes on only if nothing of it changed."""
-    device = plan.settings.device.partition(":")[0]
     content = [
         [checkpoint.identity() for checkpoint in plan.checkpoints],
         [plan.method.name, plan.method.state({}), dataclasses.asdict(plan.method.config)],
         dataclasses.asdict(plan.targets),
-        [plan.settings.seed, plan.first_step, plan.settings.accumulate, device],
+        [plan.settings.seed, plan.first_step, plan.settings.accumulate, plan.devices[0].type],
         [sorted(layer.name for layer in plan.layers), sorted(plan.averaged), versions()],
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()

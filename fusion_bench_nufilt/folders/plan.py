@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from fusion_bench_nufilt.core import options
-from fusion_bench_nufilt.core.checks import check_device
+from fusion_bench_nufilt.core.devices import as_devices, check_devices
 from fusion_bench_nufilt.core.options import check_choices, check_whole
 from fusion_bench_nufilt.core.workers import stack_size
 from fusion_bench_nufilt.layers import Coverage, TargetConfig
@@ -44,7 +44,11 @@ class Settings:
         "What the merged layers are kept in between steps: stored means the base's dtype; float32 also writes them "
         "beside the model for the next merge, so that rounding does not add up.",
     )
-    device: str = option("cpu", "Where to compute, cpu or cuda; cpu works on a layer per thread.")
+    device: str = option(
+        "cpu",
+        "Where to compute: cpu works on a layer per thread; cuda, or several such as cuda:0,cuda:1, on stacks of "
+        "layers.",
+    )
     max_memory: int | None = option(
         None, "The most memory to hold, such as 4GB; fewer layers are then worked on at a time."
     )
@@ -67,9 +71,11 @@ class Settings:
             check_whole(self, "max_memory", least=1, most=2**62)
         check_choices(self)
         if self.engine == "local":  # a cluster's workers have devices of their own
-            check_device(self.device)
+            check_devices(self.device)
             if self.address is not None:
                 raise ValueError(f"address '{self.address}' is for engine=ray")
+        elif self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device '{self.device}': engine=ray gives every worker a GPU by itself; say cuda, or cpu")
 
 
 @dataclass
@@ -113,12 +119,16 @@ class Plan:
         return len(self.others) - len(self.averaged)
 
     @property
+    def devices(self) -> list[torch.device]:
+        return as_devices(self.settings.device)
+
+    @property
     def on_cpu(self) -> bool:
-        return torch.device(self.settings.device).type == "cpu"
+        return self.devices[0].type == "cpu"
 
     @property
     def workers(self) -> int:
-        return torch.get_num_threads() if self.on_cpu else 1
+        return torch.get_num_threads() if self.on_cpu else len(self.devices)
 
     def dtype(self, slot_key: str) -> torch.dtype:
         """The base's dtype of a floating-point tensor."""
@@ -144,7 +154,7 @@ class Plan:
             groups[layer.view.shape, self.dtype(layer.keys[0])].append(layer)
         for (shape, dtype), group in groups.items():
             wide = torch.promote_types(dtype, torch.float32)
-            size = stack_size(shape, wide.itemsize, torch.device(self.settings.device), BATCH_BYTES)
+            size = stack_size(shape, wide.itemsize, self.devices[0], BATCH_BYTES)
             if self.settings.max_memory is not None:
                 size = max(1, min(size, self.budget // self.layer_memory(group[0])))
             yield from (group[i : i + size] for i in range(0, len(group), size))

@@ -11,10 +11,11 @@ from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare import compose_run
 from fusion_bench_nufilt.continual import ProtocolConfig
 from fusion_bench_nufilt.core.adapter import SOLVERS
+from fusion_bench_nufilt.core.devices import DeviceConfig
 from fusion_bench_nufilt.core.options import choices
 from fusion_bench_nufilt.layers import TargetConfig
 
-KINDS = (FusionConfig, TargetConfig, ProtocolConfig)
+KINDS = (FusionConfig, TargetConfig, DeviceConfig, ProtocolConfig)
 DEFAULTS = {each.name: each.default for kind in KINDS for each in dataclasses.fields(kind)}
 YAML = Path(__file__).parents[2] / "config" / "method" / "nufilt.yaml"
 

@@ -116,7 +116,7 @@ def test_a_bound_below_the_largest_layer_is_refused_with_what_it_needs(folders):
 
 
 def test_layers_solved_together_on_an_accelerator_count_together(folders, monkeypatch):
-    monkeypatch.setattr("fusion_bench_nufilt.folders.plan.check_device", torch.device)  # as if there was one
+    monkeypatch.setattr("fusion_bench_nufilt.folders.plan.check_devices", torch.device)  # as if there was one
     # What this process takes by itself grows while tests run.
     monkeypatch.setattr("fusion_bench_nufilt.folders.plan.process_memory", lambda workers: 10**9)
     names = f"{folders}/base", [f"{folders}/task1"], None

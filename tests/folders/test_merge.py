@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIP
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.folders import Settings, plan_merge
 from fusion_bench_nufilt.layers import select_layers
-from tests.folders.helpers import RANKS, change, configs, merge, same, save_stream, tensors
+from tests.folders.helpers import RANKS, change, configs, hashes, merge, same, save_stream, tensors
 from tests.models import clip, full_clip, llama, llava, t5
 
 STATE = "nufilt_state/model.safetensors"
@@ -278,3 +278,10 @@ def test_the_inputs_are_not_written_to(tmp_path):
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.rglob("*") if path.is_file()}
     merge(tmp_path)
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in before} == before
+
+
+def test_two_devices_give_the_bits_of_one(tmp_path):
+    save_stream(tmp_path, llama())
+    expected = hashes(merge(tmp_path, out="one"))
+    folders = hashes(merge(tmp_path, out="two", settings={"device": "cpu,cpu"}))
+    assert {name for name in expected if expected[name] != folders[name]} == {"nufilt.json"}  # which names them
