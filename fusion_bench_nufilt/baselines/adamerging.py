@@ -21,7 +21,7 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     One weight for each parameter tensor and task vector, trained to make the merged model's predictions on test data,
     without labels, certain (least entropy). FusionBench's algorithms take data from the model pool and adapt to the
-    tasks of all its models, and those for Flan-T5 leave the embedding out, which has several names there.
+    tasks of all its models, and the one for Flan-T5 does not train the embedding's weight, which has several names.
 
     Args:
         init_values: of the weights.
