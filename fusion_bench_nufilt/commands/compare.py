@@ -55,13 +55,14 @@ def compare(
             specs += room.preset_specs(preset, modelpool, words, with_data=with_data)
         elif with_data:
             raise ValueError("--with-data goes with --preset paper; name other methods that need data with --methods")
+        loggers = room.trackers(words, out)
         with interruptible(console, str(out)):
             comparison = room.compare(
                 modelpool,
                 specs,
                 room.parse_seeds(seeds),
                 out,
-                overrides=words,
+                overrides=[word for word in words if not room.is_tracker(word)],
                 evaluate=evaluate,
                 overwrite=overwrite,
                 preset=preset,
@@ -69,6 +70,7 @@ def compare(
                 console=console,
             )
         files = room.save_report(comparison, out)
+        room.log_comparison(comparison, loggers, [out / file for file in files if file.endswith(".png")])
     main = room.main_table(comparison)
     per_task = room.as_rich(room.task_table(comparison))
     if fits_terminal(per_task):  # else it is in per_task.md

@@ -8,6 +8,7 @@ from .run import compare
 from .specs import RunSpec, parse_methods, parse_seeds
 from .summary import Comparison
 from .tables import as_rich, main_table, task_table
+from .trackers import is_tracker, log_comparison, trackers
 
 __all__ = [
     "Comparison",
@@ -16,6 +17,8 @@ __all__ = [
     "as_rich",
     "compare",
     "compose_run",
+    "is_tracker",
+    "log_comparison",
     "main_table",
     "overhead_table",
     "parse_methods",
@@ -24,4 +27,5 @@ __all__ = [
     "printed_overhead",
     "save_report",
     "task_table",
+    "trackers",
 ]

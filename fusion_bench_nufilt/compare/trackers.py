@@ -1,0 +1,55 @@
+"""Scores and pictures of a comparison for the trackers that people use: TensorBoard, Weights & Biases, MLflow, …"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fusion_bench.utils import instantiate
+
+from fusion_bench_nufilt.continual.metrics import or_none
+from fusion_bench_nufilt.continual.trackers import log_picture
+from fusion_bench_nufilt.overrides import key_of
+
+from .configs import compose_run, composing
+from .summary import Comparison
+
+
+def is_tracker(override: str) -> bool:
+    """Whether it names a tracker, or sets something of one: ``fabric/loggers=csv_logger``."""
+    return key_of(override).replace("/", ".").split(".")[:2] == ["fabric", "loggers"]
+
+
+def trackers(overrides: Sequence[str], folder: Path) -> list[Any]:
+    """Those that the overrides name, with their files in ``folder``; none if they name none.
+
+    Raises:
+        ValueError: there is no such tracker.
+    """
+    if not any(map(is_tracker, overrides)):
+        return []
+    config = compose_run([*overrides, f"path.log_dir='{folder}'"])
+    with composing():
+        return [instantiate(config.fabric.loggers)]
+
+
+def log_comparison(comparison: Comparison, loggers: Sequence[Any], pictures: Sequence[Path]) -> None:
+    """For each method the score of every task after every step, by seed, and at the end the means over the seeds."""
+    last = len(comparison.tasks)
+    for logger in loggers:
+        for method in comparison.finished:
+            label = method.spec.label
+            for run in method.runs:
+                if run.matrix is not None:
+                    for step, row in enumerate(run.matrix.rows(), 1):
+                        scores = dict(zip(run.matrix.tasks, row, strict=True))
+                        _log(logger, {f"{label}/seed {run.seed}/{task}": score for task, score in scores.items()}, step)
+            _log(logger, {f"{label}/{name}": or_none(mean.mean) for name, mean in method.metrics.items()}, last)
+    for picture in pictures:
+        log_picture(loggers, picture.stem, picture, last)
+    for logger in loggers:
+        logger.finalize("success")
+
+
+def _log(logger: Any, scores: dict[str, float | None], step: int) -> None:
+    if known := {name: score for name, score in scores.items() if score is not None}:
+        logger.log_metrics(known, step=step)
