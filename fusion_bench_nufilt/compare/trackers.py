@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench.utils import instantiate
+from omegaconf import OmegaConf
 
 from fusion_bench_nufilt.continual.metrics import or_none
 from fusion_bench_nufilt.continual.trackers import log_picture
@@ -23,13 +24,17 @@ def trackers(overrides: Sequence[str], folder: Path) -> list[Any]:
     """Those that the overrides name, with their files in ``folder``; none if they name none.
 
     Raises:
-        ValueError: there is no such tracker.
+        ValueError: there is no such tracker, or Hydra, which does not run here, gives it a name.
     """
     if not any(map(is_tracker, overrides)):
         return []
-    config = compose_run([*overrides, f"path.log_dir='{folder}'"])
+    config = compose_run([*overrides, f"path.log_dir='{folder}'"]).fabric.loggers
+    written: Any = OmegaConf.to_container(config)
+    for key, value in written.items():
+        if "${hydra:" in str(value):
+            raise ValueError(f"say fabric.loggers.{key}=NAME: a comparison has no name of its own for the tracker")
     with composing():
-        return [instantiate(config.fabric.loggers)]
+        return [instantiate(config)]
 
 
 def log_comparison(comparison: Comparison, loggers: Sequence[Any], pictures: Sequence[Path]) -> None:

@@ -41,3 +41,5 @@ def test_only_what_names_a_tracker_makes_one(tmp_path):
     assert not is_tracker("fabric.precision=32")
     with pytest.raises(ValueError, match="fabric/loggers/nothing"):
         trackers(["fabric/loggers=nothing"], tmp_path)
+    with pytest.raises(ValueError, match=r"say fabric\.loggers\.project=NAME"):
+        trackers(["fabric/loggers=wandb_logger"], tmp_path)
