@@ -2,7 +2,7 @@
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,25 +47,32 @@ class TaskData(ABC):
 
     Args:
         dataset: the items.
-        labels: of each of them.
         collate: makes a batch; None: torch's own.
     """
 
-    def __init__(self, dataset: Any, labels: Sequence[Any], collate: Any = None) -> None:
+    def __init__(self, dataset: Any, collate: Any = None) -> None:
         self.dataset, self.collate = dataset, collate
-        self._of_class: dict[Any, list[int]] = {}
-        for place, label in enumerate(labels):
-            self._of_class.setdefault(label, []).append(place)
 
     def batches(self, size: int, *, per_class: int | None, seed: int) -> Iterator[Any]:
         """Batches without end, of at most ``size`` items, out of ``per_class`` of each class (None: all)."""
-        items, draw, order = self.dataset, random.Random(seed), torch.Generator().manual_seed(seed)
+        items, order = self.dataset, torch.Generator().manual_seed(seed)
         if per_class is not None:
-            few = (draw.sample(places, min(per_class, len(places))) for places in self._of_class.values())
-            items = Subset(items, [place for places in few for place in places])
+            items = Subset(items, self._draw(per_class, random.Random(seed)))
         loader = DataLoader(items, size, shuffle=True, generator=order, collate_fn=self.collate)
         while True:
             yield from loader
+
+    def _draw(self, per_class: int, rng: random.Random) -> list[int]:
+        """Places of so many items of each class, or of all that a class has."""
+        of_class: dict[Any, list[int]] = {}
+        for place, label in enumerate(self.labels()):
+            of_class.setdefault(label, []).append(place)
+        drawn = (rng.sample(places, min(per_class, len(places))) for places in of_class.values())
+        return [place for places in drawn for place in places]
+
+    @abstractmethod
+    def labels(self) -> Iterable[Hashable]:
+        """Of each item."""
 
     @abstractmethod
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
@@ -76,10 +83,12 @@ class Images(TaskData):
     """Of a pool for CLIP vision towers."""
 
     def __init__(self, pool: Any, task: str) -> None:
-        images = pool.test_datasets[task]
-        raw = images.dataset
-        super().__init__(images, raw["label"] if isinstance(raw, Dataset) else [item["label"] for item in raw])
+        super().__init__(pool.test_datasets[task])
         self._classifier = classifier(pool, nn.Identity(), task)
+
+    def labels(self) -> Iterable[Hashable]:
+        raw: Any = self.dataset.dataset  # a column of `datasets` is read without the images
+        return raw["label"] if isinstance(raw, Dataset) else (item["label"] for item in raw)
 
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
         self._classifier.clip_model.vision_model = model
@@ -89,12 +98,14 @@ class Images(TaskData):
 
 
 class Texts(TaskData):
-    """Of the pool for Flan-T5 on GLUE, whose answers are of one token."""
+    """Of the pool for Flan-T5 on GLUE; what is predicted is the first token of the answer."""
 
     def __init__(self, pool: FlanT5GLUETextGenerationTaskPool, task: str) -> None:
-        texts = pool.load_task(task).test_dataset
-        super().__init__(texts, [tuple(label) for label in texts["labels"]], default_data_collator)
+        super().__init__(pool.load_task(task).test_dataset, default_data_collator)
         self._start = pool.tokenizer.pad_token_id  # with which T5's answers begin
+
+    def labels(self) -> Iterable[Hashable]:
+        return map(tuple, self.dataset["labels"])
 
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
         device, length = next(model.parameters()).device, int(batch["attention_mask"].sum(dim=1).max())

@@ -5,9 +5,10 @@ import torch
 from fusion_bench import BaseModelPool
 from fusion_bench.utils import instantiate
 from lightning import Fabric
+from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_nufilt.baselines import LoRAWEMoE
-from fusion_bench_nufilt.baselines.experts import mixture_of
+from fusion_bench_nufilt.baselines.experts import CLIPVisionModelWithExperts, mixture_of
 from fusion_bench_nufilt.baselines.task_data import TaskData
 from fusion_bench_nufilt.compare import compose_run
 from fusion_bench_nufilt.demo import load_vision_model
@@ -92,20 +93,34 @@ class TestModel:
         assert extra == tasks * mlps * (matrices * rank * (32 + 64) + 32 + 1)
 
 
+def test_the_experts_of_eight_tasks_are_half_a_vit_b_32():
+    """The paper prints 103.7 M parameters, which rank 64 for one task and 16 for the others would give."""
+    config = CLIPVisionConfig()
+    config.experts = {"num_experts": 8, "rank": 64, "init_lambda": 0.3, "batch_reduce": True}
+    with torch.device("meta"):
+        sizes = [
+            sum(parameter.numel() for parameter in model.parameters())
+            for model in (CLIPVisionModel(config), CLIPVisionModelWithExperts(config))
+        ]
+    assert [round(size / 1e6, 1) for size in (sizes[0], sizes[1] - sizes[0])] == [87.5, 47.3]
+
+
 class ClassesAndPlaces(TaskData):
+    def labels(self):
+        return [0] * 20 + [1] * 3 + [2] * 9
+
     def logits(self, model, batch):
         raise NotImplementedError
 
 
 def test_a_few_items_of_each_class_are_drawn():
-    labels = [0] * 20 + [1] * 3 + [2] * 9
-    batches = ClassesAndPlaces(range(32), labels).batches(16, per_class=5, seed=1)
-    drawn = torch.cat([next(batches) for _ in range(3)]).tolist()  # 13 items, and the first of them again
-    assert [labels[place] for place in drawn].count(1) >= 3
-    assert len(set(drawn)) == 13
-    assert (
-        torch.cat([next(ClassesAndPlaces(range(32), labels).batches(16, per_class=5, seed=1))]).tolist() == drawn[:13]
-    )
+    data = ClassesAndPlaces(range(32))
+    drawn = next(data.batches(32, per_class=5, seed=1)).tolist()
+    assert sorted(data.labels()[place] for place in drawn) == [0] * 5 + [1] * 3 + [2] * 5
+    assert next(data.batches(32, per_class=5, seed=1)).tolist() == drawn
+    assert next(data.batches(32, per_class=5, seed=2)).tolist() != drawn
+    batches = data.batches(32, per_class=5, seed=1)
+    assert sorted(next(batches)) == sorted(next(batches)) == sorted(drawn)  # the same items again and again
 
 
 # --- under the protocol ---
