@@ -68,7 +68,8 @@ def hashes(folder):
             content = json.loads(data)
             for reports in content["layers"].values():
                 for report in reports:
-                    del report["seconds"], report["solving_seconds"]
+                    for key in {"seconds", "solving_seconds"} & report.keys():
+                        del report[key]
             data = json.dumps(content).encode()
         found[str(path.relative_to(folder))] = hashlib.sha256(data).hexdigest()
     return found

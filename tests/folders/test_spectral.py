@@ -1,6 +1,7 @@
 """Spectral accumulation of folders is that of loaded models, and what it reads off the weights is kept exact."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -69,6 +70,14 @@ def test_a_step_that_fusion_bench_saved_goes_on_as_a_folder(tmp_path):
     first.run({name: models[name] for name in ("_pretrained_", "task1", "task2")})
     out = merge(tmp_path, ["task3"], merged="run/checkpoints/merged_model_1")
     assert same(CLIPVisionModel.from_pretrained(out).state_dict(), algorithm().run(models).state_dict())
+
+
+def test_a_plan_that_went_to_another_machine_knows_the_votes(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    merge(tmp_path, ["task1"], "one")
+    sent = pickle.loads(pickle.dumps(plan(tmp_path, ["task2"], merged="one")))
+    expected = merge(tmp_path, ["task2"], "expected", merged="one")
+    assert hashes(merge_folders(sent, tmp_path / "out")) == hashes(expected)
 
 
 def test_a_run_that_was_interrupted_goes_on_with_the_same_files(tmp_path):
