@@ -138,6 +138,13 @@ def test_what_another_method_merged_is_refused(tmp_path):
         plan(tmp_path, ["task2"], merged="out")
 
 
+def test_nufilt_on_top_of_it_deserves_a_warning(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    merge(tmp_path, ["task1"], "one")
+    warnings = manifest(merge_nufilt(tmp_path, ["task2"], merged="one", **TARGETS))["warnings"]
+    assert any("method was 'spectral', is 'nufilt'" in text for text in warnings)
+
+
 def test_the_command_merges_all_linear_layers_and_its_result_is_a_recipe(tmp_path):
     save_stream(tmp_path, llama(), tasks=2)
     models = ("--base", tmp_path / "base", "--task", tmp_path / "task1", "--task", tmp_path / "task2")
