@@ -113,6 +113,12 @@ def test_a_printed_number_stands_beside_both_forms_of_a_method():
         assert table["magmax"]["paper ACC"].text == "70.7 ± 0.0†"
 
 
+def test_the_papers_other_numbers_of_steps_stand_beside_ours():
+    ten = [finished(seed) for seed in range(42, 52)]
+    table = cells(main_table(comparison({"nufilt": ten}, modelpool=B32, settings=("max_steps=25",))))
+    assert table["nufilt"]["paper ACC"].text == "83.3 ± 0.3"
+
+
 def test_each_tasks_score_is_in_its_own_column(three):
     table = cells(task_table(three))
     assert list(table["good"]) == ["a", "b", "c"]
