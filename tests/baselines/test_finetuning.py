@@ -95,6 +95,15 @@ def test_it_is_refused_before_any_work_without_data(pools):
 
 
 @pytest.mark.parametrize(
+    ("model", "tasks"), [("base-patch32", "TA8"), ("base-patch16", "TALL14"), ("large-patch14", "TALL20")]
+)
+def test_the_papers_models_come_with_training_data_of_every_task(model, tasks):
+    pool = compose_run([f"modelpool=clip-vit-{model}_{tasks}"]).modelpool
+    assert pool.models.keys() - {"_pretrained_"} == pool.train_datasets.keys()
+    assert {dataset.split for dataset in pool.train_datasets.values()} == {"train"}
+
+
+@pytest.mark.parametrize(
     ("modelpool", "recipe"), [("nufilt_demo", (5e-4, 90, 64)), ("clip-vit-base-patch32_TA8", (1e-5, 4000, 128))]
 )
 def test_the_recipe_is_that_of_the_single_models(modelpool, recipe):
