@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from fusion_bench import BaseModelPool, auto_register_config
-from fusion_bench.utils import instantiate
+from fusion_bench.utils import import_object, instantiate
 from omegaconf import DictConfig
 from torch import nn
 
@@ -32,6 +32,9 @@ class _Baseline(ContinualMergingAlgorithm):
 
     def make_base_method(self, taskpool: Any) -> Any:
         """The method of FusionBench, wired as its program would, with a task pool for what it needs one for."""
+        # Ray from 2.54 on adds a parameter to what it decorates, which FusionBench then takes for an option.
+        constructor = import_object(self.base_method._target_).__init__
+        vars(getattr(constructor, "__wrapped__", constructor)).pop("__signature__", None)
         method = instantiate(self.base_method)
         method._fabric_instance = self.fabric
         method._program = SimpleNamespace(taskpool=taskpool)

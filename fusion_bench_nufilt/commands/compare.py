@@ -33,7 +33,11 @@ def compare(
         Literal["last", "diagonal", "every_step", "every_step_all"],
         typer.Option(help="What is scored: last is enough for ACC, diagonal for BWT, too, every_step_all for FWT."),
     ] = "every_step",
-    jobs: Annotated[int, typer.Option(help="Runs at a time, each in a process of its own.")] = 1,
+    jobs: Annotated[int, typer.Option(help="Runs at a time, each in a process, and on a GPU, of its own.")] = 1,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="local, or ray: a run on every GPU, or on every node, of a cluster.")
+    ] = "local",
+    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster; default: this machine's.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete what OUT holds and start again.")] = False,
 ) -> None:
     """Compare continual merging methods over task orders: tables, pictures and all numbers in one folder.
@@ -67,6 +71,8 @@ def compare(
                 overwrite=overwrite,
                 preset=preset,
                 jobs=jobs,
+                engine=engine,
+                address=address,
                 console=console,
             )
         files = room.save_report(comparison, out)

@@ -14,7 +14,7 @@ from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import split_options
 from fusion_bench_nufilt.core.spectral import SpectralConfig
 from fusion_bench_nufilt.folders import Plan, Settings, merge_folders, plan_merge
-from fusion_bench_nufilt.folders.cluster import connect, places
+from fusion_bench_nufilt.folders.cluster import places
 from fusion_bench_nufilt.folders.destination import check_disk, check_output
 from fusion_bench_nufilt.folders.models import LoraAdapter
 from fusion_bench_nufilt.folders.output import work_folder
@@ -131,7 +131,7 @@ def _print_plan(console: Console, plan: Plan, out: Path) -> None:
     if local:
         table.add_row("memory", f"{plan.memory / 1e9:.2f} GB at most")
     else:
-        workers = Counter(place.slots for place in places(plan, connect(plan.settings.address)))
+        workers = Counter(place.slots for place in places(plan))
         slots = sum(number * each for each, number in workers.items())
         for each, number in workers.items():
             held = f"{plan.memory_of(each) / 1e9:.2f} GB at most"

@@ -2,10 +2,12 @@
 
 import gc
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 import lightning
@@ -72,9 +74,12 @@ def run_side_by_side(configs: Configs, jobs: int, overrides: Sequence[str]) -> I
     cores = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count()  # macOS has none
     threads = max(1, (cores or 1) // jobs)
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, context, initializer=_start, initargs=(list(overrides), threads))
+    gpus = context.SimpleQueue()
+    for gpu in assign_gpus(jobs):
+        gpus.put(gpu)
+    pool = ProcessPoolExecutor(jobs, context, initializer=start_process, initargs=(list(overrides), threads, gpus))
     try:
-        pairs = {pool.submit(_work, config, pair[1]): pair for pair, config in configs.items()}
+        pairs = {pool.submit(work, config, pair[1]): pair for pair, config in configs.items()}
         for future in as_completed(pairs):
             yield pairs[future], future.result()
     except BrokenProcessPool:
@@ -86,13 +91,31 @@ def run_side_by_side(configs: Configs, jobs: int, overrides: Sequence[str]) -> I
 _workbench: Workbench  # of a process that runs pairs
 
 
-def _start(overrides: list[str], threads: int) -> None:
+def assign_gpus(processes: int) -> list[str | None]:
+    """The GPU of each process, by its name for CUDA_VISIBLE_DEVICES: number i takes that with number i mod n, of n."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    names = names[: torch.cuda.device_count()]
+    return [names[i % len(names)] if names else None for i in range(processes)]
+
+
+def start_process(overrides: list[str], threads: int, gpus: "SimpleQueue[str | None] | None" = None) -> None:
+    """Make this process ready for :func:`work`.
+
+    Args:
+        overrides: of `fusion_bench`, for the model pool and the task pool.
+        threads: of its mathematics.
+        gpus: where it takes the GPU that is its own; None: it sees those that are for it.
+    """
     global _workbench
+    if gpus is not None and (gpu := gpus.get()) is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # CUDA reads it when it is first used
     torch.set_num_threads(threads)
     with quiet():
         _workbench = Workbench(compose_run(overrides))
 
 
-def _work(config: dict[str, Any], seed: int) -> Run:
+def work(config: dict[str, Any], seed: int) -> Run:
+    """:func:`run_pair` in a process that was made ready for it."""
     with quiet():
         return run_pair(_workbench, config, seed, lambda step: None)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -14,6 +14,7 @@ from fusion_bench_nufilt.continual.report import summary
 from fusion_bench_nufilt.continual.stream import Evaluate
 from fusion_bench_nufilt.overrides import key_of, without_method
 
+from .cluster import run_on_cluster
 from .configs import compose_run, make_method, plain
 from .display import progress_bars, quiet, steps_bar
 from .pairs import Configs, Pair, reason, run_pair, run_side_by_side
@@ -38,6 +39,8 @@ def compare(
     overwrite: bool = False,
     preset: str | None = None,
     jobs: int = 1,
+    engine: Literal["local", "ray"] = "local",
+    address: str | None = None,
     console: Console | None = None,
 ) -> Comparison:
     """Run every method on every seed, keeping every finished pair in ``out``; what is there already is not run again.
@@ -53,7 +56,11 @@ def compare(
         evaluate: what to score, see :func:`fusion_bench_nufilt.continual.tasks_to_score`.
         overwrite: delete what ``out`` holds and start again.
         preset: kept in the result, for its pictures.
-        jobs: how many runs at a time, each in a process of its own with its own models and data.
+        jobs: how many runs at a time, each in a process of its own with its own models and data, and with a GPU of
+            its own if there are so many.
+        engine: local is this machine; ray is a Ray cluster, with a run at a time on every GPU, or on every node of one
+            without.
+        address: of the cluster; None: the one that this machine belongs to.
         console: where progress is shown, if it is a terminal. It must hold on to its stream: ``sys.stderr`` is
             silenced meanwhile.
 
@@ -67,6 +74,8 @@ def compare(
         raise ValueError(f"'{wrong[0]}': the methods and the model pool are chosen by options of their own")
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
+    if engine == "ray" and jobs > 1:
+        raise ValueError(f"jobs={jobs} is for engine=local: a Ray cluster has as many as it has GPUs or nodes")
     everywhere = [f"modelpool={modelpool}", *overrides]
     pools = without_method(everywhere)
     workbench = Workbench(compose_run(pools))
@@ -85,7 +94,10 @@ def compare(
                 references = score_references(workbench, on_step)
             store.save_references(references)
         overall = progress.add_task("", total=len(specs) * len(seeds), completed=len(runs))
-        done = _one_by_one(workbench, configs, progress) if jobs == 1 else run_side_by_side(configs, jobs, pools)
+        if engine == "ray":
+            done = run_on_cluster(configs, pools, address)
+        else:
+            done = _one_by_one(workbench, configs, progress) if jobs == 1 else run_side_by_side(configs, jobs, pools)
         for (spec, seed), run in done:
             store.save(spec, run)
             runs[spec, seed] = run

@@ -97,7 +97,7 @@ def test_layers_of_a_worker_that_is_killed_are_given_to_others(cluster, stream, 
     killer = when_computing(lambda process: process.kill())
     assert on_cluster(folder, "killed") == expected
     killer.join()
-    assert "worker lost, others take its layers" in caplog.text
+    assert "worker lost, others take its work" in caplog.text
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_layers_of_a_node_that_is_removed_are_given_to_others(cluster, stream, c
     remover = when_computing(lambda process: cluster.remove_node(third, allow_graceful=False))
     assert on_cluster(folder, "removed") == expected
     remover.join()
-    assert "worker lost, others take its layers" in caplog.text
+    assert "worker lost, others take its work" in caplog.text
 
 
 @pytest.mark.slow

@@ -1,0 +1,35 @@
+"""A comparison on a cluster finds what it finds here."""
+
+import pytest
+
+from fusion_bench_nufilt.compare import Methods, compare, parse_methods
+
+pytestmark = pytest.mark.usefixtures("demo")
+
+
+def run(out, **options):
+    specs = parse_methods("nufilt:max_steps=1, opcm", Methods([]))
+    return compare("nufilt_demo", specs, [42, 43], out, evaluate="last", **options)
+
+
+def test_jobs_are_for_one_machine(tmp_path):
+    with pytest.raises(ValueError, match="jobs=2 is for engine=local"):
+        run(tmp_path, engine="ray", jobs=2)
+
+
+@pytest.mark.slow
+def test_a_cluster_finds_the_matrices_of_one_machine(tmp_path):
+    ray = pytest.importorskip("ray", reason="needs the extra [ray]")
+    from ray.cluster_utils import Cluster
+
+    expected = run(tmp_path / "local")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster.add_node(num_cpus=1)
+    try:
+        found = run(tmp_path / "cluster", engine="ray", address=cluster.address)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    for here, there in zip(expected.methods, found.methods, strict=True):
+        assert not there.failures
+        assert [run.matrix.rows() for run in there.runs] == [run.matrix.rows() for run in here.runs]
