@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads stall each other on a busy machine
 
+import psutil
 import torch
 from plain import needed_flops, plain_step
 from torch import Tensor
@@ -279,7 +280,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
     cpu = [line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     blas = [line.strip(" -") for line in torch.__config__.show().splitlines() if "Kernel Library" in line]
     about = {"gpu": torch.cuda.get_device_name()} if args.device == "cuda" else {}
-    about |= {"cpu": (cpu or ["?"])[0], "cores": len(os.sched_getaffinity(0)), "threads": args.threads}
+    about |= {"cpu": (cpu or ["?"])[0], "cores": psutil.cpu_count(), "threads": args.threads}
     about |= {name: importlib.metadata.version(name) for name in ("torch", "fusion-bench")}
     about |= {"blas": (blas or ["?"])[0], "OMP_WAIT_POLICY": os.environ["OMP_WAIT_POLICY"]}
     return about | {"load before": round(os.getloadavg()[0], 2)}

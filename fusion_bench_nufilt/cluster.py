@@ -11,7 +11,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 # A worker that is not ready by then waits for CPUs or GPUs that others hold.
-_START_SECONDS = 180
+_START_SECONDS = 300
 # Of a piece of work; what kills so many workers will kill the next one, too.
 _TRIES = 3
 _PACKAGES = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers", "safetensors")
@@ -133,6 +133,8 @@ class Team:
                 self._lose(worker, f"its CPUs or GPUs were not free within {_START_SECONDS} s")
             except ray.exceptions.RayError as error:
                 self._lose(worker, error)
+        if not self._alive:
+            raise ValueError("no worker could be started on the cluster; the warnings say why")
         log.info("%d workers on the cluster, %d pieces of work at a time", len(self._alive), self.slots)
 
     @property

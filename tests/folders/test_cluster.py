@@ -46,16 +46,18 @@ def test_an_address_is_for_a_cluster():
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Two nodes with a CPU each, and a store for objects that is smaller than some of them."""
+    """Two nodes with a CPU each."""
     ray = pytest.importorskip("ray", reason="needs the extra [ray]")
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args=node())
-    cluster.add_node(**node())
-    ray.init(cluster.address, log_to_driver=False)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # else other processes starve the workers of a busy machine
+        cluster = Cluster(initialize_head=True, head_node_args=node())
+        cluster.add_node(**node())
+        ray.init(cluster.address, log_to_driver=False)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def node(**options):
@@ -78,7 +80,7 @@ def when_computing(do):
     """Call a function with the process of a worker that is at work on a layer, from a thread."""
 
     def watch():
-        while not (found := [each for each in psutil.process_iter(["name"]) if is_computing(each)]):
+        while not (found := [each for each in psutil.Process().children(recursive=True) if is_computing(each)]):
             time.sleep(0.1)
         do(found[0])
 
@@ -88,7 +90,10 @@ def when_computing(do):
 
 
 def is_computing(process):
-    return (process.info["name"] or "").startswith("ray::Worker.fu")
+    try:
+        return process.name().startswith("ray::Worker.fu")
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.slow

@@ -1,0 +1,207 @@
+"""What a merge of 70B or 671B parameters takes on 1 to 64 workers: measured here, added up for there.
+
+    python benchmarks/scale.py                  # the tables of docs/scale.md
+    python benchmarks/scale.py --check 0.1B     # simulated against real, on Ray clusters of 1, 2 and 3 nodes
+
+A layer's seconds are those of one CPU, counted while it works on a layer whose sides are divided by `--shrink`, times
+the ratio of operations. What is simulated: a file server, workers with some CPUs each, which read base, merged and
+task weight of a layer, compute, and send what is stored to the driver, which alone writes. File server and driver have
+a link of the given bandwidth, which serves one transfer after the other.
+"""
+
+import argparse
+import hashlib
+import heapq
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from folders import SIZES, make_checkpoints
+
+from fusion_bench_nufilt.core import FusionConfig, fuse_layers
+from fusion_bench_nufilt.core.workers import working_bytes
+from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
+from fusion_bench_nufilt.folders.cluster import RayEngine
+from fusion_bench_nufilt.folders.forecast import layer_flops
+
+STORED = 2  # bytes of a parameter, bfloat16
+MODELS = 3  # base, merged, task
+CONFIG = FusionConfig()
+
+
+def llama_70b():
+    d, kv, ffn = 8192, 1024, 28672
+    block = {"q, o": (d, d), "k, v": (kv, d), "gate, up": (ffn, d), "down": (d, ffn)}
+    number = {"q, o": 2, "k, v": 2, "gate, up": 2, "down": 1}
+    return {kind: (shape, 80 * number[kind]) for kind, shape in block.items()}
+
+
+def moe_671b():
+    """61 blocks with latent attention, of which 58 have 256 experts and a shared one."""
+    d, ffn, expert = 7168, 18432, 2048
+    return {
+        "q_a": ((1536, d), 61),
+        "q_b": ((24576, 1536), 61),
+        "kv_a": ((576, d), 61),
+        "kv_b": ((32768, 512), 61),
+        "o": ((d, 16384), 61),
+        "dense gate, up": ((ffn, d), 6),
+        "dense down": ((d, ffn), 3),
+        "expert gate, up": ((expert, d), 58 * 257 * 2),
+        "expert down": ((d, expert), 58 * 257),
+    }
+
+
+MODELS_OF = {"70B": llama_70b, "671B": moe_671b}
+
+
+class Job(NamedTuple):
+    """A layer."""
+
+    seconds: float  # of one CPU
+    read: float  # bytes
+    written: float
+
+
+def measure(shape, shrink):
+    """CPU seconds of a step on a layer of this shape."""
+    d_o, d_i = (max(min(side, 512), side // shrink) for side in shape)
+    random = torch.Generator().manual_seed(0)
+    decay = torch.arange(1, min(512, d_o, d_i) + 1.0) ** -0.7  # as the singular values of task vectors fall
+    theta_0 = torch.randn(d_o, d_i, generator=random)
+
+    def changed():
+        left, right = (torch.randn(side, len(decay), generator=random) for side in (d_o, d_i))
+        update = (left * decay) @ right.T
+        return theta_0 + update * (0.01 * theta_0.norm() / update.norm())
+
+    theta, theta_t = changed(), changed()
+    begin = time.process_time()
+    fuse_layers({"": theta_0}, {"": theta}, {"": theta_t}, CONFIG, step=2)
+    seconds = time.process_time() - begin
+    return seconds * layer_flops(shape, None, CONFIG) / layer_flops((d_o, d_i), None, CONFIG)
+
+
+def digest_seconds():
+    """CPU seconds that a byte takes on its way: digest and copy."""
+    data = bytes(2**26)
+    begin = time.process_time()
+    hashlib.sha256(bytearray(data))
+    return (time.process_time() - begin) / len(data)
+
+
+def simulate(jobs, workers, cpus, bandwidth):
+    """Seconds until the last layer is written, of ``workers`` with a layer at a time for each of their ``cpus``."""
+    free = [0.0] * (workers * cpus)
+    server = driver = 0.0
+    sent = []  # when a layer is computed, and how much of it goes to the driver
+    for job in jobs:
+        begin = heapq.heappop(free)
+        server = max(server, begin) + job.read / bandwidth
+        done = max(server, begin) + job.seconds
+        heapq.heappush(free, done + job.written / bandwidth)
+        sent.append((done, job.written))
+    for done, nbytes in sorted(sent):
+        driver = max(driver, done) + nbytes / bandwidth
+    return driver
+
+
+def print_header(*columns):
+    print(f"\n| {' | '.join(columns)} |\n{'| --- ' * len(columns)}|", flush=True)
+
+
+def table(name, shrink, cpus, bandwidth):
+    """What layers take, and what the model takes on so many workers."""
+    kinds, per_byte, jobs = MODELS_OF[name](), digest_seconds(), []
+    print(
+        f"\n| layers of the {name} | shape | number | TFLOP | CPU seconds | MB read | GB of memory |\n{'| --- ' * 7}|"
+    )
+    for kind, (shape, number) in kinds.items():
+        nbytes = STORED * shape[0] * shape[1]
+        seconds = measure(shape, shrink) + (MODELS + 1) * nbytes * per_byte
+        memory = working_bytes(shape, 4) + MODELS * nbytes
+        flops = layer_flops(shape, None, CONFIG)
+        print(
+            f"| {kind} | {shape[0]} x {shape[1]} | {number} | {flops / 1e12:.2f} | {seconds:.1f} "
+            f"| {MODELS * nbytes / 1e6:.0f} | {memory / 1e9:.1f} |"
+        )
+        jobs += number * [Job(seconds, MODELS * nbytes, nbytes)]
+    largest = sorted(working_bytes(shape, 4) + MODELS * STORED * shape[0] * shape[1] for shape, _ in kinds.values())[-1]
+    read, written = sum(job.read for job in jobs) / 1e9, sum(job.written for job in jobs) / 1e9
+    print(f"\n{read:.0f} GB are read of the file server, {written:.0f} GB reach the driver.")
+    print_header(f"workers of {cpus} CPUs", "hours", "CPU time in use", "memory of a worker, at most")
+    for workers in (2**i for i in range(7)):
+        seconds = simulate(jobs, workers, cpus, bandwidth)
+        used = sum(job.seconds for job in jobs) / (seconds * workers * cpus)
+        print(f"| {workers} | {seconds / 3600:.2f} | {used:.0%} | {cpus * largest / 1e9:.0f} GB |")
+
+
+def check(size, folder):
+    """Real merges on 1, 2 and 3 nodes of one CPU, beside the simulation fed with the seconds of their own layers."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    make_checkpoints(SIZES[size], folder)
+    starts = []
+
+    def merge(out, **settings):
+        names = [str(folder / name) for name in ("base", "task", "merged")]
+        plan = plan_merge(names[0], [names[1]], names[2], CONFIG, settings=Settings(**settings))
+        begin = time.perf_counter()
+        merge_folders(plan, folder / out)
+        files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (folder / out).glob("*.saf*")}
+        return time.perf_counter() - begin, files, json.loads((folder / out / "nufilt.json").read_text())
+
+    class Timed(RayEngine):
+        def __init__(self, plan):
+            begin = time.perf_counter()
+            super().__init__(plan)
+            starts.append(time.perf_counter() - begin)
+
+    torch.set_num_threads(1)
+    local, expected, manifest = merge("local")
+    busy = sum(report[0]["seconds"] for report in manifest["layers"].values())
+    print_header(f"{size} on", "seconds", "of these to start", "of its layers", "simulated", "files equal")
+    print(f"| this process, one thread | {local:.0f} | 0 | {busy:.0f} | | |", flush=True)
+    import fusion_bench_nufilt.folders.cluster as module
+
+    module.RayEngine = Timed
+    for number in (1, 2, 3):
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        for _ in range(number - 1):
+            cluster.add_node(num_cpus=1)
+        seconds, files, manifest = merge(f"on{number}", engine="ray", address=cluster.address)
+        layers = [report[0]["seconds"] for report in manifest["layers"].values()]
+        simulated = simulate([Job(each, 0, 0) for each in layers], number, 1, float("inf"))
+        print(
+            f"| {number} workers | {seconds:.0f} | {starts[-1]:.0f} | {sum(layers):.0f} | {simulated:.0f} "
+            f"| {'yes' if files == expected else 'NO'} |",
+            flush=True,
+        )
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=MODELS_OF, help="default: both")
+    parser.add_argument("--shrink", type=int, default=8)
+    parser.add_argument("--cpus", type=int, default=16, help="of a worker")
+    parser.add_argument("--bandwidth", type=float, default=10, help="of a link, Gbit/s")
+    parser.add_argument("--check", choices=SIZES, help="merge synthetic checkpoints of this size on a cluster")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/scale"))
+    arguments = parser.parse_args()
+    if arguments.check:
+        check(arguments.check, arguments.folder)
+        shutil.rmtree(arguments.folder)
+        return
+    torch.set_num_threads(1)
+    for name in arguments.model or MODELS_OF:
+        table(name, arguments.shrink, arguments.cpus, arguments.bandwidth * 1e9 / 8)
+
+
+if __name__ == "__main__":
+    main()
