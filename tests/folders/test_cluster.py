@@ -46,7 +46,7 @@ def test_an_address_is_for_a_cluster():
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Two nodes with a CPU each."""
+    """Two nodes with a CPU each, and a store for objects that is smaller than the largest layer."""
     ray = pytest.importorskip("ray", reason="needs the extra [ray]")
     from ray.cluster_utils import Cluster
 
@@ -181,3 +181,10 @@ def test_a_node_that_lacks_the_files_says_so_by_name(cluster, tmp_path, monkeypa
     with pytest.raises(ValueError, match=r"node .*: .*No such file or directory: '.*base/model.safetensors'"):
         on_cluster(tmp_path, "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_layer_larger_than_the_store_for_objects_arrives_whole(cluster, tmp_path):
+    save_matrices(tmp_path, (2**19, 48), 1)
+    small = {"null_rank": 4, "lora_rank": 2, "max_steps": 2}
+    assert on_cluster(tmp_path, "out", **small) == hashes(merge(tmp_path, TASKS, "local", **small))
