@@ -1,6 +1,7 @@
 """Theorem 1 and Corollary 1 hold, over sweeps."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -8,20 +9,15 @@ import torch
 from fusion_bench_nufilt.analysis.bounds import check_theorem, corollary_bound, spectral_norm, split_by_data
 from fusion_bench_nufilt.analysis.moments import data_subspace, second_moment
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+from tests.conftest import REPO
+
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+from theorem import synthetic
 
 
 def draw(generator, *shape):
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def synthetic(seed, size, d_o=24, d_i=32, r_d=4):
-    """tau = B H + E, every row of E of length ``size`` times the smallest singular value of B H over sqrt(d_o)."""
-    generator = torch.Generator().manual_seed(seed)
-    H = draw(generator, 40, r_d) @ draw(generator, r_d, d_i)
-    T_0 = draw(generator, d_o, 40) @ H
-    sigma = float(torch.linalg.svdvals(T_0)[r_d - 1])
-    E = torch.nn.functional.normalize(draw(generator, d_o, d_i), dim=1) * size * sigma / math.sqrt(d_o)
-    return T_0, E, torch.linalg.svd(H, full_matrices=False).Vh[:r_d].mT
 
 
 @pytest.mark.parametrize("r_v", [4, 6])
