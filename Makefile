@@ -1,6 +1,6 @@
 # make demo       merge eight small models, with NUFILT and with FusionBench's own continual methods
 # make test       lint, types, the documentation and the tests
-# make test-slow  the tests that take minutes: notebooks, a browser
+# make test-slow  the tests that take minutes: kills, clusters, notebooks, a browser
 # make adversary  bad inputs, random corruptions and kills, and a table of what became of them; for every night
 # make docs       the documentation in outputs/site; a broken link or reference fails
 # Each sets up everything they need in .venv first.
@@ -10,6 +10,9 @@ VENV ?= .venv
 # The release that everything here was tested and measured with. On a machine without a GPU, install the CPU build
 # into $(VENV) beforehand to save a large download.
 TORCH ?= torch==2.13.0
+
+# Processes of the fast tests, which take about 1 GB each. The slow ones start processes and clusters of their own.
+JOBS ?= 2
 
 # Threads that wait by spinning stall each other on a busy machine: ten times slower here.
 export OMP_WAIT_POLICY ?= passive
@@ -23,7 +26,7 @@ demo: $(READY)
 	$(BIN)/python -m fusion_bench_nufilt.demo
 
 test: lint docs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --ignore=tests/adversary
