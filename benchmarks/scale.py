@@ -177,7 +177,7 @@ def check(size, folder):
         layers = [report[0]["seconds"] for report in manifest["layers"].values()]
         simulated = simulate([Job(each, 0, 0) for each in layers], number, 1, float("inf"))
         print(
-            f"| {number} workers | {seconds:.0f} | {starts[-1]:.0f} | {sum(layers):.0f} | {simulated:.0f} "
+            f"| workers: {number} | {seconds:.0f} | {starts[-1]:.0f} | {sum(layers):.0f} | {simulated:.0f} "
             f"| {'yes' if files == expected else 'NO'} |",
             flush=True,
         )
