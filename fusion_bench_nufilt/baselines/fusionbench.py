@@ -34,7 +34,7 @@ class _Baseline(ContinualMergingAlgorithm):
         """The method of FusionBench, wired as its program would, with a task pool for what it needs one for."""
         # Ray from 2.54 on adds a parameter to what it decorates, which FusionBench then takes for an option.
         constructor = import_object(self.base_method._target_).__init__
-        vars(getattr(constructor, "__wrapped__", constructor)).pop("__signature__", None)
+        getattr(getattr(constructor, "__wrapped__", constructor), "__dict__", {}).pop("__signature__", None)
         method = instantiate(self.base_method)
         method._fabric_instance = self.fabric
         method._program = SimpleNamespace(taskpool=taskpool)

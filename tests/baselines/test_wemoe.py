@@ -83,7 +83,7 @@ class TestModel:
         for batch_reduce in (False, True):
             made = mixture(base, *tasks, batch_reduce=batch_reduce)
             alone = torch.cat([output(made, slice(i, i + 1)) for i in range(3)])
-            assert torch.allclose(output(made), alone, atol=1e-4) is not batch_reduce
+            assert torch.allclose(output(made), alone, atol=1e-2) is not batch_reduce
 
     def test_extra_parameters_are_what_the_formula_says(self, family):
         base, rank, tasks = family(), 4, 3
