@@ -14,7 +14,7 @@ from torch import Tensor
 from .adapter import SOLVERS, Objective, loop_gram
 from .checks import Layers, TaskLayers, check_adapters, check_layers
 from .config import FusionConfig
-from .devices import DevicePool, Devices, check_devices
+from .devices import DevicePool, Devices, check_devices, fast_in_float64
 from .low_rank import LowRank
 from .projector import first_coordinates, null_space_filter, protected_subspace
 from .subspace import subspace_affinity, top_right_singular_vectors
@@ -116,8 +116,7 @@ def fuse_each(
     if lora_A is not None:
         check_adapters(merged, lora_A, config)
     fresh = {name for name in merged if not (merged[name] != pretrained[name]).any()}  # nothing was merged into them
-    devices = check_devices(device or next((weight.device for weight in merged.values()), "cpu"))
-    pool = DevicePool(devices)
+    pool = DevicePool(devices := check_devices(device or next((w.device for w in merged.values()), "cpu")))
 
     @torch.no_grad()
     def compute(
@@ -164,7 +163,7 @@ def fuse_each(
             return solve_on(where, names)
 
     def solve_on(where: torch.device, names: list[str]) -> list[tuple[str, Tensor, LayerReport]]:
-        for exact_on in (where if _fast_in_float64(where) else None, torch.device("cpu")):
+        for exact_on in (where if fast_in_float64(where) else None, torch.device("cpu")):
             try:
                 return compute(names, where, exact_on)
             except (torch.linalg.LinAlgError, torch.cuda.OutOfMemoryError) as error:
@@ -281,12 +280,6 @@ def _clock(where: torch.device) -> float:
     if where.type == "cuda":
         torch.cuda.synchronize(where)
     return time.perf_counter()
-
-
-def _fast_in_float64(where: torch.device) -> bool:
-    """Whether a device computes in float64 at half its rate in float32 or more, as NVIDIA's P100 to B200 do."""
-    capabilities = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
-    return where.type == "cuda" and torch.cuda.get_device_capability(where) in capabilities
 
 
 @functools.cache
