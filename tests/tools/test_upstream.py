@@ -55,7 +55,7 @@ def test_it_stays_small(laid):
     """In lines of code, without comments, docstrings and empty lines."""
     checkout, paths = laid
     code = [path for path in paths if path.startswith(upstream.HOME) and path.endswith(".py")]
-    assert sum(lines_of_code(checkout / path) for path in code) <= 1350
+    assert sum(lines_of_code(checkout / path) for path in code) <= 1450
 
 
 def lines_of_code(path):
