@@ -18,8 +18,8 @@ PAPER = (
     *("sequential_finetuning", "weight_average", "task_arithmetic", "ties_merging", "magmax", "adamerging"),
     *("lora_wemoe", "wudi", "iso_c", "knots_ties", "tsvm", "opcm", "nufilt"),
 )
-TWO_FORMS = ("ties_merging", "magmax", "adamerging")
-"""Rows of the main table that the released code has another formula for than the paper, see docs/baselines.md."""
+OTHER_FORM = {"ties_merging": "released", "magmax": "paper", "adamerging": "released"}
+"""Of the methods whose formula in the paper is not that of its released code: the one that is not the default."""
 OVERHEAD = ("task_arithmetic", "opcm", "wudi", *(f"nufilt:max_steps={steps}" for steps in (25, 50, 100)))
 
 
@@ -63,8 +63,8 @@ def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_da
         for method in PAPER:
             if with_data or method not in NEED_DATA:
                 rows.append([f"{method}={method}", *settings.get(method, ())])
-                if method in TWO_FORMS:
-                    rows.append([f"{method} (released)={method}", "form=released", *settings.get(method, ())])
+                if other := OTHER_FORM.get(method):
+                    rows.append([f"{method} ({other})={method}", f"form={other}", *settings.get(method, ())])
         return parse_methods(",".join(":".join(row) for row in rows), methods)
     if name == "sensitivity":
         with quiet():

@@ -133,7 +133,7 @@ def test_a_running_result_goes_on_with_the_same_bits(tmp_path):
     models = {"_pretrained_": base} | {f"task{i}": finetuned(base, seed=i) for i in (1, 2, 3, 4)}
 
     def run(folder, *overrides, stop=None):
-        algorithm = baseline("magmax", "method.shuffle_order=false", *overrides)
+        algorithm = baseline("magmax", "method.form=paper", "method.shuffle_order=false", *overrides)
         algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", ""))
         algorithm.run(models, on_step=lambda step: step == stop and pytest.fail("interrupted"))
         return read_manifest(folder / "checkpoints" / "merged_model_3")["files"]
