@@ -31,6 +31,7 @@ TOWER = CLIPVisionConfig(
 )
 SIZES = {
     "0.1B": LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12),
+    "0.3B": LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=16),
     "1B": LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32),
     "3B": LlamaConfig(hidden_size=3200, intermediate_size=8640, num_hidden_layers=26, num_attention_heads=32),
     "7B": LlamaConfig(),

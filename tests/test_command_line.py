@@ -203,6 +203,7 @@ def test_clip_on_eight_tasks_with_the_command_of_the_readme(fusion_bench, hub):
     CLIPVisionModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_7")
 
 
+@pytest.mark.slow
 def test_flan_t5_on_glue_with_the_command_of_the_readme(fusion_bench, hub):
     command = ("method=nufilt", "modelpool=flan-t5-base_glue", "method.shuffle_order=false")
     fusion_bench(*command, launcher=hub)
@@ -216,6 +217,7 @@ def test_flan_t5_on_glue_with_the_command_of_the_readme(fusion_bench, hub):
     AutoModelForSeq2SeqLM.from_pretrained(saved)
 
 
+@pytest.mark.slow
 def test_flan_t5_is_compared_beside_the_papers_numbers(hub, tmp_path):
     options = ("--methods", "nufilt", "--modelpool", "flan-t5-base_glue", "--evaluate", "last", "--out", tmp_path)
     nufilt = [sys.executable, "-m", "fusion_bench_nufilt.commands.app"]
