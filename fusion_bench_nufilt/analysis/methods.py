@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from fusion_bench_nufilt.compare.configs import compose_run, plain
+from fusion_bench_nufilt.compare.memory import WatchingEvaluator
 from fusion_bench_nufilt.compare.pairs import run_pair
 from fusion_bench_nufilt.compare.specs import RunSpec
-from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.continual.checkpoint import StepManifest, load_checkpoint, read_manifest
 from fusion_bench_nufilt.continual.evaluation import Report
 from fusion_bench_nufilt.continual.loading import describe_model
@@ -72,12 +72,12 @@ def measure_methods(
         result.scores[spec.label] = {"ACC": or_none(run.matrix.acc), "BWT": or_none(run.matrix.bwt)}
 
 
-class _Watcher(Evaluator):
+class _Watcher(WatchingEvaluator):
     """Shows a meter every step that is scored, and has only what ACC and BWT need scored, by the pool's evaluator."""
 
     def __init__(self, pool: PoolAnalysis, meter: Meter, on_step: Callable[[], Any]) -> None:
         self._own = pool.workbench.evaluator  # which has encoded the prompts already
-        self.taskpool = self._own.taskpool
+        super().__init__(self._own.taskpool, pool.workbench.fabric.device)
         self._pool, self._meter, self._on_step = pool, meter, on_step
 
     def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
