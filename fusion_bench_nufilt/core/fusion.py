@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -154,31 +155,30 @@ def fuse_each(
         results = []
         for name, weight, row in zip(names, weights, rows, strict=True):
             like = merged[name]
-            report = LayerReport(tuple(like.shape), seconds, *row)
-            results.append((name, weight.to(like.device, like.dtype), report))
+            results.append((name, weight.to(like.device, like.dtype), LayerReport(tuple(like.shape), seconds, *row)))
         return results
 
+    # Neither refers to itself: a function that did would hold the models until the garbage collector comes by.
     def solve(names: list[str]) -> list[tuple[str, Tensor, LayerReport]]:
         with pool.free() as where:
-            return solve_on(where, names)
+            if len(names) > 1:
+                with suppress(torch.linalg.LinAlgError, torch.cuda.OutOfMemoryError):
+                    return compute(names, where, where if fast_in_float64(where) else None)
+            return [solve_alone(name, where) for name in names]  # the others are none the worse for one that fails
 
-    def solve_on(where: torch.device, names: list[str]) -> list[tuple[str, Tensor, LayerReport]]:
+    def solve_alone(name: str, where: torch.device) -> tuple[str, Tensor, LayerReport]:
         for exact_on in (where if fast_in_float64(where) else None, torch.device("cpu")):
             try:
-                return compute(names, where, exact_on)
+                return compute([name], where, exact_on)[0]
             except (torch.linalg.LinAlgError, torch.cuda.OutOfMemoryError) as error:
                 failure = error.with_traceback(None)  # which would hold the matrices
-            if len(names) > 1:  # the others are none the worse for it
-                return [result for name in names for result in solve_on(where, [name])]
             if isinstance(failure, torch.cuda.OutOfMemoryError):
                 raise ValueError(
-                    f"layer '{names[0]}' {tuple(merged[names[0]].shape)}: no room on device '{where}'; choose "
-                    f"device=cpu, or free memory there ({failure})"
+                    f"layer '{name}' {tuple(merged[name].shape)}: no room on device '{where}'; choose device=cpu, or "
+                    f"free memory there ({failure})"
                 ) from failure
-            _say_that_float64_takes_over(names[0], str(failure))
-        raise ValueError(
-            f"layer '{names[0]}': no singular vectors, in float64 on the CPU either: {failure}"
-        ) from failure
+            _say_that_float64_takes_over(name, str(failure))
+        raise ValueError(f"layer '{name}': no singular vectors, in float64 on the CPU either: {failure}") from failure
 
     stacks = list(_stacks(merged, task, fresh, devices[0], batch_bytes))
     for results in map_layers(solve, stacks, devices[0], len(devices) if len(devices) > 1 else None):

@@ -1,6 +1,8 @@
 """Laws of one merging step."""
 
 import dataclasses
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -382,3 +384,18 @@ def test_an_unknown_layer_is_refused():
 def test_an_initial_a_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"lora_A of layer 'w': expected shape \(4, 12\), got \(5, 12\)"):
         fuse_one(*random_layer(20, 12, seed=0), lora_A={"w": torch.zeros(5, 12)})
+
+
+def test_the_models_are_free_as_soon_as_they_are_merged():
+    """Without the garbage collector, so that a merge of many layers holds those at work alone."""
+    models = [{"layer": torch.randn(6, 5)} for _ in range(3)]
+    left = [weakref.ref(model["layer"]) for model in models]
+    gc.collect()
+    gc.disable()
+    try:
+        fused, _ = fuse_layers(*models, FusionConfig(null_rank=2, lora_rank=2, max_steps=2))
+        del models
+        assert [ref() for ref in left] == [None] * 3
+    finally:
+        gc.enable()
+    assert fused["layer"].shape == (6, 5)
