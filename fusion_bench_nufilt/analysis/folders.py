@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core import LowRank
+from fusion_bench_nufilt.core.dtypes import widened
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.folders import Plan
 from fusion_bench_nufilt.folders.models import FullModel, Task
@@ -37,7 +38,7 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], None] = l
 
     def examine(number: int) -> tuple[np.ndarray, list[Tensor], list[VectorRow]]:
         slot, layer = plan.layers[number].slot, layers[number]
-        theta_0 = _wide(plan.base.read(plan.layers[number].keys[0])[0])
+        theta_0 = widened(plan.base.read(plan.layers[number].keys[0])[0])
         vectors = [task_vector(_update(model, slot, theta_0), directions) for model in models]
         rows = [
             VectorRow.of(name, layer, vector, theta_0, task_rank) for name, vector in zip(names, vectors, strict=True)
@@ -70,10 +71,6 @@ def _update(model: FullModel | Task, slot: str, theta_0: Tensor) -> Tensor:
         return torch.zeros_like(theta_0)
     weight, _ = model.weight(slot)
     return weight.product().to(theta_0) if isinstance(weight, LowRank) else weight.to(theta_0) - theta_0
-
-
-def _wide(W: Tensor) -> Tensor:
-    return W.to(torch.promote_types(W.dtype, torch.float32))
 
 
 def _unique(labels: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ matrix D: once C is recorded, no data is needed any more.
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.core.dtypes import widened
 from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
 
 
@@ -27,7 +28,7 @@ class RunningMoment:
 
     def add(self, X: Tensor) -> None:
         """Take in a batch ``(n, d_i)``; its own product is formed in float32 at least."""
-        self._sum += gram_matrix(X.to(torch.promote_types(X.dtype, torch.float32)))
+        self._sum += gram_matrix(widened(X))
         self.count += len(X)
 
     @property

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
-from itertools import islice
 from typing import Any
 
 import torch
 from fusion_bench import BaseAlgorithm, BaseModelPool, auto_register_config
-from fusion_bench.method.adamerging.entropy_loss import entropy_loss
 from fusion_bench.mixins import LightningFabricMixin
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -63,12 +61,15 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         data = task_data("AdaMerging", None if self._program is None else self._program.taskpool, names[-1])
         theta_0, *models = (modelpool.load_model(name) for name in ("_pretrained_", *names))
         merged = _Merged(theta_0, models, self.init_values, self.fabric.device)
-        optimizer = torch.optim.Adam([merged.weights], lr=self.lr)
-        batches = data.batches(self.batch_size, per_class=self.samples_per_class, seed=self.seed)
-        for batch in islice(batches, self.max_steps):
-            optimizer.zero_grad()
-            entropy_loss(data.logits(merged, batch)).backward()
-            optimizer.step()
+        data.make_certain(
+            merged,
+            [merged.weights],
+            lr=self.lr,
+            steps=self.max_steps,
+            batch_size=self.batch_size,
+            per_class=self.samples_per_class,
+            seed=self.seed,
+        )
         model = deepcopy(theta_0).requires_grad_()
         with torch.no_grad():
             for name, value in merged.now().items():

@@ -9,6 +9,7 @@ from fusion_bench.models.we_moe import WeightEnsemblingMoE, construct_weight_ens
 from torch import Tensor, nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
+from fusion_bench_nufilt.core.dtypes import widened
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 
 _Ensembling: Any = WeightEnsemblingMoE
@@ -89,7 +90,7 @@ class MixtureOfExperts(nn.Module):
     def add_expert(self, pretrained: nn.Module, task: nn.Module) -> None:
         r"""Take up a task: its MLP matrices as an expert, every other parameter as :math:`\theta + \lambda \tau`."""
         theta_0, theta = dict(pretrained.named_parameters()), dict(self.named_parameters())
-        tau = {key: _wide(task.get_parameter(key)) - _wide(value) for key, value in theta_0.items()}
+        tau = {key: widened(task.get_parameter(key)) - widened(value) for key, value in theta_0.items()}
         for name, mixture in self.mixtures():
             mixture.add({layer: tau.pop(f"{name}.{layer}.weight") for layer in mixture.A})
         for key, update in tau.items():
@@ -132,7 +133,3 @@ def mixture_of(model: Any, *, rank: int, init_lambda: float, batch_reduce: bool)
     state = {key.replace(marker, f"{marker}base_model."): value for key, value in model.state_dict().items()}
     mixture.load_state_dict(state, strict=False)
     return mixture.to(next(model.parameters()).dtype)
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.to(torch.promote_types(value.dtype, torch.float32))

@@ -27,8 +27,7 @@ class _Baseline(ContinualMergingAlgorithm):
         return str(self.base_method._target_).rpartition(".")[2]
 
     def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
-        matrices = [key for key, parameter in pretrained.named_parameters() if parameter.ndim == 2]
-        check_model(pretrained, model, matrices, name=name)
+        check_model(pretrained, model, name=name)
 
     def make_base_method(self, taskpool: Any) -> Any:
         """The method of FusionBench, wired as its program would, with a task pool for what it needs one for."""

@@ -9,6 +9,7 @@ from fusion_bench.method.knots.knots_utils import subspace_alignment
 from fusion_bench.method.ties_merging.ties_merging_utils import disjoint_merge, resolve_sign, topk_values_mask
 from torch import Tensor, nn
 
+from fusion_bench_nufilt.core.dtypes import widened
 from fusion_bench_nufilt.layers import check_model, select_layers
 
 MergeFunc = Literal["sum", "mean", "max"]
@@ -65,8 +66,8 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
         for name, model in zip(modelpool.model_names, models, strict=True):
             check_model(pretrained, model, keys, name=name, other_params="pretrained")
         for view in layers.values():
-            theta_0 = _widen(view.read(pretrained))
-            taus = [_widen(view.read(model)) - theta_0 for model in models]
+            theta_0 = widened(view.read(pretrained))
+            taus = [widened(view.read(model)) - theta_0 for model in models]
             tau = taus[0] if len(taus) == 1 else knots_ties(taus, self.threshold, self.merge_func)
             view.write(pretrained, theta_0 + self.scaling_factor * tau)
         return pretrained
@@ -88,7 +89,3 @@ def knots_ties(taus: Sequence[Tensor], threshold: float, merge_func: MergeFunc) 
         entries, _ = topk_values_mask(entries, K=threshold / 100)
     merged = disjoint_merge(entries, merge_func, resolve_sign(entries))
     return U * S @ merged.view_as(V[0])
-
-
-def _widen(weight: Tensor) -> Tensor:
-    return weight.to(torch.promote_types(weight.dtype, torch.float32))

@@ -3,11 +3,13 @@
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from datasets import Dataset
 from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import FlanT5GLUETextGenerationTaskPool
+from fusion_bench.method.adamerging.entropy_loss import entropy_loss
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.taskpool import CLIPVisionModelTaskPool
 from fusion_bench.tasks.clip_classification import get_classnames_and_templates
@@ -61,6 +63,24 @@ class TaskData(ABC):
         loader = DataLoader(items, size, shuffle=True, generator=order, collate_fn=self.collate)
         while True:
             yield from loader
+
+    def make_certain(
+        self,
+        model: nn.Module,
+        parameters: Iterable[Tensor],
+        *,
+        lr: float,
+        steps: int,
+        batch_size: int,
+        per_class: int | None,
+        seed: int,
+    ) -> None:
+        """Train some parameters of a model by Adam until its predictions are certain: of least entropy."""
+        optimizer = torch.optim.Adam(parameters, lr=lr)
+        for batch in islice(self.batches(batch_size, per_class=per_class, seed=seed), steps):
+            optimizer.zero_grad()
+            entropy_loss(self.logits(model, batch)).backward()
+            optimizer.step()
 
     def _draw(self, per_class: int, rng: random.Random) -> list[int]:
         """Places of so many items of each class, or of all that a class has."""

@@ -1,11 +1,9 @@
 """LoRA-WEMoE, the reference that has extra parameters and needs data."""
 
-from itertools import islice
 from typing import Any
 
 import torch
 from fusion_bench import auto_register_config
-from fusion_bench.method.we_moe.entropy_loss import entropy_loss
 from torch import nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
@@ -73,8 +71,7 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
         self._data = {name: task_data(self.name, taskpool, name) for name in names}
 
     def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
-        matrices = [key for key, parameter in pretrained.named_parameters() if parameter.ndim == 2]
-        check_model(pretrained, model, matrices, name=name)
+        check_model(pretrained, model, name=name)
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -86,14 +83,16 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
 
     @torch.enable_grad()
     def _train_gates(self, mixture: MixtureOfExperts, task: str) -> None:
-        data = self._data[task]
         mixture.requires_grad_(False)
         gates = [
             parameter.requires_grad_() for _, module in mixture.mixtures() for parameter in module.gate.parameters()
         ]
-        optimizer = torch.optim.Adam(gates, lr=self.lr)
-        batches = data.batches(self.batch_size, per_class=self.samples_per_class, seed=self.seed)
-        for batch in islice(batches, self.max_steps):
-            optimizer.zero_grad()
-            entropy_loss(data.logits(mixture, batch)).backward()
-            optimizer.step()
+        self._data[task].make_certain(
+            mixture,
+            gates,
+            lr=self.lr,
+            steps=self.max_steps,
+            batch_size=self.batch_size,
+            per_class=self.samples_per_class,
+            seed=self.seed,
+        )

@@ -46,8 +46,8 @@ def log_comparison(comparison: Comparison, loggers: Sequence[Any], pictures: Seq
             for run in method.runs:
                 if run.matrix is not None:
                     for step, row in enumerate(run.matrix.rows(), 1):
-                        scores = dict(zip(run.matrix.tasks, row, strict=True))
-                        _log(logger, {f"{label}/seed {run.seed}/{task}": score for task, score in scores.items()}, step)
+                        names = (f"{label}/seed {run.seed}/{task}" for task in run.matrix.tasks)
+                        _log(logger, dict(zip(names, row, strict=True)), step)
             _log(logger, {f"{label}/{name}": or_none(mean.mean) for name, mean in method.metrics.items()}, last)
     for picture in pictures:
         log_picture(loggers, picture.stem, picture, last)

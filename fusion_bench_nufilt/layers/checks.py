@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 def check_model(
     pretrained: nn.Module,
     model: nn.Module,
-    merged: Collection[str],
+    merged: Collection[str] | None = None,
     *,
     name: str,
     other_params: OtherParams = "mean",
@@ -25,7 +25,7 @@ def check_model(
     Args:
         pretrained: the reference.
         model: the model to check.
-        merged: state-dict keys of the parameters that hold merged layers.
+        merged: state-dict keys of the parameters that hold merged layers; None: all matrices.
         name: the model's name in the pool, for the message.
         other_params: ``pretrained`` takes nothing else from the model, whose other values are then not looked at.
         on_shape_mismatch: ``keep-base`` lets other parameters differ in shape, with a warning.
@@ -35,6 +35,8 @@ def check_model(
             shape or not finite; names the model, the parameter and the shapes.
     """
     reference, state = pretrained.state_dict(), model.state_dict()
+    if merged is None:
+        merged = [key for key, parameter in pretrained.named_parameters() if parameter.ndim == 2]
 
     def what(key: str) -> str:
         return f"model '{name}', {'layer' if key in merged else 'parameter'} '{key}'"
