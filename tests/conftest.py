@@ -3,11 +3,15 @@
 import os
 import subprocess
 import sys
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
+import hydra
 import pytest
 from hypothesis import settings
 
+from fusion_bench_nufilt.compare import configs
 from fusion_bench_nufilt.demo import demo_folder
 
 settings.register_profile("nufilt", deadline=None)  # a busy machine may pause any example
@@ -23,6 +27,15 @@ def shared_or_skip(part: str) -> Path:
     if not path.exists():
         pytest.skip(f"test material '{part}' is not at hand (looked in {SHARED}; set NUFILT_SHARED)")
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compose_once():
+    """Composing takes Hydra a quarter of a second, and the same words are composed hundreds of times."""
+    composed = cache(lambda program, *overrides: hydra.compose(program, list(overrides)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(configs, "compose", lambda program, overrides: deepcopy(composed(program, *overrides)))
+        yield
 
 
 @pytest.fixture(scope="session")

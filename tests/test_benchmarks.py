@@ -20,7 +20,10 @@ from plain import needed_flops, plain_step
 from fusion_bench_nufilt.core import FusionConfig
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("square_f64", "wide_f64", "attention_768_f32", "mlp_1536x384_f32")  # it is the plain computation
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
 def test_the_plain_computation_agrees_with_the_parity_vectors(name):
     case, vectors = load_case(name)
     merged = pretrained = vectors["pretrained"]

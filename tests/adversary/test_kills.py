@@ -22,7 +22,7 @@ from tests.conftest import REPO
 from tests.continual.test_resume import without_times
 from tests.folders.helpers import hashes, merge
 
-KILLS = [5, pytest.param(60, marks=pytest.mark.slow)]
+MANY = pytest.param(60, marks=pytest.mark.slow)
 
 # One process imports everything, forks a merge that many times and kills it at a random moment; then once to the end.
 KILLER = """
@@ -67,7 +67,7 @@ for number in range(kills):
 """
 
 
-@pytest.mark.parametrize("kills", KILLS)
+@pytest.mark.parametrize("kills", [5, MANY])
 def test_nufilt_merge(good, tmp_path, kills):
     inputs = tmp_path / "inputs"
     shutil.copytree(good, inputs)
@@ -98,7 +98,7 @@ def whole_steps(folder):
     return sum(bool(read_manifest(path)) for path in (folder / "checkpoints").glob("merged_model_*"))
 
 
-@pytest.mark.parametrize("kills", KILLS)
+@pytest.mark.parametrize("kills", [2, MANY])
 def test_fusion_bench(tmp_path, demo, kills):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # so that a new process is at work at once
@@ -139,29 +139,31 @@ def test_fusion_bench(tmp_path, demo, kills):
     COUNTS["kills resumed"] += kills
 
 
+def merge_and_tell(inputs, start, errors):
+    """Merge when the other is ready, too; what was wrong goes to ``errors``."""
+    start.wait()
+    try:
+        merge(inputs, ["task1", "task2"])
+        errors.put("")
+    except Exception as error:
+        errors.put(str(error) or repr(error))
+
+
 def test_two_merges_into_one_folder_make_one_result_and_the_other_says_who_is_writing(good, tmp_path):
     inputs = tmp_path / "inputs"
     shutil.copytree(good, inputs)
     whole = hashes(merge(inputs, ["task1", "task2"], "whole"))
-    code = (
-        "import pathlib, sys; from tests.folders.helpers import merge\n"
-        "from transformers import LlamaForCausalLM; print('ready', flush=True); sys.stdin.readline()\n"
-        "merge(pathlib.Path(sys.argv[1]), ['task1', 'task2'])"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    both = [
-        subprocess.Popen([sys.executable, "-c", code, str(inputs)], env=environment, text=True, **pipes)
-        for _ in range(2)
-    ]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    start, errors = context.Barrier(2), context.SimpleQueue()
+    both = [context.Process(target=merge_and_tell, args=(inputs, start, errors)) for _ in range(2)]
     for process in both:
-        assert process.stdout.readline() == "ready\n"
+        process.start()
     for process in both:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    errors = [process.communicate()[1] for process in both]
-    assert 0 in [process.returncode for process in both], errors
-    for process, error in zip(both, errors, strict=True):
-        assert process.returncode == 0 or "is writing" in error or "meanwhile" in error, error
+        process.join()
+    said = [errors.get() for _ in both]
+    assert "" in said, said
+    for error in said:
+        assert error == "" or "is writing" in error or "meanwhile" in error, error
     expect(hashes(inputs / "out") == whole, "wrong results", "two at once")
     expect(not work_folder(inputs / "out").exists(), "work folders damaged", "one is left")

@@ -65,9 +65,7 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
     elif name in NEED_DATA and family == "t5":
         taskpool = GLUE(tasks)
     models = {"_pretrained_": base} | {task: finetuned(base, seed=i) for i, task in enumerate(tasks)}
-    method = f"method={name}" if name == "nufilt" else f"method=continual/{name}"
-    quick = [f"method.{STEPS[name]}=2"] if name in STEPS else []
-    algorithm = instantiate(compose_run([method, *quick]).method)
+    algorithm = instantiate(config(name))
     algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu")
     if name == "sequential_finetuning" and family == "clip":
         images = compose_run(["modelpool=nufilt_demo"]).modelpool.train_datasets
@@ -96,7 +94,7 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
 @functools.cache
 def config(name):
     method = f"method={name}" if name == "nufilt" else f"method=continual/{name}"
-    return compose_run([method, *([f"method.base_method.{STEPS[name]}=2"] if name in STEPS else [])]).method
+    return compose_run([method, *([f"method.{STEPS[name]}=2"] if name in STEPS else [])]).method
 
 
 def clip_with_images(request):

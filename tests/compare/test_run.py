@@ -63,6 +63,7 @@ def test_the_scores_are_those_of_the_method_by_itself(tmp_path):
     assert (method.runs[-1].extra_parameters, method.runs[-1].parameters) == (0, bench.parameters)
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_have_the_scores_of_runs_one_by_one(tmp_path):
     seeds, methods = (42, 43), "nufilt, nufilt:null_rank=-1"  # the second fails
     alone = run(tmp_path / "alone", methods, seeds, **CHEAP)

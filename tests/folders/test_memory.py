@@ -27,7 +27,7 @@ from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
 torch.set_num_threads(2)
 folder, tasks, bound = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) or None
 names = [f"{folder}/task{i}" for i in range(1, tasks + 1)]
-config = {"nufilt": FusionConfig(null_rank=16, lora_rank=8, max_steps=2), "spectral": SpectralConfig()}[sys.argv[4]]
+config = {"nufilt": FusionConfig(null_rank=16, lora_rank=8, max_steps=1), "spectral": SpectralConfig()}[sys.argv[4]]
 settings = Settings(max_memory=bound, accumulate="float32" if sys.argv[4] == "spectral" else "stored")
 plan = plan_merge(f"{folder}/base", names, None, config, settings=settings)
 merge_folders(plan, Path(folder) / f"out{tasks}{bound}{sys.argv[4]}")
