@@ -4,9 +4,10 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from types import ModuleType
 from typing import Any
+
+from fusion_bench_nufilt.versions import package_versions
 
 log = logging.getLogger(__name__)
 
@@ -14,7 +15,6 @@ log = logging.getLogger(__name__)
 _START_SECONDS = 300
 # Of a piece of work; what kills so many workers will kill the next one, too.
 _TRIES = 3
-_PACKAGES = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,10 @@ def check_versions(expected: dict[str, str]) -> None:
     Raises:
         ValueError: names the packages.
     """
-    mine = versions()
+    mine = package_versions()
     if other := [name for name in expected if mine[name] != expected[name]]:
         told = ", ".join(f"{name} {mine[name]} where the driver has {expected[name]}" for name in other)
         raise ValueError(f"it has {told}: install the same versions on all nodes")
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that results depend on."""
-    return {name: version(name) for name in _PACKAGES}
 
 
 class Team:
@@ -123,7 +118,7 @@ class Team:
             worker = remote.options(**place.options(ray)).remote()
             self._places[worker] = place
             self._alive.add(worker)
-            preparing[worker.prepare.remote(versions(), place, *arguments)] = worker
+            preparing[worker.prepare.remote(package_versions(), place, *arguments)] = worker
         ray.wait(list(preparing), num_returns=len(preparing), timeout=_START_SECONDS)
         for prepared, worker in preparing.items():
             try:

@@ -19,7 +19,6 @@ from plain import needed_flops, plain_step
 
 from fusion_bench_nufilt.core import FusionConfig
 
-
 SLOW = ("square_f64", "wide_f64", "attention_768_f32", "mlp_1536x384_f32")  # it is the plain computation
 
 

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusion_bench_nufilt.cluster import Place, Team, check_versions, places, versions
+from fusion_bench_nufilt.cluster import Place, Team, check_versions, places
+from fusion_bench_nufilt.versions import package_versions
 
 
 class RayError(Exception):
@@ -101,7 +102,7 @@ def test_a_mistake_in_the_program_shows_the_trace():
 
 def test_other_versions_are_refused():
     with pytest.raises(ValueError, match=r"it has torch .* where the driver has 0\.1"):
-        check_versions({**versions(), "torch": "0.1"})
+        check_versions({**package_versions(), "torch": "0.1"})
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(False, [("a", 8, 1)]), (True, [("b", 4, 1), ("b", 4, 1)])])

@@ -57,8 +57,7 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
             raise ValueError(
                 f"{self.name} needs training data: the model pool has no train_datasets of {', '.join(missing)}"
             )
-        taskpool = None if self.evaluator is None else self.evaluator.taskpool
-        self._modelpool, self._taskpool = modelpool, clip_pool(self.name, taskpool, names)
+        self._modelpool, self._taskpool = modelpool, clip_pool(self.name, self.taskpool, names)
         return super().merge_stream(modelpool, pretrained, names)
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:

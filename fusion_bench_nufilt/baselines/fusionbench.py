@@ -76,7 +76,7 @@ class BatchMethodBaseline(_Baseline):
             # FusionBench's methods write their result into the pretrained model that they load.
             pool = {"_pretrained_": deepcopy(base), **dict(zip(names, models, strict=True))}
             with torch.enable_grad():
-                result = self.make_base_method(taskpool).run(BaseModelPool(pool))
+                result = self.make_base_method(self.taskpool).run(BaseModelPool(pool))
             if type(result) is not type(pretrained):
                 raise ValueError(
                     f"{self.name} returns a {type(result).__name__}, not a {type(pretrained).__name__}: "
@@ -84,7 +84,6 @@ class BatchMethodBaseline(_Baseline):
                 )
             return result
 
-        taskpool = None if self.evaluator is None else self.evaluator.taskpool  # of test-time methods
         if step > 1:
             models = Step(merge, pretrained, self._before, merged, task, self.how.merged_scale)
             result = RULES[self.how.chosen](models)

@@ -67,8 +67,7 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
         self._mixture = mixture_of(
             pretrained, rank=self.rank, init_lambda=self.init_lambda, batch_reduce=self.batch_reduce
         )
-        taskpool = None if self.evaluator is None else self.evaluator.taskpool
-        self._data = {name: task_data(self.name, taskpool, name) for name in names}
+        self._data = {name: task_data(self.name, self.taskpool, name) for name in names}
 
     def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
         check_model(pretrained, model, name=name)

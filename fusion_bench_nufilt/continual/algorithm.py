@@ -18,13 +18,14 @@ from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.core.options import split_options, takes_options, unknown_option
 from fusion_bench_nufilt.report import leave_page
+from fusion_bench_nufilt.versions import package_versions
 
 from .config import ProtocolConfig
 from .evaluation import Evaluator, Report, score
 from .loading import describe_model, load_model, refuse_drawn
 from .metrics import AccuracyMatrix
 from .program import ReportedTaskPool, one_line_errors, use_bundled_taskpool
-from .report import package_versions, print_matrix, save_matrix
+from .report import print_matrix, save_matrix
 from .run_folder import RunFolder, open_run_folder
 from .stream import MERGED, Evaluate, merged_before, merged_manifest, task_order, tasks_to_score
 from .trackers import log_picture
@@ -77,6 +78,11 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     def name(self) -> str:
         """Of the method, for people."""
         return type(self).__name__
+
+    @property
+    def taskpool(self) -> Any:
+        """What scores the run, if anything does."""
+        return None if self.evaluator is None else self.evaluator.taskpool
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         """Called once, with the pretrained model and the names in merging order, before anything else."""
@@ -176,8 +182,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             merged.load_state_dict(previous.state_dict())
             del previous
         next_step = self._restore_newest_step(merged) + 1 if self.resume else self.first_step
-        bar = tqdm(enumerate(names, self.first_step), total=len(names), desc="Merging models", disable=None)
-        for step, name in bar:
+        for step, name in tqdm(enumerate(names, self.first_step), "Merging models", len(names), disable=None):
             if step < next_step:
                 continue
             with self.profile("loading models"):
@@ -222,10 +227,10 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def _restore_newest_step(self, merged: nn.Module) -> int:
         """Give ``merged`` the weights after the newest whole step that the log directory holds; returns its number."""
-        before, last = self.first_step - 1, self.first_step - 1 + len(self.matrix.tasks)
-        manifest = None if self.folder is None else self.folder.newest_step(self.first_step, last, self._about)
+        first, last = self.first_step, self._last_step
+        manifest = None if self.folder is None else self.folder.newest_step(first, last, self._about)
         if self.folder is None or manifest is None:
-            return before
+            return self.first_step - 1
         step = manifest["step"]
         log.info("going on after step %d", step)
         self.merge_seconds = manifest["merge_seconds"]
@@ -244,7 +249,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     def _evaluate_step(self, evaluator: Evaluator, step: int, merged: nn.Module) -> None:
         if not (tasks := self._tasks_to_score(step)):
             return
-        report = evaluator.report(merged, tasks, others=self._is_last(step))
+        report = evaluator.report(merged, tasks, others=step == self._last_step)
         if self.folder is not None:
             self.folder.save_report(step, report)
         self._record(evaluator, step, merged, report)
@@ -254,9 +259,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         self.matrix.record(step - self.first_step + 1, scores)
         if self.fabric.loggers:
             self.log_dict({f"score/{task}": value for task, value in scores.items()}, step=step)
-            if self._is_last(step):
+            if step == self._last_step:
                 self.log_dict(self.matrix.metrics(), step=step)
-        if self._is_last(step) and self._program is not None:
+        if step == self._last_step and self._program is not None:
             # FusionBench prints this report last, so that a run ends with its metrics and where the matrix is.
             metrics: dict[str, Any] = {name: x for name, x in self.matrix.metrics().items() if not math.isnan(x)}
             if self.folder is not None:
@@ -265,9 +270,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def _tasks_to_score(self, step: int) -> list[str]:
         return tasks_to_score(self.matrix.tasks, step - self.first_step + 1, self.evaluate)
-
-    def _is_last(self, step: int) -> bool:
-        return step == self._last_step
 
     @property
     def _last_step(self) -> int:
@@ -291,8 +293,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def _describe_run(self, modelpool: BaseModelPool) -> dict[str, Any]:
         """All that the models after each step depend on: an interrupted run goes on only if nothing of it changed."""
-        config = OmegaConf.to_container(self.config, resolve=True)
-        assert isinstance(config, dict)
+        config: Any = OmegaConf.to_container(self.config, resolve=True)
         settings = {str(key): value for key, value in config.items() if key not in _NOT_IN_THE_RESULT}
         models = {name: describe_model(modelpool, name) for name in modelpool.all_model_names}
         run = {"method": self.name, "order": self.matrix.tasks, "models": models, **settings}

@@ -1,7 +1,6 @@
 """What a continual run leaves behind: a table for the eye, JSON and CSV for programs, a picture."""
 
 import csv
-import importlib.metadata
 import io
 import json
 import math
@@ -113,12 +112,6 @@ def draw_matrix(axes: Axes, matrix: AccuracyMatrix, fontsize: float = 9) -> Axes
             color = "white" if value < 60 else "black"
             axes.text(task, step, f"{value:.0f}", ha="center", va="center", color=color, fontsize=fontsize)
     return image
-
-
-def package_versions() -> dict[str, str]:
-    """What every number depends on."""
-    packages = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers")
-    return {package: importlib.metadata.version(package) for package in packages}
 
 
 def percent(value: float, *, sign: bool = False) -> str:

@@ -2,16 +2,16 @@
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from fusion_bench_nufilt.versions import package_versions
 
 from .plan import Plan
 
 #: Said of a tensor outside the merged layers, which stays the base's.
 NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the result"
-_PACKAGES = ("fusion-bench-nufilt", "torch", "transformers", "safetensors")
 
 
 def run_identity(plan: Plan) -> str:
@@ -21,14 +21,9 @@ def run_identity(plan: Plan) -> str:
         [plan.method.name, plan.method.state({}), dataclasses.asdict(plan.method.config)],
         dataclasses.asdict(plan.targets),
         [plan.settings.seed, plan.first_step, plan.settings.accumulate, plan.devices[0].type],
-        [sorted(layer.name for layer in plan.layers), sorted(plan.averaged), versions()],
+        [sorted(layer.name for layer in plan.layers), sorted(plan.averaged), package_versions()],
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that the numbers come from."""
-    return {package: importlib.metadata.version(package) for package in _PACKAGES}
 
 
 def nufilt_json(plan: Plan, records: Sequence[Mapping[str, Any]], run: str) -> str:
@@ -60,7 +55,7 @@ def nufilt_json(plan: Plan, records: Sequence[Mapping[str, Any]], run: str) -> s
         "tensors": {"merged": len(plan.layers), "averaged": len(plan.averaged), "copied": plan.copied},
         "sha256": _digest((record["slot"], [entry[3] for entry in record["written"]]) for record in records),
         "run": run,
-        "versions": versions(),
+        "versions": package_versions(),
         "warnings": [_labelled(plan, text) for text in plan.warnings]
         + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],
         **plan.method.state(reports),
