@@ -153,19 +153,7 @@ def _results(comparison: Comparison) -> dict[str, Any]:
                 "published_percent": {
                     name: number._asdict() for name, number in printed.get(method.spec.label, {}).items()
                 },
-                "runs": {
-                    str(run.seed): {
-                        "tasks": run.matrix and run.matrix.tasks,
-                        "accuracy_matrix": run.matrix and run.matrix.rows(),
-                        "merge_seconds": run.merge_seconds,
-                        "solving_seconds": run.solving_seconds,
-                        "memory": run.memory,
-                        "parameters": run.parameters,
-                        "config": run.config,
-                        "error": run.error,
-                    }
-                    for run in method.runs
-                },
+                "runs": {str(run.seed): run.as_json() for run in method.runs},
             }
             for method in comparison.methods
         },

@@ -36,6 +36,20 @@ class Run:
     error: str | None = None
     traceback: str | None = None
 
+    def as_json(self) -> dict[str, Any]:
+        """What was measured, and with which settings."""
+        return {
+            "config": self.config,
+            "tasks": self.matrix and self.matrix.tasks,
+            "accuracy_matrix": self.matrix and self.matrix.rows(),
+            "merge_seconds": self.merge_seconds,
+            "solving_seconds": self.solving_seconds,
+            "memory": self.memory,
+            "parameters": self.parameters,
+            "extra_parameters": self.extra_parameters,
+            "error": self.error,
+        }
+
 
 class _Settings(TypedDict):
     modelpool: str
@@ -130,16 +144,8 @@ class Store:
         content = {
             "label": spec.label,
             "seed": run.seed,
-            "config": run.config,
             "environment": run.environment,
-            "tasks": run.matrix and run.matrix.tasks,
-            "accuracy_matrix": run.matrix and run.matrix.rows(),
-            "merge_seconds": run.merge_seconds,
-            "solving_seconds": run.solving_seconds,
-            "memory": run.memory,
-            "parameters": run.parameters,
-            "extra_parameters": run.extra_parameters,
-            "error": run.error,
+            **run.as_json(),
             "traceback": run.traceback,
         }
         file = self._file(spec, run.seed)
