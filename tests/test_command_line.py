@@ -96,7 +96,7 @@ PRESETS = {
     "adapter_only": {"null_space": False, "lora_rank": 64},
     "adapter_alone": {"null_space": "zero", "lora_rank": 64},
     "release": {"first_task": "release"},
-    "all_linear": {"target_modules": "all-linear", "other_params": "mean"},
+    "all_linear": {"target_modules": "all-linear", "other_params": "mean", "null_rank": 0.3333},
 }
 
 
