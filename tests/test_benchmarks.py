@@ -92,6 +92,7 @@ def test_memory_and_parts_are_measured():
     assert all(seconds > 0 for seconds in split([make_layer((48, 40), 0, "cpu")]).values())
 
 
+@pytest.mark.slow
 def test_the_script_writes_its_tables(tmp_path):
     options = ["--shapes", "tiny", "--layers", "1", "--repeats", "1", "--patience", "0.1", "--out", str(tmp_path)]
     command = [sys.executable, str(REPO / "benchmarks" / "merge_step.py"), *options, "--methods", "plain,WUDI"]

@@ -134,11 +134,12 @@ def test_the_llava_pool_names_the_base_and_leaves_the_tasks_to_the_user():
     assert all(OmegaConf.is_missing(models[name], path) for name in models if name != "_pretrained_")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("method.target_modules=[fc9]", "'fc9' of ['fc9'] names no layer"),
-        pytest.param("~modelpool.models._pretrained_", "has no '_pretrained_' model", marks=pytest.mark.slow),
+        ("~modelpool.models._pretrained_", "has no '_pretrained_' model"),
     ],
 )
 def test_bad_input_ends_with_its_message_and_leaves_no_result(fusion_bench, override, message):
@@ -175,6 +176,7 @@ def wheel_python(tmp_path_factory):
     return str(python)
 
 
+@pytest.mark.slow
 def test_the_wheel_brings_its_configs_and_runs(fusion_bench, wheel_python):
     (fusion_bench.folder / "config").mkdir()
     where = [wheel_python, "-c", "import fusion_bench_nufilt; print(fusion_bench_nufilt.__file__)"]
@@ -198,6 +200,7 @@ def hub(tmp_path_factory):
     return (sys.executable, str(tools / "serve_hub.py"), "--root", str(root), "--")
 
 
+@pytest.mark.slow
 def test_clip_on_eight_tasks_with_the_command_of_the_readme(fusion_bench, hub):
     fusion_bench("method=nufilt", "modelpool=clip-vit-base-patch32_TA8", launcher=hub)
     result = matrix_of(fusion_bench.logs)

@@ -44,6 +44,7 @@ def test_plain_state_dicts(tmp_path):
     assert changed == {view.key for view in select_layers(base).values()}
 
 
+@pytest.mark.slow
 def test_own_models(tmp_path):
     base = clip()
     models = {"_pretrained_": base, "one": finetuned(base, 1), "two": finetuned(base, 2)}
@@ -99,6 +100,7 @@ def scored_by_hand(tower, file, template):
     return {"accuracy": accuracy.item(), "loss": F.cross_entropy(logits, labels).item()}
 
 
+@pytest.mark.slow
 def test_ones_own_towers_and_images_score_as_they_do_by_hand(mini8, fusion_bench):
     _, files = mini8
     options = ("method.max_steps=1", "method.evaluate=last", f"--config-dir={LOCAL_CLIP}")

@@ -85,7 +85,8 @@ def test_nufilt_merge(good, tmp_path, kills):
 
 def run_demo(folder, resume):
     """A run of `fusion_bench` on the demo, in a process that may be killed."""
-    config = compose_run(["method=nufilt", "modelpool=nufilt_demo", "taskpool=nufilt_demo", f"method.resume={resume}"])
+    pools = ["modelpool=nufilt_demo", "taskpool=nufilt_demo"]
+    config = compose_run(["method=nufilt", "method.max_steps=2", f"method.resume={resume}", *pools])
     algorithm: ContinualMergingAlgorithm = instantiate(config.method)
     algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", ""))
     taskpool = instantiate(config.taskpool)
