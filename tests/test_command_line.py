@@ -138,6 +138,7 @@ def test_the_llava_pool_names_the_base_and_leaves_the_tasks_to_the_user():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("method.null_rank=-1", "null_rank must be a whole number >= 0"),
         ("method.target_modules=[fc9]", "'fc9' of ['fc9'] names no layer"),
         ("~modelpool.models._pretrained_", "has no '_pretrained_' model"),
     ],

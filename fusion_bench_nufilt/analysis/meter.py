@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.core import FusionConfig
+from fusion_bench_nufilt.core.dtypes import wide_dtype
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.layers.views import View
@@ -24,7 +25,7 @@ Weights = dict[str, Tensor]
 def weights_of(model: nn.Module, views: Mapping[str, View]) -> Weights:
     """Copies of the merged layers' weights, in float32 at least."""
     found = {name: view.read(model) for name, view in views.items()}
-    return {name: W.to("cpu", torch.promote_types(W.dtype, torch.float32), copy=True) for name, W in found.items()}
+    return {name: W.to("cpu", wide_dtype(W), copy=True) for name, W in found.items()}
 
 
 class Meter:

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from fusion_bench_nufilt.core.dtypes import wide_dtype
 from fusion_bench_nufilt.core.options import check_choices, is_number, option
 
 RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
@@ -120,7 +121,7 @@ def shifted(theta: nn.Module, to: nn.Module, base: nn.Module, scale: float = 1) 
     values = {}
     for key, value in model.state_dict().items():
         if value.is_floating_point():
-            wide = torch.promote_types(value.dtype, torch.float32)
+            wide = wide_dtype(value)
             difference = above[key].to(value.device, wide) - below[key].to(value.device, wide)
             values[key] = value.to(wide) + scale * difference
     model.load_state_dict(values, strict=False)

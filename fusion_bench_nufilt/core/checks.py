@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .config import FusionConfig
+from .dtypes import wide_dtype
 from .low_rank import LowRank
 
 Layers = Mapping[str, Tensor]
@@ -76,6 +77,6 @@ def check_device(device: torch.device | str) -> torch.device:
 
 def is_finite(values: Tensor) -> bool:
     """Whether no value is NaN or infinite, in one pass without a temporary of their size."""
-    wide = torch.promote_types(values.dtype, torch.float32)
+    wide = wide_dtype(values)
     # A sum shows every NaN and infinity; if it overflows, finite values may be the reason, and each is looked at.
     return bool(torch.isfinite(values.sum(dtype=wide))) or bool(torch.isfinite(values).all())

@@ -1,9 +1,14 @@
-"""In what numbers are computed."""
+"""In what numbers are computed: float32 at least, whatever the values are stored in."""
 
 import torch
 from torch import Tensor
 
 
+def wide_dtype(values: Tensor) -> torch.dtype:
+    """In which sums and differences of stored values are formed."""
+    return torch.promote_types(values.dtype, torch.float32)
+
+
 def widened(values: Tensor) -> Tensor:
-    """In float32 at least, in which sums and differences of stored values are formed."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+    """The values in :func:`wide_dtype`."""
+    return values.to(wide_dtype(values))

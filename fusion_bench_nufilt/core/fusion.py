@@ -16,6 +16,7 @@ from .adapter import SOLVERS, Objective, loop_gram
 from .checks import Layers, TaskLayers, check_adapters, check_layers
 from .config import FusionConfig
 from .devices import DevicePool, Devices, check_devices, fast_in_float64
+from .dtypes import wide_dtype
 from .low_rank import LowRank
 from .projector import first_coordinates, null_space_filter, protected_subspace
 from .subspace import subspace_affinity, top_right_singular_vectors
@@ -121,7 +122,7 @@ def fuse_each(
 
     @torch.no_grad()
     def compute(
-        names: list[str], where: torch.device, exact_on: torch.device | None
+        names: list[str], where: torch.device, exact_on: torch.device | None = None
     ) -> list[tuple[str, Tensor, LayerReport]]:
         start = time.perf_counter()
 
@@ -135,7 +136,7 @@ def fuse_each(
                 return LowRank(stack(f.left for f in factors), stack(f.right for f in factors))
             return stack(weight for weight in tasks if isinstance(weight, Tensor))
 
-        dtype, d_i = _widened_dtype(merged[names[0]]), merged[names[0]].shape[1]
+        dtype, d_i = wide_dtype(merged[names[0]]), merged[names[0]].shape[1]
         A = None
         if config.lora_rank > 0:
             drawn = lora_A or {name: _initial_A(name, d_i, config, seed, step) for name in names}
@@ -148,7 +149,7 @@ def fuse_each(
             A,
             config,
             fresh=names[0] in fresh,
-            exact_on=exact_on,
+            exact_on=exact_on or (where if fast_in_float64(where) else None),
         )
         rows = measures.tolist()  # waits for an accelerator
         seconds = (time.perf_counter() - start) / len(names)
@@ -163,11 +164,11 @@ def fuse_each(
         with pool.free() as where:
             if len(names) > 1:
                 with suppress(torch.linalg.LinAlgError, torch.cuda.OutOfMemoryError):
-                    return compute(names, where, where if fast_in_float64(where) else None)
+                    return compute(names, where)
             return [solve_alone(name, where) for name in names]  # the others are none the worse for one that fails
 
     def solve_alone(name: str, where: torch.device) -> tuple[str, Tensor, LayerReport]:
-        for exact_on in (where if fast_in_float64(where) else None, torch.device("cpu")):
+        for exact_on in (None, torch.device("cpu")):
             try:
                 return compute([name], where, exact_on)[0]
             except (torch.linalg.LinAlgError, torch.cuda.OutOfMemoryError) as error:
@@ -269,7 +270,7 @@ def _stacks(
     groups: dict[tuple[torch.Size, torch.dtype, int | None, bool], list[str]] = defaultdict(list)
     for name, weight in layers.items():
         rank = new.rank if isinstance(new := task[name], LowRank) else None
-        groups[weight.shape, _widened_dtype(weight), rank, name in fresh].append(name)
+        groups[weight.shape, wide_dtype(weight), rank, name in fresh].append(name)
     for (shape, dtype, *_), names in groups.items():
         size = stack_size(shape, dtype.itemsize, where, batch_bytes)
         yield from (names[i : i + size] for i in range(0, len(names), size))
@@ -285,10 +286,6 @@ def _clock(where: torch.device) -> float:
 @functools.cache
 def _say_that_float64_takes_over(layer: str, reason: str) -> None:
     log.warning("layer '%s': %s; float64 on the CPU takes over, which is slower", layer, reason)
-
-
-def _widened_dtype(weight: Tensor) -> torch.dtype:
-    return weight.dtype if weight.dtype == torch.float64 else torch.float32
 
 
 def _initial_A(name: str, d_i: int, config: FusionConfig, seed: int, step: int) -> Tensor:

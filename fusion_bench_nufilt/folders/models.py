@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core import LowRank
+from fusion_bench_nufilt.core.dtypes import wide_dtype
 from fusion_bench_nufilt.patterns import matches
 
 from .architecture import Architecture, by_slot
@@ -162,7 +162,7 @@ class LoraAdapter:
             return self.checkpoint.read(self.keys[slot])
         key_a, key_b, scaling = self.pairs[slot]
         (a, digest_a), (b, digest_b) = self.checkpoint.read(key_a), self.checkpoint.read(key_b)
-        wide = torch.promote_types(a.dtype, torch.float32)
+        wide = wide_dtype(a)
         return LowRank(b.to(wide) * scaling, a.to(wide)), digest_a + digest_b
 
     def rank(self, slot: str) -> int | None:
@@ -178,7 +178,7 @@ class LoraAdapter:
         assert isinstance(update, LowRank)
         if slot in self._transposed:
             update = LowRank(update.right.T, update.left.T)
-        d_i, wide = update.shape[1], torch.promote_types(theta_0.dtype, torch.float32)
+        d_i, wide = update.shape[1], wide_dtype(theta_0)
         first, last = start // d_i, -(-stop // d_i)  # the rows that hold these elements
         rows = LowRank(update.left[first:last], update.right).product().flatten()
         return theta_0.to(wide) + rows[start - first * d_i : stop - first * d_i]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_nufilt.core.dtypes import wide_dtype
 from fusion_bench_nufilt.layers.config import OtherParams
 from fusion_bench_nufilt.layers.views import View
 
@@ -57,5 +58,5 @@ def running_mean(mean: Tensor, new: Tensor, step: int) -> Tensor:
     """
     if step == 1:
         return new
-    wide = torch.promote_types(mean.dtype, torch.float32)
+    wide = wide_dtype(mean)
     return torch.lerp(mean.to(wide), new.to(wide), 1 / step)

@@ -162,6 +162,7 @@ def test_two_merges_into_one_folder_make_one_result_and_the_other_says_who_is_wr
         process.start()
     for process in both:
         process.join()
+    assert [process.exitcode for process in both] == [0, 0]
     said = [errors.get() for _ in both]
     assert "" in said, said
     for error in said:

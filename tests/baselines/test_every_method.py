@@ -1,6 +1,5 @@
 """One table: what each method does with models of each family, and what it refuses."""
 
-import functools
 from types import SimpleNamespace
 
 import pytest
@@ -91,7 +90,6 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
     assert expected <= changed
 
 
-@functools.cache
 def config(name):
     method = f"method={name}" if name == "nufilt" else f"method=continual/{name}"
     return compose_run([method, *([f"method.{STEPS[name]}=2"] if name in STEPS else [])]).method

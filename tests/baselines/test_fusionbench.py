@@ -56,7 +56,8 @@ def test_every_step_is_finite_and_no_model_of_the_pool_is_changed(name):
         assert all(torch.equal(value, before[key][name]) for name, value in model.state_dict().items()), key
 
 
-@pytest.mark.parametrize(("name", "seed"), [*((name, seed) for name in OWN for seed in (42, 43)), ("dop", 43)])
+@pytest.mark.parametrize("name", [*OWN, "dop"])
+@pytest.mark.parametrize("seed", [42, 43])
 def test_a_continual_method_of_fusionbench_is_run_as_it_is(name, seed):
     models = pool()
     settings = ["num_steps=2"] if name == "dop" else []
