@@ -1,6 +1,6 @@
 """What an analysis costs: recording second moments, the losses of a step, and task vectors of wide layers.
 
-    python benchmarks/analysis.py [--images 32] [--width 4096] [--rounds 3]
+    python benchmarks/analysis.py [--images 128] [--width 4096] [--rounds 3]
 
 Everything is measured in turn within each round, and the median ratio of the rounds is printed, so that other work on
 the machine falls on both sides.
@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from merge_step import make_layer
 from torch.utils.data import DataLoader
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
@@ -24,7 +25,8 @@ from fusion_bench_nufilt.analysis.pool import merged_layers
 from fusion_bench_nufilt.analysis.record import record_moments, shared_inputs
 from fusion_bench_nufilt.analysis.spectra import task_vector
 from fusion_bench_nufilt.analysis.surrogates import data_free_losses, layer_losses
-from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors, top_right_singular_vectors
+from fusion_bench_nufilt.core.subspace import gram_matrix, right_singular_basis, top_eigenvectors
+from fusion_bench_nufilt.core.workers import map_layers
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -34,10 +36,10 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def recording(images: int, rounds: int, config: CLIPVisionConfig) -> None:
-    """Second moments beside the forward passes alone, on ViT-B/32."""
+    """Second moments beside the forward passes alone, on ViT-B/32, in batches of 128 as FusionBench has them."""
     model = CLIPVisionModel(config).eval()
     pictures = [(torch.randn(3, config.image_size, config.image_size), 0) for _ in range(images)]
-    inputs = TaskInputs(DataLoader(pictures, batch_size=16))  # type: ignore[arg-type]
+    inputs = TaskInputs(DataLoader(pictures, batch_size=128))  # type: ignore[arg-type]
     modules = [layer.module for layer in merged_layers(model, "auto")[0]]
     owner = shared_inputs(model, modules, lambda: inputs.one(model))
     run = inputs.passes(model)
@@ -53,27 +55,28 @@ def recording(images: int, rounds: int, config: CLIPVisionConfig) -> None:
 
 
 def losses(rounds: int, config: CLIPVisionConfig) -> None:
-    """Stability and plasticity of a step on the merged layers of ViT-B/32, with and without the data-free ones."""
+    """Stability and plasticity of a step on the merged layers of ViT-B/32, and the data-free ones."""
     d, wide = config.hidden_size, config.intermediate_size
-    shapes = [(d, d)] * 4 + [(wide, d)]
-    weights = {shape: [torch.randn(shape) for _ in range(4)] for shape in set(shapes)}
+    shapes = ([(d, d)] * 4 + [(wide, d)]) * config.num_hidden_layers
+    layers = {shape: make_layer(shape, 0, "cpu")[:3] for shape in set(shapes)}
     C = second_moment(torch.randn(2 * d, d))
 
-    def measured() -> None:
-        for shape in shapes:
-            new, old, task, _ = weights[shape]
-            layer_losses(new, old, task, C, C)
+    def measured(shape: tuple[int, int]) -> None:
+        theta_0, theta, theta_t = layers[shape]
+        layer_losses(theta + theta_t - theta_0, theta, theta_t, C, C)
 
-    def data_free() -> None:
-        for shape in shapes:
-            new, old, task = (weight - weights[shape][-1] for weight in weights[shape][:-1])
-            V_p, V_t = top_right_singular_vectors(old, min(128, d)), top_right_singular_vectors(task, 8)
-            data_free_losses(new, old, task, V_p, V_t)
+    def data_free(shape: tuple[int, int]) -> None:
+        theta_0, theta, theta_t = layers[shape]
+        old, task = theta - theta_0, theta_t - theta_0
+        V_p, V_t = right_singular_basis(old, min(128, d)), right_singular_basis(task, 8)
+        data_free_losses(old + task, old, task, V_p, V_t)
 
-    blocks = config.num_hidden_layers
-    times = [(seconds(measured), seconds(data_free)) for _ in range(rounds)]
+    def step(work: Callable[[tuple[int, int]], None]) -> float:
+        return seconds(lambda: list(map_layers(work, shapes, torch.device("cpu"))))
+
+    times = [(step(measured), step(data_free)) for _ in range(rounds)]
     for place, name in enumerate(("measured losses", "data-free losses")):
-        print(f"{name} of a step, {len(shapes) * blocks} layers: {blocks * median(t[place] for t in times):.1f} s")
+        print(f"{name} of a step, {len(shapes)} layers: {median(t[place] for t in times):.1f} s")
 
 
 def task_vectors(width: int, rounds: int) -> None:
@@ -88,7 +91,7 @@ def task_vectors(width: int, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=32, help="to run through the model")
+    parser.add_argument("--images", type=int, default=128, help="to run through the model")
     parser.add_argument("--width", type=int, default=4096, help="of the layer whose task vector is looked at")
     parser.add_argument("--rounds", type=int, default=3, help="of each measurement")
     parser.add_argument("--tiny", action="store_true", help="a model of width 32 in place of ViT-B/32, to try this out")

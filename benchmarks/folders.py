@@ -131,6 +131,7 @@ def measure(folder, arguments):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", action="append", choices=SIZES, help="default: 1B")
+    parser.add_argument("--blocks", type=int, help="cut a Llama to this many, which leaves the peak of memory as it is")
     parser.add_argument("--folder", type=Path, default=Path("outputs/folders"))
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints, and use those that are there")
     arguments, options = parser.parse_known_args()
@@ -144,7 +145,10 @@ def main():
         about = folder / "about.json"
         if not about.exists():
             about.parent.mkdir(parents=True, exist_ok=True)
-            about.write_text(json.dumps(make_checkpoints(SIZES[size], folder)))
+            config = SIZES[size]
+            if arguments.blocks:
+                config.num_hidden_layers = arguments.blocks
+            about.write_text(json.dumps(make_checkpoints(config, folder)))
         parameters, layers = json.loads(about.read_text())
         shutil.rmtree(folder / "out", ignore_errors=True)
         result = measure(folder, options)

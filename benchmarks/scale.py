@@ -2,6 +2,7 @@
 
     python benchmarks/scale.py                  # the tables of docs/scale.md
     python benchmarks/scale.py --check 0.1B     # simulated against real, on Ray clusters of 1, 2 and 3 nodes
+    python benchmarks/scale.py --check 1B --nodes 2 --threads 2     # two nodes beside two threads
 
 A layer's seconds are those of one CPU, counted while it works on a layer whose sides are divided by `--shrink`, times
 the ratio of operations. What is simulated: a file server, workers with some CPUs each, which read base, merged and
@@ -139,8 +140,8 @@ def table(name, shrink, cpus, bandwidth):
         print(f"| {workers} | {seconds / 3600:.2f} | {used:.0%} | {cpus * largest / 1e9:.0f} GB |")
 
 
-def check(size, folder):
-    """Real merges on 1, 2 and 3 nodes of one CPU, beside the simulation fed with the seconds of their own layers."""
+def check(size, folder, nodes, threads):
+    """Real merges on nodes of one CPU each, beside the simulation fed with the seconds of their own layers."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -161,15 +162,15 @@ def check(size, folder):
             super().__init__(plan)
             starts.append(time.perf_counter() - begin)
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     local, expected, manifest = merge("local")
     busy = sum(report[0]["seconds"] for report in manifest["layers"].values())
     print_header(f"{size} on", "seconds", "of these to start", "of its layers", "simulated", "files equal")
-    print(f"| this process, one thread | {local:.0f} | 0 | {busy:.0f} | | |", flush=True)
+    print(f"| this process, threads: {threads} | {local:.0f} | 0 | {busy:.0f} | | |", flush=True)
     import fusion_bench_nufilt.folders.cluster as module
 
     module.RayEngine = Timed
-    for number in (1, 2, 3):
+    for number in nodes:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
         for _ in range(number - 1):
             cluster.add_node(num_cpus=1)
@@ -192,10 +193,12 @@ def main():
     parser.add_argument("--cpus", type=int, default=16, help="of a worker")
     parser.add_argument("--bandwidth", type=float, default=10, help="of a link, Gbit/s")
     parser.add_argument("--check", choices=SIZES, help="merge synthetic checkpoints of this size on a cluster")
+    parser.add_argument("--nodes", type=int, action="append", help="of the clusters; default: 1, 2 and 3")
+    parser.add_argument("--threads", type=int, default=1, help="of the merge without a cluster")
     parser.add_argument("--folder", type=Path, default=Path("outputs/scale"))
     arguments = parser.parse_args()
     if arguments.check:
-        check(arguments.check, arguments.folder)
+        check(arguments.check, arguments.folder, arguments.nodes or (1, 2, 3), arguments.threads)
         shutil.rmtree(arguments.folder)
         return
     torch.set_num_threads(1)

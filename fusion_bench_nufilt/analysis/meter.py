@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.dtypes import wide_dtype
-from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+from fusion_bench_nufilt.core.subspace import right_singular_basis
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.layers.views import View
 
@@ -94,7 +94,7 @@ class Meter:
         C_task, C_old = moments.read(layer.module), self._C_old.get(moments.owner(layer.module))
         losses = layer_losses(W_new, W_old, W_task, C_old, C_task)
         tau_old, tau_task, ranks = W_old - W_0, W_task - W_0, self._config.ranks(W_0.shape[1])
-        V_p, V_t = top_right_singular_vectors(tau_old, ranks.null), top_right_singular_vectors(tau_task, ranks.task)
+        V_p, V_t = right_singular_basis(tau_old, ranks.null), right_singular_basis(tau_task, ranks.task)
         free = data_free_losses(W_new - W_0, tau_old, tau_task, V_p, V_t)
         bounds: tuple[float | None, float | None] = (None, None)
         if self._bounds and C_old is not None:

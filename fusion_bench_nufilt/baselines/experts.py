@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
 from fusion_bench_nufilt.core.dtypes import widened
-from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+from fusion_bench_nufilt.core.subspace import right_singular_basis
 
 _Ensembling: Any = WeightEnsemblingMoE
 
@@ -48,7 +48,7 @@ class LowRankExperts(_Ensembling):
         """Add an expert, the best approximation of the task vector of each matrix; the gate keeps its rows."""
         for name, tau in task_vectors.items():
             B, A = self.B[name], self.A[name]
-            V = top_right_singular_vectors(tau, self.rank)  # (d_i, rank); tau V V^T is the truncated SVD
+            V = right_singular_basis(tau, self.rank)  # (d_i, rank); tau V V^T is the truncated SVD
             self.B[name] = nn.Parameter(torch.cat([B, (tau @ V).to(B)], dim=1))
             self.A[name] = nn.Parameter(torch.cat([A, V.T.to(A)]))
         old = self.gate

@@ -94,6 +94,14 @@ def _refine(
     return torch.cat([V, block[..., rank:]], dim=-1), sigma, size
 
 
+def right_singular_basis(tau: Tensor, rank: int) -> Tensor:
+    """:func:`top_right_singular_vectors` ``(d_i, r)`` of one matrix; in float64 where its spectrum needs that."""
+    try:
+        return top_right_singular_vectors(tau, rank)
+    except torch.linalg.LinAlgError:
+        return top_right_singular_vectors(tau, rank, exact_on=torch.device("cpu"))
+
+
 def gram_matrix(X: Tensor, block: int = 256) -> Tensor:
     r""":math:`X^\top X`, ``(..., d, d)``, of ``(..., m, d)``: one triangle of blocks computed, the other copied."""
     d = X.shape[-1]

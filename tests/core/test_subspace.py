@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from fusion_bench_nufilt.core.subspace import (
     _block_iteration,
     gram_matrix,
+    right_singular_basis,
     subspace_affinity,
     top_eigenvectors,
     top_right_singular_vectors,
@@ -72,9 +73,12 @@ def test_a_spectrum_too_steep_for_float32_is_refused_and_exact_in_float64():
     with pytest.raises(torch.linalg.LinAlgError, match="too inaccurate in float32"):
         top_right_singular_vectors(tau, 100)
     expected = torch.linalg.svd(tau.double()).Vh[:100].mT
-    actual = top_right_singular_vectors(tau, 100, exact_on=torch.device("cpu"))
-    assert actual.dtype == torch.float32
-    torch.testing.assert_close(projector(actual.double()), projector(expected), rtol=0, atol=1e-6)
+    for actual in (
+        top_right_singular_vectors(tau, 100, exact_on=torch.device("cpu")),
+        right_singular_basis(tau, 100),
+    ):
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(projector(actual.double()), projector(expected), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("exact_on", [None, torch.device("cpu")])
