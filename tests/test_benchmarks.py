@@ -5,15 +5,19 @@ import os
 import runpy
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fusion_bench.method.dop.dop import ContinualDOPForCLIP
 
 from tests.conftest import REPO
 from tests.core.test_parity import CASES, TOLERANCE, config_of, load_case
 
 sys.path.insert(0, str(REPO / "benchmarks"))
 
+from fast_dop import optimize_weight
 from merge_step import METHODS, MODELS, make_layer, measure_memory, merge, prepared, split
 from plain import needed_flops, plain_step
 
@@ -84,6 +88,31 @@ def test_what_an_analysis_costs_is_printed(monkeypatch, capsys):
     assert "10 layers" in measured
     assert "10 layers" in data_free
     assert vectors.startswith("task vector of a 64 x 64 layer")
+
+
+@pytest.mark.parametrize("shape", [(48, 32), (32, 48)])
+def test_the_faster_dop_ends_where_fusion_bench_s_does(shape):
+    theta_0, theta, theta_t, _ = make_layer(shape, 0, "cpu")
+    dop = SimpleNamespace(
+        fabric=SimpleNamespace(world_size=1, to_device=lambda value: value),
+        lr=1e-4,
+        num_steps=30,
+        mgda=True,
+        ema=True,
+        ema_beta=0.9,
+        alpha=0.8,
+        svd_epsilon=0.99,
+        svd_proj_space="uv",
+    )
+    dop.cal_loss_i = partial(ContinualDOPForCLIP.cal_loss_i, dop)
+    models = {"merged": theta, "new": theta_t}
+    expected = ContinualDOPForCLIP._optimize_weight(dop, theta_0, models, "layer", 1)
+    actual = optimize_weight(dop, theta_0, models, "layer", 1)
+    start = (theta + theta_t) / 2
+    assert (actual - expected).norm() < 1e-3 * (expected - start).norm()
+    dop.svd_proj_space = "u"
+    with pytest.raises(ValueError, match="default settings"):
+        optimize_weight(dop, theta_0, models, "layer", 1)
 
 
 def test_memory_and_parts_are_measured():

@@ -59,7 +59,7 @@ def merge(
     method: Annotated[
         Literal["nufilt", "spectral"],
         typer.Option(
-            help="spectral is an experimental method of ours, which merges all linear layers and averages the rest "
+            help="spectral is a method of ours, not the paper's, which merges all linear layers and averages the rest "
             "unless target_modules and other_params say otherwise.",
             rich_help_panel="Method",
         ),

@@ -90,7 +90,7 @@ class Nufilt:
 
 @dataclass(frozen=True)
 class Spectral:
-    """Spectral accumulation, ours and experimental.
+    """Spectral accumulation, ours and not the paper's.
 
     Args:
         config: its settings.
@@ -99,8 +99,8 @@ class Spectral:
     """
 
     name: ClassVar[str] = "spectral"
-    label: ClassVar[str] = "spectral accumulation, experimental, of fusion-bench-nufilt"
-    about: ClassVar[str] = "spectral accumulation, an experimental and unpublished method of fusion-bench-nufilt"
+    label: ClassVar[str] = "spectral accumulation, of fusion-bench-nufilt"
+    about: ClassVar[str] = "spectral accumulation, an unpublished method of fusion-bench-nufilt"
     shown: ClassVar[tuple[str, ...]] = ("kappa", "damp", "ramp")
     exact: ClassVar[bool] = True
 
