@@ -120,7 +120,7 @@ def write_images(data: Path, templates: dict[str, str], out: Path) -> None:
 def write_pool(config: Path, name: str, models: Path, images: Path, templates: dict[str, str]) -> None:
     """A model pool and a task pool as those of ``examples/local_clip``."""
     clip = str(models / "clip")
-    loader = "fusion_bench_nufilt.local_tasks.load_image_task"
+    loader = "fusion_bench_nufilt.taskpools.local_tasks.load_image_task"
     pretrained = models / "_pretrained_" if (models / "_pretrained_").is_dir() else models / "clip"
     modelpool = {
         "defaults": [{"/taskpool@taskpool": name}, "_self_"],

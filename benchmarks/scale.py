@@ -25,8 +25,8 @@ from folders import SIZES, make_checkpoints
 from fusion_bench_nufilt.core import FusionConfig, fuse_layers
 from fusion_bench_nufilt.core.workers import working_bytes
 from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
-from fusion_bench_nufilt.folders.cluster import RayEngine
 from fusion_bench_nufilt.folders.forecast import layer_flops
+from fusion_bench_nufilt.folders.ray_engine import RayEngine
 
 STORED = 2  # bytes of a parameter, bfloat16
 MODELS = 3  # base, merged, task
@@ -167,7 +167,7 @@ def check(size, folder, nodes, threads):
     busy = sum(report[0]["seconds"] for report in manifest["layers"].values())
     print_header(f"{size} on", "seconds", "of these to start", "of its layers", "simulated", "files equal")
     print(f"| this process, threads: {threads} | {local:.0f} | 0 | {busy:.0f} | | |", flush=True)
-    import fusion_bench_nufilt.folders.cluster as module
+    import fusion_bench_nufilt.folders.ray_engine as module
 
     module.RayEngine = Timed
     for number in nodes:

@@ -9,11 +9,11 @@ from fusion_bench import auto_register_config
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.continual import ProtocolConfig
+from fusion_bench_nufilt.continual.layerwise import Layers, LayerwiseMergingAlgorithm, split_plain
 from fusion_bench_nufilt.core import FusionConfig, LayerReport, fuse_each
 from fusion_bench_nufilt.core.devices import DeviceConfig
 from fusion_bench_nufilt.core.options import takes_options
 from fusion_bench_nufilt.layers import TargetConfig
-from fusion_bench_nufilt.layerwise import Layers, LayerwiseMergingAlgorithm, split_plain
 
 log = logging.getLogger(__name__)
 

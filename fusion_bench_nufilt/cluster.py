@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from fusion_bench_nufilt.versions import package_versions
+from fusion_bench_nufilt.storage.versions import package_versions
 
 log = logging.getLogger(__name__)
 

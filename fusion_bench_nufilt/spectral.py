@@ -9,10 +9,10 @@ from fusion_bench import auto_register_config
 from torch import Tensor
 
 from fusion_bench_nufilt.continual import ProtocolConfig
+from fusion_bench_nufilt.continual.layerwise import Layers, LayerwiseMergingAlgorithm, split_plain
 from fusion_bench_nufilt.core.options import takes_options
 from fusion_bench_nufilt.core.spectral import SpectralConfig, SpectralReport, Votes, accumulate_each, strengths
 from fusion_bench_nufilt.layers import TargetConfig
-from fusion_bench_nufilt.layerwise import Layers, LayerwiseMergingAlgorithm, split_plain
 
 
 @auto_register_config

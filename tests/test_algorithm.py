@@ -14,8 +14,8 @@ from torch import nn
 
 from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm, fuse_layers
 from fusion_bench_nufilt.compare import compose_run
-from fusion_bench_nufilt.files import HOLDER, LOCK
 from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.storage.files import HOLDER, LOCK
 from tests.core.test_parity import load_case
 from tests.models import Shared, clip, finetuned, llama, t5
 

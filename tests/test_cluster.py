@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from fusion_bench_nufilt.cluster import Place, Team, check_versions, places
-from fusion_bench_nufilt.versions import package_versions
+from fusion_bench_nufilt.storage.versions import package_versions
 
 
 class RayError(Exception):

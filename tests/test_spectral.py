@@ -10,9 +10,9 @@ from lightning import Fabric
 from lightning.fabric.loggers import TensorBoardLogger
 
 from fusion_bench_nufilt.compare import compose_run
-from fusion_bench_nufilt.continual.checkpoint import read_manifest
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.spectral import SpectralAccumulationAlgorithm
+from fusion_bench_nufilt.storage.checkpoint import read_manifest
 from tests.models import clip, finetuned
 
 SETTINGS = {"target_modules": "all-linear", "other_params": "mean", "shuffle_order": False}

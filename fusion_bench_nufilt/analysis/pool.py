@@ -18,12 +18,12 @@ from fusion_bench_nufilt.layers.views import View
 
 from .affinity import affinity, affinity_by_rank
 from .bounds import check_theorem, split_by_data
-from .config import AnalysisConfig
 from .inputs import TaskInputs, task_inputs
-from .meter import Weights, weights_of
+from .losses import Weights, weights_of
 from .moments import data_subspace
 from .record import MomentFile, known_moments, memory_of, record_moments, shared_inputs
 from .results import Analysis, Layer, TheoremRow, VectorRow
+from .settings import AnalysisConfig
 from .spectra import TaskVector, energy_curves, overlaps, task_vector
 
 log = logging.getLogger(__name__)

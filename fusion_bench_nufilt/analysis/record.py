@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fusion_bench_nufilt.files import atomic_file
+from fusion_bench_nufilt.storage.files import atomic_file
 
 from .moments import RunningMoment
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.files import write_text
 from fusion_bench_nufilt.layers import names
+from fusion_bench_nufilt.storage.files import write_text
 
 from .affinity import Floats
 from .spectra import TaskVector

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fusion_bench_nufilt.analysis.config import AnalysisConfig
-from fusion_bench_nufilt.overrides import without_method
-from fusion_bench_nufilt.report import leave_page
+from fusion_bench_nufilt.analysis.settings import AnalysisConfig
+from fusion_bench_nufilt.compare.overrides import without_method
+from fusion_bench_nufilt.results import leave_page
 
 from .options import patterns, takes_options
 from .terminal import terminal
@@ -61,7 +61,7 @@ def analyze(
     """
     with terminal() as console:
         config, targets = AnalysisConfig(**options), patterns(target_modules) or "auto"
-        from fusion_bench_nufilt.analysis.save import save_analysis
+        from fusion_bench_nufilt.results.analysis_files import save_analysis
 
         if (base is None) != (not task):
             raise ValueError("--base and --task go together: name the pretrained model and at least one task")
@@ -100,7 +100,7 @@ def _pool(
     out: Path,
     config: AnalysisConfig,
 ) -> Any:
-    from fusion_bench_nufilt.analysis.methods import check_runs, default_methods, measure_methods, measure_run
+    from fusion_bench_nufilt.analysis.measure import check_runs, default_methods, measure_methods, measure_run
     from fusion_bench_nufilt.analysis.pool import PoolAnalysis
     from fusion_bench_nufilt.compare import Methods, compose_run, parse_methods
     from fusion_bench_nufilt.compare.display import quiet

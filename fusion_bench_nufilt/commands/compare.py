@@ -49,7 +49,7 @@ def compare(
         logging.getLogger().setLevel(logging.WARNING)
         logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
         from fusion_bench_nufilt import compare as room
-        from fusion_bench_nufilt.continual.report import fits_terminal, print_table
+        from fusion_bench_nufilt.results.matrix import fits_terminal, print_table
 
         words = list(overrides or ())
         if not preset:

@@ -14,10 +14,10 @@ from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import split_options
 from fusion_bench_nufilt.core.spectral import SpectralConfig
 from fusion_bench_nufilt.folders import Plan, Settings, merge_folders, plan_merge
-from fusion_bench_nufilt.folders.cluster import places
 from fusion_bench_nufilt.folders.destination import check_disk, check_output
 from fusion_bench_nufilt.folders.models import LoraAdapter
 from fusion_bench_nufilt.folders.output import work_folder
+from fusion_bench_nufilt.folders.ray_engine import places
 from fusion_bench_nufilt.layers import TargetConfig
 
 from .options import as_bytes, takes_options, typed_values

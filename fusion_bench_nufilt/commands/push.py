@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from huggingface_hub import HfApi
 
-from fusion_bench_nufilt.files import MANIFEST
+from fusion_bench_nufilt.storage.files import MANIFEST
 
 from .terminal import terminal
 

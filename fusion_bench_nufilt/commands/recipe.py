@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from fusion_bench_nufilt.compare.overrides import key_value
 from fusion_bench_nufilt.core.options import unknown_option
-from fusion_bench_nufilt.overrides import key_value
 
 MODELS = ("base", "tasks", "merged", "out")
 

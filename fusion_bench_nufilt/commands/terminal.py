@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from fusion_bench_nufilt.files import printable
+from fusion_bench_nufilt.storage.files import printable
 
 
 def shown(text: str) -> str:

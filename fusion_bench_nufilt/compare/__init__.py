@@ -1,13 +1,14 @@
 """Comparing continual merging methods: every method on every seed of one model pool."""
 
+from fusion_bench_nufilt.results.comparison_files import save_report
+from fusion_bench_nufilt.results.comparison_tables import as_rich, main_table, task_table
+from fusion_bench_nufilt.results.overhead import overhead_table, printed_overhead
+
 from .configs import Methods, compose_run
-from .overhead import overhead_table, printed_overhead
 from .presets import preset_specs
-from .report import save_report
 from .run import compare
 from .specs import RunSpec, parse_methods, parse_seeds
 from .summary import Comparison
-from .tables import as_rich, main_table, task_table
 from .trackers import is_tracker, log_comparison, trackers
 
 __all__ = [

@@ -21,8 +21,8 @@ from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fusion_bench_nufilt.compare.overrides import key_value
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
-from fusion_bench_nufilt.overrides import key_value
 
 PROGRAM = "fabric_model_fusion"
 _GENERIC = ("batch", "stream")  # they run any of FusionBench's methods, and are none by themselves

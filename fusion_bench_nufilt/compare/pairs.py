@@ -15,7 +15,7 @@ import psutil
 import torch
 from omegaconf import DictConfig
 
-from fusion_bench_nufilt.layerwise import LayerwiseMergingAlgorithm
+from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
 
 from .configs import compose_run, make_method
 from .display import quiet

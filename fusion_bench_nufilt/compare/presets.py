@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from fusion_bench_nufilt.overrides import without_method
+from fusion_bench_nufilt.compare.overrides import without_method
 
 from .configs import NEED_DATA, Methods, compose_run
 from .display import quiet

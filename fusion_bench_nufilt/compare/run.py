@@ -10,9 +10,9 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import Progress
 
-from fusion_bench_nufilt.continual.report import summary
+from fusion_bench_nufilt.compare.overrides import key_of, without_method
 from fusion_bench_nufilt.continual.stream import Evaluate
-from fusion_bench_nufilt.overrides import key_of, without_method
+from fusion_bench_nufilt.results.matrix import summary
 
 from .cluster import run_on_cluster
 from .configs import compose_run, make_method, plain

@@ -10,9 +10,9 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.continual import AccuracyMatrix
-from fusion_bench_nufilt.continual.metrics import or_none
-from fusion_bench_nufilt.files import lock_folder, write_text
-from fusion_bench_nufilt.json_files import read_json
+from fusion_bench_nufilt.results.metrics import or_none
+from fusion_bench_nufilt.storage.files import lock_folder, write_text
+from fusion_bench_nufilt.storage.json_files import read_json
 
 from .specs import RunSpec
 

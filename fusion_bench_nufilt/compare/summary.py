@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_bench_nufilt.continual import METRICS, AccuracyMatrix
-from fusion_bench_nufilt.continual.metrics import or_none
-from fusion_bench_nufilt.continual.report import percent
+from fusion_bench_nufilt.results.matrix import percent
+from fusion_bench_nufilt.results.metrics import or_none
 
 from .configs import NEED_DATA
 from .paper import Published, paper_settings, published

@@ -7,9 +7,9 @@ from typing import Any
 from fusion_bench.utils import instantiate
 from omegaconf import OmegaConf
 
-from fusion_bench_nufilt.continual.metrics import or_none
+from fusion_bench_nufilt.compare.overrides import key_of
 from fusion_bench_nufilt.continual.trackers import log_picture
-from fusion_bench_nufilt.overrides import key_of
+from fusion_bench_nufilt.results.metrics import or_none
 
 from .configs import compose_run, composing
 from .summary import Comparison

@@ -11,7 +11,7 @@ from torch import nn
 
 from fusion_bench_nufilt.continual.evaluation import score
 from fusion_bench_nufilt.layers import select_layers
-from fusion_bench_nufilt.versions import package_versions
+from fusion_bench_nufilt.storage.versions import package_versions
 
 from .configs import make_fabric, make_modelpool, make_taskpool, plain, taskpool_config
 from .memory import WatchingEvaluator

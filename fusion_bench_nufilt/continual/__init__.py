@@ -1,9 +1,10 @@
 """What every continual merging method shares: the stream of tasks, its scores, its files."""
 
+from fusion_bench_nufilt.results.metrics import METRICS, AccuracyMatrix, Metric
+
 from .algorithm import ContinualMergingAlgorithm
-from .config import ProtocolConfig
 from .evaluation import Evaluator, TasksByName
-from .metrics import METRICS, AccuracyMatrix, Metric
+from .protocol import ProtocolConfig
 from .stream import task_order, tasks_to_score
 
 __all__ = [

@@ -17,15 +17,15 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.core.options import split_options, takes_options, unknown_option
-from fusion_bench_nufilt.report import leave_page
-from fusion_bench_nufilt.versions import package_versions
+from fusion_bench_nufilt.results import leave_page
+from fusion_bench_nufilt.results.matrix import print_matrix, save_matrix
+from fusion_bench_nufilt.results.metrics import AccuracyMatrix
+from fusion_bench_nufilt.storage.versions import package_versions
 
-from .config import ProtocolConfig
 from .evaluation import Evaluator, Report, score
 from .loading import describe_model, load_model, refuse_drawn
-from .metrics import AccuracyMatrix
 from .program import ReportedTaskPool, one_line_errors, use_bundled_taskpool
-from .report import print_matrix, save_matrix
+from .protocol import ProtocolConfig
 from .run_folder import RunFolder, open_run_folder
 from .stream import MERGED, Evaluate, merged_before, merged_manifest, task_order, tasks_to_score
 from .trackers import log_picture

@@ -13,7 +13,7 @@ from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from fusion_bench.utils.parameters import count_parameters
 from torch import nn
 
-from .metrics import or_none
+from fusion_bench_nufilt.results.metrics import or_none
 
 log = logging.getLogger(__name__)
 

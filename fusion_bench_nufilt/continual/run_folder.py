@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from fusion_bench_nufilt.files import lock_folder, write_text
-from fusion_bench_nufilt.json_files import read_json
+from fusion_bench_nufilt.storage.checkpoint import StepManifest, load_checkpoint, read_manifest, save_checkpoint
+from fusion_bench_nufilt.storage.files import lock_folder, write_text
+from fusion_bench_nufilt.storage.json_files import read_json
 
-from .checkpoint import StepManifest, load_checkpoint, read_manifest, save_checkpoint
 from .evaluation import Report
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from fusion_bench import BaseModelPool
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.files import MANIFEST
-from fusion_bench_nufilt.json_files import Count, read_json
+from fusion_bench_nufilt.storage.files import MANIFEST
+from fusion_bench_nufilt.storage.json_files import Count, read_json
 
 Evaluate = Literal["last", "diagonal", "every_step", "every_step_all"]
 MERGED = "_merged_"

@@ -16,7 +16,7 @@ from fusion_bench_nufilt.demo.loaders import (
     to_pixels,
 )
 from fusion_bench_nufilt.demo.tasks import TASKS, Task
-from fusion_bench_nufilt.local_tasks import register_task
+from fusion_bench_nufilt.taskpools.local_tasks import register_task
 
 __all__ = [
     "TASKS",

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from fusion_bench_nufilt.compare import Methods, as_rich, compare, main_table, parse_methods, save_report
-from fusion_bench_nufilt.continual.report import print_table
 from fusion_bench_nufilt.demo import demo_folder
+from fusion_bench_nufilt.results.matrix import print_table
 
 # Ranks scaled to the width as the paper's 128 and 64 are to the 768 of CLIP ViT-B; at width 128 its own filter all.
 SCALED = "null_rank=21:lora_rank=10"

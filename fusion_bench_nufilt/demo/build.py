@@ -19,7 +19,7 @@ from fusion_bench_nufilt.demo.recipe import Recipe, active_recipe, cache_folder
 from fusion_bench_nufilt.demo.render import SIDE
 from fusion_bench_nufilt.demo.tasks import TASKS, render
 from fusion_bench_nufilt.demo.train import Tick, finetune, pretrain
-from fusion_bench_nufilt.files import atomic_folder
+from fusion_bench_nufilt.storage.files import atomic_folder
 
 
 class Part(NamedTuple):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fusion_bench_nufilt.layers import View, select_layers, views
+from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .checkpoint import Checkpoint, Parts, part
-from .tensors import FLOATS
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_nufilt.files import MANIFEST
-from fusion_bench_nufilt.json_files import read_json
+from fusion_bench_nufilt.storage.files import MANIFEST
+from fusion_bench_nufilt.storage.json_files import read_json
 
 from .manifest import run_identity
 from .output import work_folder

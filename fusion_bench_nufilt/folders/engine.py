@@ -10,13 +10,13 @@ from torch import Tensor
 from fusion_bench_nufilt.core.checks import is_finite
 from fusion_bench_nufilt.core.devices import DevicePool
 from fusion_bench_nufilt.core.workers import map_layers
+from fusion_bench_nufilt.storage.tensors import FLOATS, digest, float32_header, raw
 
 from .architecture import Layer
 from .memory import Budget, return_freed_memory
 from .output import Record
 from .plan import Plan
 from .preflight import STATE
-from .tensors import FLOATS, digest, float32_header, raw
 
 STATE_FILE = f"{STATE}/model.safetensors"
 #: A merged layer: what the journal says of it, and the bytes for each range in ``written`` of that.

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .tensors import TensorInfo
+from fusion_bench_nufilt.storage.tensors import TensorInfo
 
 _SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*"]
 _ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fusion_bench_nufilt.versions import package_versions
+from fusion_bench_nufilt.storage.versions import package_versions
 
 from .plan import Plan
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from torch import Tensor
 
 from fusion_bench_nufilt.core.checks import is_finite
-from fusion_bench_nufilt.files import MANIFEST
 from fusion_bench_nufilt.layers import running_mean
+from fusion_bench_nufilt.storage.files import MANIFEST
+from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, FLOATS, raw
 
 from .architecture import Layer
 from .checkpoint import some
@@ -23,7 +24,6 @@ from .manifest import NOT_FINITE, model_card, nufilt_json, run_identity
 from .output import Output, Record, clear_work_folder
 from .plan import Plan
 from .preflight import check_relation
-from .tensors import CHUNK_BYTES, FLOATS, raw
 
 Digests = dict[str, "hashlib._Hash"]  # of what was read, by model
 
@@ -90,7 +90,7 @@ def fetch(plan: Plan) -> None:
 def _engine(plan: Plan) -> Engine:
     if plan.settings.engine == "local":
         return LocalEngine(plan)
-    from .cluster import RayEngine
+    from .ray_engine import RayEngine
 
     return RayEngine(plan)
 

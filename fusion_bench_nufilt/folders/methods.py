@@ -11,7 +11,7 @@ from torch import Tensor
 from fusion_bench_nufilt.core import FusionConfig, fuse_layers
 from fusion_bench_nufilt.core.checks import Layers, TaskLayers
 from fusion_bench_nufilt.core.spectral import SpectralConfig, Votes, accumulate_each, accumulate_layer, strengths
-from fusion_bench_nufilt.files import MANIFEST
+from fusion_bench_nufilt.storage.files import MANIFEST
 
 from .forecast import layer_flops, spectral_flops
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.core.dtypes import wide_dtype
-from fusion_bench_nufilt.patterns import matches
+from fusion_bench_nufilt.layers.patterns import matches
 
 from .architecture import Architecture, by_slot
 from .checkpoint import Checkpoint, is_adapter, some

@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_nufilt.files import HOLDER, LOCK, lock_folder, sync, write_text
+from fusion_bench_nufilt.storage.files import HOLDER, LOCK, lock_folder, sync, write_text
+from fusion_bench_nufilt.storage.tensors import file_digest, write_at
 
 from .checkpoint import some
-from .tensors import file_digest, write_at
 
 Record = dict[str, Any]
 

@@ -13,6 +13,7 @@ from fusion_bench_nufilt.core.devices import as_devices, check_devices
 from fusion_bench_nufilt.core.options import check_choices, check_whole
 from fusion_bench_nufilt.core.workers import stack_size
 from fusion_bench_nufilt.layers import Coverage, TargetConfig
+from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Layer
 from .checkpoint import Checkpoint
@@ -20,7 +21,6 @@ from .forecast import predict_seconds
 from .memory import WORKER_BYTES, layer_memory, process_memory
 from .methods import BATCH_BYTES, Method
 from .models import FullModel, Task
-from .tensors import FLOATS
 
 option = partial(options.option, panel="Machine")
 

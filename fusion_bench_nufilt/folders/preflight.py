@@ -9,16 +9,16 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.spectral import SpectralConfig
-from fusion_bench_nufilt.files import MANIFEST
-from fusion_bench_nufilt.json_files import Count, read_json
 from fusion_bench_nufilt.layers import TargetConfig, coverage
+from fusion_bench_nufilt.storage.files import MANIFEST
+from fusion_bench_nufilt.storage.json_files import Count, read_json
+from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Architecture, Layer, by_slot
 from .checkpoint import Checkpoint, is_adapter, some
 from .methods import Method, SavedVotes, make_method
 from .models import FullModel, LoraAdapter, Task, open_task
 from .plan import Plan, Settings
-from .tensors import FLOATS
 
 STATE = "nufilt_state"
 # A fine-tuned model stays close to its base; models trained apart have a cosine of about zero.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fusion_bench_nufilt.layers.config import TargetConfig
+from fusion_bench_nufilt.layers.targets import TargetConfig
 from fusion_bench_nufilt.layers.views import View, join, looks_like_matrix
 
 _REST = {

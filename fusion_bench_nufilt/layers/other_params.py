@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.core.dtypes import wide_dtype
-from fusion_bench_nufilt.layers.config import OtherParams
+from fusion_bench_nufilt.layers.targets import OtherParams
 from fusion_bench_nufilt.layers.views import View
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from torch import nn
 
 from fusion_bench_nufilt.layers.families import FAMILIES
+from fusion_bench_nufilt.layers.patterns import matches
 from fusion_bench_nufilt.layers.views import View, opaque, views
-from fusion_bench_nufilt.patterns import matches
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from lightning.fabric.loggers import TensorBoardLogger
 
 from fusion_bench_nufilt.compare import compose_run
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
-from fusion_bench_nufilt.continual.checkpoint import read_manifest
 from fusion_bench_nufilt.folders.output import work_folder
+from fusion_bench_nufilt.storage.checkpoint import read_manifest
 from tests.adversary.tally import COUNTS, expect
 from tests.conftest import REPO
 from tests.continual.test_resume import without_times

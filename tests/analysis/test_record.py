@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.analysis.inputs import TaskInputs, task_inputs
-from fusion_bench_nufilt.analysis.meter import output_distance
+from fusion_bench_nufilt.analysis.losses import output_distance
 from fusion_bench_nufilt.analysis.moments import second_moment
 from fusion_bench_nufilt.analysis.pool import merged_layers
 from fusion_bench_nufilt.analysis.record import known_moments, memory_of, record_moments, shared_inputs

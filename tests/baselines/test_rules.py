@@ -10,7 +10,7 @@ from lightning.fabric.loggers import TensorBoardLogger
 from torch import nn
 
 from fusion_bench_nufilt.baselines.rules import RuleConfig, shifted
-from fusion_bench_nufilt.continual.checkpoint import read_manifest
+from fusion_bench_nufilt.storage.checkpoint import read_manifest
 from tests.baselines.test_fusionbench import baseline
 from tests.baselines.test_knots import oracle_knots, oracle_ties
 from tests.models import clip, finetuned, llama

@@ -12,8 +12,8 @@ from torch import nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
 from fusion_bench_nufilt.continual.evaluation import score
-from fusion_bench_nufilt.continual.report import print_matrix, save_matrix
-from tests.continual.test_metrics import matrix
+from fusion_bench_nufilt.results.matrix import print_matrix, save_matrix
+from tests.results.test_metrics import matrix
 
 TASKS = ["a", "b", "c", "d"]
 

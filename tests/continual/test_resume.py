@@ -10,8 +10,8 @@ from lightning import Fabric
 from lightning.fabric.loggers import TensorBoardLogger
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.continual.checkpoint import read_manifest
-from fusion_bench_nufilt.files import MANIFEST
+from fusion_bench_nufilt.storage.checkpoint import read_manifest
+from fusion_bench_nufilt.storage.files import MANIFEST
 from tests.models import clip, finetuned
 
 SMALL = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5, "shuffle_order": False, "other_params": "mean"}

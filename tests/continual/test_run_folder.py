@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from fusion_bench_nufilt.continual.run_folder import RunFolder
-from fusion_bench_nufilt.files import MANIFEST, lock_folder
+from fusion_bench_nufilt.storage.files import MANIFEST, lock_folder
 from tests.conftest import REPO
 from tests.continual.test_resume import InterruptedRunError, algorithm_in, interrupt_after, pool
 
@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 def test_a_second_run_in_a_log_directory_is_refused_and_told_which_process_is_writing(tmp_path):
     code = (
-        "import sys, pathlib; from fusion_bench_nufilt.files import lock_folder\n"
+        "import sys, pathlib; from fusion_bench_nufilt.storage.files import lock_folder\n"
         "lock = lock_folder(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPO)}

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.folders.tensors import TensorFile
 from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.storage.tensors import TensorFile
 from tests.families import FAMILIES, openclip, output
 from tests.folders.helpers import RANKS, change, merge, same, save_stream, tensors
 from tests.models import finetuned

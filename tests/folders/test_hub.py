@@ -10,7 +10,7 @@ from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetada
 
 from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.folders import merge_folders, plan_merge
-from fusion_bench_nufilt.folders.tensors import TensorFile
+from fusion_bench_nufilt.storage.tensors import TensorFile
 from tests.folders.helpers import RANKS, merge, same, save_stream, tensors
 from tests.models import llama
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fusion_bench_nufilt.folders import Settings, merge_folders, methods, plan_merge, tensors
+from fusion_bench_nufilt.folders import Settings, merge_folders, methods, plan_merge
+from fusion_bench_nufilt.storage import tensors
 from tests.folders.helpers import change, configs, hashes, merge, save_stream
 from tests.models import llama
 

@@ -14,10 +14,10 @@ import torch
 from filelock import FileLock
 from transformers import LlamaForCausalLM
 
-from fusion_bench_nufilt.files import LOCK
 from fusion_bench_nufilt.folders import merge as merge_module
 from fusion_bench_nufilt.folders import methods
 from fusion_bench_nufilt.folders.output import work_folder
+from fusion_bench_nufilt.storage.files import LOCK
 from tests.conftest import REPO
 from tests.folders.helpers import change, hashes, merge, save_stream
 from tests.folders.test_adapters import save_adapter

@@ -6,8 +6,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
-from fusion_bench_nufilt.continual.checkpoint import load_checkpoint, read_manifest, save_checkpoint
-from fusion_bench_nufilt.files import atomic_file, atomic_folder, write_text
+from fusion_bench_nufilt.storage.checkpoint import load_checkpoint, read_manifest, save_checkpoint
+from fusion_bench_nufilt.storage.files import atomic_file, atomic_folder, write_text
 from tests.models import Shared, clip, llava, t5
 
 

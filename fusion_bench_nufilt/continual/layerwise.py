@@ -13,8 +13,8 @@ from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.core.options import split_options
-from fusion_bench_nufilt.files import write_text
 from fusion_bench_nufilt.layers import TargetConfig, check_model, coverage, merge_other_params, select_layers
+from fusion_bench_nufilt.storage.files import write_text
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fusion_bench_nufilt.files import atomic_file
-
-from .affinity import Floats
-from .results import GROUPS, Analysis
-from .summary import READINGS
+from fusion_bench_nufilt.analysis.affinity import Floats
+from fusion_bench_nufilt.analysis.results import GROUPS, Analysis
+from fusion_bench_nufilt.analysis.summary import READINGS
+from fusion_bench_nufilt.storage.files import atomic_file
 
 Json = dict[str, Any]
 

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.demo import TASKS, demo_folder, load_test_dataset, load_vision_model
-from fusion_bench_nufilt.local_tasks import load_image_task
+from fusion_bench_nufilt.taskpools.local_tasks import load_image_task
 
 
 def write_folders(folder, task):
@@ -42,7 +42,7 @@ def scores(test_datasets):
 
 
 def entry(name, path, **options):
-    target = "fusion_bench_nufilt.local_tasks.load_image_task"
+    target = "fusion_bench_nufilt.taskpools.local_tasks.load_image_task"
     return {"_target_": target, "name": name, "path": str(path), "template": TASKS["shapes"].template, **options}
 
 

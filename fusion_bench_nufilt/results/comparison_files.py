@@ -10,16 +10,16 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from fusion_bench_nufilt.continual.metrics import or_none
-from fusion_bench_nufilt.files import atomic_file, write_text
-from fusion_bench_nufilt.report import leave_page
+from fusion_bench_nufilt.compare.paper import Published
+from fusion_bench_nufilt.compare.store import references_as_json
+from fusion_bench_nufilt.compare.summary import Comparison, Mean
+from fusion_bench_nufilt.results import comparison_pictures as plots
+from fusion_bench_nufilt.results import leave_page
+from fusion_bench_nufilt.results.metrics import or_none
+from fusion_bench_nufilt.storage.files import atomic_file, write_text
 
-from . import plots
+from .comparison_tables import as_latex, as_markdown, main_table, task_table
 from .overhead import overhead_table, printed_overhead
-from .paper import Published
-from .store import references_as_json
-from .summary import Comparison, Mean
-from .tables import as_latex, as_markdown, main_table, task_table
 
 PICTURES = {
     "accuracy_per_step.png": plots.accuracy_per_step,

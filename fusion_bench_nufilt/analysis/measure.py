@@ -13,13 +13,13 @@ from fusion_bench_nufilt.compare.configs import compose_run, plain
 from fusion_bench_nufilt.compare.memory import WatchingEvaluator
 from fusion_bench_nufilt.compare.pairs import run_pair
 from fusion_bench_nufilt.compare.specs import RunSpec
-from fusion_bench_nufilt.continual.checkpoint import StepManifest, load_checkpoint, read_manifest
 from fusion_bench_nufilt.continual.evaluation import Report
 from fusion_bench_nufilt.continual.loading import describe_model
-from fusion_bench_nufilt.continual.metrics import or_none
 from fusion_bench_nufilt.core import FusionConfig
+from fusion_bench_nufilt.results.metrics import or_none
+from fusion_bench_nufilt.storage.checkpoint import StepManifest, load_checkpoint, read_manifest
 
-from .meter import Meter
+from .losses import Meter
 from .pool import PoolAnalysis
 from .results import Analysis
 

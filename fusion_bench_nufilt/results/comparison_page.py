@@ -5,7 +5,7 @@ from typing import Any
 
 from .charts import bars_by_step, heat_maps, lines, points
 from .html import Page, Value
-from .run import percent
+from .run_page import percent
 
 Json = dict[str, Any]
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_nufilt.files import write_text
+from fusion_bench_nufilt.analysis.reading import reading
+from fusion_bench_nufilt.analysis.results import Analysis, save_json, save_tables
+from fusion_bench_nufilt.analysis.summary import summarise
+from fusion_bench_nufilt.storage.files import write_text
 
-from .pictures import save_pictures
-from .reading import reading
-from .results import Analysis, save_json, save_tables
-from .summary import summarise
+from .analysis_pictures import save_pictures
 
 
 def save_analysis(analysis: Analysis, folder: Path) -> tuple[dict[str, Any], list[str]]:

@@ -2,9 +2,10 @@
 
 import math
 
-from .paper import printed_tables
-from .summary import Comparison, Mean
-from .tables import Cell, Table, notes_on
+from fusion_bench_nufilt.compare.paper import printed_tables
+from fusion_bench_nufilt.compare.summary import Comparison, Mean
+
+from .comparison_tables import Cell, Table, notes_on
 
 _PRINTED_FOR = "clip-vit-base-patch32_TA8"
 _COLUMNS = ["method", "iterations", "solving s", "subspaces s", "total s", "memory GB", "parameters M", "ACC %"]

@@ -6,11 +6,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from fusion_bench_nufilt.compare.presets import SENSITIVITY
+from fusion_bench_nufilt.compare.summary import Comparison, Mean
 from fusion_bench_nufilt.continual import METRICS
-from fusion_bench_nufilt.continual.report import draw_matrix, summary
-
-from .presets import SENSITIVITY
-from .summary import Comparison, Mean
+from fusion_bench_nufilt.results.matrix import draw_matrix, summary
 
 _COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 _MARKERS = "osD^vP*Xp<>hd"  # 13 to 7 colours: no two of 91 methods look the same

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from fusion_bench_nufilt.report import write_page
-from tests.report.helpers import FOLDERS
+from fusion_bench_nufilt.results import write_page
+from tests.results.helpers import FOLDERS
 
 pytestmark = pytest.mark.slow
 FLAGS = (

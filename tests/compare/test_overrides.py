@@ -2,7 +2,7 @@
 
 import pytest
 
-from fusion_bench_nufilt.overrides import key_of, key_value, without_method
+from fusion_bench_nufilt.compare.overrides import key_of, key_value, without_method
 
 
 def test_a_word_is_read_as_hydra_reads_it():

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from fusion_bench_nufilt import files
+from fusion_bench_nufilt.storage import files
 
 
 @pytest.mark.parametrize("system", ["posix", "nt"])

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_nufilt.files import write_text
+from fusion_bench_nufilt.storage.files import write_text
 
-from .analysis import analysis_page
-from .comparison import comparison_page
+from .analysis_page import analysis_page
+from .comparison_page import comparison_page
 from .html import Page
-from .run import run_page
+from .run_page import run_page
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ import numpy as np
 from fusion_bench_nufilt.analysis.reading import reading
 from fusion_bench_nufilt.analysis.results import Analysis, Layer, LossRow, TheoremRow, VectorRow, save_json
 from fusion_bench_nufilt.analysis.summary import summarise
-from fusion_bench_nufilt.compare.report import _results
 from fusion_bench_nufilt.continual import AccuracyMatrix
-from fusion_bench_nufilt.continual.report import save_matrix
-from fusion_bench_nufilt.files import write_text
+from fusion_bench_nufilt.results.comparison_files import _results
+from fusion_bench_nufilt.results.matrix import save_matrix
+from fusion_bench_nufilt.storage.files import write_text
 from tests.compare.helpers import comparison, finished
 
 TASKS = ["digits", "letters", "</script>"]

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from fusion_bench_nufilt.report import leave_page, write_page
-from fusion_bench_nufilt.report.html import Page
-from tests.report.helpers import FOLDERS, run_folder
+from fusion_bench_nufilt.results import leave_page, write_page
+from fusion_bench_nufilt.results.html import Page
+from tests.results.helpers import FOLDERS, run_folder
 
 
 def body(page):

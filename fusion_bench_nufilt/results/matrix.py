@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from fusion_bench_nufilt.files import atomic_file, write_text
+from fusion_bench_nufilt.storage.files import atomic_file, write_text
 
 from .metrics import METRICS, AccuracyMatrix, or_none
 

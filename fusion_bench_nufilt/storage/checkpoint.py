@@ -13,8 +13,8 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.files import MANIFEST, atomic_folder
-from fusion_bench_nufilt.json_files import Count, read_json
+from fusion_bench_nufilt.storage.files import MANIFEST, atomic_folder
+from fusion_bench_nufilt.storage.json_files import Count, read_json
 
 
 class Fingerprint(TypedDict):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.options import check_choices
-from fusion_bench_nufilt.patterns import matches
+from fusion_bench_nufilt.layers.patterns import matches
 
 option = partial(options.option, panel="Layers")
 

@@ -9,10 +9,9 @@ from typing import Literal
 from rich.markup import escape
 from rich.table import Table as RichTable
 
+from fusion_bench_nufilt.compare.paper import Published
+from fusion_bench_nufilt.compare.summary import Comparison, Mean
 from fusion_bench_nufilt.continual import METRICS
-
-from .paper import Published
-from .summary import Comparison, Mean
 
 _NOTED = "†"  # beside a printed number of which something is to be said below
 
