@@ -3,7 +3,8 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import partial
+from threading import RLock
 from typing import TypeVar
 
 import torch
@@ -23,7 +24,7 @@ def map_layers(
     a worker, all is done in the caller's. Until the last result is taken, products of float32 matrices are exact.
     """
     threads = torch.get_num_threads() if where.type == "cpu" else workers or 1
-    with _exact_products():
+    with _exact_products:
         if threads == 1:
             yield from map(function, items)
         else:
@@ -57,29 +58,50 @@ def _single_threaded() -> None:
     torch.set_num_threads(1)
 
 
-@contextmanager
-def _exact_products() -> Iterator[None]:
-    """Whatever is set for the process, float32 products are not rounded to TF32 (CUDA) or bfloat16 (CPU).
+class _ExactProducts:
+    """While any merge is under way, float32 products are not rounded to TF32 (CUDA) or bfloat16 (CPU).
 
-    The setting is one for all threads, so it is changed here, around them, and not by each of them.
+    The setting is one for the whole process. The first merge changes it and the last one puts the user's back, so
+    that merges may overlap and end in any order.
     """
+
+    def __init__(self) -> None:
+        self._lock = RLock()  # the garbage collector may close another merge in a thread that holds the lock
+        self._merges = 0
+        self._restore: Callable[[], None]
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._merges += 1
+            if self._merges == 1:
+                self._restore = _make_products_exact()
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._merges -= 1
+            if self._merges == 0:
+                self._restore()
+
+
+_exact_products = _ExactProducts()
+
+
+def _make_products_exact() -> Callable[[], None]:
+    """Turn rounding off, and return a function that sets what was set before."""
     if not hasattr(torch.backends, "fp32_precision"):  # torch before 2.9
-        before = torch.get_float32_matmul_precision()
+        precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(before)
-        return
+        return partial(torch.set_float32_matmul_precision, precision)
     products = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     precisions = [product.fp32_precision for product in products]
-    try:
-        for product in products:
-            product.fp32_precision = "ieee"
-        yield
-    finally:
-        for product, precision in zip(products, precisions, strict=True):
-            product.fp32_precision = precision
+    for product in products:
+        product.fp32_precision = "ieee"
+
+    def restore() -> None:
+        for product, before in zip(products, precisions, strict=True):
+            product.fp32_precision = before
+
+    return restore
 
 
 def working_bytes(shape: Sequence[int], itemsize: int) -> int:

@@ -54,18 +54,44 @@ def test_with_one_thread_all_is_done_in_the_caller_s():
     assert set(map_layers(lambda _: threading.get_ident(), range(4), CPU)) == {threading.get_ident()}
 
 
-@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch before 2.9")
-@pytest.mark.parametrize("where", [CPU, torch.device("cuda")])
-def test_products_are_not_rounded_to_tf32_or_bfloat16_whatever_is_set(where):
-    def precisions(_=None):
-        return [backend.matmul.fp32_precision for backend in (torch.backends.cuda, torch.backends.mkldnn)]
+# --- products of float32 matrices ---
 
+EXACT, ROUNDED = ["ieee", "ieee"], ["tf32", "bf16"]
+needs_settings_per_backend = pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch < 2.9")
+
+
+def precisions(_=None):
+    return [backend.matmul.fp32_precision for backend in (torch.backends.cuda, torch.backends.mkldnn)]
+
+
+@pytest.fixture
+def rounded_products():
+    """The user's setting is one that rounds products."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
-    try:
-        outside = precisions()
-        assert list(map_layers(precisions, range(3), where)) == [["ieee", "ieee"]] * 3
-        assert precisions() == outside == ["tf32", "bf16"]
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(before)
+    assert precisions() == ROUNDED
+    yield
+    assert precisions() == ROUNDED
+    assert torch.get_float32_matmul_precision() == "medium"
+    torch.set_float32_matmul_precision(before)
+
+
+@needs_settings_per_backend
+@pytest.mark.parametrize("where", [CPU, torch.device("cuda")])
+def test_products_are_not_rounded_to_tf32_or_bfloat16_whatever_is_set(where, rounded_products):
+    assert list(map_layers(precisions, range(3), where)) == [EXACT] * 3
+
+
+@needs_settings_per_backend
+@pytest.mark.parametrize("first_to_end", [0, 1])
+@pytest.mark.parametrize("fails", [False, True])
+def test_merges_that_overlap_are_both_exact_and_leave_the_user_s_setting(first_to_end, fails, rounded_products):
+    merges = [map_layers(precisions, range(9), CPU) for _ in range(2)]
+    assert [next(merge) for merge in merges] == [EXACT, EXACT]
+    if fails:
+        with pytest.raises(KeyError):
+            merges[first_to_end].throw(KeyError)
+    else:
+        merges[first_to_end].close()
+    assert precisions() == EXACT
+    assert list(merges[1 - first_to_end]) == [EXACT] * 8
