@@ -19,7 +19,7 @@ from fusion_bench.utils.instantiate_utils import set_print_function_call
 from lightning import Fabric
 from omegaconf import DictConfig
 
-from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual import Evaluator
 
 

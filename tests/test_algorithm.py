@@ -13,7 +13,7 @@ from lightning.fabric.loggers import TensorBoardLogger
 from torch import nn
 
 from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm, fuse_layers
-from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.storage.files import HOLDER, LOCK
 from tests.core.test_parity import load_case

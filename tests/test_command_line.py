@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForSeq2SeqLM, CLIPVisionModel
 
-from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.compare.configs import compose_run
 from tests.conftest import REPO, shared_or_skip
 
 DEMO = ("method=nufilt", "modelpool=nufilt_demo", "method.max_steps=3")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPVisionModel
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.demo import TASKS as DEMO_TASKS
 from fusion_bench_nufilt.demo import load_clip, load_processor
 from fusion_bench_nufilt.demo.train import normalise

@@ -9,7 +9,7 @@ from fusion_bench.utils import instantiate
 from lightning import Fabric
 from lightning.fabric.loggers import TensorBoardLogger
 
-from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.spectral import SpectralAccumulationAlgorithm
 from fusion_bench_nufilt.storage.checkpoint import read_manifest

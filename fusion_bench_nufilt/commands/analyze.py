@@ -102,8 +102,9 @@ def _pool(
 ) -> Any:
     from fusion_bench_nufilt.analysis.measure import check_runs, default_methods, measure_methods, measure_run
     from fusion_bench_nufilt.analysis.pool import PoolAnalysis
-    from fusion_bench_nufilt.compare import Methods, compose_run, parse_methods
+    from fusion_bench_nufilt.compare.configs import compose_run
     from fusion_bench_nufilt.compare.display import quiet
+    from fusion_bench_nufilt.compare.specs import parse_methods
     from fusion_bench_nufilt.compare.workbench import Workbench
 
     if runs and methods:
@@ -117,7 +118,7 @@ def _pool(
         pool = PoolAnalysis(Workbench(compose_run(pools)), modelpool, config, out, targets)
         console.print(pool.memory_note, highlight=False)
         wanted = "" if runs or methods == "none" else methods or default_methods(pool.width)
-        specs = parse_methods(wanted, Methods(overrides))
+        specs = parse_methods(wanted, overrides)
         with _bar(console, "Looking at tasks", len(pool.tasks)) as advance:
             result = pool.look(advance)
         with _bar(console, "Measuring methods", len(pool.tasks) * max(1, len(specs) + len(runs))) as advance:

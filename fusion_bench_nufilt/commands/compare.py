@@ -48,25 +48,31 @@ def compare(
     with terminal() as console:
         logging.getLogger().setLevel(logging.WARNING)
         logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
-        from fusion_bench_nufilt import compare as room
+        from fusion_bench_nufilt.compare.presets import preset_specs
+        from fusion_bench_nufilt.compare.run import compare as run_comparison
+        from fusion_bench_nufilt.compare.specs import parse_methods, parse_seeds
+        from fusion_bench_nufilt.compare.trackers import is_tracker, log_comparison, trackers
+        from fusion_bench_nufilt.results.comparison_files import save_report
+        from fusion_bench_nufilt.results.comparison_tables import as_rich, main_table, task_table
         from fusion_bench_nufilt.results.matrix import fits_terminal, print_table
+        from fusion_bench_nufilt.results.overhead import overhead_table, printed_overhead
 
         words = list(overrides or ())
         if not preset:
             methods = methods or "all"
-        specs = room.parse_methods(methods, room.Methods(words)) if methods else []
+        specs = parse_methods(methods, words) if methods else []
         if preset:
-            specs += room.preset_specs(preset, modelpool, words, with_data=with_data)
+            specs += preset_specs(preset, modelpool, words, with_data=with_data)
         elif with_data:
             raise ValueError("--with-data goes with --preset paper; name other methods that need data with --methods")
-        loggers = room.trackers(words, out)
+        loggers = trackers(words, out)
         with interruptible(console, str(out)):
-            comparison = room.compare(
+            comparison = run_comparison(
                 modelpool,
                 specs,
-                room.parse_seeds(seeds),
+                parse_seeds(seeds),
                 out,
-                overrides=[word for word in words if not room.is_tracker(word)],
+                overrides=[word for word in words if not is_tracker(word)],
                 evaluate=evaluate,
                 overwrite=overwrite,
                 preset=preset,
@@ -75,16 +81,16 @@ def compare(
                 address=address,
                 console=console,
             )
-        files = room.save_report(comparison, out)
-        room.log_comparison(comparison, loggers, [out / file for file in files if file.endswith(".png")])
-    main = room.main_table(comparison)
-    per_task = room.as_rich(room.task_table(comparison))
+        files = save_report(comparison, out)
+        log_comparison(comparison, loggers, [out / file for file in files if file.endswith(".png")])
+    main = main_table(comparison)
+    per_task = as_rich(task_table(comparison))
     if fits_terminal(per_task):  # else it is in per_task.md
         print_table(per_task)
-    print_table(room.as_rich(main))
+    print_table(as_rich(main))
     if preset == "overhead":
-        print_table(room.as_rich(room.overhead_table(comparison)))
-        print_table(room.as_rich(room.printed_overhead()))
+        print_table(as_rich(overhead_table(comparison)))
+        print_table(as_rich(printed_overhead()))
     print("\n".join(main.notes))
     console.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
     if not comparison.finished:

@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from fusion_bench_nufilt.compare.overrides import without_method
-
-from .configs import NEED_DATA, Methods, compose_run
+from .configs import compose_run
 from .display import quiet
+from .overrides import without_method
 from .paper import paper_settings
-from .specs import RunSpec, parse_methods
+from .specs import NEED_DATA, RunSpec, parse_methods
 from .workbench import Workbench
 
 Preset = Literal["ablation", "sensitivity", "paper", "overhead"]
@@ -53,11 +52,10 @@ def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_da
     Raises:
         ValueError: no such preset, or one in which no method needs data.
     """
-    methods = Methods(overrides)
     if with_data and name != "paper":
         raise ValueError(f"--with-data goes with --preset paper: no method of '{name}' needs data")
     if name == "ablation":
-        return parse_methods(",".join(ABLATION), methods)
+        return parse_methods(",".join(ABLATION), overrides)
     if name == "paper":
         settings, rows = paper_settings(modelpool), []
         for method in PAPER:
@@ -65,13 +63,13 @@ def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_da
                 rows.append([f"{method}={method}", *settings.get(method, ())])
                 if other := OTHER_FORM.get(method):
                     rows.append([f"{method} ({other})={method}", f"form={other}", *settings.get(method, ())])
-        return parse_methods(",".join(":".join(row) for row in rows), methods)
+        return parse_methods(",".join(":".join(row) for row in rows), overrides)
     if name == "sensitivity":
         with quiet():
             width = Workbench(compose_run(without_method([f"modelpool={modelpool}", *overrides]))).width
         return [spec for panel in SENSITIVITY for spec in panel_specs(panel, width)]
     if name == "overhead":
-        return parse_methods(",".join(OVERHEAD), methods)
+        return parse_methods(",".join(OVERHEAD), overrides)
     raise ValueError(f"there is no preset '{name}'; there are: {', '.join(sorted(get_args(Preset)))}")
 
 

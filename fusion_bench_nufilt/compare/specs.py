@@ -1,10 +1,24 @@
 """Which methods and seeds are compared: what the words on the command line mean."""
 
+import difflib
+import inspect
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .configs import Methods
+from fusion_bench.utils import import_object
+from hydra.core.object_type import ObjectType
+from omegaconf import DictConfig
+
+from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
+
+from .configs import PROGRAM, compose_run, config_loader, plain
+from .overrides import key_value
+
+_GENERIC = ("batch", "stream")  # they run any of FusionBench's methods, and are none by themselves
+NEED_DATA = {"sequential_finetuning": "training", "adamerging": "test", "lora_wemoe": "test"}
+"""Methods that need more than models, and which data: the tasks' training data, or test data without labels."""
 
 _MOST_SEEDS = 1000
 
@@ -31,22 +45,27 @@ class RunSpec:
         return re.sub(r"[^\w.=,+-]+", "_", self.label)
 
 
-def parse_methods(text: str, methods: Methods) -> list[RunSpec]:
+def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
     """Methods from ``[LABEL=]NAME[:KEY=VALUE]…, …``; ``all`` stands for NUFILT and the data-free continual baselines.
 
-    >>> [spec.label for spec in parse_methods("nufilt, NUFILT small=nufilt:null_rank=21:lora_rank=10", Methods())]
+    >>> [spec.label for spec in parse_methods("nufilt, NUFILT small=nufilt:null_rank=21:lora_rank=10")]
     ['nufilt', 'NUFILT small']
 
     Raises:
         ValueError: a method that does not exist (the message lists what there is), or a setting without a value.
     """
-    specs = []
+    methods, specs = _MethodConfigs(overrides), []
     for part in _split(text, ","):
-        specs += [_spec(name, methods) for name in methods.all()] if part == "all" else [_spec(part, methods)]
+        specs += [_spec(name, methods) for name in methods.data_free()] if part == "all" else [_spec(part, methods)]
     return specs
 
 
-def _spec(text: str, methods: Methods) -> RunSpec:
+def data_free_methods() -> list[str]:
+    """The names that ``all`` stands for."""
+    return _MethodConfigs().data_free()
+
+
+def _spec(text: str, methods: "_MethodConfigs") -> RunSpec:
     head, *settings = _split(text, ":")
     label, _, name = (part.strip() for part in head.rpartition("="))
     overrides = methods.resolve(name)
@@ -92,3 +111,78 @@ def parse_seeds(text: str) -> list[int]:
             )
         seeds += range(first, end)
     return list(dict.fromkeys(seeds))
+
+
+class _MethodConfigs:
+    """The method configs that `fusion_bench` would find.
+
+    Args:
+        overrides: those of `fusion_bench`; only a ``hydra.searchpath`` among them matters.
+    """
+
+    def __init__(self, overrides: Sequence[str] = ()) -> None:
+        self._searchpath = [override for override in overrides if override.startswith("hydra.searchpath")]
+
+    def resolve(self, name: str) -> list[str]:
+        """The overrides of `fusion_bench` that choose a method.
+
+        Args:
+            name: a continual method, with or without ``continual/``, or a method of FusionBench, which is run
+                continually, see :class:`fusion_bench_nufilt.baselines.BatchMethodBaseline`.
+
+        Raises:
+            ValueError: no such method; the message lists what there is.
+        """
+        if name in self._names("continual"):
+            return [f"method=continual/{name}"]
+        folder, _, file = name.rpartition("/")
+        if file not in self._names(folder):
+            raise ValueError(self._unknown(name))
+        target = self.compose([f"method={name}"]).get("_target_")
+        made = import_object(target) if target else None
+        if inspect.isclass(made) and issubclass(made, ContinualMergingAlgorithm):
+            return [f"method={name}", *(self._own_settings(name) if folder == "nufilt" else ())]
+        kind = "stream" if hasattr(made, "save_merged_model") else "batch"
+        return [f"method=continual/{kind}", f"+method@method.base_method={name}"]
+
+    def _own_settings(self, name: str) -> list[str]:
+        """What makes a variant of NUFILT what it is: said again, so that overrides for all methods do not undo it."""
+        default, variant = (plain(self.compose([f"method={method}"])) for method in ("nufilt", name))
+        return [f"method.{key}={json.dumps(value)}" for key, value in variant.items() if value != default[key]]
+
+    def place(self, overrides: Sequence[str], setting: str) -> str:
+        """The override for ``KEY=VALUE``: of the method that was chosen, or else of FusionBench's that it runs."""
+        config, (key, _) = self.compose(overrides), key_value(setting)
+        inside = config.get("base_method") or {}
+        return f"method.base_method.{setting}" if key not in config and key in inside else f"method.{setting}"
+
+    def compose(self, overrides: Sequence[str]) -> DictConfig:
+        """A method's configuration by itself."""
+        return compose_run([*overrides, *self._searchpath]).method
+
+    def data_free(self) -> list[str]:
+        """The names of NUFILT and of the continual baselines that need no data."""
+        return ["nufilt", *(name for name in self._names("continual") if name not in {*_GENERIC, *NEED_DATA})]
+
+    def _names(self, folder: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
+        group = f"method/{folder}" if folder else "method"
+        with config_loader() as loader:
+            return list(loader.get_group_options(group, kind, PROGRAM, self._searchpath))
+
+    def _tree(self, folder: str = "") -> Iterator[str]:
+        prefix = f"{folder}/" if folder else ""
+        yield from (prefix + name for name in self._names(folder))
+        for group in self._names(folder, ObjectType.GROUP):
+            yield from self._tree(prefix + group)
+
+    def _unknown(self, name: str) -> str:
+        there_is = list(self._tree())
+        ours = [path for path in there_is if path.split("/")[0] in ("nufilt", "continual")]
+        ours = [short for path in ours if (short := path.removeprefix("continual/")) not in _GENERIC]
+        others = [path for path in there_is if path not in ours and not path.startswith("continual/")]
+        close = difflib.get_close_matches(name, [*ours, *others], n=3)
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        return (
+            f"there is no method '{name}'{hint}\ncontinual methods: {', '.join(sorted(ours))}"
+            f"\nbatch methods of FusionBench, run continually: {', '.join(sorted(others))}"
+        )

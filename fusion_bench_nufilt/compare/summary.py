@@ -13,9 +13,8 @@ from fusion_bench_nufilt.continual import METRICS, AccuracyMatrix
 from fusion_bench_nufilt.results.matrix import percent
 from fusion_bench_nufilt.results.metrics import or_none
 
-from .configs import NEED_DATA
 from .paper import Published, paper_settings, published
-from .specs import RunSpec
+from .specs import NEED_DATA, RunSpec
 from .store import References, Run
 
 _ITERATIONS = ("max_steps", "iter_num", "num_steps")  # what methods call them

@@ -7,8 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fusion_bench_nufilt.compare import Methods, as_rich, compare, main_table, parse_methods, save_report
+from fusion_bench_nufilt.compare.run import compare
+from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.demo import demo_folder
+from fusion_bench_nufilt.results.comparison_files import save_report
+from fusion_bench_nufilt.results.comparison_tables import as_rich, main_table
 from fusion_bench_nufilt.results.matrix import print_table
 
 # Ranks scaled to the width as the paper's 128 and 64 are to the 768 of CLIP ViT-B; at width 128 its own filter all.
@@ -33,7 +36,7 @@ def main() -> None:
     demo_folder()  # made on first use, with a progress bar of its own
     comparison = compare(
         "nufilt_demo",
-        parse_methods(METHODS, Methods()),
+        parse_methods(METHODS),
         [arguments.seed],
         arguments.out,
         overrides=["fabric.accelerator=cpu"],

@@ -13,7 +13,7 @@ from fusion_bench.utils import instantiate
 from lightning import Fabric
 from lightning.fabric.loggers import TensorBoardLogger
 
-from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
 from fusion_bench_nufilt.folders.output import work_folder
 from fusion_bench_nufilt.storage.checkpoint import read_manifest

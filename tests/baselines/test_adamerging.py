@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from fusion_bench_nufilt.baselines.adamerging import NewTaskAdaMergingAlgorithm
 from fusion_bench_nufilt.baselines.task_data import task_data
-from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.demo import TASKS, load_clip, load_processor, load_test_dataset, load_vision_model, to_pixels
 from fusion_bench_nufilt.demo.train import text_features
 from tests.baselines.glue import GLUE

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_nufilt.baselines.experts import MIXTURES
-from fusion_bench_nufilt.compare import Methods, compose_run
-from fusion_bench_nufilt.compare.configs import NEED_DATA
+from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.compare.specs import NEED_DATA, data_free_methods
 from fusion_bench_nufilt.demo import load_vision_model
 from fusion_bench_nufilt.layers import select_layers
 from tests.baselines.glue import GLUE
@@ -30,7 +30,7 @@ class Plain(nn.Module):
 
 
 FAMILIES = {"clip": clip, "t5": t5, "llama": llama, "plain": Plain}
-NAMES = [*Methods().all(), *NEED_DATA]
+NAMES = [*data_free_methods(), *NEED_DATA]
 NO_IMAGES = "needs a CLIPVisionModelTaskPool"
 REFUSED = {
     ("nufilt", "plain"): "name its layers, or say all-linear",

@@ -8,7 +8,7 @@ from fusion_bench.utils import instantiate
 from lightning import Fabric
 
 from fusion_bench_nufilt.baselines import SequentialFineTuning
-from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.demo import TASKS, load_clip, load_processor, load_train_dataset, load_vision_model, to_pixels
 from fusion_bench_nufilt.demo.recipe import Recipe
 from fusion_bench_nufilt.demo.train import text_features

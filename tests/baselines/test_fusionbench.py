@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_nufilt.baselines import BatchMethodBaseline, ContinualMethodBaseline
-from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.compare.configs import compose_run
 from tests.models import clip, finetuned
 
 BATCH = ("task_arithmetic", "ties_merging", "magmax", "wudi", "iso_c", "iso_cts", "tsvm", "knots_ties")

@@ -10,7 +10,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from fusion_bench_nufilt.baselines import LoRAWEMoE
 from fusion_bench_nufilt.baselines.experts import CLIPVisionModelWithExperts, mixture_of
 from fusion_bench_nufilt.baselines.task_data import TaskData
-from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.demo import load_vision_model
 from tests.baselines.glue import GLUE
 from tests.models import clip, finetuned, llama, t5

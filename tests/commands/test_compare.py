@@ -83,7 +83,7 @@ def test_the_bare_command_compares_nufilt_and_the_baselines_on_the_demo(monkeypa
         asked.update(modelpool=modelpool, methods=[spec.label for spec in specs], seeds=seeds)
         raise ValueError("enough")
 
-    monkeypatch.setattr("fusion_bench_nufilt.compare.compare", compare)
+    monkeypatch.setattr("fusion_bench_nufilt.compare.run.compare", compare)
     assert nufilt("compare")[0] == 1
     assert (asked["modelpool"], asked["seeds"]) == ("nufilt_demo", [42])
     assert {"nufilt", "opcm", "wudi", "task_arithmetic"} <= set(asked["methods"])
@@ -96,7 +96,7 @@ def test_methods_that_need_data_are_compared_where_they_are_asked_for(monkeypatc
         asked.append({spec.method for spec in specs})
         raise ValueError("enough")
 
-    monkeypatch.setattr("fusion_bench_nufilt.compare.compare", compare)
+    monkeypatch.setattr("fusion_bench_nufilt.compare.run.compare", compare)
     for options in ([], ["--with-data"]):
         nufilt("compare", "--preset", "paper", *options)
     assert asked[1] - asked[0] == {"sequential_finetuning", "adamerging", "lora_wemoe"}

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from fusion_bench_nufilt.compare import Comparison, RunSpec
+from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.compare.store import Run
-from fusion_bench_nufilt.compare.summary import MethodResult
+from fusion_bench_nufilt.compare.summary import Comparison, MethodResult
 from fusion_bench_nufilt.continual import AccuracyMatrix, task_order
 
 TASKS = ["a", "b", "c"]

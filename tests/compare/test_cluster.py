@@ -2,13 +2,14 @@
 
 import pytest
 
-from fusion_bench_nufilt.compare import Methods, compare, parse_methods
+from fusion_bench_nufilt.compare.run import compare
+from fusion_bench_nufilt.compare.specs import parse_methods
 
 pytestmark = pytest.mark.usefixtures("demo")
 
 
 def run(out, **options):
-    specs = parse_methods("nufilt:max_steps=1, opcm", Methods([]))
+    specs = parse_methods("nufilt:max_steps=1, opcm")
     return compare("nufilt_demo", specs, [42, 43], out, evaluate="last", **options)
 
 

@@ -9,8 +9,12 @@ import pytest
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.compare import Methods, compare, compose_run, parse_methods, preset_specs, save_report
+from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.compare.presets import preset_specs
+from fusion_bench_nufilt.compare.run import compare
+from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.compare.workbench import Workbench
+from fusion_bench_nufilt.results.comparison_files import save_report
 from tests.test_command_line import TASKS
 
 pytestmark = pytest.mark.usefixtures("demo")
@@ -19,7 +23,7 @@ CHEAP = {"evaluate": "last"}
 
 
 def run(out, methods="nufilt, nufilt/naive", seeds=(42,), overrides=QUICK, modelpool="nufilt_demo", **options):
-    specs = parse_methods(methods, Methods(overrides))
+    specs = parse_methods(methods, overrides)
     return compare(modelpool, specs, list(seeds), out, overrides=overrides, **options)
 
 

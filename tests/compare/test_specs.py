@@ -2,30 +2,26 @@
 
 import pytest
 
-from fusion_bench_nufilt.compare import Methods, RunSpec, compose_run, parse_methods, parse_seeds, preset_specs
-from fusion_bench_nufilt.compare.presets import SENSITIVITY, panel_specs
-from fusion_bench_nufilt.compare.specs import check_specs
-
-
-def parse(text, overrides=()):
-    return parse_methods(text, Methods(overrides))
+from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.compare.presets import SENSITIVITY, panel_specs, preset_specs
+from fusion_bench_nufilt.compare.specs import RunSpec, check_specs, data_free_methods, parse_methods, parse_seeds
 
 
 def test_methods_are_separated_by_commas_outside_brackets():
-    first, second = parse("nufilt:target_modules=[q_proj,v_proj]:null_rank=21, opcm")
+    first, second = parse_methods("nufilt:target_modules=[q_proj,v_proj]:null_rank=21, opcm")
     assert first.overrides == ("method=nufilt", "method.target_modules=[q_proj,v_proj]", "method.null_rank=21")
     assert second == RunSpec("opcm", ("method=continual/opcm",), "opcm")
 
 
 def test_a_label_stands_before_the_name():
-    specs = parse("NUFILT (21/10, ours)=nufilt:null_rank=21, nufilt/naive")
+    specs = parse_methods("NUFILT (21/10, ours)=nufilt:null_rank=21, nufilt/naive")
     assert [spec.label for spec in specs] == ["NUFILT (21/10, ours)", "nufilt/naive"]
     assert specs[0].settings == ("null_rank=21",)
 
 
 def test_a_variant_of_nufilt_stays_what_its_name_says_under_overrides_for_all():
     everywhere = ["method.lora_rank=10", "method.null_space=true", "method.target_modules=auto", "method.null_rank=21"]
-    specs = parse("nufilt/filter_only, nufilt/adapter_alone, nufilt/all_linear, nufilt/filter_only:lora_rank=3")
+    specs = parse_methods("nufilt/filter_only, nufilt/adapter_alone, nufilt/all_linear, nufilt/filter_only:lora_rank=3")
     configs = [compose_run([*everywhere, *spec.overrides]).method for spec in specs]
     assert [config.lora_rank for config in configs] == [0, 10, 10, 3]
     assert [config.null_space for config in configs] == [True, "zero", True, True]
@@ -34,20 +30,20 @@ def test_a_variant_of_nufilt_stays_what_its_name_says_under_overrides_for_all():
 
 
 def test_a_setting_goes_to_the_method_that_has_it():
-    (spec,) = parse("task_arithmetic:scaling_factor=0.1:shuffle_order=false")
+    (spec,) = parse_methods("task_arithmetic:scaling_factor=0.1:shuffle_order=false")
     config = compose_run(spec.overrides).method
     assert (config.base_method.scaling_factor, config.merged_scale, config.shuffle_order) == (0.1, 0.1, False)
 
 
 def test_a_batch_method_of_fusionbench_is_run_continually():
-    (spec,) = parse("dare/task_arithmetic:sparsity_ratio=0.2")
+    (spec,) = parse_methods("dare/task_arithmetic:sparsity_ratio=0.2")
     config = compose_run(spec.overrides).method
     assert config._target_.endswith("BatchMethodBaseline")
     assert config.base_method.sparsity_ratio == 0.2
 
 
 def test_a_continual_method_of_fusionbench_is_run_as_it_is():
-    (spec,) = parse("opcm/opcm_general")
+    (spec,) = parse_methods("opcm/opcm_general")
     assert compose_run(spec.overrides).method._target_.endswith("ContinualMethodBaseline")
 
 
@@ -56,20 +52,20 @@ def test_a_method_of_the_users_is_found_on_the_search_path(tmp_path):
     text = "defaults:\n  - /method/nufilt@_here_\n  - _self_\nmax_steps: 3\n"
     (tmp_path / "method" / "mine.yaml").write_text(text)
     searchpath = f"hydra.searchpath=[file://{tmp_path}]"
-    (spec,) = parse("mine", [searchpath])
+    (spec,) = parse_methods("mine", [searchpath])
     assert spec.overrides == ("method=mine",)
     assert compose_run([*spec.overrides, searchpath]).method.max_steps == 3
 
 
 def test_an_unknown_method_lists_what_there_is():
     with pytest.raises(ValueError, match="there is no method 'opmc'") as error:
-        parse("nufilt, opmc")
+        parse_methods("nufilt, opmc")
     for words in ("did you mean opcm", "nufilt/naive", "weight_average", "dare/task_arithmetic", "simple_average"):
         assert words in str(error.value)
 
 
 def test_all_is_nufilt_and_the_baselines_that_need_no_data():
-    names = [spec.label for spec in parse("all")]
+    names = [spec.label for spec in parse_methods("all")]
     assert names[0] == "nufilt"
     assert {"opcm", "weight_average", "task_arithmetic", "wudi"} < set(names)
     assert not {"adamerging", "batch", "stream"} & set(names)
@@ -77,13 +73,13 @@ def test_all_is_nufilt_and_the_baselines_that_need_no_data():
 
 def test_a_setting_without_a_value_is_refused():
     with pytest.raises(ValueError, match="'null_rank' is not of the form KEY=VALUE"):
-        parse("nufilt:null_rank")
+        parse_methods("nufilt:null_rank")
 
 
 @pytest.mark.parametrize("text", ["nufilt, nufilt", "a b=nufilt, a/b=opcm"])
 def test_rows_that_could_not_be_told_apart_are_refused(text):
     with pytest.raises(ValueError, match="need labels to tell them apart"):
-        check_specs(parse(text))
+        check_specs(parse_methods(text))
 
 
 def test_no_method_at_all_is_refused():
@@ -154,7 +150,7 @@ def test_methods_that_need_data_are_rows_of_the_paper_where_they_are_asked_for()
     )
     assert set(rows) - set(without) == {"sequential_finetuning", "adamerging", "lora_wemoe"}
     assert [row for row in rows if row in without] == without
-    assert not {"sequential_finetuning", "adamerging", "lora_wemoe"} & set(Methods().all())
+    assert not {"sequential_finetuning", "adamerging", "lora_wemoe"} & set(data_free_methods())
     with pytest.raises(ValueError, match="--with-data goes with --preset paper"):
         preset_specs("ablation", "nufilt_demo", [], with_data=True)
 

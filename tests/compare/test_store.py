@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from fusion_bench_nufilt.compare import RunSpec
+from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.compare.store import Store
 from tests.compare.helpers import CONFIG, failed, finished
 

@@ -4,7 +4,8 @@ import csv
 
 import pytest
 
-from fusion_bench_nufilt.compare import is_tracker, log_comparison, save_report, trackers
+from fusion_bench_nufilt.compare.trackers import is_tracker, log_comparison, trackers
+from fusion_bench_nufilt.results.comparison_files import save_report
 from tests.compare.helpers import SCORES, comparison, failed, finished
 
 

@@ -7,7 +7,7 @@ from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.utils import instantiate
 from lightning import Fabric
 
-from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual import Evaluator
 
 

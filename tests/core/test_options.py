@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual import ProtocolConfig
 from fusion_bench_nufilt.core.adapter import SOLVERS
 from fusion_bench_nufilt.core.devices import DeviceConfig

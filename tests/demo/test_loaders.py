@@ -7,7 +7,7 @@ import torch
 from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from fusion_bench.utils import instantiate
 
-from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.demo import (
     TASKS,
     load_clip,

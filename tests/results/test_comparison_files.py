@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from fusion_bench_nufilt.compare import save_report
 from fusion_bench_nufilt.compare.presets import SENSITIVITY, panel_specs
 from fusion_bench_nufilt.compare.summary import MethodResult
+from fusion_bench_nufilt.results.comparison_files import save_report
 from fusion_bench_nufilt.results.comparison_pictures import sensitivity
 from tests.compare.helpers import CONFIG, comparison, failed, finished
 

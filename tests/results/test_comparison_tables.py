@@ -5,8 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from fusion_bench_nufilt.compare import as_rich, main_table, task_table
-from fusion_bench_nufilt.results.comparison_tables import as_latex, as_markdown
+from fusion_bench_nufilt.results.comparison_tables import as_latex, as_markdown, as_rich, main_table, task_table
 from tests.compare.helpers import comparison, failed, finished
 
 SEEDS = (42, 43, 44)

@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion_bench_nufilt.compare import Methods, compare, overhead_table, printed_overhead, save_report
 from fusion_bench_nufilt.compare.memory import PeakMemory, WatchingEvaluator
 from fusion_bench_nufilt.compare.presets import preset_specs
+from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.continual.evaluation import TasksByName
+from fusion_bench_nufilt.results.comparison_files import save_report
+from fusion_bench_nufilt.results.overhead import overhead_table, printed_overhead
 from tests.compare.helpers import CONFIG, comparison, finished
 
 
@@ -38,7 +40,7 @@ def test_the_printed_table_is_the_papers():
 
 
 def test_a_run_says_what_it_cost(tmp_path, demo):
-    specs = parse_methods("nufilt:max_steps=3, task_arithmetic", Methods())
+    specs = parse_methods("nufilt:max_steps=3, task_arithmetic")
     result = compare("nufilt_demo", specs, [42], tmp_path, evaluate="last", preset="overhead")
     ours, other = (method.runs[0] for method in result.methods)
     assert 0 < ours.solving_seconds < sum(ours.merge_seconds)

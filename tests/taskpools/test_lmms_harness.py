@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.compare import compose_run
+from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.taskpools import LMMSEvalTaskPool
 from tests.models import finetuned, llava
 
