@@ -32,13 +32,27 @@ def read_json(path: Path, kind: type[_T], advice: str = "fetch it again") -> _T 
 
 
 def parse_json(text: bytes, kind: type[_T]) -> _T:
-    """The same of a text.
+    """What a JSON text holds.
 
     Raises:
         ValueError: says what is wrong, and where.
     """
     try:
-        content: Any = json.loads(text)
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"it is no JSON: {error}") from error
+    return checked(content, kind)
+
+
+def checked(content: Any, kind: type[_T]) -> _T:
+    """The same content, if it is what it must be; for content that was not read from JSON, such as YAML.
+
+    Raises:
+        ValueError: names the first field that is missing or of another type.
+    """
+    try:
         TypeAdapter(kind).validate_python(content, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -46,9 +60,8 @@ def parse_json(text: bytes, kind: type[_T]) -> _T:
         raise ValueError(f"field '{'.'.join(map(str, first['loc']))}': {what}" if first["loc"] else what) from error
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    except ValueError as error:
-        raise ValueError(f"it is no JSON: {error}") from error
-    return content
+    valid: _T = content
+    return valid
 
 
 def _short(value: object) -> str:

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from fusion_bench_nufilt.commands.recipe import gather
+from fusion_bench_nufilt.commands.recipe import gather, read_recipe
 from tests.commands.helpers import nufilt
 from tests.folders.helpers import hashes, merge, same, save_stream, tensors
 from tests.models import llama
@@ -77,6 +77,9 @@ def test_the_last_word_wins_and_values_are_what_yaml_would_make_of_them(tmp_path
         (("null_rank=1,2",), "with one value"),
         (("+null_rank=1",), "with one value"),
         (("null_rank=[",), "is not of the form KEY=VALUE"),
+        (("base=3",), "field 'base': input should be a valid string, got 3"),
+        (("tasks=[a,3]",), "field 'tasks.1'"),
+        (("method=[]",), "field 'method'"),
     ],
 )
 def test_what_is_no_recipe_is_refused(words, message):
@@ -85,16 +88,71 @@ def test_what_is_no_recipe_is_refused(words, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["[base, out]", "base: b: c", "settings: [null_rank]", "", "base: [", "base: ${x}"])
-def test_a_file_that_is_no_recipe_is_refused_by_name(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        ("[base, out]", "valid dictionary"),
+        ("3", "can't be read"),
+        ("base: b: c", "can't be read"),
+        ("base: [", "can't be read"),
+        ("base: ${x}", "can't be read"),
+        ("[" * 400, "can't be read"),
+        ("base: 3", "field 'base'"),
+        ("base: {}", "field 'base'"),
+        ("tasks: 3", "field 'tasks'"),
+        ("tasks: [a, {}]", "field 'tasks.1'"),
+        ("merged: []", "field 'merged'"),
+        ("out: 1.5", "field 'out'"),
+        ("method: []", "field 'method'"),
+        ("settings: [null_rank]", "field 'settings'"),
+        ("settings: {method: {}}", "field 'settings.method'"),
+        ("1: 2", "no option '1'"),
+        ("settings: {1: 2}", "no option '1'"),
+        ("", "must be given"),
+    ],
+)
+def test_what_is_no_recipe_is_refused_by_file_and_field(tmp_path, content, field):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(content)
-    code, text = nufilt("merge", recipe, "--dry-run")
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as caught:
+        gather([str(recipe)], {}, SETTINGS)
+    assert field in str(caught.value)
+    if "option" not in field and "given" not in field:
+        assert "recipe.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        ({"inputs": {"base": {}}}, "field 'inputs.base.name'"),
+        ({"inputs": {}, "step": 1}, "field 'inputs.base'"),
+        ({"inputs": [], "step": 1}, "field 'inputs'"),
+        ({"inputs": {"base": "b"}, "step": 1}, "field 'inputs.base'"),
+        ({"inputs": {"base": {"name": 3}}, "step": 1}, "field 'inputs.base.name'"),
+        ({"inputs": {"base": {"name": "b"}, "task 0": {}}, "step": 1}, "field 'inputs.task 0.name'"),
+        ({"inputs": {"base": {"name": "b"}}}, "field 'step'"),
+        ({"inputs": {"base": {"name": "b"}}, "step": "1"}, "field 'step'"),
+        ({"inputs": {"base": {"name": "b"}}, "step": True}, "field 'step'"),
+        ({"inputs": {"base": {"name": "b"}}, "step": 1, "settings": []}, "field 'settings'"),
+    ],
+)
+def test_a_manifest_that_does_not_say_how_to_make_the_result_is_refused_by_file_and_field(tmp_path, content, field):
+    manifest = tmp_path / "nufilt.json"
+    manifest.write_text(json.dumps(content))
+    code, text = nufilt("merge", manifest, "--out", tmp_path / "out")
     assert (code, "Traceback" in text) == (1, False)
-    assert "recipe.yaml" in text or "must be given" in text
+    assert f"{field}: " in text
+    assert "nufilt.json" in text
+
+
+def test_the_tasks_of_a_manifest_are_in_the_order_of_their_numbers(tmp_path):
+    inputs = {f"task {number}": {"name": f"t{number}"} for number in (10, 2, 0)}
+    content = {"inputs": {**inputs, "base": {"name": "b"}}, "step": 5}
+    (tmp_path / "nufilt.json").write_text(json.dumps(content))
+    assert read_recipe(tmp_path / "nufilt.json") == {"base": "b", "tasks": ["t0", "t2", "t10"], "step": 3}
 
 
 def test_the_manifest_of_another_program_is_no_recipe(tmp_path):
     (tmp_path / "nufilt.json").write_text(json.dumps({"step": 1, "tasks": ["a"], "files": {}}))
     code, text = nufilt("merge", tmp_path / "nufilt.json")
-    assert (code, "there is no option 'step'" in text or "there is no option 'files'" in text) == (1, True)
+    assert (code, "there is no option 'files'" in text) == (1, True)
