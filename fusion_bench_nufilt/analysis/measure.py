@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.compare.configs import compose_run, plain
 from fusion_bench_nufilt.compare.memory import WatchingEvaluator
@@ -16,14 +17,23 @@ from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.continual.evaluation import Report
 from fusion_bench_nufilt.continual.loading import describe_model
 from fusion_bench_nufilt.core import FusionConfig
+from fusion_bench_nufilt.core.options import is_number
 from fusion_bench_nufilt.results.metrics import or_none
 from fusion_bench_nufilt.storage.checkpoint import StepManifest, load_checkpoint, read_manifest
+from fusion_bench_nufilt.storage.json_files import read_json
 
 from .losses import Meter
 from .pool import PoolAnalysis
 from .results import Analysis
 
 log = logging.getLogger(__name__)
+
+
+class Scores(TypedDict):
+    """What is read of a run's ``accuracy_matrix.json``."""
+
+    ACC: float | None
+    BWT: float | None
 
 
 def default_methods(width: int) -> str:
@@ -119,9 +129,10 @@ def measure_run(
         meter.see(task, merged, pool.load(task))
         on_step()
     result.losses += meter.rows
-    if (file := folder / "accuracy_matrix.json").is_file():
-        content = json.loads(file.read_text())
-        result.scores[label] = {key: content[key] for key in ("ACC", "BWT")}
+    if (
+        scores := read_json(folder / "accuracy_matrix.json", Scores, advice="the run can score its steps again")
+    ) is not None:
+        result.scores[label] = {"ACC": scores["ACC"], "BWT": scores["BWT"]}
 
 
 def check_runs(folders: Sequence[Path]) -> dict[Path, str]:
@@ -152,6 +163,6 @@ def _manifest(folder: Path) -> StepManifest:
 
 
 def _ranks(config: dict[str, Any]) -> FusionConfig:
-    """The method's ranks r_p and r_v; those of NUFILT where it has none."""
-    known = {key: config[key] for key in ("null_rank", "task_rank") if isinstance(config.get(key), int)}
+    """The method's ranks r_p and r_v, as numbers or shares of the width; those of NUFILT where it has none."""
+    known = {key: config[key] for key in ("null_rank", "task_rank") if is_number(config.get(key))}
     return FusionConfig(**known)

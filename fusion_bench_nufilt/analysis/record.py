@@ -1,38 +1,57 @@
 """Second moments of the inputs of a model's layers, recorded while it runs and kept in safetensors files."""
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.storage.files import atomic_file
+from fusion_bench_nufilt.storage.files import atomic_file, write_text
+from fusion_bench_nufilt.storage.json_files import Count, read_json
+from fusion_bench_nufilt.storage.tensors import TensorFile
 
 from .moments import RunningMoment
 
+log = logging.getLogger(__name__)
+
 #: Bytes for each element of a moment: its float64 sum, and the mean that is written when it is done.
 _BYTES = 8 + 4
+
+
+class Recorded(TypedDict):
+    """What ``about.json`` says of the moments beside it."""
+
+    about: dict[str, Any]  # what they depend on
+    owner: dict[str, str]  # for every layer the one whose moment it shares
+    files: dict[str, str]  # for every owner the file that has its moment
+    tokens: Count
 
 
 class MomentFile:
     """The moments of one task, read from disk one at a time.
 
     Args:
-        folder: that :func:`record_moments` wrote.
+        folder: a folder that :func:`record_moments` wrote.
+        content: what its ``about.json`` says.
+
+    Raises:
+        ValueError: a file is damaged or lacks a moment; names it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        about = json.loads((folder / "about.json").read_text())
-        self.about: dict[str, Any] = about["about"]
-        self.tokens: int = about["tokens"]
-        self._owner: dict[str, str] = about["owner"]
-        self._files = {name: folder / file for name, file in about["files"].items()}
+    def __init__(self, folder: Path, content: Recorded) -> None:
+        self.about, self.tokens, self._owner = content["about"], content["tokens"], content["owner"]
+        files = {name: TensorFile(folder / Path(name).name) for name in set(content["files"].values())}
+        self._files = {owner: files[name] for owner, name in content["files"].items()}
+        for owner in self._owner.values():
+            if owner not in self._files or owner not in self._files[owner].tensors:
+                raise ValueError(f"'{folder / 'about.json'}' is damaged: no file beside it has the moment of '{owner}'")
 
     def owner(self, layer: str) -> str:
         """The first layer with the same inputs, such as the query projection for the key and value projections."""
@@ -40,17 +59,20 @@ class MomentFile:
 
     def read(self, layer: str) -> Tensor:
         """C, ``(d_i, d_i)``, float32."""
-        owner = self._owner[layer]
-        with safe_open(self._files[owner], framework="pt") as file:
-            return file.get_tensor(owner)
+        file = self._files[self._owner[layer]]
+        return file.read(file.tensors[self._owner[layer]])
 
 
 def known_moments(folder: Path, about: Mapping[str, Any]) -> MomentFile | None:
-    """What was recorded earlier, if it was for the same model, data and layers."""
-    if not (folder / "about.json").is_file():
+    """What was recorded earlier, if it is whole and was for the same model, data and layers."""
+    try:
+        content = read_json(folder / "about.json", Recorded, advice="its moments can be recorded again")
+        if content is None or content["about"] != json.loads(json.dumps(about)):
+            return None
+        return MomentFile(folder, content)
+    except ValueError as error:
+        log.warning("%s; recording again", error)
         return None
-    known = MomentFile(folder)
-    return known if known.about == json.loads(json.dumps(about)) else None
 
 
 @torch.no_grad()
@@ -86,10 +108,9 @@ def record_moments(
             save_file({name: moment.mean.float() for name, moment in moments.items()}, temporary)
         files |= dict.fromkeys(group, file)
         tokens = max(moment.count for moment in moments.values())
-    content = {"about": about, "owner": dict(owner), "files": files, "tokens": tokens}
-    with atomic_file(folder / "about.json") as temporary:
-        temporary.write_text(json.dumps(content))
-    return MomentFile(folder)
+    content: Recorded = {"about": dict(about), "owner": dict(owner), "files": files, "tokens": tokens}
+    write_text(folder / "about.json", json.dumps(content))
+    return MomentFile(folder, content)
 
 
 @torch.no_grad()

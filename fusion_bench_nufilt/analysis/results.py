@@ -84,7 +84,7 @@ class LossRow:
     stability: float | None
     plasticity: float
     relative_stability: float | None
-    relative_plasticity: float
+    relative_plasticity: float | None
     data_free_stability: float | None
     data_free_plasticity: float
     stability_bound: float | None = None  # right side of Corollary 1, for one method

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from statistics import fmean, median
 from typing import Any
@@ -151,7 +151,7 @@ def _method(analysis: Analysis, method: str) -> Json:
     if not later:
         return content
     for reading, (stability, plasticity) in READINGS.items():
-        if getattr(later[0], plasticity) is not None:
+        if any(getattr(row, plasticity) is not None for row in later):
             content[reading] = _losses(later, stability, plasticity)
     content["rank_correlation"] = {
         "stability": _correlation(later, "stability"),
@@ -163,22 +163,39 @@ def _method(analysis: Analysis, method: str) -> Json:
 def _losses(rows: Sequence[LossRow], stability: str, plasticity: str) -> Json:
     """Layer means by step, their harmonic and arithmetic means, and all that averaged over the steps."""
     steps = sorted({row.step for row in rows})
-    s = [fmean(getattr(row, stability) for row in rows if row.step == step) for step in steps]
-    p = [fmean(getattr(row, plasticity) for row in rows if row.step == step) for step in steps]
-    harmonic = [harmonic_mean(a, b) for a, b in zip(s, p, strict=True)]
+    s = [_mean(getattr(row, stability) for row in rows if row.step == step) for step in steps]
+    p = [_mean(getattr(row, plasticity) for row in rows if row.step == step) for step in steps]
+    harmonic = [_of_both(harmonic_mean, a, b) for a, b in zip(s, p, strict=True)]
+    arithmetic = [_of_both(_arithmetic_mean, a, b) for a, b in zip(s, p, strict=True)]
+    mean_s, mean_p = _mean(s), _mean(p)
     return {
         "steps": steps,
         "stability": s,
         "plasticity": p,
         "harmonic": harmonic,
+        "arithmetic": arithmetic,
         "mean": {
-            "stability": fmean(s),
-            "plasticity": fmean(p),
-            "harmonic": fmean(harmonic),
-            "harmonic_of_means": harmonic_mean(fmean(s), fmean(p)),
-            "arithmetic": (fmean(s) + fmean(p)) / 2,
+            "stability": mean_s,
+            "plasticity": mean_p,
+            "harmonic": _mean(harmonic),
+            "harmonic_of_means": _of_both(harmonic_mean, mean_s, mean_p),
+            "arithmetic": _of_both(_arithmetic_mean, mean_s, mean_p),
         },
     }
+
+
+def _of_both(mean: Callable[[float, float], float], a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else mean(a, b)
+
+
+def _arithmetic_mean(a: float, b: float) -> float:
+    return (a + b) / 2
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """The mean of the values that are known, or None if there are none."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def _correlation(rows: Sequence[LossRow], loss: str) -> Json:

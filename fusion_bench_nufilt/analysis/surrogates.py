@@ -11,19 +11,21 @@ from .moments import mean_square
 
 @dataclass(frozen=True)
 class LayerLosses:
-    r"""One layer after one step. Lower is better; the relative ones have no unit.
+    r"""The losses of one layer after one step. Lower is better; the relative ones have no unit.
+
+    A relative loss is None where it would be divided by zero, which is where all outputs on these inputs are zero.
 
     Args:
         stability: :math:`E_{x\sim\text{old tasks}} \|(W_m(t) - W_m(t-1)) x\|^2`; None at the first step.
         plasticity: :math:`E_{x\sim\text{task }t} \|(W_m(t) - W_t) x\|^2`.
-        relative_stability: the same over :math:`E \|W_m(t-1) x\|^2`.
-        relative_plasticity: the same over :math:`E \|W_t x\|^2`.
+        relative_stability: the stability loss over :math:`E \|W_m(t-1) x\|^2`.
+        relative_plasticity: the plasticity loss over :math:`E \|W_t x\|^2`.
     """
 
     stability: float | None
     plasticity: float
     relative_stability: float | None
-    relative_plasticity: float
+    relative_plasticity: float | None
 
 
 def layer_losses(W_new: Tensor, W_old: Tensor, W_task: Tensor, C_old: Tensor | None, C_task: Tensor) -> LayerLosses:
@@ -37,11 +39,15 @@ def layer_losses(W_new: Tensor, W_old: Tensor, W_task: Tensor, C_old: Tensor | N
         C_task: the step's own task's.
     """
     plasticity = float(mean_square(W_new - W_task, C_task))
-    relative_plasticity = plasticity / float(mean_square(W_task, C_task))
+    relative_plasticity = _share(plasticity, mean_square(W_task, C_task))
     if C_old is None:
         return LayerLosses(None, plasticity, None, relative_plasticity)
     stability = float(mean_square(W_new - W_old, C_old))
-    return LayerLosses(stability, plasticity, stability / float(mean_square(W_old, C_old)), relative_plasticity)
+    return LayerLosses(stability, plasticity, _share(stability, mean_square(W_old, C_old)), relative_plasticity)
+
+
+def _share(part: float, whole: Tensor) -> float | None:
+    return part / float(whole) if whole else None
 
 
 def harmonic_mean(a: float, b: float) -> float:

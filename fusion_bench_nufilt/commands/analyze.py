@@ -13,16 +13,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fusion_bench_nufilt.analysis.settings import AnalysisConfig
 from fusion_bench_nufilt.compare.overrides import without_method
+from fusion_bench_nufilt.folders import Plan
 from fusion_bench_nufilt.results import leave_page
+from fusion_bench_nufilt.storage.files import lock_folder
 
-from .options import patterns, takes_options
+from .options import patterns, takes_options, was_typed
 from .terminal import terminal
 
 Targets = str | list[str]
 
 
+#: Options that mean nothing where folders are analysed without data.
+NEED_DATA = ("modelpool", "methods", "run", "samples", "propagated", "activations", "seed")
+
+
 @takes_options(AnalysisConfig)
 def analyze(
+    context: typer.Context,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Further arguments of fusion_bench.")
     ] = None,
@@ -60,25 +67,50 @@ def analyze(
     With a model pool, on its task pool's data; with --base and --task, on the weights of checkpoint folders alone.
     """
     with terminal() as console:
+        out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
         config, targets = AnalysisConfig(**options), patterns(target_modules) or "auto"
+        from fusion_bench_nufilt.analysis.measure import check_runs
         from fusion_bench_nufilt.results.analysis_files import save_analysis
 
-        if (base is None) != (not task):
-            raise ValueError("--base and --task go together: name the pretrained model and at least one task")
-        if base is not None:
-            analysis = _folders(console, base, task or [], merged, targets, config)
-        else:
-            analysis = _pool(console, modelpool, methods, run or [], list(overrides or ()), targets, out, config)
-        summary, files = save_analysis(analysis, out)
-        files += leave_page(out)
+        _check_words(context, base, task, merged, overrides)
+        plan = None if base is None else _plan(console, base, task or [], merged, targets)
+        runs = check_runs([folder.expanduser() for folder in run or ()])
+        lock = lock_folder(out)
+        try:
+            if plan is not None:
+                analysis = _folders(console, plan, config)
+            else:
+                analysis = _pool(console, modelpool, methods, runs, list(overrides or ()), targets, out, config)
+            summary, files = save_analysis(analysis, out)
+            files += leave_page(out)
+        finally:
+            lock.release()
     print("\n".join(summary["reading"]))
     console.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
 
 
-def _folders(
-    console: Console, base: str, tasks: list[str], merged: str | None, targets: Targets, config: AnalysisConfig
-) -> Any:
-    from fusion_bench_nufilt.analysis.folders import analyze_folders
+def _check_words(
+    context: typer.Context, base: str | None, task: list[str] | None, merged: str | None, overrides: list[str] | None
+) -> None:
+    """Refuse what would be ignored.
+
+    Raises:
+        ValueError: names the options that do not go together.
+    """
+    if (base is None) != (not task):
+        raise ValueError("--base and --task go together: name the pretrained model and at least one task")
+    if was_typed(context, "run") and was_typed(context, "methods"):
+        raise ValueError("--run and --methods: what is measured is either finished runs or methods to run now")
+    if base is None:
+        if merged is not None:
+            raise ValueError("--merged goes with --base and --task")
+        return
+    ignored = [f"--{name}" for name in NEED_DATA if was_typed(context, name)] + list(overrides or ())
+    if ignored:
+        raise ValueError(f"{ignored[0]} does not go with --base, which analyses folders without data: leave it out")
+
+
+def _plan(console: Console, base: str, tasks: list[str], merged: str | None, targets: Targets) -> Plan:
     from fusion_bench_nufilt.folders import Settings, plan_merge
     from fusion_bench_nufilt.layers import TargetConfig
 
@@ -86,6 +118,12 @@ def _folders(
     plan = plan_merge(base, tasks, merged, targets=TargetConfig(target_modules=targets), settings=settings)
     for warning in plan.warnings:
         console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False, soft_wrap=True)
+    return plan
+
+
+def _folders(console: Console, plan: Plan, config: AnalysisConfig) -> Any:
+    from fusion_bench_nufilt.analysis.folders import analyze_folders
+
     with _bar(console, "Looking at layers", len(plan.layers)) as advance:
         return analyze_folders(plan, config.task_rank, advance)
 
@@ -94,22 +132,19 @@ def _pool(
     console: Console,
     modelpool: str,
     methods: str | None,
-    runs: list[Path],
+    runs: dict[Path, str],
     overrides: list[str],
     targets: Targets,
     out: Path,
     config: AnalysisConfig,
 ) -> Any:
-    from fusion_bench_nufilt.analysis.measure import check_runs, default_methods, measure_methods, measure_run
+    from fusion_bench_nufilt.analysis.measure import default_methods, measure_methods, measure_run
     from fusion_bench_nufilt.analysis.pool import PoolAnalysis
     from fusion_bench_nufilt.compare.configs import compose_run
     from fusion_bench_nufilt.compare.display import quiet
     from fusion_bench_nufilt.compare.specs import parse_methods
     from fusion_bench_nufilt.compare.workbench import Workbench
 
-    if runs and methods:
-        raise ValueError("--run and --methods: what is measured is either finished runs or methods to run now")
-    labels = check_runs(runs)
     words = [f"modelpool={modelpool}", *overrides]
     pools = without_method(words)
     logging.getLogger().setLevel(logging.WARNING)
@@ -123,7 +158,7 @@ def _pool(
             result = pool.look(advance)
         with _bar(console, "Measuring methods", len(pool.tasks) * max(1, len(specs) + len(runs))) as advance:
             measure_methods(pool, result, specs, words, advance)
-            for folder, label in labels.items():
+            for folder, label in runs.items():
                 measure_run(pool, result, folder, label, advance)
     for label, reason in result.failures.items():
         console.print(f"[yellow]{escape(label)} failed:[/yellow] {escape(reason)}", highlight=False, soft_wrap=True)

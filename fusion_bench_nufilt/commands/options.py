@@ -50,7 +50,7 @@ def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
 
 def typed_values(context: typer.Context, options: Mapping[str, Any]) -> dict[str, Any]:
     """Those options that were typed and not left at their defaults, as they would stand in YAML."""
-    values = {key: value for key, value in options.items() if _was_typed(context, key)}
+    values = {key: value for key, value in options.items() if was_typed(context, key)}
     for key in ("target_modules", "exclude_modules"):
         if key in values:
             values[key] = patterns(values[key])
@@ -61,7 +61,8 @@ def typed_values(context: typer.Context, options: Mapping[str, Any]) -> dict[str
     return values
 
 
-def _was_typed(context: typer.Context, name: str) -> bool:
+def was_typed(context: typer.Context, name: str) -> bool:
+    """Whether an option was typed, and not left at its default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 

@@ -157,8 +157,8 @@ def losses(analysis: Analysis, summary: Json) -> Figure:
     for row, reading in enumerate(readings):
         for number, (name, found) in enumerate(methods.items()):
             values, steps = found[reading], found[reading]["steps"]
-            arithmetic = [(a + b) / 2 for a, b in zip(values["stability"], values["plasticity"], strict=True)]
-            curves = [values["stability"], values["plasticity"], values["harmonic"], arithmetic]
+            keys = ("stability", "plasticity", "harmonic", "arithmetic")
+            curves = [np.array(values[key], dtype=float) for key in keys]
             for axes, curve in zip(panels[row], curves, strict=True):
                 style = {"marker": _MARKERS[number % 13], **_line(number)}
                 axes.plot(steps, curve, color=COLOURS[number % 7], markersize=4, label=name, **style)

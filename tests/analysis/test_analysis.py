@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from fusion_bench_nufilt.commands.app import app
+from fusion_bench_nufilt.storage.files import lock_folder
 from tests.models import finetuned, llama
 
 
@@ -65,6 +66,12 @@ def test_what_is_no_run_is_named_before_any_work(tmp_path):
         (("--data-rank", "9"), "r_d = 9 and r_v = 8"),
         (("--samples", "3"), "3 samples do not span 8 directions"),
         (("--base", "x"), "--base and --task go together"),
+        (("--merged", "x"), "--merged goes with --base"),
+        (("--base", "x", "--task", "y", "--methods", "opcm"), "--methods does not go with --base"),
+        (("--base", "x", "--task", "y", "--run", "z"), "--run does not go with --base"),
+        (("--base", "x", "--task", "y", "--samples", "9"), "--samples does not go with --base"),
+        (("--base", "x", "--task", "y", "taskpool=z"), "taskpool=z does not go with --base"),
+        (("--run", "x", "--methods", "opcm"), "--run and --methods"),
     ],
 )
 def test_wrong_settings_are_named(tmp_path, words, message):
@@ -91,6 +98,27 @@ def test_folders_tell_where_task_vectors_collide_without_data(folders, tmp_path)
     assert content["overlap"]["all"][0][0] == pytest.approx(1)
     assert 0 < content["overlap"]["all"][0][1] < 1
     assert "affinity" not in content
+
+
+def test_a_home_folder_is_that_of_the_user(folders, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(
+        app, ["analyze", "--out=~/out", "--base", folders["base"], "--task", folders["law"], "--task", folders["code"]]
+    )
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / "analysis.json").is_file()
+    assert not (tmp_path / "~").exists()
+
+
+def test_a_second_analysis_of_the_same_folder_is_refused(folders, tmp_path):
+    lock = lock_folder(tmp_path / "out")
+    words = ("--base", folders["base"], "--task", folders["law"])
+    done = analyze(tmp_path / "out", *words)
+    assert done.exit_code == 1
+    assert "is writing" in done.output
+    lock.release()
+    assert analyze(tmp_path / "out", *words).exit_code == 0
 
 
 def test_a_merged_folder_is_one_more_vector(folders, tmp_path):

@@ -76,6 +76,30 @@ def test_moments_are_known_again_only_for_the_same(tmp_path):
     assert known_moments(tmp_path / "elsewhere", {"samples": 3}) is None
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "about.json").write_text("{}"), "'about'"),
+        (lambda folder: (folder / "about.json").write_text("[1"), "it is no JSON"),
+        (lambda folder: (folder / "about.json").write_text(ABOUT % "[]"), "'owner'"),
+        (lambda folder: (folder / "about.json").write_text(ABOUT % '{"a": "b"}'), "the moment of 'b'"),
+        (lambda folder: (folder / "moments-0.safetensors").unlink(), "can't be read"),
+        (lambda folder: (folder / "moments-0.safetensors").write_bytes(b"x"), "truncated or corrupt"),
+    ],
+)
+def test_damaged_moments_are_recorded_again_with_one_warning(tmp_path, caplog, damage, message):
+    record(clip(), pictures(3), tmp_path, about={"samples": 3})
+    damage(tmp_path)
+    assert known_moments(tmp_path, {"samples": 3}) is None
+    (line,) = caplog.messages
+    assert message in line
+    assert str(tmp_path) in line
+    assert line.endswith("recording again")
+
+
+ABOUT = '{"about": {"samples": 3}, "owner": %s, "files": {}, "tokens": 3}'
+
+
 def test_samples_are_drawn_once_for_a_seed():
     pool = pool_of({"a": pictures(20)})
     first, again, other = (task_inputs(pool, "a", 5, seed) for seed in (0, 0, 1))

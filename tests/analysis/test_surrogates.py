@@ -5,6 +5,7 @@ import torch
 
 from fusion_bench_nufilt.analysis.moments import RunningMoment, mean_square, second_moment
 from fusion_bench_nufilt.analysis.surrogates import (
+    LayerLosses,
     data_free_losses,
     harmonic_mean,
     layer_losses,
@@ -36,6 +37,11 @@ def test_the_losses_are_the_averages_over_explicitly_formed_outputs(draw):
     assert found.relative_stability == pytest.approx(float(sum(moved) / sum(before)))
     assert found.plasticity == pytest.approx(float(missed))
     assert found.relative_plasticity == pytest.approx(float(missed / (new @ W_task.mT).square().sum(dim=1).mean()))
+
+
+def test_inputs_of_zero_have_no_relative_losses(draw):
+    W, zero = draw(D_O, D_I), torch.zeros(D_I, D_I, dtype=torch.float64)
+    assert layer_losses(W + 1, W, 2 * W, zero, zero) == LayerLosses(0, 0, None, None)
 
 
 def test_the_filter_alone_moves_nothing_on_inputs_inside_the_protected_subspace(draw):

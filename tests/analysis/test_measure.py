@@ -1,0 +1,19 @@
+"""What is measured of whole methods."""
+
+import pytest
+
+from fusion_bench_nufilt.analysis.measure import _ranks
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ({"null_rank": 10, "task_rank": 4}, (10, 4)),
+        ({"null_rank": 0.5, "task_rank": 0.25}, (32, 16)),
+        ({"null_rank": "all", "task_rank": True}, (128, 8)),
+        ({}, (128, 8)),
+    ],
+)
+def test_the_data_free_losses_have_the_methods_own_ranks_whole_or_shares(settings, ranks):
+    found = _ranks(settings).ranks(64)
+    assert (found.null, found.task) == ranks
