@@ -218,7 +218,11 @@ def test_a_protocol_value_out_of_range_is_refused_by_name(key, value):
 
 @pytest.mark.parametrize(
     ("preset", "case"),
-    [("nufilt", "tall_f64"), ("nufilt/release", "release_first_task_f64"), ("nufilt/filter_only", "filter_only_f64")],
+    [
+        ("nufilt", "rank_saturated_f64"),
+        ("nufilt/release", "release_first_task_two_tasks_f64"),
+        ("nufilt/filter_only", "filter_only_f64"),
+    ],
 )
 def test_a_preset_reproduces_the_published_stream(preset, case, monkeypatch):
     case, vectors = load_case(case)

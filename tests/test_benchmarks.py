@@ -13,7 +13,7 @@ import torch
 from fusion_bench.method.dop.dop import ContinualDOPForCLIP
 
 from tests.conftest import REPO
-from tests.core.test_parity import CASES, TOLERANCE, config_of, load_case
+from tests.core.test_parity import LARGE, SMALL, TOLERANCE, config_of, load_case
 
 sys.path.insert(0, str(REPO / "benchmarks"))
 
@@ -23,10 +23,8 @@ from plain import needed_flops, plain_step
 
 from fusion_bench_nufilt.core import FusionConfig
 
-SLOW = ("square_f64", "wide_f64", "attention_768_f32", "mlp_1536x384_f32")  # it is the plain computation
 
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
+@pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
 def test_the_plain_computation_agrees_with_the_parity_vectors(name):
     case, vectors = load_case(name)
     merged = pretrained = vectors["pretrained"]

@@ -1,6 +1,7 @@
 """The published computation, step by step: the vectors decide whether the mathematics is right."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,22 +13,24 @@ from fusion_bench_nufilt.core.projector import null_space_filter, protected_subs
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 from tests.conftest import shared_or_skip
 
-CASES = [
+HERE = Path(__file__).parent / "parity"
+SMALL = ["rank_saturated_f64", "adapter_only_two_tasks_f64", "release_first_task_two_tasks_f64"]  # in the repository
+LARGE = [  # beside a developer's checkout
     "tall_f64",
     "square_f64",
     "wide_f64",
     "adapter_only_f64",
     "filter_only_f64",
-    "rank_saturated_f64",
     "release_first_task_f64",
     "attention_768_f32",
     "mlp_1536x384_f32",
 ]
+CASES = [*SMALL, *LARGE]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
 
 
 def load_case(name):
-    folder = shared_or_skip("parity")
+    folder = HERE if name in SMALL else shared_or_skip("parity")
     (case,) = [case for case in json.loads((folder / "cases.json").read_text()) if case["name"] == name]
     return case, load_file(folder / f"{name}.safetensors")
 
@@ -38,9 +41,8 @@ def config_of(case):
     return FusionConfig(**{key: case[key] for key in keys}, first_task=first_task)
 
 
-def test_every_vector_has_a_test():
-    cases = json.loads((shared_or_skip("parity") / "cases.json").read_text())
-    assert sorted(case["name"] for case in cases) == sorted(CASES)
+def test_every_small_vector_has_a_test():
+    assert [case["name"] for case in json.loads((HERE / "cases.json").read_text())] == SMALL
 
 
 @pytest.mark.parametrize("name", CASES)
