@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.spectral import SpectralAccumulationAlgorithm
+from fusion_bench_nufilt import LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm
 
 LENGTH, BATCH = 64, 16
 TEXTS = {
@@ -67,8 +66,8 @@ def main() -> None:
     tuned = {name: train(deepcopy(base), texts[name][0], 120, 1e-3) for name in TEXTS if name != "python"}
     rest = {"target_modules": "all-linear", "other_params": "mean", "shuffle_order": False}
     methods = {
-        "spectral": SpectralAccumulationAlgorithm(**rest),
-        "spectral, ramp": SpectralAccumulationAlgorithm(**rest, ramp=0.4),
+        "spectral": LayerwiseMergingAlgorithm("spectral", **rest),
+        "spectral, ramp": LayerwiseMergingAlgorithm("spectral", **rest, ramp=0.4),
         "NUFILT all-linear": NufiltContinualMergingAlgorithm(**rest, null_rank=1 / 6, lora_rank=1 / 12),
         "the plain sum": NufiltContinualMergingAlgorithm(**rest, null_space=False, lora_rank=0),
     }

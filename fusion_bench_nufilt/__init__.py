@@ -4,12 +4,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fusion_bench_nufilt.algorithm import NufiltContinualMergingAlgorithm
+    from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm
     from fusion_bench_nufilt.core import FusionConfig, fuse_layers
 
-__all__ = ["FusionConfig", "NufiltContinualMergingAlgorithm", "fuse_layers"]
+__all__ = ["FusionConfig", "LayerwiseMergingAlgorithm", "NufiltContinualMergingAlgorithm", "fuse_layers"]
 
-_HOMES = {"FusionConfig": "core", "NufiltContinualMergingAlgorithm": "algorithm", "fuse_layers": "core"}
+_HOMES = {
+    "FusionConfig": "core",
+    "LayerwiseMergingAlgorithm": "continual.layerwise",
+    "NufiltContinualMergingAlgorithm": "continual.layerwise",
+    "fuse_layers": "core",
+}
 
 
 def __getattr__(name: str) -> Any:

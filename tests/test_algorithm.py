@@ -130,7 +130,7 @@ def test_files_of_a_run_with_a_log_directory(tmp_path):
 
 def test_the_config_of_an_algorithm_says_everything():
     config = NufiltContinualMergingAlgorithm(null_rank=5, seed=3).config
-    assert config._target_ == "fusion_bench_nufilt.algorithm.NufiltContinualMergingAlgorithm"
+    assert config._target_ == "fusion_bench_nufilt.continual.layerwise.NufiltContinualMergingAlgorithm"
     assert (config.null_rank, config.lora_rank, config.seed, config.evaluate) == (5, 64, 3, "diagonal")
 
 

@@ -1,7 +1,6 @@
 """Losses of whole methods: measured while they merge, or on the checkpoints of a run."""
 
 import copy
-import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,12 +14,13 @@ from fusion_bench_nufilt.compare.memory import WatchingEvaluator
 from fusion_bench_nufilt.compare.pairs import run_pair
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.continual.evaluation import Report
-from fusion_bench_nufilt.continual.loading import describe_model
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import is_number
 from fusion_bench_nufilt.results.metrics import or_none
-from fusion_bench_nufilt.storage.checkpoint import StepManifest, load_checkpoint, read_manifest
+from fusion_bench_nufilt.storage.checkpoint import load_checkpoint, read_whole_checkpoint
+from fusion_bench_nufilt.storage.identity import model_digest
 from fusion_bench_nufilt.storage.json_files import read_json
+from fusion_bench_nufilt.storage.manifest import Manifest
 
 from .losses import Meter
 from .pool import PoolAnalysis
@@ -105,20 +105,21 @@ def measure_run(
     Raises:
         ValueError: the folder is no run with every step's checkpoint, or a run of other models; names them.
     """
-    run = _manifest(folder)["run"]
-    order = run["order"]
+    run = _manifest(folder)
+    order, inputs = run["order"], run["inputs"]
     if sorted(order) != sorted(pool.tasks):
         raise ValueError(f"'{folder}' is a run of {', '.join(order)}, and the model pool has {', '.join(pool.tasks)}")
     for name in ("_pretrained_", *order):
-        if (there := run["models"].get(name)) != json.loads(json.dumps(describe_model(pool.workbench.modelpool, name))):
-            raise ValueError(f"'{folder}' is a run of other models: '{name}' is {there} there")
+        model = pool.pretrained if name == "_pretrained_" else pool.load(name)
+        if inputs[name].get("sha256") != model_digest(model):
+            raise ValueError(f"'{folder}' is a run of other models: '{name}' has other weights there")
     meter = Meter(
         label,
         pool.layers,
         pool.views,
         pool.weights,
         pool.moments,
-        _ranks(run),
+        _ranks(run["settings"]),
         bounds=not result.losses,
         inputs=pool.few_inputs(),
         model=pool.pretrained,
@@ -141,13 +142,13 @@ def check_runs(folders: Sequence[Path]) -> dict[Path, str]:
     Raises:
         ValueError: a folder is no run with the checkpoints of all its steps; names it.
     """
-    names = [_manifest(folder)["run"]["method"] for folder in folders]
+    names = [_manifest(folder)["method"] for folder in folders]
     return {
         folder: name if names.count(name) == 1 else folder.name for folder, name in zip(folders, names, strict=True)
     }
 
 
-def _manifest(folder: Path) -> StepManifest:
+def _manifest(folder: Path) -> Manifest:
     """The first step's, once all steps are there."""
     steps = folder / "checkpoints"
     if not (steps / "merged_model_0").is_dir():
@@ -155,8 +156,8 @@ def _manifest(folder: Path) -> StepManifest:
             f"'{folder}' is no log directory of a run with its checkpoints (there is no {steps / 'merged_model_0'}): "
             "run with method.save_on_every_step=true"
         )
-    first = read_manifest(steps / "merged_model_0")
-    count = len(first["run"]["order"])
+    first = read_whole_checkpoint(steps / "merged_model_0")
+    count = len(first["order"])
     if lost := [step for step in range(count) if not (steps / f"merged_model_{step}").is_dir()]:
         raise ValueError(f"'{folder}' lacks the checkpoint of step {lost[0] + 1} of {count}: is the run finished?")
     return first

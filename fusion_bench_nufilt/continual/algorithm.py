@@ -1,11 +1,10 @@
 """The protocol that every continual merging method runs under."""
 
-import json
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,25 +12,29 @@ from fusion_bench import BaseAlgorithm, BaseModelPool, auto_register_config
 from fusion_bench.mixins import LightningFabricMixin, SimpleProfilerMixin
 from fusion_bench.taskpool import DummyTaskPool
 from omegaconf import OmegaConf
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.core.options import split_options, takes_options, unknown_option
 from fusion_bench_nufilt.results import leave_page
 from fusion_bench_nufilt.results.matrix import print_matrix, save_matrix
 from fusion_bench_nufilt.results.metrics import AccuracyMatrix
+from fusion_bench_nufilt.storage.identity import model_digest
+from fusion_bench_nufilt.storage.manifest import Input, Manifest
 from fusion_bench_nufilt.storage.versions import package_versions
 
-from .evaluation import Evaluator, Report, score
+from .evaluation import Evaluator
 from .loading import describe_model, load_model, refuse_drawn
-from .program import ReportedTaskPool, one_line_errors, use_bundled_taskpool
+from .program import one_line_errors, use_bundled_taskpool
 from .protocol import ProtocolConfig
 from .run_folder import RunFolder, open_run_folder
-from .stream import MERGED, Evaluate, merged_before, merged_manifest, task_order, tasks_to_score
+from .scoring import RunScores
+from .stream import MERGED, Evaluate, merged_before, merged_checkpoint, task_order
 from .trackers import log_picture
 
 log = logging.getLogger(__name__)
 
+_PRETRAINED = "_pretrained_"
 _NOT_IN_THE_RESULT = ("_target_", "save_on_every_step", "check_models", "resume", "devices")
 
 
@@ -45,20 +48,20 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     model goes on from there; steps are counted from the first model that is in it.
 
     Args:
-        **kwargs: options of :class:`ProtocolConfig`.
+        **kwargs: the options of :class:`ProtocolConfig`.
 
     Raises:
-        ValueError: a value out of its range, or an option that there is not; names it.
+        ValueError: a value is out of its range, or there is no such option; names it.
     """
 
-    # of the last run
-    folder: RunFolder | None  # its log directory
+    # These are of the last run.
+    folder: RunFolder | None  # the log directory
     matrix: AccuracyMatrix
     merge_seconds: list[float]  # by step, without loading, saving and scoring
-    history: list[str]  # names of the models in `_merged_`, as far as they are known
-    first_step: int  # number of the first model of the stream: 1 without `_merged_`
+    history: list[str]  # the names of the models in `_merged_`, as far as they are known
+    first_step: int  # the number of the first model of the stream: 1 without `_merged_`
 
-    # set by auto_register_config
+    # These are set by auto_register_config.
     shuffle_order: bool
     seed: int
     evaluate: Evaluate
@@ -72,37 +75,24 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         for key in others:
             if key not in self._config_mapping.values():
                 raise ValueError(f"{type(self).__name__}: {unknown_option(key, self._config_mapping.values())}")
-        super().__init__(**others)
+        super().__init__(**kwargs)
+
+    # --- what a method says of itself ---
 
     @property
     def name(self) -> str:
-        """Of the method, for people."""
+        """The name of the method, for people."""
         return type(self).__name__
 
-    @property
-    def taskpool(self) -> Any:
-        """What scores the run, if anything does."""
-        return None if self.evaluator is None else self.evaluator.taskpool
-
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
-        """Called once, with the pretrained model and the names in merging order, before anything else."""
+        """Prepare a run; called once, with the pretrained model and the names in merging order."""
 
     def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
         """Raise ValueError, naming model and layer, for a model that cannot be merged."""
 
-    def take_up(self, manifest: Mapping[str, Any]) -> None:
-        """Called before a stream goes on from a merged model, with its manifest; empty if there is none."""
-
     def uses(self, key: str) -> bool:
-        """Whether a parameter of the models goes into the result, by its name in the state dict."""
+        """Return whether a parameter of the models, by its name in the state dict, goes into the result."""
         return True
-
-    def restore(self, step: int) -> None:
-        """Called when a run goes on after ``step``: take up what the log directory has of the steps before."""
-
-    def describe(self) -> dict[str, Any]:
-        """What the manifest of a saved step says about the merge, beside its order, seeds and options."""
-        return {}
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
         """Merge model ``name``, number ``step`` (from 1), and return the new merged model.
@@ -110,6 +100,35 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         ``merged`` equals ``pretrained`` at step 1 and may be changed in place; the other two may not.
         """
         raise NotImplementedError
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors that are saved beside each step to go on from it."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the manifest of a step says about the merge, beside its order, inputs and settings."""
+        return {}
+
+    def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
+        """Take over what an earlier merge left, before a stream goes on from its model.
+
+        Args:
+            folder: the checkpoint of the merged model; None where the model is given by itself.
+            manifest: the manifest of that checkpoint, empty if it has none.
+
+        Raises:
+            ValueError: the method cannot go on from it; says why.
+        """
+
+    def restore(self, step: int) -> None:
+        """Take over what the log directory has of the steps up to ``step`` when a run is resumed."""
+
+    # --- the run ---
+
+    @property
+    def taskpool(self) -> Any:
+        """What scores the run, if anything does."""
+        return None if self.scores is None else self.scores.evaluator.taskpool
 
     def on_run_start(self) -> None:
         """Use the task pool that the model pool brings along, unless the user named one."""
@@ -142,51 +161,57 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def _run(self, modelpool: BaseModelPool, taskpool: Any, on_step: Callable[[int], Any] | None) -> nn.Module:
         if not modelpool.has_pretrained:
-            raise ValueError(f"the model pool has no '_pretrained_' model, only {modelpool.all_model_names}")
+            raise ValueError(f"the model pool has no '{_PRETRAINED}' model, only {modelpool.all_model_names}")
         if not modelpool.model_names:
             raise ValueError("the model pool is empty: there is no fine-tuned model to merge")
         if self.fabric.world_size > 1:
             raise ValueError("continual merging runs in one process: set fabric.devices=1")
         self.history, self.first_step = merged_before(modelpool, self.num_merged)
-        if taskpool is None and self._program is not None:
-            taskpool = self._program.taskpool
-        scored = taskpool is not None and not isinstance(taskpool, DummyTaskPool)
-        self.evaluator = taskpool if isinstance(taskpool, Evaluator) else Evaluator(taskpool) if scored else None
-        self.on_step = on_step
-
         names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
-        self.matrix, self.merge_seconds = AccuracyMatrix(names), []
-        self._about = self._describe_run(modelpool)
-        with self.profile("loading models"):
-            pretrained, drawn = load_model(modelpool, "_pretrained_")
+        self.matrix, self.merge_seconds, self.on_step = AccuracyMatrix(names), [], on_step
+        sources = {name: describe_model(modelpool, name) for name in modelpool.all_model_names}
+        self._inputs: dict[str, Input] = {name: {"name": name, "source": source} for name, source in sources.items()}
+        self.scores = self._scores(taskpool)
+        pretrained, drawn = self._load(modelpool, _PRETRAINED)
         self.start(pretrained, names)
-        self._check(pretrained, pretrained, "_pretrained_", drawn)
-        if self.check_models:
-            self._check_all(modelpool, pretrained, names)
+        self._check(pretrained, pretrained, _PRETRAINED, drawn)
+        if self.check_models or self.resume:
+            with self.profile("checking models"):
+                for name in tqdm(names, desc="Checking models", disable=None):
+                    model, drawn = self._load(modelpool, name)
+                    self._check(pretrained, model, name, drawn)
         if self.folder is not None:
             self.folder.save_json("model_names.json", names)
         merged = self.merge_stream(modelpool, pretrained, names)
-        if self.evaluator is not None:
-            self._finish()
+        if self.scores is not None:
+            self._finish(self.scores, merged)
         self.print_profile_summary()
         return merged
 
+    def _scores(self, taskpool: Any) -> RunScores | None:
+        """Return what scores this run, unless there is no task pool."""
+        if taskpool is None and self._program is not None:
+            taskpool = self._program.taskpool
+        if taskpool is None or isinstance(taskpool, DummyTaskPool):
+            return None
+        evaluator = taskpool if isinstance(taskpool, Evaluator) else Evaluator(taskpool)
+        log_dict = self.log_dict if self.fabric.loggers else None
+        return RunScores(evaluator, self.matrix, self.evaluate, self.first_step, self.folder, log_dict)
+
     def merge_stream(self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]) -> nn.Module:
-        """Merge models one after another, calling :meth:`finish_step` after each; returns the last merged model."""
+        """Merge models one after another, calling :meth:`finish_step` after each; return the last merged model."""
         merged = deepcopy(pretrained)
         if MERGED in modelpool.all_model_names:
-            with self.profile("loading models"):
-                previous, drawn = load_model(modelpool, MERGED)
+            previous, drawn = self._load(modelpool, MERGED)
             self._check(pretrained, previous, MERGED, drawn)
-            self.take_up(merged_manifest(modelpool))
+            self.go_on_from(*merged_checkpoint(modelpool))
             merged.load_state_dict(previous.state_dict())
             del previous
-        next_step = self._restore_newest_step(merged) + 1 if self.resume else self.first_step
+        next_step = self._resume(merged) + 1 if self.resume else self.first_step
         for step, name in tqdm(enumerate(names, self.first_step), "Merging models", len(names), disable=None):
             if step < next_step:
                 continue
-            with self.profile("loading models"):
-                task, drawn = load_model(modelpool, name)
+            task, drawn = self._load(modelpool, name)
             if not self.check_models:
                 self._check(pretrained, task, name, drawn)
             begin = time.perf_counter()
@@ -205,96 +230,70 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         if self.save_on_every_step and self.folder is not None:
             about = {"step": step, "tasks": self.history + done, "merge_seconds": self.merge_seconds}
             with self.profile("saving"):
-                self.folder.save_step(step, merged, {**about, **self.describe(), "run": self._about})
-        if self.evaluator is not None:
-            device = next(merged.parameters()).device
+                self.folder.save_step(step, merged, {**self._description(), **about, **self.describe()}, self.state())
+        if self.scores is not None:
             with self.profile("evaluating"):
-                self._evaluate_step(self.evaluator, step, merged)
-            merged.to(device)  # the task pool may have moved it
+                self.scores.take(step, merged)
         if self.on_step is not None:
             self.on_step(step)
 
-    def _check_all(self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]) -> None:
-        with self.profile("checking models"):
-            for name in tqdm(names, desc="Checking models", disable=None):
-                model, drawn = load_model(modelpool, name)
-                self._check(pretrained, model, name, drawn)
+    def _load(self, modelpool: BaseModelPool, name: str) -> tuple[nn.Module, Sequence[str]]:
+        """Load a model and, where steps are kept, note what its weights are."""
+        with self.profile("loading models"):
+            model, drawn = load_model(modelpool, name)
+            if self.save_on_every_step and self.folder is not None and "sha256" not in self._inputs[name]:
+                self._inputs[name]["sha256"] = model_digest(model)
+        return model, drawn
 
     def _check(self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str]) -> None:
         """Refuse a model that cannot be merged, or whose merged weights were drawn at random."""
         refuse_drawn(name, list(filter(self.uses, drawn)))
         self.check_model(pretrained, model, name)
 
-    def _restore_newest_step(self, merged: nn.Module) -> int:
-        """Give ``merged`` the weights after the newest whole step that the log directory holds; returns its number."""
-        first, last = self.first_step, self._last_step
-        manifest = None if self.folder is None else self.folder.newest_step(first, last, self._about)
-        if self.folder is None or manifest is None:
-            return self.first_step - 1
+    def _resume(self, merged: nn.Module) -> int:
+        """Give ``merged`` the weights after the newest whole step in the log directory; return that step's number."""
+        first, last = self.first_step, self.first_step - 1 + len(self.matrix.tasks)
+        found = None if self.folder is None else self.folder.newest_step(first, last, self._description())
+        if self.folder is None or found is None:
+            return first - 1
+        folder, manifest = found
         step = manifest["step"]
         log.info("going on after step %d", step)
         self.merge_seconds = manifest["merge_seconds"]
-        if self.evaluator is not None:
-            for done in range(self.first_step, step + 1):
-                if report := self.folder.read_report(done):
-                    self._record(self.evaluator, done, merged, report)
-                elif self._tasks_to_score(done):  # interrupted before its scores, or they were damaged since
-                    self.folder.load_step(done, merged)
-                    self._evaluate_step(self.evaluator, done, merged)
+        if self.scores is not None:
+            self.scores.restore(step, merged)
         self.folder.load_step(step, merged)
-        self.take_up(manifest)
+        self.go_on_from(folder, manifest)
         self.restore(step)
         return step
 
-    def _evaluate_step(self, evaluator: Evaluator, step: int, merged: nn.Module) -> None:
-        if not (tasks := self._tasks_to_score(step)):
-            return
-        report = evaluator.report(merged, tasks, others=step == self._last_step)
-        if self.folder is not None:
-            self.folder.save_report(step, report)
-        self._record(evaluator, step, merged, report)
+    def _description(self) -> dict[str, Any]:
+        """Return all that the models after each step depend on: a run is resumed only if nothing of it changed."""
+        config: Any = OmegaConf.to_container(self.config, resolve=True)
+        return {
+            "method": self.name,
+            "order": self.matrix.tasks,
+            "inputs": self._inputs,
+            "settings": {str(key): value for key, value in config.items() if key not in _NOT_IN_THE_RESULT},
+            "versions": package_versions(),
+        }
 
-    def _record(self, evaluator: Evaluator, step: int, merged: nn.Module, report: Report) -> None:
-        scores = {task: score(report[task]) for task in self._tasks_to_score(step) if task in report}
-        self.matrix.record(step - self.first_step + 1, scores)
-        if self.fabric.loggers:
-            self.log_dict({f"score/{task}": value for task, value in scores.items()}, step=step)
-            if step == self._last_step:
-                self.log_dict(self.matrix.metrics(), step=step)
-        if step == self._last_step and self._program is not None:
-            # FusionBench prints this report last, so that a run ends with its metrics and where the matrix is.
-            metrics: dict[str, Any] = {name: x for name, x in self.matrix.metrics().items() if not math.isnan(x)}
-            if self.folder is not None:
-                metrics["accuracy_matrix"] = str(self.folder.path / "accuracy_matrix.json")
-            self._program.taskpool = ReportedTaskPool(evaluator.taskpool, merged, {**report, "continual": metrics})
-
-    def _tasks_to_score(self, step: int) -> list[str]:
-        return tasks_to_score(self.matrix.tasks, step - self.first_step + 1, self.evaluate)
-
-    @property
-    def _last_step(self) -> int:
-        return self.first_step - 1 + len(self.matrix.tasks)
-
-    def _finish(self) -> None:
+    def _finish(self, scores: RunScores, merged: nn.Module) -> None:
+        """Print the accuracy matrix and leave it in the log directory, with its page."""
+        if self._program is not None:
+            self._program.taskpool = scores.final_taskpool(merged)
         print_matrix(self.matrix, title=f"{self.name}: score (%) of each task after each step")
         if self.folder is None:
             return
         about = {
             "method": self.name,
             "config": OmegaConf.to_container(self.config, resolve=True),
-            "models": self._about["models"],
+            "models": {name: model["source"] for name, model in self._inputs.items()},
             "merge_seconds": self.merge_seconds,
             "versions": package_versions(),
         }
         save_matrix(self.matrix, self.folder.path, about)
-        log_picture(self.fabric.loggers, "accuracy_matrix", self.folder.path / "accuracy_matrix.png", self._last_step)
+        last = self.first_step - 1 + len(self.matrix.tasks)
+        log_picture(self.fabric.loggers, "accuracy_matrix", self.folder.path / "accuracy_matrix.png", last)
         leave_page(self.folder.path)
         log.info("accuracy_matrix.json, .csv and .png are in %s", self.folder.path)
-
-    def _describe_run(self, modelpool: BaseModelPool) -> dict[str, Any]:
-        """All that the models after each step depend on: an interrupted run goes on only if nothing of it changed."""
-        config: Any = OmegaConf.to_container(self.config, resolve=True)
-        settings = {str(key): value for key, value in config.items() if key not in _NOT_IN_THE_RESULT}
-        models = {name: describe_model(modelpool, name) for name in modelpool.all_model_names}
-        run = {"method": self.name, "order": self.matrix.tasks, "models": models, **settings}
-        return dict(json.loads(json.dumps(run)))

@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from fusion_bench_nufilt.storage.checkpoint import StepManifest, load_checkpoint, read_manifest, save_checkpoint
+from fusion_bench_nufilt.storage.checkpoint import load_checkpoint, read_whole_checkpoint, save_checkpoint
 from fusion_bench_nufilt.storage.files import lock_folder, write_text
 from fusion_bench_nufilt.storage.json_files import read_json
+from fusion_bench_nufilt.storage.manifest import Manifest
 
 from .evaluation import Report
 
@@ -55,9 +56,12 @@ class RunFolder:
             log.warning("%s; scoring step %d again", error, step)
             return None
 
-    def save_step(self, step: int, model: nn.Module, about: Mapping[str, Any]) -> None:
+    def save_step(
+        self, step: int, model: nn.Module, about: Mapping[str, Any], state: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Save the model after a step, what the manifest says of it, and the state to go on from."""
         self._report(step).unlink(missing_ok=True)  # an earlier run's would pass for this one's
-        save_checkpoint(model, self._checkpoint(step), about)
+        save_checkpoint(model, self._checkpoint(step), about, state or {})
 
     def load_step(self, step: int, model: nn.Module) -> None:
         """Give ``model`` the weights that it had after a step.
@@ -65,11 +69,11 @@ class RunFolder:
         Raises:
             ValueError: that step is damaged; names the file.
         """
-        read_manifest(self._checkpoint(step))
+        read_whole_checkpoint(self._checkpoint(step))
         load_checkpoint(model, self._checkpoint(step))
 
-    def newest_step(self, first: int, last: int, run: Mapping[str, Any]) -> StepManifest | None:
-        """Manifest of the newest whole step between these two, if there is one; a damaged one is passed over.
+    def newest_step(self, first: int, last: int, run: Mapping[str, Any]) -> tuple[Path, Manifest] | None:
+        """Return folder and manifest of the newest whole step between two; damaged steps are passed over.
 
         Raises:
             ValueError: that step is of another run than ``run`` describes; names what differs.
@@ -79,16 +83,16 @@ class RunFolder:
             if not folder.exists():
                 continue
             try:
-                manifest = read_manifest(folder)
+                manifest = read_whole_checkpoint(folder)
             except ValueError as error:
                 log.warning("%s; looking for the step before", error)
                 continue
-            if other := [key for key, value in run.items() if manifest["run"].get(key) != value]:
+            if other := _differences(manifest, run):
                 raise ValueError(
                     f"checkpoint '{folder}' is of a run with another {', '.join(other)}: resume with the same, or take "
                     "another log directory"
                 )
-            return manifest
+            return folder, manifest
         return None
 
     def _checkpoint(self, step: int) -> Path:
@@ -101,3 +105,21 @@ class RunFolder:
 def open_run_folder(path: str | None) -> AbstractContextManager[RunFolder | None]:
     """The log directory for the length of a run; None where there is none."""
     return nullcontext() if path is None else closing(RunFolder(Path(path)))
+
+
+def _differences(manifest: Manifest, run: Mapping[str, Any]) -> list[str]:
+    """Name what differs between the run that a manifest is of and the run that is described.
+
+    A model is known by its weights: the same weights may come from another place.
+    """
+    if lacking := [key for key in ("step", "merge_seconds", "order", "inputs", "settings") if key not in manifest]:
+        return [f"version of this package (its manifest has no {', '.join(lacking)})"]
+    before, now = manifest["settings"], run["settings"]
+    found = [key for key in ("method", "order") if manifest.get(key) != run[key]]
+    found += [key for key in now if before.get(key) != now[key]]
+    inputs = manifest["inputs"]
+    for name, model in run["inputs"].items():
+        there, here = inputs.get(name, {}).get("sha256"), model.get("sha256")
+        if name not in inputs or (there is not None and there != here):
+            found.append(f"model '{name}'")
+    return found

@@ -3,21 +3,14 @@
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fusion_bench import BaseModelPool
-from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.storage.files import MANIFEST
-from fusion_bench_nufilt.storage.json_files import Count, read_json
+from fusion_bench_nufilt.storage.manifest import Manifest, read_manifest
 
 Evaluate = Literal["last", "diagonal", "every_step", "every_step_all"]
 MERGED = "_merged_"
-
-
-class _Manifest(TypedDict):
-    step: Count
-    tasks: list[str]
 
 
 def task_order(names: Sequence[str], *, shuffle: bool, seed: int) -> list[str]:
@@ -65,15 +58,18 @@ def merged_before(modelpool: BaseModelPool, num_merged: int | None) -> tuple[lis
         if num_merged is not None:
             raise ValueError(f"num_merged={num_merged}, but the model pool has no '{MERGED}' model")
         return [], 1
-    manifest = merged_manifest(modelpool)
+    _, manifest = merged_checkpoint(modelpool)
     num_merged = num_merged or manifest.get("step")
     if num_merged is None:
         raise ValueError(f"how many models are in '{MERGED}'? Its checkpoint does not say: set num_merged")
     return list(manifest.get("tasks", [])), num_merged + 1
 
 
-def merged_manifest(modelpool: BaseModelPool) -> dict[str, Any]:
-    """The manifest of the pool's ``_merged_`` model; empty if its checkpoint has none."""
+def merged_checkpoint(modelpool: BaseModelPool) -> tuple[Path | None, Manifest]:
+    """Return the folder of the pool's ``_merged_`` model, and its manifest; empty if it has none."""
     entry = modelpool._models[MERGED]
-    folder = entry if isinstance(entry, str) else getattr(entry, "pretrained_model_name_or_path", None)
-    return {} if folder is None else {**(read_json(Path(folder) / MANIFEST, _Manifest) or {})}
+    path = entry if isinstance(entry, str) else getattr(entry, "pretrained_model_name_or_path", None)
+    if path is None:
+        return None, {}
+    folder = Path(path).expanduser()
+    return folder, read_manifest(folder) or {}

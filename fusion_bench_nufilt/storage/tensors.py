@@ -130,8 +130,8 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, without a copy where it is contiguous."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
+    """Return a tensor's bytes, without a copy where it is contiguous and in main memory."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:

@@ -16,7 +16,7 @@ from lightning.fabric.loggers import TensorBoardLogger
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
 from fusion_bench_nufilt.folders.output import work_folder
-from fusion_bench_nufilt.storage.checkpoint import read_manifest
+from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from tests.adversary.tally import COUNTS, expect
 from tests.conftest import REPO
 from tests.continual.test_resume import without_times
@@ -96,7 +96,7 @@ def run_demo(folder, resume):
 
 def whole_steps(folder):
     """How many checkpoints are there; none of them may be damaged."""
-    return sum(bool(read_manifest(path)) for path in (folder / "checkpoints").glob("merged_model_*"))
+    return sum(bool(read_whole_checkpoint(path)) for path in (folder / "checkpoints").glob("merged_model_*"))
 
 
 @pytest.mark.parametrize("kills", [2, MANY])

@@ -10,7 +10,7 @@ from lightning.fabric.loggers import TensorBoardLogger
 from torch import nn
 
 from fusion_bench_nufilt.baselines.rules import RuleConfig, shifted
-from fusion_bench_nufilt.storage.checkpoint import read_manifest
+from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from tests.baselines.test_fusionbench import baseline
 from tests.baselines.test_knots import oracle_knots, oracle_ties
 from tests.models import clip, finetuned, llama
@@ -136,7 +136,7 @@ def test_a_running_result_goes_on_with_the_same_bits(tmp_path):
         algorithm = baseline("magmax", "method.form=paper", "method.shuffle_order=false", *overrides)
         algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", ""))
         algorithm.run(models, on_step=lambda step: step == stop and pytest.fail("interrupted"))
-        return read_manifest(folder / "checkpoints" / "merged_model_3")["files"]
+        return read_whole_checkpoint(folder / "checkpoints" / "merged_model_3")["files"]
 
     whole = run(tmp_path / "whole")
     for step in (1, 3):

@@ -10,7 +10,8 @@ from lightning import Fabric
 from lightning.fabric.loggers import TensorBoardLogger
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.storage.checkpoint import read_manifest
+from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from fusion_bench_nufilt.storage.files import MANIFEST
 from tests.models import clip, finetuned
 
@@ -33,7 +34,7 @@ def without_times(folder):
     rows = list(csv.DictReader((folder / "layers.csv").read_text().splitlines()))
     for row in rows:
         assert float(row.pop("seconds")) >= float(row.pop("solving_seconds")) >= 0
-    weights = [read_manifest(path)["files"] for path in sorted((folder / "checkpoints").glob("merged_model_*"))]
+    weights = [read_whole_checkpoint(path)["files"] for path in sorted((folder / "checkpoints").glob("merged_model_*"))]
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report_*.json"))]
     return rows, weights, reports
 
@@ -100,8 +101,31 @@ def test_a_run_with_other_settings_is_not_gone_on_with(tmp_path, settings, named
 
 def test_other_models_are_not_gone_on_with(tmp_path):
     algorithm_in(tmp_path).run(pool(2))
-    with pytest.raises(ValueError, match=r"order.*models"):
+    with pytest.raises(ValueError, match=r"another order, model 'task3'"):
         algorithm_in(tmp_path, resume=True).run(pool(3))
+
+
+def test_other_weights_under_the_same_name_are_not_gone_on_with(tmp_path):
+    models = pool(3)
+    with pytest.raises(InterruptedRunError):
+        algorithm_in(tmp_path).run(models, on_step=interrupt_after(2))
+    with torch.no_grad():
+        next(models["task1"].parameters()).add_(0.01)
+    with pytest.raises(ValueError, match="another model 'task1'"):
+        algorithm_in(tmp_path, resume=True).run(models)
+
+
+def test_the_same_weights_from_another_place_are_gone_on_with(tmp_path):
+    models, steps = pool(3), []
+    with pytest.raises(InterruptedRunError):
+        algorithm_in(tmp_path / "run").run(models, on_step=interrupt_after(2))
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    config = compose_run(["modelpool=nufilt_demo"]).modelpool
+    paths = {name: str(tmp_path / name) for name in models}
+    moved = instantiate({"_target_": config["_target_"], "_recursive_": False, "models": paths})
+    algorithm_in(tmp_path / "run", resume=True).run(moved, on_step=steps.append)
+    assert steps == [3]
 
 
 def test_without_checkpoints_there_is_nothing_to_resume():
@@ -126,7 +150,7 @@ def test_models_merged_onto_a_merge_give_the_bits_of_one_stream(tmp_path, by):
     merged = algorithm.run(rest, on_step=steps.append).state_dict()
     assert steps == [3, 4]
     assert all(torch.equal(value, whole[key]) for key, value in merged.items())
-    manifest = read_manifest(tmp_path / "rest" / "checkpoints" / "merged_model_3")
+    manifest = read_whole_checkpoint(tmp_path / "rest" / "checkpoints" / "merged_model_3")
     assert manifest["step"] == 4
     assert manifest["tasks"] == [*(("task1", "task2") if by == "manifest" else ()), "task3", "task4"]
 

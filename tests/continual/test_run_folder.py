@@ -13,7 +13,8 @@ from fusion_bench_nufilt.storage.files import MANIFEST, lock_folder
 from tests.conftest import REPO
 from tests.continual.test_resume import InterruptedRunError, algorithm_in, interrupt_after, pool
 
-ABOUT = {"step": 1, "tasks": ["a"], "merge_seconds": [0.1], "run": {"seed": 42}}
+RUN = {"method": "NUFILT", "order": ["a", "b"], "inputs": {"a": {"sha256": "1f"}}, "settings": {"seed": 42}}
+ABOUT = {"step": 1, "tasks": ["a"], "merge_seconds": [0.1], **RUN}
 
 
 @pytest.fixture
@@ -53,6 +54,14 @@ def test_files_of_the_user_in_the_log_directory_stay(tmp_path):
     assert (tmp_path / "write_test").read_text() == "precious"
 
 
+def test_a_step_of_an_earlier_version_is_refused_and_not_overwritten(folder):
+    path = folder.path / "checkpoints" / "merged_model_0" / MANIFEST
+    old = {key: value for key, value in json.loads(path.read_text()).items() if key not in RUN}
+    path.write_text(json.dumps({**old, "run": {"seed": 42}}))
+    with pytest.raises(ValueError, match="another version of this package"):
+        folder.newest_step(1, 1, RUN)
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 3}', '{"a": {', "\x00", "[" * 100_000])
 def test_a_damaged_report_is_none(folder, content, caplog):
     (folder.path / "report_0.json").write_text(content)
@@ -63,11 +72,11 @@ def test_a_damaged_report_is_none(folder, content, caplog):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("step", "1"), ("step", 0), ("files", None), ("files", {"x": 3}), ("run", []), ("merge_seconds", [None])],
+    [("step", "1"), ("step", 0), ("files", None), ("files", {"x": 3}), ("inputs", []), ("merge_seconds", [None])],
 )
 def test_a_damaged_manifest_makes_the_step_again(folder, field, value, caplog):
     path = folder.path / "checkpoints" / "merged_model_0" / MANIFEST
-    assert folder.newest_step(1, 1, {"seed": 42})
+    assert folder.newest_step(1, 1, RUN)
     path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
-    assert folder.newest_step(1, 1, {"seed": 42}) is None
+    assert folder.newest_step(1, 1, RUN) is None
     assert f"field '{field}" in caplog.text

@@ -10,10 +10,10 @@ from lightning.fabric.loggers import TensorBoardLogger
 from safetensors.torch import load_file
 from transformers import CLIPVisionModel
 
+from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.core.spectral import SpectralConfig
 from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.layers import TargetConfig
-from fusion_bench_nufilt.spectral import SpectralAccumulationAlgorithm
 from tests.commands.helpers import nufilt
 from tests.folders.helpers import hashes, same, save_stream, tensors
 from tests.folders.helpers import merge as merge_nufilt
@@ -37,7 +37,7 @@ def merge(folder, tasks=TASKS, out="out", **options):
 
 
 def algorithm(**config):
-    return SpectralAccumulationAlgorithm(**TARGETS, shuffle_order=False, **config)
+    return LayerwiseMergingAlgorithm("spectral", **TARGETS, shuffle_order=False, **config)
 
 
 def manifest(folder):

@@ -1,6 +1,7 @@
 """Which layers are merged, and what happens to the rest."""
 
 import logging
+from collections import defaultdict
 
 import pytest
 import torch
@@ -153,34 +154,40 @@ def test_a_buffer_of_infinities_is_refused_only_where_it_would_be_written(other_
 # --- other_params ---
 
 
-def run_other_params(option, models, pretrained, layers):
-    merged = finetuned(pretrained, seed=0, scale=0.0)
-    written = [merge_other_params(merged, model, layers, option, step) for step, model in enumerate(models, 1)]
-    return merged.state_dict(), written
+def run_mean(models, pretrained, layers):
+    merged, counts = finetuned(pretrained, seed=0, scale=0.0), defaultdict(int)
+    written = [merge_other_params(merged, model, layers, counts) for model in models]
+    return merged.state_dict(), written, counts
 
 
-@pytest.mark.parametrize("option", ["pretrained", "first", "mean"])
-def test_other_params_leaves_the_merged_layers_alone_and_sets_the_rest(option):
+def test_the_mean_leaves_the_merged_layers_alone_and_averages_the_rest():
     base = clip()
     models = [finetuned(base, seed) for seed in (1, 2, 3)]
-    layers = select_layers(base)
-    merged, written = run_other_params(option, models, base, layers)
+    merged, written, counts = run_mean(models, base, select_layers(base))
     rest = [key for key, _ in base.named_parameters() if key not in keys(base)]
-    expected = {
-        "pretrained": lambda key: base.state_dict()[key],
-        "first": lambda key: models[0].state_dict()[key],
-        "mean": lambda key: torch.stack([model.state_dict()[key] for model in models]).mean(0),
-    }[option]
     for key in keys(base):
         assert torch.equal(merged[key], base.state_dict()[key])
     for key in rest:
-        torch.testing.assert_close(merged[key], expected(key))
-    assert written == {"pretrained": [0, 0, 0], "first": [len(rest), 0, 0], "mean": [len(rest)] * 3}[option]
+        torch.testing.assert_close(merged[key], torch.stack([model.state_dict()[key] for model in models]).mean(0))
+    assert written == [len(rest)] * 3
+    assert counts == dict.fromkeys(rest, 3)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_mean_counts_the_models_that_have_the_tensor_in_any_order(order):
+    base = llama()
+    grown = finetuned(base, 2)
+    grown.resize_token_embeddings(base.config.vocab_size + 3)
+    models = [finetuned(base, 1), grown]
+    merged, _, counts = run_mean([models[i] for i in order], base, select_layers(base))
+    torch.testing.assert_close(merged["model.embed_tokens.weight"], models[0].state_dict()["model.embed_tokens.weight"])
+    assert counts["model.embed_tokens.weight"] == 1
+    assert counts["model.norm.weight"] == 2
 
 
 def test_the_mean_writes_a_tied_parameter_once():
     base = Shared()
-    _, written = run_other_params("mean", [finetuned(base, 1)], base, select_layers(base, ["first"]))
+    _, written, _ = run_mean([finetuned(base, 1)], base, select_layers(base, ["first"]))
     assert written == [1]  # the embedding, which is also the head
 
 
@@ -188,7 +195,7 @@ def test_whole_numbers_such_as_position_ids_stay():
     base = nn.BatchNorm1d(3)
     task = finetuned(base, 1)
     task.num_batches_tracked += 5
-    merge_other_params(base, task, {}, "mean", 1)
+    merge_other_params(base, task, {}, defaultdict(int))
     assert base.num_batches_tracked == 0
 
 

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
-from fusion_bench_nufilt.storage.checkpoint import load_checkpoint, read_manifest, save_checkpoint
+from fusion_bench_nufilt.storage.checkpoint import load_checkpoint, read_whole_checkpoint, save_checkpoint
 from fusion_bench_nufilt.storage.files import atomic_file, atomic_folder, write_text
 from tests.models import Shared, clip, llava, t5
 
@@ -18,20 +18,20 @@ def everything_in(folder):
 @pytest.mark.parametrize(("make", "cls"), [(clip, CLIPVisionModel), (t5, T5ForConditionalGeneration)])
 def test_from_pretrained_loads_what_was_saved(tmp_path, make, cls):
     model = make()
-    save_checkpoint(model, tmp_path / "merged_model_0", {})
+    save_checkpoint(model, tmp_path / "merged_model_0", {}, {})
     assert not [name for name in everything_in(tmp_path) if name.endswith((".bin", ".pt", ".pth"))]
     loaded = cls.from_pretrained(tmp_path / "merged_model_0").state_dict()
     assert all(torch.equal(loaded[key], value) for key, value in model.state_dict().items())
 
 
 def test_any_module_is_saved_as_safetensors_with_tied_weights_once(tmp_path):
-    save_checkpoint(Shared(), tmp_path / "step", {})
+    save_checkpoint(Shared(), tmp_path / "step", {}, {})
     assert everything_in(tmp_path) == ["model.safetensors", "nufilt.json", "step"]
     assert len(load_file(tmp_path / "step" / "model.safetensors")) == 2
 
 
 def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path):
-    save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {})
+    save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {}, {})
     before = load_file(tmp_path / "step" / "model.safetensors")
 
     def interrupted():
@@ -48,7 +48,7 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path):
 def test_what_a_killed_process_left_gives_way_to_the_next_save(tmp_path):
     (tmp_path / ".step-123.new").mkdir()
     (tmp_path / ".step-123.new" / "half").touch()
-    save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {})
+    save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {}, {})
     assert everything_in(tmp_path) == ["model.safetensors", "nufilt.json", "step"]
 
 
@@ -70,7 +70,7 @@ def test_a_second_save_takes_the_place_of_the_first(tmp_path):
     for value in (0.0, 1.0):
         model = nn.Linear(2, 2, bias=False)
         nn.init.constant_(model.weight, value)
-        save_checkpoint(model, tmp_path / "step", {})
+        save_checkpoint(model, tmp_path / "step", {}, {})
     assert load_file(tmp_path / "step" / "model.safetensors")["weight"].min() == 1.0
 
 
@@ -81,15 +81,15 @@ def test_a_model_like_it_gets_every_bit_back(tmp_path, make, dtype):
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    save_checkpoint(model, tmp_path / "step", {})
+    save_checkpoint(model, tmp_path / "step", {}, {})
     load_checkpoint(other, tmp_path / "step")
     assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
 
 
 def test_the_manifest_says_what_it_was_told(tmp_path):
-    about = {"step": 3, "tasks": ["a", "b", "c"], "merge_seconds": [], "run": {}}
-    save_checkpoint(clip(), tmp_path / "step", about)
-    manifest = read_manifest(tmp_path / "step")
+    about = {"step": 3, "tasks": ["a", "b", "c"], "merge_seconds": []}
+    save_checkpoint(clip(), tmp_path / "step", about, {})
+    manifest = read_whole_checkpoint(tmp_path / "step")
     assert (manifest["step"], manifest["tasks"]) == (3, ["a", "b", "c"])
     assert set(manifest["files"]) == {"model.safetensors", "config.json"}
 
@@ -112,7 +112,7 @@ def flip_a_bit(file):
     ids=["bit", "end", "file", "manifest", "no manifest"],
 )
 def test_a_damaged_checkpoint_is_known_and_named(tmp_path, damage):
-    save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {})
+    save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {}, {})
     damage(tmp_path / "step" / "model.safetensors")
     with pytest.raises(ValueError, match="step"):
-        read_manifest(tmp_path / "step")
+        read_whole_checkpoint(tmp_path / "step")

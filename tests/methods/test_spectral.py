@@ -1,6 +1,5 @@
-"""Spectral accumulation through the stream that every method shares."""
+"""Spectral accumulation as a FusionBench algorithm: a method whose state is kept beside the merged model."""
 
-import json
 from copy import deepcopy
 
 import pytest
@@ -8,14 +7,16 @@ import torch
 from fusion_bench.utils import instantiate
 from lightning import Fabric
 from lightning.fabric.loggers import TensorBoardLogger
+from safetensors.torch import load_file, save_file
 
+from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.layers import select_layers
-from fusion_bench_nufilt.spectral import SpectralAccumulationAlgorithm
-from fusion_bench_nufilt.storage.checkpoint import read_manifest
+from fusion_bench_nufilt.storage.checkpoint import load_state, read_whole_checkpoint
+from fusion_bench_nufilt.storage.manifest import read_manifest
 from tests.models import clip, finetuned
 
-SETTINGS = {"target_modules": "all-linear", "other_params": "mean", "shuffle_order": False}
+SETTINGS = {"layer_method": "spectral", "shuffle_order": False}
 
 
 def pool(tasks=4):
@@ -24,7 +25,7 @@ def pool(tasks=4):
 
 
 def algorithm_in(folder, **settings):
-    algorithm = SpectralAccumulationAlgorithm(**{**SETTINGS, **settings})
+    algorithm = LayerwiseMergingAlgorithm(**{**SETTINGS, **settings})
     algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", ""))
     return algorithm
 
@@ -39,14 +40,14 @@ def difference(model, other, base):
 def test_the_order_of_the_tasks_does_not_matter():
     models = {name: model.double() for name, model in pool().items()}
     results = [
-        SpectralAccumulationAlgorithm(**SETTINGS | {"shuffle_order": True}, seed=seed).run(models) for seed in (1, 2)
+        LayerwiseMergingAlgorithm(**{**SETTINGS, "shuffle_order": True}, seed=seed).run(models) for seed in (1, 2)
     ]
     assert difference(*results, models["_pretrained_"]) < 1e-5
 
 
 def test_the_depth_ramp_makes_later_blocks_move_more():
     models = pool(2)
-    plain, ramped = (SpectralAccumulationAlgorithm(**SETTINGS, ramp=ramp).run(deepcopy(models)) for ramp in (0.0, 0.4))
+    plain, ramped = (LayerwiseMergingAlgorithm(**SETTINGS, ramp=ramp).run(deepcopy(models)) for ramp in (0.0, 0.4))
     for block, factor in ((0, 0.6), (1, 1.4)):
         key = f"vision_model.encoder.layers.{block}.mlp.fc1.weight"
         theta_0 = models["_pretrained_"].get_parameter(key)
@@ -64,9 +65,9 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, step):
     with pytest.raises(KeyboardInterrupt):
         algorithm_in(tmp_path / "parts").run(pool(), on_step=stop)
     algorithm_in(tmp_path / "parts", resume=True).run(pool())
-    last = [read_manifest(tmp_path / run / "checkpoints" / "merged_model_3") for run in ("whole", "parts")]
+    last = [read_whole_checkpoint(tmp_path / run / "checkpoints" / "merged_model_3") for run in ("whole", "parts")]
     assert last[0]["files"] == last[1]["files"]
-    assert last[0]["votes"] == last[1]["votes"]
+    assert "nufilt_state/model.safetensors" in last[0]["files"]
 
 
 def test_a_model_is_merged_onto_an_earlier_merge(tmp_path):
@@ -85,30 +86,48 @@ def test_a_model_is_merged_onto_an_earlier_merge(tmp_path):
         assert torch.equal(view.read(merged), view.read(whole))
 
 
-def test_a_merge_without_recorded_votes_is_refused():
+def test_a_merged_model_without_its_state_is_refused():
     models = pool(2)
     models["_merged_"] = models.pop("task1")
-    with pytest.raises(ValueError, match="no votes"):
-        SpectralAccumulationAlgorithm(**SETTINGS, num_merged=1).run(models)
+    with pytest.raises(ValueError, match=r"lacks .*merges of the same layers only"):
+        LayerwiseMergingAlgorithm(**SETTINGS, num_merged=1).run(models)
 
 
-def test_bfloat16_models_are_refused_with_the_layer_named():
-    models = {name: model.bfloat16() for name, model in pool(2).items()}
-    with pytest.raises(ValueError, match=r"layer 'encoder.*bfloat16"):
-        SpectralAccumulationAlgorithm(**SETTINGS).run(models)
+def test_a_merge_of_other_layers_is_refused(tmp_path):
+    """What was merged into layers that are not known to the state would be lost."""
+    models = pool(3)
+    algorithm_in(tmp_path / "fc1", target_modules=["fc1"]).run(
+        {k: models[k] for k in ("_pretrained_", "task1", "task2")}
+    )
+    models["_pretrained_"].save_pretrained(tmp_path / "_pretrained_")
+    models["task3"].save_pretrained(tmp_path / "task3")
+    paths = {name: str(tmp_path / name) for name in ("_pretrained_", "task3")}
+    paths["_merged_"] = str(tmp_path / "fc1" / "checkpoints" / "merged_model_1")
+    config = compose_run(["modelpool=nufilt_demo"]).modelpool
+    rest = instantiate({"_target_": config["_target_"], "_recursive_": False, "models": paths})
+    with pytest.raises(ValueError, match=r"merged_model_1' lacks 'encoder.*fc2"):
+        algorithm_in(tmp_path / "rest").run(rest)
+
+
+def test_a_state_that_was_changed_is_refused(tmp_path):
+    algorithm_in(tmp_path).run(pool(3))
+    file = tmp_path / "checkpoints" / "merged_model_2" / "nufilt_state" / "model.safetensors"
+    state = load_file(file)
+    name = next(iter(state))
+    save_file({**state, name: state[name] + 1}, file)
+    with pytest.raises(ValueError, match=rf"'{name}' is not what was saved"):
+        load_state(file.parents[1], read_manifest(file.parents[1]))
 
 
 def test_the_configuration_says_the_defaults():
     config = compose_run(["method=continual/spectral"]).method
-    made, default = instantiate(config), SpectralAccumulationAlgorithm()
-    assert made.spectral_config == default.spectral_config
+    made, default = instantiate(config), LayerwiseMergingAlgorithm("spectral")
+    assert made.options == default.options
     assert (made.targets.target_modules, made.targets.other_params) == ("all-linear", "mean")
 
 
 def test_the_report_of_layers_has_the_votes(tmp_path):
     algorithm_in(tmp_path).run(pool(2))
     header, *rows = (tmp_path / "layers.csv").read_text().splitlines()
-    assert header == "step,task,layer,shape,seconds,task_norm,merged_norm,mean,count"
+    assert header == "step,task,layer,shape,seconds,task_norm,mean,count"
     assert {row.rsplit(",", 1)[1] for row in rows} == {"1", "2"}
-    votes = json.loads((tmp_path / "checkpoints" / "merged_model_1" / "nufilt.json").read_text())["votes"]
-    assert {count for _, count in votes.values()} == {2}

@@ -1,0 +1,22 @@
+"""The layer-wise methods: one short file for each, and one registry."""
+
+from .base import LayerMethod, Report, State
+from .nufilt import Nufilt
+from .spectral import Spectral
+
+METHODS: dict[str, type[LayerMethod]] = {method.name: method for method in (Nufilt, Spectral)}
+"""The methods that `fusion_bench` and `nufilt merge` run, by name; a plugin may add its own."""
+
+
+def find_method(name: str) -> type[LayerMethod]:
+    """Return the method of a name.
+
+    Raises:
+        ValueError: there is no such method; lists those that there are.
+    """
+    if name not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {name!r}")
+    return METHODS[name]
+
+
+__all__ = ["METHODS", "LayerMethod", "Nufilt", "Report", "Spectral", "State", "find_method"]

@@ -1,0 +1,135 @@
+"""What a layer-wise merging method is: `fusion_bench` and `nufilt merge` run every one in the same way."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.core.checks import Layers, TaskLayers, check_layers
+from fusion_bench_nufilt.core.devices import Devices, check_devices
+from fusion_bench_nufilt.core.dtypes import widened
+from fusion_bench_nufilt.core.low_rank import LowRank
+from fusion_bench_nufilt.core.workers import map_layers
+
+State = dict[str, Tensor]
+"""What a method keeps of a layer between two tasks: tensors by name, numbers as tensors without dimensions."""
+
+Report = dict[str, Any]
+"""What a step did to a layer, for ``layers.csv`` and the manifest."""
+
+
+class LayerMethod(ABC):
+    """A method that merges every layer by itself, one task after another.
+
+    A subclass says what it keeps of a layer (:meth:`start`), how a task changes that (:meth:`add`), and which weight
+    follows from it (:meth:`weight`). ``add`` is what a task costs, ``weight`` is what a model costs: a merge of many
+    tasks calls ``add`` for each of them and ``weight`` once. All three must be pure functions of their arguments.
+
+    Args:
+        options: an instance of :attr:`Options`.
+        layers: the names of all layers that are merged, in the order of the model.
+        seed: the seed of everything that the method draws.
+    """
+
+    name: ClassVar[str]
+    """The name on the command line and in YAML files."""
+    label: ClassVar[str]
+    """The name in titles and tables."""
+    citation: ClassVar[str]
+    """What the method is and where it was published, in Markdown, for model cards."""
+    Options: ClassVar[type]
+    """A frozen dataclass whose fields are made by :func:`fusion_bench_nufilt.core.options.option`."""
+    targets: ClassVar[Mapping[str, Any]] = {}
+    """Options of :class:`fusion_bench_nufilt.layers.TargetConfig` whose defaults differ for this method."""
+    state_is_weight: ClassVar[bool] = False
+    """Whether the state is the merged weight alone, ``{"weight": W}``, so that nothing is kept beside the model."""
+    itemsize: ClassVar[int] = 4
+    """Bytes of an element that it computes with: 4 for float32, 8 for float64."""
+    logged: ClassVar[tuple[str, ...]] = ("task_norm",)
+    """Entries of the reports whose means over the layers go to a run's loggers."""
+
+    def __init__(self, options: Any, layers: Sequence[str], seed: int = 42) -> None:
+        self.options, self.layers, self.seed = options, layers, seed
+
+    @abstractmethod
+    def start(self, layer: str, theta_0: Tensor) -> State:
+        """Return the state of a layer before the first task, given its pretrained weight ``(d_o, d_i)``."""
+
+    @abstractmethod
+    def add(self, layer: str, state: State, theta_0: Tensor, task: Tensor | LowRank) -> State:
+        """Return the state after one more task.
+
+        Args:
+            layer: the layer's name.
+            state: the state so far.
+            theta_0: the pretrained weight, ``(d_o, d_i)``.
+            task: the fine-tuned weight, ``(d_o, d_i)``, or the factors of its update.
+        """
+
+    @abstractmethod
+    def weight(self, layer: str, state: State, theta_0: Tensor) -> Tensor:
+        """Return the merged weight ``(d_o, d_i)`` that follows from a state, in the dtype of ``theta_0``."""
+
+    def add_each(
+        self,
+        states: Mapping[str, State],
+        pretrained: Layers,
+        task: TaskLayers,
+        *,
+        step: int,
+        device: Devices | None = None,
+    ) -> Iterator[tuple[str, State, Report]]:
+        """Add one task to many layers, side by side.
+
+        Args:
+            states: the state of each layer so far.
+            pretrained: the pretrained weights ``(d_o, d_i)`` of the same layers.
+            task: the fine-tuned weights, or the factors of their updates.
+            step: the number of the task in the stream, from 1.
+            device: where to compute; by default where the pretrained weights lie.
+
+        Yields:
+            The name, the new state and a report of each layer as it is finished.
+
+        Raises:
+            ValueError: the models do not fit or hold non-finite values; names the layer.
+        """
+        check_layers(pretrained, pretrained, model="pretrained")
+        check_layers(pretrained, task, model="task")
+        where = check_devices(device or next((weight.device for weight in pretrained.values()), "cpu"))[0]
+
+        @torch.no_grad()
+        def add(layer: str) -> tuple[str, State, Report]:
+            begin = time.perf_counter()
+            theta_0, theta_t = pretrained[layer].to(where), task[layer].to(where)
+            before = {name: value.to(where) for name, value in states[layer].items()}
+            after = self.add(layer, before, theta_0, theta_t)
+            update = theta_t.product() if isinstance(theta_t, LowRank) else widened(theta_t) - widened(theta_0)
+            report = {
+                "shape": tuple(theta_0.shape),
+                "seconds": time.perf_counter() - begin,
+                "task_norm": torch.linalg.vector_norm(update).item(),
+                **{name: value.item() for name, value in after.items() if value.ndim == 0},
+            }
+            home = pretrained[layer].device
+            return layer, {name: value.to(home) for name, value in after.items()}, report
+
+        yield from map_layers(add, list(states), where)
+
+    def flops(self, shape: tuple[int, ...], ranks: Sequence[int | None]) -> float:
+        """Estimate the floating-point operations that a layer takes, for the forecast of a merge's time.
+
+        Args:
+            shape: ``(d_o, d_i)``.
+            ranks: for each task that is merged into the layer the rank of its LoRA, or None for a whole model.
+        """
+        d_o, d_i = shape
+        return 2.0 * d_o * d_i * min(d_o, d_i) * (1 + len(ranks))
+
+    @property
+    def takes_first_whole(self) -> bool:
+        """Whether the first task is taken as it is, which costs next to nothing."""
+        return False

@@ -1,0 +1,83 @@
+"""The manifest ``nufilt.json`` beside every merged model: what is in it, and what it was made of.
+
+A step of a run and a merge of folders write the same fields, so that either can go on from the other's result.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import NonNegativeInt
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from .files import MANIFEST
+from .json_files import Count, read_json
+from .tensors import digest
+
+#: The file with the state that a method needs to go on, relative to the folder of the merged model.
+STATE_FILE = "nufilt_state/model.safetensors"
+
+
+class Fingerprint(TypedDict):
+    """The size of a file in bytes, and the digest of its content."""
+
+    size: int
+    sha256: str
+
+
+class Input(TypedDict, total=False):
+    """A model that was read."""
+
+    name: str
+    source: Any  # of a model pool's entry: a folder, a hub name or a configuration
+    kind: str  # a whole model or an adapter
+    sha256: str  # digest of its weights, or of those that were read
+    tensors_read: int
+
+
+class Manifest(TypedDict, total=False):
+    """The fields that are read again; there are more, for people."""
+
+    method: str
+    step: Count  # the number of models that were merged
+    tasks: list[str]  # their names, in merging order
+    order: list[str]  # all models of the stream, of which `tasks` are the first ones
+    inputs: dict[str, Input]
+    settings: dict[str, Any]
+    mean_counts: dict[str, NonNegativeInt]  # models in the mean of a tensor, where that is not `step`
+    state: dict[str, str]  # digests of the tensors in STATE_FILE, by name
+    files: dict[str, Fingerprint]
+    merge_seconds: list[float]
+    run: Any  # of a merge of folders: a digest of all that it depends on
+    coverage: dict[str, Any]
+
+
+def read_manifest(folder: Path, advice: str = "fetch it again") -> Manifest | None:
+    """Read the manifest of a folder; None if the folder has none.
+
+    Raises:
+        ValueError: it is damaged; names the file and the field, followed by ``advice``.
+    """
+    return read_json(folder / MANIFEST, Manifest, advice)
+
+
+def state_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what the manifest says of the tensors in :data:`STATE_FILE`."""
+    return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def check_state(manifest: Manifest, name: str, found: str, file: Path) -> None:
+    """Refuse a tensor of the state that is not what the manifest says.
+
+    Args:
+        manifest: the manifest beside the state.
+        name: the tensor's name.
+        found: the digest of the tensor that was read.
+        file: the file that it was read from, for the message.
+
+    Raises:
+        ValueError: its digest differs; names the file and the tensor.
+    """
+    if (expected := manifest.get("state", {}).get(name)) is not None and expected != found:
+        raise ValueError(f"'{file}': '{name}' is not what was saved (its sha256 differs); merge again from the start")
