@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import altair as alt
+
 from .charts import by_depth, heat_maps, lines
-from .html import Page
+from .page import Page
 
 Json = dict[str, Any]
 
@@ -27,7 +29,7 @@ def analysis_page(folder: Path, content: Json) -> Page:
             group: [[value if i != j else None for j, value in enumerate(row)] for i, row in enumerate(matrix)]
             for group, matrix in content["overlap"].items()
         }
-        page.chart(heat_maps(others, names, names, ("vector", "vector")), height=240 + 40 * len(names))
+        page.chart(heat_maps(others, names, names, ("vector", "vector")))
     _vectors(page, content)
     if any("fixed" in row for row in content.get("methods", {}).values()):
         _losses(page, content["methods"])
@@ -50,7 +52,7 @@ def _affinity(page: Page, content: Json) -> None:
         for key, words in (("mean", "mean"), ("p90", "90th percentile"))
         for group in found
     }
-    page.chart(heat_maps(maps, tasks, tasks, ("data of", "task vector of")), height=240 + 40 * len(tasks))
+    page.chart(heat_maps(maps, tasks, tasks, ("data of", "task vector of")))
     if all("dominance" in row for row in found.values()):
         header = ["layers", "matched", "mismatched", "ratio", "rows led", "columns led", "P(matched above)", "chance"]
         keys = ("diagonal", "off_diagonal", "ratio", "rows", "columns", "matched_above")
@@ -60,9 +62,8 @@ def _affinity(page: Page, content: Json) -> None:
     curve = content["affinity_by_rank"]
     curves = {"matched": curve["diagonal"], "mismatched": curve["off_diagonal"], "chance": curve["chance"]}
     page.words("Over the rank r = r_d = r_v:")
-    page.chart(
-        lines({"affinity": {k: v for k, v in curves.items() if v}}, curve["ranks"], "rank", log_x=True), height=360
-    )
+    shown = {"affinity": {name: numbers for name, numbers in curves.items() if numbers}}
+    page.chart(lines(shown, curve["ranks"], "rank", x_scale=alt.Scale(type="log", base=2)))
 
 
 def _vectors(page: Page, content: Json) -> None:
@@ -115,4 +116,4 @@ def _losses(page: Page, methods: Json) -> None:
         for reading in readings
         for loss in ("stability", "plasticity", "harmonic")
     }
-    page.chart(lines(charts, next(iter(shown.values()))["fixed"]["steps"], "step"), height=480)
+    page.chart(lines(charts, next(iter(shown.values()))["fixed"]["steps"], "step"))

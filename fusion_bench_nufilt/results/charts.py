@@ -1,198 +1,321 @@
-"""Charts as plotly's figures: plain dictionaries. Colours are those of Okabe and Ito, and viridis."""
+"""Every chart, defined once: the same definition is interactive on a page and still in a PNG or a PDF.
 
-from collections.abc import Iterable, Mapping, Sequence
+A function takes plain numbers and returns an Altair chart. Where there are several sets of numbers, ``panels`` decides
+how they are shown: 0 makes one chart with a menu to choose a set, for a page; n makes one panel for each set, n of them
+in a row, for a picture. A slider chooses a step on a page; in a picture it stands at the last one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fusion_bench_nufilt.layers.names import depth, kind
+import altair as alt
+from altair.typing import ChartType
 
-from .html import Figure
+from .names import depth, kind, layers_by_kind
+from .theme import (
+    COLOURS,
+    GREY,
+    Options,
+    Rows,
+    arranged,
+    by_name,
+    clean,
+    horizontal,
+    layered,
+    padded,
+    style,
+    tooltip,
+    vertical,
+    with_slider,
+    x_axis,
+)
 
-Matrix = Sequence[Sequence[float | None]]
 Numbers = Sequence[float | None]
-
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
-SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star", "x", "triangle-down", "pentagon", "hexagon"]
-_LINES = ["solid", "dash", "dot"]
+Matrix = Sequence[Numbers]
 
 
 def heat_maps(
-    maps: Mapping[str, Matrix], rows: Sequence[str], columns: Sequence[str], words: tuple[str, str]
-) -> Figure:
-    """Matrices of which one is shown, to be chosen by name where there are several.
+    maps: Mapping[str, Matrix],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    words: tuple[str, str],
+    *,
+    domain: tuple[float, float] | None = None,
+    legend: str = "",
+    panels: int = 0,
+) -> ChartType:
+    """Draw matrices as colours with their numbers on them; a cell without a number stays empty.
 
     Args:
-        maps: by name, all of one shape.
-        rows: labels, from the top.
-        columns: labels.
+        maps: matrices by name, all of one shape. A line break in a name begins a new line of a panel's title.
+        rows: the labels of the rows, from the top.
+        columns: the labels of the columns.
         words: what rows and columns are.
+        domain: the values at the two ends of the colours; by default from 0, or below, to the largest value.
+        legend: what the numbers are.
+        panels: 0, or how many panels are in a row.
     """
-    first = next(iter(maps.values()))
-    values = [value for matrix in maps.values() for row in matrix for value in row if value is not None]
-    trace = {
-        "type": "heatmap",
-        "z": first,
-        "x": list(columns),
-        "y": list(rows),
-        "colorscale": "Viridis",
-        "zmin": min(0.0, *values) if values else 0,
-        "zmax": max(values, default=1),
-        "texttemplate": "%{z:.2f}" if max(values, default=1) < 2 else "%{z:.0f}",
-        "hovertemplate": f"{words[0]} %{{y}}<br>{words[1]} %{{x}}<br>%{{z:.3f}}<extra></extra>",
-        "hoverongaps": False,
-        "colorbar": {"thickness": 12},
-    }
-    layout: dict[str, Any] = {
-        "yaxis": {
-            "autorange": "reversed",
-            "automargin": True,
-            "title": {"text": words[0], "standoff": 10},
-            "type": "category",
-        },
-        "xaxis": {"automargin": True, "tickangle": -45, "title": {"text": words[1]}, "type": "category"},
-        "margin": {"t": 50, "r": 10},
-    }
-    if len(maps) > 1:
-        layout["updatemenus"] = [_menu([(name, {"z": [matrix]}) for name, matrix in maps.items()])]
-    return {"data": [trace], "layout": layout}
-
-
-def bars_by_step(series: Mapping[str, Matrix], tasks: Sequence[str]) -> Figure:
-    """Scores of all tasks, one bar for each series, after the step that a slider chooses; the last one at first.
-
-    Args:
-        series: rows are steps, columns tasks, in per cent.
-        tasks: in merging order.
-    """
-    count = len(tasks)
-
-    def heights(step: int) -> list[Numbers]:
-        return [matrix[step] for matrix in series.values()]
-
-    traces = [
-        {"type": "bar", "name": name, "x": list(tasks), "y": y, "marker": {"color": COLOURS[number % 7]}}
-        for number, (name, y) in enumerate(zip(series, heights(count - 1), strict=True))
+    cells: Rows = [
+        {"set": name, "row": row, "column": column, "value": number}
+        for name, matrix in maps.items()
+        for row, values in zip(rows, matrix, strict=True)
+        for column, value in zip(columns, values, strict=True)
+        if (number := clean(value)) is not None
     ]
-    steps = [{"label": str(step + 1), "method": "restyle", "args": [{"y": heights(step)}]} for step in range(count)]
-    layout = {
-        "barmode": "group",
-        "yaxis": {"range": [0, 100], "title": {"text": "score (%)"}},
-        "xaxis": {"tickangle": -45, "automargin": True, "type": "category"},
-        "sliders": [{"active": count - 1, "steps": steps, "currentvalue": {"prefix": "after step "}, "pad": {"t": 90}}],
-        "showlegend": len(series) > 1,
-        "margin": {"t": 20, "r": 10},
-    }
-    return {"data": traces, "layout": layout}
+    values = [cell["value"] for cell in cells]
+    low, high = domain or (min([0.0, *values]), max(values, default=1.0))
+    dark = low + 0.47 * (high - low)  # white is read better on the colours below, black on those above
+    cell_size, font_size = (34, 10) if len(columns) <= 10 else (24, 8)
+    names = list(maps)
 
-
-def points(series: Mapping[str, Mapping[str, Any]], x_title: str, y_title: str) -> Figure:
-    """One point for each series, with its deviations and words for hovering.
-
-    Args:
-        series: ``x``, ``y`` and, if known, ``x_std``, ``y_std`` and ``words`` by name.
-        x_title: of the axis.
-        y_title: of the axis.
-    """
-    traces = []
-    for number, (name, point) in enumerate(series.items()):
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": name,
-                "x": [point["x"]],
-                "y": [point["y"]],
-                "error_x": {"type": "data", "array": [point.get("x_std") or 0], "thickness": 1},
-                "error_y": {"type": "data", "array": [point.get("y_std") or 0], "thickness": 1},
-                "marker": _marker(number, 12),
-                "hovertemplate": f"<b>{name}</b><br>{point.get('words', '')}<extra></extra>",
-            }
+    def draw(part: Rows, title: str | None) -> alt.LayerChart:
+        place = names.index(title) if title is not None else 0
+        left, bottom = title is None or place % panels == 0, title is None or place + panels >= len(names)
+        base = alt.Chart().encode(
+            x=alt.X("column:N", **by_name(columns, words[1], shown=bottom)),
+            y=alt.Y("row:N", **by_name(rows, words[0], shown=left)),
+            tooltip=tooltip(row=words[0], column=words[1], value=legend or "value"),
         )
-    layout = {"xaxis": {"title": {"text": x_title}}, "yaxis": {"title": {"text": y_title}}, "margin": {"t": 20}}
-    return {"data": traces, "layout": layout}
+        scale = alt.Scale(scheme="viridis", domain=[low, high])
+        squares = base.mark_rect().encode(color=alt.Color("value:Q", scale=scale, title=legend or None))
+        texts = base.mark_text(fontSize=font_size).encode(
+            text=alt.Text("value:Q", format=".2f" if high < 2 else ".0f"),
+            color=alt.condition(f"datum.value < {dark}", alt.value("white"), alt.value("black")),
+        )
+        return layered([squares, texts], part, alt.Step(cell_size), alt.Step(cell_size), title)
+
+    return arranged(cells, names, draw, panels)
 
 
 def lines(
-    charts: Mapping[str, Mapping[str, Numbers]], x: Sequence[float], x_title: str, *, log_x: bool = False
-) -> Figure:
-    """Curves, of which one set is shown, to be chosen by name where there are several.
+    sets: Mapping[str, Mapping[str, Numbers]],
+    x: Sequence[float | str],
+    x_title: str,
+    y_title: str = "",
+    *,
+    deviations: Mapping[str, Mapping[str, Numbers]] | None = None,
+    heights: Mapping[str, float] | None = None,
+    marks: Mapping[str, tuple[float | str, str]] | None = None,
+    x_scale: alt.Scale | None = None,
+    y_scale: alt.Scale | None = None,
+    among: Sequence[str] = (),
+    ranked: bool = False,
+    dots: bool = True,
+    size: tuple[int, int] = (560, 320),
+    panels: int = 0,
+) -> ChartType:
+    """Draw curves.
 
     Args:
-        charts: for each set, curves by name; all sets have the same names.
-        x: of all points.
-        x_title: of the axis.
-        log_x: whether its axis is logarithmic to base 2.
+        sets: for each set, curves by name; a curve has one number for each of ``x``, or fewer, or None where it has no
+            point.
+        x: the same for all curves: numbers, or words, which stand at equal distances.
+        x_title: the title of the axis.
+        y_title: the title of the axis.
+        deviations: half the height of the band around a curve, by set and name.
+        heights: dashed horizontal lines, by the words that stand on them.
+        marks: for each set, where a dashed vertical line stands, and the words on it.
+        x_scale: by default from the first to the last number.
+        y_scale: by default from near the smallest number to near the largest.
+        among: all names whose place decides on colours and shapes, if ``sets`` has only some of them.
+        ranked: whether the legend is in the order of the last numbers, from the top, instead of that of the names.
+        dots: whether there is a point at each number.
+        size: width and height of a panel.
+        panels: 0, or how many panels are in a row.
     """
-    first = next(iter(charts.values()))
-    traces = [
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": name,
-            "x": list(x),
-            "y": list(y),
-            "marker": _marker(number),
-            "line": {"dash": _LINES[number // 7 % 3], "color": COLOURS[number % 7]},
-        }
-        for number, (name, y) in enumerate(first.items())
+    rows = _points_of(sets, x, deviations or {})
+    last = {row["name"]: row["y"] for row in rows}
+    names = sorted(last, key=lambda name: -last[name]) if ranked else list(last)
+    looks = style(among or list(last), names)
+    rows += [{"set": name, "mark": place, "words": words} for name, (place, words) in (marks or {}).items()]
+    letter, axis = x_axis(x, x_title, x_scale)
+    upwards: Options = {"title": y_title or None, "scale": y_scale or alt.Scale(zero=False, nice=False, padding=12)}
+
+    def draw(part: Rows, title: str | None) -> alt.LayerChart:
+        base = alt.Chart().encode(x=alt.X(f"x:{letter}", **axis), color=looks["color"])
+        known = base.transform_filter("isValid(datum.y)")
+        layers: list[alt.Chart] = horizontal(heights or {})
+        if marks:
+            layers += vertical(alt.X(f"mark:{letter}", **axis))
+        if deviations:
+            layers.append(known.mark_area(opacity=0.12).encode(y=alt.Y("low:Q", **upwards), y2="high:Q"))
+        layers.append(known.mark_line().encode(y=alt.Y("y:Q", **upwards), strokeDash=looks["strokeDash"]))
+        if dots:
+            shown = tooltip(name="", x=x_title, y=y_title or "value")
+            dot = known.mark_point(size=45)
+            layers.append(dot.encode(y=alt.Y("y:Q", **upwards), shape=looks["shape"], tooltip=shown))
+        return layered(layers, part, *size, title)
+
+    return arranged(rows, list(sets), draw, panels)
+
+
+def ecdf(
+    sets: Mapping[str, Mapping[str, Sequence[float]]],
+    x_title: str,
+    y_title: str,
+    *,
+    marks: Mapping[str, tuple[float | str, str]] | None = None,
+    panels: int = 0,
+) -> ChartType:
+    """Draw the empirical distributions of numbers from 0 to 1.
+
+    Args:
+        sets: for each set, numbers by name.
+        x_title: the title of the axis.
+        y_title: the title of the axis.
+        marks: see :func:`lines`.
+        panels: 0, or how many panels are in a row.
+    """
+    grid = [place / 200 for place in range(201)]
+    curves = {
+        name: {label: [sum(v <= x for v in values) / len(values) for x in grid] for label, values in groups.items()}
+        for name, groups in sets.items()
+    }
+    whole = alt.Scale(domain=[0, 1])
+    options: dict[str, Any] = {"marks": marks, "dots": False, "size": (300, 220), "panels": panels}
+    return lines(curves, grid, x_title, y_title, x_scale=whole, y_scale=whole, **options)
+
+
+def points(
+    series: Mapping[str, Mapping[str, Any]],
+    x_title: str,
+    y_title: str,
+    *,
+    among: Sequence[str] = (),
+    background: Callable[[list[float], list[float]], Rows] | None = None,
+) -> ChartType:
+    """Draw one point for each series, with a bar for its deviation in each direction.
+
+    Args:
+        series: by name ``x``, ``y`` and, if known, ``x_std``, ``y_std`` and ``words`` (a mapping) for hovering.
+        x_title: the title of the axis.
+        y_title: the title of the axis.
+        among: all names whose place decides on colours and shapes, if ``series`` has only some of them.
+        background: given the ends of both axes, returns grey lines as rows with ``x``, ``y``, ``x2``, ``y2``, and the
+            ``words`` at the first end.
+    """
+    rows: Rows = []
+    for name, point in series.items():
+        row: Options = {"name": name, **point.get("words", {})}
+        for axis in ("x", "y"):
+            extent = clean(point.get(f"{axis}_std")) or 0.0
+            row |= {axis: clean(point[axis]), f"{axis}_low": point[axis] - extent, f"{axis}_high": point[axis] + extent}
+        rows.append(row)
+    ends = [padded([row[f"{axis}_{end}"] for row in rows for end in ("low", "high")]) for axis in ("x", "y")]
+    x: Options = {"title": x_title, "scale": alt.Scale(domain=ends[0], nice=False)}
+    y: Options = {"title": y_title, "scale": alt.Scale(domain=ends[1], nice=False)}
+    looks = style(among or list(series), list(series))
+    words = {key: key for point in series.values() for key in point.get("words", {})}
+    base = alt.Chart().encode(color=looks["color"], tooltip=tooltip(name="", **words))
+    here: Options = {"x": alt.X("x:Q", **x), "y": alt.Y("y:Q", **y)}
+    layers = [
+        base.mark_rule().encode(x=alt.X("x_low:Q", **x), x2="x_high:Q", y=here["y"]),
+        base.mark_rule().encode(y=alt.Y("y_low:Q", **y), y2="y_high:Q", x=here["x"]),
+        base.mark_point(size=110).encode(**here, shape=looks["shape"]),
     ]
-    axis: dict[str, Any] = {"title": {"text": x_title}}
-    if log_x:
-        axis |= {"type": "log", "tickvals": list(x), "ticktext": [str(value) for value in x]}
-    layout: dict[str, Any] = {"xaxis": axis, "yaxis": {"rangemode": "tozero"}, "margin": {"t": 50, "r": 10}}
-    if len(charts) > 1:
-        layout["updatemenus"] = [
-            _menu([(title, {"y": [list(y) for y in curves.values()]}) for title, curves in charts.items()])
-        ]
-    return {"data": traces, "layout": layout}
+    if background:
+        grey = alt.Chart(alt.Data(values=background(*ends))).encode(**here)
+        text = grey.mark_text(color=GREY, fontSize=9, align="right", baseline="top", dx=-3, dy=3)
+        layers = [grey.mark_rule(color="#d4d8de").encode(x2="x2:Q", y2="y2:Q"), text.encode(text="words:N"), *layers]
+    return layered(layers, rows, 520, 380)
 
 
-def layers_by_kind(layers: Iterable[str]) -> dict[str, list[str]]:
-    """Names of attention and of MLP layers."""
-    kinds: dict[str, list[str]] = {}
-    for layer in layers:
-        kinds.setdefault(kind(layer), []).append(layer)
-    return kinds
+def bars_by_step(series: Mapping[str, Matrix], tasks: Sequence[str]) -> ChartType:
+    """Draw the scores of all tasks, one bar for each series, after the step that a slider chooses.
+
+    Args:
+        series: by name matrices whose rows are steps and whose columns are tasks, in per cent.
+        tasks: in merging order.
+    """
+    rows = [
+        {"step": step, "task": task, "name": name, "value": number}
+        for name, matrix in series.items()
+        for step, values in enumerate(matrix, 1)
+        for task, value in zip(tasks, values, strict=True)
+        if (number := clean(value)) is not None
+    ]
+    chart = alt.Chart(alt.Data(values=rows)).mark_bar()
+    chart = chart.encode(
+        x=alt.X("task:N", **by_name(tasks, None)),
+        xOffset=alt.XOffset("name:N", scale=alt.Scale(domain=list(series))),
+        y=alt.Y("value:Q", title="score (%)", scale=alt.Scale(domain=[0, 100])),
+        color=style(list(series), list(series))["color"],
+        tooltip=tooltip(name="", task="task", value="score (%)"),
+    )
+    return with_slider(chart.properties(width=560, height=300), len(tasks))
 
 
-def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
-    """One point for each layer over its block; the page adds a choice of the quantity and a slider for the step.
+def bars(rows: Sequence[Mapping[str, Any]], title: str, *, labels: bool = True) -> ChartType:
+    """Draw a horizontal bar for each row, from the top, with its deviation and, on its right, a text.
+
+    Args:
+        rows: ``name``, ``value``, ``text`` and, if known, ``deviation`` and ``printed``, another number for the same,
+            which becomes a diamond.
+        title: what the bars measure.
+        labels: whether the names stand on the left.
+    """
+    cleaned: Rows = []
+    for row in rows:
+        value, deviation = clean(row["value"]), clean(row.get("deviation"))
+        cleaned.append({"name": row["name"], "text": row["text"], "value": value, "paper": clean(row.get("printed"))})
+        if value is not None and deviation is not None:
+            cleaned[-1] |= {"low": value - deviation, "high": value + deviation}
+    axis = alt.Y("name:N", **by_name([row["name"] for row in cleaned], None, shown=labels))
+    base = alt.Chart().encode(y=axis, tooltip=tooltip(name="", text=title))
+    extent = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
+    layers = [
+        base.mark_bar(color=COLOURS[0], height=alt.RelativeBandSize(0.6)).encode(x=alt.X("value:Q", title=title)),
+        extent.encode(x=alt.X("low:Q"), x2="high:Q"),
+        base.mark_text(align="left", fontSize=11).encode(x=alt.value(272), text="text:N"),
+    ]
+    if any(row["paper"] is not None for row in cleaned):
+        printed = base.transform_filter("isValid(datum.paper)").transform_calculate(what="'paper'")
+        colour = alt.Color("what:N", scale=alt.Scale(domain=["paper"], range=[COLOURS[1]]), title=None)
+        layers.append(printed.mark_point(shape="diamond", size=90).encode(x=alt.X("paper:Q"), color=colour))
+    return layered(layers, cleaned, 260, alt.Step(34))
+
+
+def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]]) -> ChartType:
+    """Draw one point for each layer over its block; a menu chooses the quantity, and a slider the step.
 
     Args:
         values: for each quantity and step, a number for each layer, the same layers everywhere.
     """
-    first = next(iter(values.values()))
-    kinds = layers_by_kind(first[-1])
-    traces = []
-    for number, (name, layers) in enumerate(kinds.items()):
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": name,
-                "x": [depth(layer) + (number - (len(kinds) - 1) / 2) * 0.15 for layer in layers],
-                "y": [first[-1][layer] for layer in layers],
-                "text": layers,
-                "hovertemplate": "%{text}<br>%{y:.4g}<extra></extra>",
-                "marker": _marker(number, 8, 0.8),
-            }
-        )
-    deepest = max(map(depth, first[-1]))
-    layout = {
-        "xaxis": {"title": {"text": "block"}, "dtick": 1 + deepest // 16, "tick0": 0, "zeroline": False},
-        "yaxis": {"rangemode": "tozero", "title": {"text": next(iter(values))}},
-        "margin": {"t": 20, "r": 10},
-    }
-    choices = {
-        name: [[[step[layer] for layer in layers] for layers in kinds.values()] for step in steps]
-        for name, steps in values.items()
-    }
-    return {"data": traces, "layout": layout, "choices": choices}
+    quantities = list(values)
+    steps = values[quantities[0]]
+    kinds = list(layers_by_kind(steps[-1]))
+    rows: Rows = []
+    for number, layers in enumerate(steps):
+        for layer in layers:
+            aside = 0.35 * ((kinds.index(kind(layer)) + 0.5) / len(kinds) - 0.5)  # the kinds stand beside each other
+            row: Options = {"step": number + 1, "layer": layer, "kind": kind(layer), "x": depth(layer) + aside}
+            rows.append(row | {quantity: clean(values[quantity][number][layer]) for quantity in quantities})
+    looks = style(kinds, kinds, "kind")
+    x_scale = alt.Scale(zero=False, nice=False, padding=12)
+    chart = alt.Chart(alt.Data(values=rows)).mark_point(size=55, opacity=0.7)
+    chart = chart.encode(
+        x=alt.X("x:Q", title="block", axis=alt.Axis(format="d", tickMinStep=1, grid=False), scale=x_scale),
+        y=alt.Y("y:Q", title=quantities[0] if len(quantities) == 1 else None),
+        color=looks["color"],
+        shape=looks["shape"],
+        tooltip=tooltip(layer="", y="value"),
+    ).properties(width=560, height=300)
+    menu = alt.binding_select(options=quantities, name="show ") if len(quantities) > 1 else alt.Undefined
+    chart = chart.add_params(alt.param("quantity", value=quantities[0], bind=menu))
+    return with_slider(chart.transform_calculate(y="datum[quantity]"), len(steps))
 
 
-def _menu(entries: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    buttons = [{"label": label, "method": "restyle", "args": [change]} for label, change in entries]
-    return {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
-
-
-def _marker(number: int, size: int = 7, opacity: float = 1.0) -> dict[str, Any]:
-    return {"color": COLOURS[number % 7], "symbol": SYMBOLS[number % 10], "size": size, "opacity": opacity}
+def _points_of(
+    sets: Mapping[str, Mapping[str, Numbers]], x: Sequence[float | str], deviations: Mapping[str, Mapping[str, Numbers]]
+) -> Rows:
+    """Rows of the points of curves, with the ends of the band where there is one."""
+    rows: Rows = []
+    for set_name, curves in sets.items():
+        for name, numbers in curves.items():
+            band = deviations.get(set_name, {}).get(name) or [None] * len(x)
+            for place, number, half in zip(x, numbers, band, strict=False):
+                if (y := clean(number)) is not None:
+                    extent = clean(half)
+                    ends = {} if extent is None else {"low": y - extent, "high": y + extent}
+                    rows.append({"set": set_name, "x": place, "name": name, "y": y, **ends})
+    return rows

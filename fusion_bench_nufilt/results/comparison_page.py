@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from .charts import bars_by_step, heat_maps, lines, points
-from .html import Page, Value
+from .page import Page, Value
 from .run_page import percent
 
 Json = dict[str, Any]
@@ -37,7 +37,7 @@ def comparison_page(folder: Path, content: Json) -> Page:
     plane = {name: _point(row) for name, row in done.items() if row["BWT"]["mean"] is not None}
     if plane:
         page.heading("Stability against plasticity")
-        page.chart(points(plane, "score right after its own step (%)", "BWT (%)"), height=480)
+        page.chart(points(plane, "score right after its own step (%)", "BWT (%)"))
     if done:
         _matrices(page, done, str(seeds[0]))
     page.heading("Each task after the last step (%)")
@@ -84,7 +84,7 @@ def _point(row: Json) -> Json:
         "y": bwt,
         "x_std": _percent(row["plasticity"]["std"]),
         "y_std": _percent(row["BWT"]["std"]),
-        "words": f"ACC {acc:.1f}<br>BWT {bwt:+.1f}<br>right after its step {own:.1f}",
+        "words": {"ACC": f"{acc:.1f}", "BWT": f"{bwt:+.1f}", "right after its step": f"{own:.1f}"},
     }
 
 
@@ -97,9 +97,9 @@ def _matrices(page: Page, methods: Json, seed: str) -> None:
     matrices = {name: percent(run["accuracy_matrix"]) for name, run in runs.items()}
     steps = [f"{number} + {task}" for number, task in enumerate(order, 1)]
     page.heading(f"Scores after each step (%), seed {seed}")
-    page.chart(heat_maps(matrices, steps, order, ("after", "task")), height=240 + 40 * len(order))
+    page.chart(heat_maps(matrices, steps, order, ("after", "task")))
     page.words("Side by side, after the step that the slider chooses:")
-    page.chart(bars_by_step(matrices, order), height=480)
+    page.chart(bars_by_step(matrices, order))
     seen = {
         name: [_mean_seen(matrix[: step + 1][-1][: step + 1]) for step in range(len(order))]
         for name, matrix in matrices.items()

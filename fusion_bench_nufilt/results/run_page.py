@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .charts import bars_by_step, by_depth, heat_maps, layers_by_kind, lines
-from .html import Page
+from .page import Page
 
 #: Columns of layers.csv that the explorer shows, and what they are called there.
 QUANTITIES = {
@@ -27,7 +27,7 @@ def run_page(folder: Path, content: dict[str, Any]) -> Page:
         page.words(f"No score, and not in the means: {', '.join(content['missing'])}.")
     page.heading("Scores after each step (%)")
     steps = [f"{number} + {task}" for number, task in enumerate(tasks, 1)]
-    page.chart(heat_maps({"scores": matrix}, steps, tasks, ("after", "task")), height=200 + 40 * len(tasks))
+    page.chart(heat_maps({"scores": matrix}, steps, tasks, ("after", "task")))
     page.chart(bars_by_step({"score": matrix}, tasks))
     page.heading("Steps")
     header = ["step", "task", "score right after it", "score at the end", "change", "merging s"]
@@ -72,7 +72,7 @@ def _layers(page: Page, file: Path) -> None:
         for title, by_step in values.items()
     }
     page.words("Means over the layers, by step:")
-    page.chart(lines(means, steps, "step"), height=380)
+    page.chart(lines(means, steps, "step"))
 
 
 def percent(matrix: list[list[float | None]]) -> list[list[float | None]]:

@@ -10,7 +10,7 @@ from fusion_bench_nufilt.storage.files import write_text
 
 from .analysis_page import analysis_page
 from .comparison_page import comparison_page
-from .html import Page
+from .page import Page
 from .run_page import run_page
 
 log = logging.getLogger(__name__)

@@ -1,14 +1,24 @@
-"""Pieces of a page: words, tables that sort, charts."""
+"""The pieces of a page: words, tables that sort, charts. A page is one file, which needs no network."""
 
 import json
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-Figure = dict[str, Any]  # of plotly: data, layout
+import vl_convert
+from altair.typing import ChartType
+
+from .theme import definition
+
 Value = str | float | int | None
+
+#: Characters that could end a script element, or a line of JavaScript, even inside a string.
+_ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
 @dataclass
@@ -20,46 +30,67 @@ class Page:
     parts: list[str] = field(default_factory=list)
 
     def heading(self, text: str) -> None:
+        """Begin a section."""
         self.parts.append(f"<h2>{escape(text)}</h2>")
 
     def words(self, *paragraphs: str) -> None:
+        """Write paragraphs."""
         self.parts += [f"<p>{escape(text)}</p>" for text in paragraphs]
 
     def bullets(self, sentences: Iterable[str]) -> None:
+        """Write a list."""
         self.parts.append(f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in sentences)}</ul>")
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[Value]], digits: int = 3) -> None:
-        """A table that is sorted by a click on a header."""
+        """Write a table that is sorted by a click on a header."""
         head = "".join(f"<th>{escape(name)}</th>" for name in header)
         body = "".join(f"<tr>{''.join(_cell(value, digits) for value in row)}</tr>" for row in rows)
         self.parts.append(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
 
-    def chart(self, figure: Figure, height: int = 440) -> None:
-        """A plotly figure."""
+    def chart(self, chart: ChartType) -> None:
+        """Draw a chart; one without panels is as wide as the page."""
+        spec = definition(chart)
+        if "layer" in spec or "mark" in spec:
+            spec |= {"width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
+        data = json.dumps(spec, ensure_ascii=False, separators=(",", ":")).translate(_ESCAPED)
         self.parts.append(
-            f'<div class="wide"><div class="chart" style="height:{height}px"></div>'
-            f'<script type="application/json">{_inside_script(json.dumps(figure))}</script></div>'
+            f'<div class="wide"><div class="chart"></div><script type="application/json">{data}</script></div>'
         )
 
     def details(self, title: str, content: Any) -> None:
-        """What only some want to see: anything JSON can hold, folded away."""
+        """Write what only some readers want to see, folded away: anything JSON can hold."""
         text = json.dumps(content, indent=2, ensure_ascii=False)
         self.parts.append(f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>")
 
     def render(self) -> str:
-        """The whole page, scripts and styles inside."""
+        """Return the whole page, with scripts and styles inside; the browser runs no others."""
         own = files(__package__)
-        plotly = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
         style, script = (own.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+        scripts = [_vega(), script]
+        digests = " ".join(f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in scripts)
+        policy = f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data:"
         return (
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             '<link rel="icon" href="data:,">\n'
             f"<title>{escape(self.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
             f'<h1>{escape(self.title)}</h1>\n<p class="subtitle">{escape(self.subtitle)}</p>\n'
             + "\n".join(self.parts)
-            + f"\n</main>\n<script>{_inside_script(plotly)}</script>\n<script>\n{script}</script>\n</body>\n</html>\n"
+            + "\n</main>\n"
+            + "\n".join(f"<script>{text}</script>" for text in scripts)
+            + "\n</body>\n</html>\n"
         )
+
+
+@cache
+def _vega() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script; made once, since that takes seconds."""
+    return (
+        vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+        .replace("</script", "<\\/script")
+        .replace("<!--", "<\\!--")
+    )
 
 
 def _cell(value: Value, digits: int) -> str:
@@ -73,8 +104,3 @@ def _cell(value: Value, digits: int) -> str:
 
 def _rounded(value: float, digits: int) -> str:
     return f"{value:.2e}" if 0 < abs(value) < 10**-digits else f"{value:.{digits}f}"
-
-
-def _inside_script(text: str) -> str:
-    """A script element ends at the first ``</script``, even inside a string."""
-    return text.replace("</script", "<\\/script")

@@ -1,0 +1,23 @@
+"""What the name of a layer says about its place in the model."""
+
+import re
+from collections.abc import Iterable
+
+
+def kind(layer: str) -> str:
+    """Return ``attention`` for a layer of an attention block, and ``MLP`` for any other."""
+    return "attention" if re.search("attn|attention", layer, re.IGNORECASE) else "MLP"
+
+
+def depth(layer: str) -> int:
+    """Return the number of the layer's block, which is the first number in its name; 0 where there is none."""
+    found = re.search(r"(?:^|\.)(\d+)\.", layer)
+    return int(found[1]) if found else 0
+
+
+def layers_by_kind(layers: Iterable[str]) -> dict[str, list[str]]:
+    """Group the names of layers into ``attention`` and ``MLP``, as far as there are any."""
+    kinds: dict[str, list[str]] = {}
+    for layer in layers:
+        kinds.setdefault(kind(layer), []).append(layer)
+    return kinds

@@ -1,0 +1,155 @@
+"""What all charts have in common: colours and shapes, axes, and how a chart becomes a file."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import vl_convert
+from altair.typing import ChartType
+
+from fusion_bench_nufilt.storage.files import atomic_file
+
+Rows = list[dict[str, Any]]
+Options = dict[str, Any]
+Draw = Callable[[Rows, str | None], alt.LayerChart]
+
+#: The colours of Okabe and Ito, which readers with any colour vision can tell apart.
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+SHAPES = ["circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-right", "triangle-left"]
+DASHES = [[1, 0], [6, 3], [2, 2]]
+GREY = "#7d838c"
+#: Vega-Lite's configuration of every chart.
+THEME: dict[str, Any] = {
+    "font": "Liberation Sans, Arial, Helvetica, sans-serif",
+    "view": {"stroke": "#c9ced6"},
+    "axis": {"labelFontSize": 11, "titleFontSize": 12, "titleFontWeight": "normal", "gridColor": "#e8ebef"},
+    "axisQuantitative": {"labelFlush": False},
+    "axisDiscrete": {"grid": False, "ticks": False, "labelLimit": 300},
+    "axisXDiscrete": {"labelAngle": -45},
+    "legend": {"labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": "normal", "labelLimit": 420},
+    "title": {"fontSize": 12, "fontWeight": "normal", "anchor": "middle"},
+    "point": {"filled": True, "opacity": 1},
+}
+
+
+def definition(chart: ChartType) -> dict[str, Any]:
+    """Return the chart in Vega-Lite's JSON, with the one theme and without the address of the schema."""
+    return {key: value for key, value in chart.to_dict().items() if key != "$schema"} | {"config": THEME}
+
+
+def save_chart(chart: ChartType, path: Path) -> None:
+    """Write a chart as a PNG or a PDF, whichever the name of the file says, whole or not at all."""
+    spec = definition(chart)
+    content = vl_convert.vegalite_to_pdf(spec) if path.suffix == ".pdf" else vl_convert.vegalite_to_png(spec, scale=2)
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def clean(value: float | None) -> float | None:
+    """Return a number with six digits, which a chart can show, and None for what is not finite."""
+    return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
+
+
+def style(among: Sequence[str], shown: Sequence[str], field: str = "name") -> Options:
+    """Return the encodings ``color``, ``shape`` and ``strokeDash``, which share one legend.
+
+    Args:
+        among: all names; the place of a name among them decides how it looks.
+        shown: the names in the legend, in its order.
+        field: the field of the data that holds the name.
+    """
+    numbers = range(len(among))
+    ranges: dict[str, tuple[Any, list[Any]]] = {
+        "color": (alt.Color, [COLOURS[i % len(COLOURS)] for i in numbers]),
+        "shape": (alt.Shape, [SHAPES[i % len(SHAPES)] for i in numbers]),
+        "strokeDash": (alt.StrokeDash, [DASHES[i // len(COLOURS) % len(DASHES)] for i in numbers]),
+    }
+    legend = alt.Legend(values=list(shown), title=None, symbolLimit=0, symbolOpacity=1) if len(shown) > 1 else None
+    return {
+        name: encoding(f"{field}:N", scale=alt.Scale(domain=list(among), range=values), legend=legend)
+        for name, (encoding, values) in ranges.items()
+    }
+
+
+def by_name(labels: Sequence[str], title: str | None, *, shown: bool = True) -> Options:
+    """Return the options of an axis of names, in the order given; without labels where they are not ``shown``."""
+    axis = alt.Axis() if shown else None
+    return {"scale": alt.Scale(domain=list(labels)), "sort": None, "title": title if shown else None, "axis": axis}
+
+
+def x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tuple[str, Options]:
+    """Return the type and the options of an axis of numbers, or of words at equal distances."""
+    if isinstance(x[0], str):
+        return "O", {"title": title, "scale": alt.Scale(domain=list(x)), "sort": None}
+    axis = alt.Axis(tickMinStep=1) if all(isinstance(place, int) for place in x) else alt.Axis()
+    if scale is not None and scale.to_dict().get("type") == "log":
+        axis = alt.Axis(values=[place for place in x if not isinstance(place, str)])
+    return "Q", {"title": title, "scale": scale or alt.Scale(zero=False, nice=False, padding=8), "axis": axis}
+
+
+def tooltip(**fields: str) -> list[alt.Tooltip]:
+    """Return what is shown where the pointer is: fields and their titles; ``x``, ``y`` and ``value`` are numbers."""
+    numbers: Options = {"type": "quantitative", "format": ".4g"}
+    words: Options = {"type": "nominal"}
+    return [
+        alt.Tooltip(field, title=title, **(numbers if field in ("y", "value") else words))
+        for field, title in fields.items()
+    ]
+
+
+def padded(values: Sequence[float]) -> list[float]:
+    """Return the two ends of an axis on which the values have room around them."""
+    low, high = min(values), max(values)
+    room = 0.12 * (high - low) or 1.0
+    return [low - room, high + room]
+
+
+def layered(
+    layers: Sequence[alt.Chart], rows: Rows, width: float | alt.Step, height: float | alt.Step, title: str | None = None
+) -> alt.LayerChart:
+    """Lay charts over each other; those that bring no data of their own show ``rows``.
+
+    A line break in the title begins a new line.
+    """
+    data = alt.Data(values=rows)
+    return alt.LayerChart(
+        data=data, layer=list(layers), width=width, height=height, title=title.split("\n") if title else alt.Undefined
+    )
+
+
+def horizontal(heights: Mapping[str, float]) -> list[alt.Chart]:
+    """Return dashed horizontal lines, each with its words on the right end."""
+    if not heights:
+        return []
+    rows = [{"level": clean(height), "words": words} for words, height in heights.items()]
+    base = alt.Chart(alt.Data(values=rows)).encode(y=alt.Y("level:Q"))
+    words = base.mark_text(color=GREY, fontSize=10, align="right", baseline="bottom", dx=-3, dy=-2)
+    return [base.mark_rule(color=GREY, strokeDash=[4, 4]), words.encode(x=alt.value("width"), text="words:N")]
+
+
+def vertical(place: alt.X) -> list[alt.Chart]:
+    """Return dashed vertical lines for the rows that have a ``mark``, each with its ``words`` on the upper end."""
+    base = alt.Chart().transform_filter("isValid(datum.mark)").encode(x=place)
+    words = base.mark_text(color=GREY, fontSize=10, align="left", baseline="top", dx=4, dy=2)
+    return [base.mark_rule(color=GREY, strokeDash=[4, 4]), words.encode(y=alt.value(0), text="words:N")]
+
+
+def arranged(rows: Rows, sets: Sequence[str], draw: Draw, panels: int) -> ChartType:
+    """Draw one panel for each set, ``panels`` of them in a row, or, for 0, one chart with a menu of the sets."""
+    if panels:
+        return alt.concat(*(draw([row for row in rows if row["set"] == name], name) for name in sets), columns=panels)
+    chart = draw(rows, None)
+    if len(sets) == 1:
+        return chart
+    shown = alt.param("show", value=sets[0], bind=alt.binding_select(options=list(sets), name="show "))
+    return chart.add_params(shown).transform_filter("datum.set === show")
+
+
+def with_slider(chart: alt.Chart, steps: int) -> alt.Chart:
+    """Show the rows of one step, at first those of the last."""
+    if steps == 1:
+        return chart
+    step = alt.param("after", value=steps, bind=alt.binding_range(min=1, max=steps, step=1, name="after step "))
+    return chart.add_params(step).transform_filter("datum.step === after")
