@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.layers import names
+from fusion_bench_nufilt.results import names
 from fusion_bench_nufilt.storage.files import write_text
 
 from .affinity import Floats

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fusion_bench_nufilt.analysis.settings import AnalysisConfig
 from fusion_bench_nufilt.compare.overrides import without_method
 from fusion_bench_nufilt.folders import Plan
-from fusion_bench_nufilt.results import leave_page
+from fusion_bench_nufilt.results.write import leave_page
 from fusion_bench_nufilt.storage.files import lock_folder
 
 from .options import patterns, takes_options, was_typed

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fusion_bench_nufilt.results import write_page
+from fusion_bench_nufilt.results.write import write_page
 
 from .terminal import terminal
 

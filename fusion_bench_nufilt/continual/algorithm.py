@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.core.options import split_options, takes_options, unknown_option
-from fusion_bench_nufilt.results import leave_page
 from fusion_bench_nufilt.results.matrix import print_matrix, save_matrix
 from fusion_bench_nufilt.results.metrics import AccuracyMatrix
+from fusion_bench_nufilt.results.write import leave_page
 from fusion_bench_nufilt.storage.identity import model_digest
 from fusion_bench_nufilt.storage.manifest import Input, Manifest
 from fusion_bench_nufilt.storage.versions import package_versions

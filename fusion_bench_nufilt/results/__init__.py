@@ -1,5 +1,4 @@
-"""One self-contained page for the folder of a run, a comparison or an analysis. Reads files; knows no other room."""
+"""Tables, pictures and pages of a run, a comparison or an analysis, made from the files that it left.
 
-from .write import leave_page, write_page
-
-__all__ = ["leave_page", "write_page"]
+This room imports none of those that compute, and no torch.
+"""

@@ -14,8 +14,8 @@ from fusion_bench_nufilt.compare.paper import Published
 from fusion_bench_nufilt.compare.store import references_as_json
 from fusion_bench_nufilt.compare.summary import Comparison, Mean
 from fusion_bench_nufilt.results import comparison_pictures as plots
-from fusion_bench_nufilt.results import leave_page
 from fusion_bench_nufilt.results.metrics import or_none
+from fusion_bench_nufilt.results.write import leave_page
 from fusion_bench_nufilt.storage.files import atomic_file, write_text
 
 from .comparison_tables import as_latex, as_markdown, main_table, task_table

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from fusion_bench.metrics.continual_learning import compute_backward_transfer
 from numpy.typing import NDArray
 
 
@@ -90,13 +89,9 @@ class AccuracyMatrix:
     @property
     def bwt(self) -> float:
         r"""BWT :math:`= \frac{1}{T-1} \sum_{i<T} [a_i(\theta_T) - a_i(\theta_i)]` of tasks with both, else NaN."""
-        last, own = self.values[-1, :-1], np.diagonal(self.values)[:-1]
-        both = [i for i in range(len(last)) if not (math.isnan(last[i]) or math.isnan(own[i]))]
-        if not both:
-            return math.nan
-        return compute_backward_transfer(
-            {self.tasks[i]: float(last[i]) for i in both}, {self.tasks[i]: float(own[i]) for i in both}
-        )
+        changes = self.values[-1, :-1] - np.diagonal(self.values)[:-1]
+        measured = changes[~np.isnan(changes)]
+        return float(measured.mean()) if measured.size else math.nan
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from fusion_bench_nufilt.results import write_page
+from fusion_bench_nufilt.results.write import write_page
 from tests.results.helpers import FOLDERS
 
 pytestmark = pytest.mark.slow

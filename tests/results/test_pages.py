@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from fusion_bench_nufilt.results import leave_page, write_page
 from fusion_bench_nufilt.results.page import Page
+from fusion_bench_nufilt.results.write import leave_page, write_page
 from tests.results.helpers import FOLDERS, run_folder
 
 
