@@ -1,4 +1,4 @@
-"""Scores of merged models, through FusionBench's own task pools, set up once for a whole stream."""
+"""Score merged models by FusionBench's own task pools, which are set up once for a whole stream."""
 
 import logging
 import math
@@ -29,11 +29,11 @@ class TasksByName(ABC):
     @property
     @abstractmethod
     def task_names(self) -> list[str]:
-        """All tasks."""
+        """The names of all tasks."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None) -> Report:
-        """Results by task; of ``tasks`` alone, if they are given."""
+        """Return the results by task, of ``tasks`` alone if they are given."""
 
 
 class Evaluator:
@@ -58,12 +58,12 @@ class Evaluator:
         self._warned: set[str] = set()
 
     def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
-        """FusionBench's report of a model.
+        """Return FusionBench's report of a model.
 
         Args:
             model: may be moved to the task pool's device.
             tasks: what to evaluate; a task that the pool lacks is left out, with a warning.
-            others: also the tasks of the pool that are not among ``tasks``.
+            others: whether to evaluate the other tasks of the pool as well.
         """
         trainable, total = count_parameters(model)
         report: Report = {
@@ -89,13 +89,13 @@ class Evaluator:
 
 
 def score(result: dict[str, float | None]) -> float:
-    """The one number of a task: accuracy, Spearman's rho for a regression task, else NaN (missing)."""
+    """Return the score of a task: accuracy, or Spearman's rho for a regression task, or else NaN (missing)."""
     value = result.get("accuracy", result.get("spearman_rho"))
     return math.nan if value is None else float(value)
 
 
 class _Scorer:
-    """Results by task name, for the tasks that the pool has."""
+    """Scores the tasks that a pool has, by name."""
 
     def __init__(self, taskpool: Any) -> None:
         self.taskpool = taskpool
@@ -104,12 +104,12 @@ class _Scorer:
         raise NotImplementedError
 
     def others(self, tasks: Sequence[str]) -> list[str]:
-        """Tasks of the pool beside these."""
+        """Return the tasks of the pool that are not among these."""
         raise NotImplementedError
 
 
 class _CLIPVisionScorer(_Scorer):
-    """CLIP vision towers: CLIP model, data and the encoded prompts of every task are kept."""
+    """Scores CLIP vision towers; the CLIP model, the data and the encoded prompts of every task are kept."""
 
     def __init__(self, taskpool: CLIPVisionModelTaskPool) -> None:
         super().__init__(taskpool)
@@ -145,7 +145,7 @@ class _CLIPVisionScorer(_Scorer):
 
 
 class _V01Scorer(_Scorer):
-    """FusionBench's v0.1 pools, Flan-T5 on GLUE among them: each task keeps its data."""
+    """Scores by FusionBench's v0.1 pools, such as Flan-T5 on GLUE; each task keeps its data."""
 
     def __init__(self, taskpool: V01TaskPool) -> None:
         super().__init__(taskpool)
@@ -170,12 +170,12 @@ class _V01Scorer(_Scorer):
 
 
 def names_of(task: str) -> tuple[str, str]:
-    """FusionBench's Flan-T5 models are called glue-cola, its tasks cola."""
+    """Return both names of a task: FusionBench calls its Flan-T5 models glue-cola, and their tasks cola."""
     return task, f"glue-{task}"
 
 
 class _ByNameScorer(_Scorer):
-    """Pools that narrow themselves."""
+    """Scores by a pool that narrows itself."""
 
     def evaluate(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
         return dict(self.taskpool.evaluate(model, tasks))
@@ -185,7 +185,7 @@ class _ByNameScorer(_Scorer):
 
 
 class _WholePoolScorer(_Scorer):
-    """Any other pool: what it reports, as it reports it."""
+    """Scores by any other pool: what it reports, as it reports it."""
 
     def evaluate(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
         report = self.taskpool.evaluate(model)

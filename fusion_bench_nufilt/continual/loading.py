@@ -1,4 +1,4 @@
-"""Models out of a pool, with what their checkpoints lack known."""
+"""Load models from a pool, and find out which weights their checkpoints lack."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 
 def load_model(modelpool: BaseModelPool, name: str) -> tuple[nn.Module, list[str]]:
-    """A model of a pool, and which of its weights were drawn at random.
+    """Load a model of a pool, and tell which of its weights were drawn at random.
 
     transformers draws every weight that a checkpoint lacks, and says so in a warning only.
 
@@ -37,7 +37,7 @@ def refuse_drawn(name: str, keys: Sequence[str]) -> None:
 
 
 def describe_model(modelpool: BaseModelPool, name: str) -> Any:
-    """Where a model comes from: a hub name or folder, or the pool's config of it."""
+    """Return where a model comes from: a hub name or folder, or the pool's config of it."""
     entry = modelpool._models[name]
     if isinstance(entry, str):
         return entry

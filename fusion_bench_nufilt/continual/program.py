@@ -1,4 +1,4 @@
-"""What a run has to do with the program of FusionBench that it is part of."""
+"""The connections of a run to the FusionBench program that it is part of."""
 
 import logging
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def use_bundled_taskpool(program: Any) -> None:
 
 
 def _namesake() -> DictConfig | None:
-    """The task pool that has the model pool's name."""
+    """Return the task pool that has the model pool's name, if there is one."""
     if not HydraConfig.initialized():
         return None
     run = HydraConfig.get()
@@ -52,14 +52,14 @@ class ReportedTaskPool:
 
 
 def _taskpool_was_named() -> bool:
-    """Did the user choose a task pool on the command line? FusionBench's default one is a placeholder."""
+    """Return whether the user chose a task pool on the command line; FusionBench's default is a placeholder."""
     if not HydraConfig.initialized():
         return False
     return any(override.lstrip("+~").startswith("taskpool") for override in HydraConfig.get().overrides.task)
 
 
 class InputError(CompactHydraException, ValueError):
-    """What is wrong with the input of a run. Hydra prints such an error without a trace."""
+    """An error in the input of a run, which Hydra prints without a trace."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Settings of the protocol."""
+"""The settings of the protocol."""
 
 from dataclasses import dataclass
 from functools import partial

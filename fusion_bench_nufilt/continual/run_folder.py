@@ -49,7 +49,7 @@ class RunFolder:
         write_text(self._report(step), json.dumps(report))
 
     def read_report(self, step: int) -> Report | None:
-        """The scores after a step; None if they were not taken or are damaged, so that they are taken again."""
+        """Read the scores after a step; None if they were not taken or are damaged, so that they are taken again."""
         try:
             return read_json(self._report(step), dict[str, dict[str, Any]])
         except ValueError as error:
@@ -103,7 +103,7 @@ class RunFolder:
 
 
 def open_run_folder(path: str | None) -> AbstractContextManager[RunFolder | None]:
-    """The log directory for the length of a run; None where there is none."""
+    """Hold the log directory for the length of a run; None where there is none."""
     return nullcontext() if path is None else closing(RunFolder(Path(path)))
 
 

@@ -14,7 +14,7 @@ MERGED = "_merged_"
 
 
 def task_order(names: Sequence[str], *, shuffle: bool, seed: int) -> list[str]:
-    """Names in the order of the run: as given, or shuffled as in the paper (its ten orders are seeds 42 to 51).
+    """Return the names in the order of the run: as given, or shuffled as in the paper (its orders are seeds 42 to 51).
 
     FusionBench's continual methods use the same order for the same seed.
     """
@@ -25,7 +25,7 @@ def task_order(names: Sequence[str], *, shuffle: bool, seed: int) -> list[str]:
 
 
 def tasks_to_score(order: Sequence[str], step: int, evaluate: Evaluate) -> list[str]:
-    """Tasks to score after a step (from 1).
+    """Return the tasks to score after a step (from 1).
 
     Args:
         order: all tasks in merging order.
@@ -42,7 +42,7 @@ def tasks_to_score(order: Sequence[str], step: int, evaluate: Evaluate) -> list[
 
 
 def merged_before(modelpool: BaseModelPool, num_merged: int | None) -> tuple[list[str], int]:
-    """What is in the pool's ``_merged_`` model.
+    """Return what is in the pool's ``_merged_`` model.
 
     Args:
         modelpool: may have no such model.

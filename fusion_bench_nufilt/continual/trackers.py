@@ -1,4 +1,4 @@
-"""Pictures for the trackers of a run; numbers they get through Fabric."""
+"""Pictures for the trackers of a run, which get numbers through Fabric."""
 
 import logging
 from collections.abc import Sequence

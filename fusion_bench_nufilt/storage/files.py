@@ -1,4 +1,4 @@
-"""Files and folders that are either whole or not there."""
+"""Files and folders that are either whole or not there, and locks on folders."""
 
 import os
 import shutil
@@ -12,15 +12,15 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 #: Beside every merged model: ``step`` and ``tasks`` say what is in it.
 MANIFEST = "nufilt.json"
-#: In every folder that processes take in turns: the lock, and who holds it.
+#: Every folder that one process at a time may write to has a lock file, and a file that says which process holds it.
 LOCK, HOLDER = ".nufilt.lock", ".nufilt.holder"
 
 
 def lock_folder(folder: Path) -> BaseFileLock:
-    """Hold a folder for this process alone. The system lets go of it when the process ends, however it ends.
+    """Lock a folder for this process. The system releases the lock when the process ends, however it ends.
 
     Args:
-        folder: made if it is not there.
+        folder: the folder; it is made if it is not there.
 
     Raises:
         ValueError: another process holds it; names that process.
@@ -38,7 +38,7 @@ def lock_folder(folder: Path) -> BaseFileLock:
 
 @contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
-    """A temporary path beside ``target``; the file written there takes its place when the block ends well."""
+    """Yield a temporary path beside ``target``; what is written there becomes ``target`` when the block ends well."""
     temporary = target.with_name(f".{target.name}-{os.getpid()}")
     try:
         yield temporary
@@ -56,9 +56,9 @@ def write_text(target: Path, text: str) -> None:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside ``target`` that takes its place when the block ends well, and is removed otherwise.
+    """Yield a temporary folder that becomes ``target`` when the block ends well, and is removed otherwise.
 
-    The caller holds a lock, so that what others left beside ``target`` is of processes that were killed.
+    The caller holds a lock, so that the temporary folders beside ``target`` are of processes that were killed.
     """
     for left in target.parent.glob(f".{escape(target.name)}-[0-9]*.new"):
         shutil.rmtree(left, ignore_errors=True)
@@ -78,7 +78,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 def sync(path: Path) -> None:
     """Wait until a file or folder is on the disk."""
-    windows = os.name == "nt"  # has no descriptors of folders, and flushes only what may be written
+    windows = os.name == "nt"  # Windows has no descriptors of folders, and flushes only files open for writing
     if windows and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
@@ -89,5 +89,5 @@ def sync(path: Path) -> None:
 
 
 def printable(name: str) -> str:
-    """A name from elsewhere with its control characters escaped, so that it can do nothing to a terminal or a page."""
+    """Escape the control characters of a name from elsewhere, so that it can do nothing to a terminal or a page."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)

@@ -1,4 +1,4 @@
-"""Every JSON file that is read, from people or from an earlier run: checked on the way in, named where it is wrong."""
+"""Every JSON file that is read is checked against a schema, and an error names the file and the field."""
 
 import json
 from pathlib import Path
@@ -13,11 +13,11 @@ Count = Annotated[int, Field(ge=1, le=10**6)]
 
 
 def read_json(path: Path, kind: type[_T], advice: str = "fetch it again") -> _T | None:
-    """What a JSON file holds; None where there is no such file.
+    """Return what a JSON file holds; None where there is no such file.
 
     Args:
         path: the file.
-        kind: what it must be, such as ``dict[str, str]`` or a ``TypedDict``; further fields are let through.
+        kind: the type that it must be of, such as ``dict[str, str]`` or a ``TypedDict``; further fields are allowed.
         advice: what to do about a damaged file.
 
     Raises:
@@ -32,7 +32,7 @@ def read_json(path: Path, kind: type[_T], advice: str = "fetch it again") -> _T 
 
 
 def parse_json(text: bytes, kind: type[_T]) -> _T:
-    """What a JSON text holds.
+    """Return what a JSON text holds.
 
     Raises:
         ValueError: says what is wrong, and where.
@@ -47,7 +47,7 @@ def parse_json(text: bytes, kind: type[_T]) -> _T:
 
 
 def checked(content: Any, kind: type[_T]) -> _T:
-    """The same content, if it is what it must be; for content that was not read from JSON, such as YAML.
+    """Return a content unchanged if it is of a type; this is for content that was not read from JSON, such as YAML.
 
     Raises:
         ValueError: names the first field that is missing or of another type.

@@ -1,4 +1,4 @@
-"""safetensors files read and written tensor by tensor, so that memory holds no more than what is worked on.
+"""Read and write safetensors files tensor by tensor, so that memory holds no more than what is worked on.
 
 `safetensors.safe_open` maps a file into memory, and every page once read counts as the process's. Here safetensors
 checks the file, and plain reads at the offsets of its header fetch the bytes.
@@ -40,7 +40,7 @@ class TensorInfo:
         return torch.Size(self.shape).numel()
 
     def rows(self, first: int, last: int) -> "TensorInfo":
-        """These entries of the first dimension, which follow each other in the file, as a tensor of their own."""
+        """Return some entries of the first dimension, which follow each other in the file, as a tensor of their own."""
         size = self.nbytes // self.shape[0]
         start, shape = self.start + first * size, (last - first, *self.shape[1:])
         return replace(self, shape=shape, start=start, stop=start + (last - first) * size)
@@ -49,13 +49,13 @@ class TensorInfo:
 class TensorFile:
     """One safetensors file, open for reading.
 
-    Its ``stamp`` is size and time of the last change when it was opened.
+    Its ``stamp`` is its size and the time of its last change when it was opened.
 
     Args:
         path: the file.
 
     Raises:
-        ValueError: it can't be read, is truncated, corrupt or no safetensors file; names it.
+        ValueError: it can't be read, or it is truncated, corrupt or no safetensors file; names it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,7 +84,7 @@ class TensorFile:
         }
 
     def changed(self) -> bool:
-        """Whether it was written to since it was opened."""
+        """Return whether the file was written to since it was opened."""
         return _stamp(self.path) != self.stamp
 
     @cached_property
@@ -96,21 +96,21 @@ class TensorFile:
             os.close(self._descriptor)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process elsewhere, which has no use for this one's descriptor and working folder."""
+        """Return what a process elsewhere needs, which has no use for this one's descriptor and working folder."""
         state = {name: value for name, value in vars(self).items() if name != "_descriptor"}
         return {**state, "path": self.path.absolute()}
 
     def read(self, info: TensorInfo) -> Tensor:
-        """A tensor in the dtype it is stored in (F64, F32, F16 or BF16)."""
+        """Read a tensor in the dtype it is stored in (F64, F32, F16 or BF16)."""
         return self._bytes(info.start, info.stop).view(FLOATS[info.dtype]).reshape(info.shape)
 
     def chunks(self, info: TensorInfo) -> Iterator[Tensor]:
-        """A tensor's bytes, a bounded number at a time."""
+        """Yield the bytes of a tensor, a bounded number at a time."""
         for start in range(info.start, info.stop, CHUNK_BYTES):
             yield self._bytes(start, min(start + CHUNK_BYTES, info.stop))
 
     def elements(self, info: TensorInfo, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of the flattened tensor."""
+        """Read the elements ``start`` to ``stop`` of the flattened tensor."""
         size = FLOATS[info.dtype].itemsize
         return self._bytes(info.start + start * size, info.start + stop * size).view(FLOATS[info.dtype])
 
@@ -142,12 +142,12 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's bytes."""
+    """Return the SHA-256 digest of a tensor's bytes."""
     return hashlib.sha256(raw(tensor)).hexdigest()
 
 
 def file_digest(descriptor: int, start: int, stop: int) -> str:
-    """SHA-256 of a range of an open file."""
+    """Return the SHA-256 digest of a range of an open file."""
     sha = hashlib.sha256()
     for offset in range(start, stop, CHUNK_BYTES):
         sha.update(os.pread(descriptor, min(CHUNK_BYTES, stop - offset), offset))

@@ -1,4 +1,4 @@
-"""Versions of the packages that results depend on."""
+"""The versions of the packages that results depend on."""
 
 from importlib.metadata import version
 
@@ -6,5 +6,5 @@ _PACKAGES = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers", "sa
 
 
 def package_versions() -> dict[str, str]:
-    """By the names that the packages are installed under."""
+    """Return the versions by the names that the packages are installed under."""
     return {package: version(package) for package in _PACKAGES}
