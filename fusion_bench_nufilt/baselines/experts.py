@@ -1,4 +1,4 @@
-"""Models whose MLPs are mixtures of low-rank experts, on FusionBench's weight-ensembling mixture of experts."""
+"""Models whose MLPs are mixtures of low-rank experts, built on FusionBench's weight-ensembling mixture of experts."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -21,24 +21,24 @@ class LowRankExperts(_Ensembling):
     The gate g is one linear layer on the MLP's input, averaged over tokens, and over the batch if ``batch_reduce``.
 
     Args:
-        mlp: with W, which stays as it is.
-        hidden_size: of its input.
-        num_experts: how many.
-        rank: of :math:`B_k A_k`; clipped to the smaller side of a matrix.
+        mlp: holds W, which stays as it is.
+        hidden_size: width of the MLP's input.
+        num_experts: number of experts.
+        rank: rank of :math:`B_k A_k`, which is clipped to the smaller side of a matrix.
         init_lambda: bias of the gate at its start.
-        batch_reduce: one gate for the whole batch, in place of one for each of its items.
+        batch_reduce: one gate for the whole batch instead of one for each of its items.
     """
 
     def __init__(
         self, mlp: nn.Module, hidden_size: int, num_experts: int, rank: int, init_lambda: float, batch_reduce: bool
     ) -> None:
-        nn.Module.__init__(self)  # FusionBench's takes whole models as experts
+        nn.Module.__init__(self)  # FusionBench's own constructor takes whole models as experts
         self.hidden_size, self.rank, self.init_lambda = hidden_size, rank, init_lambda
         self.batch_first, self.batch_reduce = True, batch_reduce
         self.base_model = mlp
         matrices = {name: layer.weight for name, layer in mlp.named_children() if isinstance(layer, nn.Linear)}
         sizes = {name: num_experts * min(rank, *W.shape) for name, W in matrices.items()}
-        #: by layer, the experts side by side: (d_o, experts · rank) and (experts · rank, d_i)
+        #: the experts of each layer side by side: (d_o, experts · rank) and (experts · rank, d_i)
         self.B = nn.ParameterDict({name: W.new_zeros(len(W), sizes[name]) for name, W in matrices.items()})
         self.A = nn.ParameterDict({name: W.new_zeros(sizes[name], W.shape[1]) for name, W in matrices.items()})
         self.gate: Any = self._new_gate(num_experts) if num_experts else None
@@ -57,7 +57,7 @@ class LowRankExperts(_Ensembling):
             self.gate.fc.weight[:-1], self.gate.fc.bias[:-1] = old.fc.weight, old.fc.bias
 
     def merge_weights(self, expert_weights: Tensor) -> dict[str, Tensor]:
-        """The MLP's state with the experts in it, each times its weight ``(experts,)``."""
+        """Return the MLP's state with the experts added, each times its weight ``(experts,)``."""
         state = dict(self.base_model.state_dict(keep_vars=True))
         for name, B in self.B.items():
             g = expert_weights.repeat_interleave(B.shape[1] // len(expert_weights))
@@ -70,11 +70,11 @@ class LowRankExperts(_Ensembling):
 
 
 class MixtureOfExperts(nn.Module):
-    """What is common to models with :class:`LowRankExperts`; ``save_pretrained`` and ``from_pretrained`` know them."""
+    """Base of models with :class:`LowRankExperts`, which ``save_pretrained`` and ``from_pretrained`` handle."""
 
     config: Any
     mlp: str
-    """What its MLPs are called."""
+    """The name of the MLPs in the model's blocks."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -83,12 +83,12 @@ class MixtureOfExperts(nn.Module):
             setattr(block, self.mlp, LowRankExperts(getattr(block, self.mlp), config.hidden_size, **config.experts))
 
     def mixtures(self) -> Iterator[tuple[str, LowRankExperts]]:
-        """By name."""
+        """Yield the name and the module of every mixture."""
         return ((name, module) for name, module in self.named_modules() if isinstance(module, LowRankExperts))
 
     @torch.no_grad()
     def add_expert(self, pretrained: nn.Module, task: nn.Module) -> None:
-        r"""Take up a task: its MLP matrices as an expert, every other parameter as :math:`\theta + \lambda \tau`."""
+        r"""Add a task: its MLP matrices become an expert, every other parameter :math:`\theta + \lambda \tau`."""
         theta_0, theta = dict(pretrained.named_parameters()), dict(self.named_parameters())
         tau = {key: widened(task.get_parameter(key)) - widened(value) for key, value in theta_0.items()}
         for name, mixture in self.mixtures():
@@ -100,13 +100,13 @@ class MixtureOfExperts(nn.Module):
 
 
 class CLIPVisionModelWithExperts(MixtureOfExperts, CLIPVisionModel):
-    """A CLIP vision tower."""
+    """A CLIP vision tower with experts."""
 
     mlp = "mlp"
 
 
 class T5ForConditionalGenerationWithExperts(MixtureOfExperts, T5ForConditionalGeneration):  # type: ignore[misc]
-    """T5 and Flan-T5."""
+    """T5 or Flan-T5 with experts."""
 
     mlp = "DenseReluDense"
 
@@ -118,10 +118,10 @@ MIXTURES: dict[type, type[MixtureOfExperts]] = {
 
 
 def mixture_of(model: Any, *, rank: int, init_lambda: float, batch_reduce: bool) -> MixtureOfExperts:
-    """A model with the weights of another, whose MLPs can take up experts and have none yet.
+    """Return a model with the weights of another, whose MLPs are mixtures of no experts yet.
 
     Raises:
-        ValueError: the model is of a class that is not among :data:`MIXTURES`.
+        ValueError: the model's class is not among :data:`MIXTURES`.
     """
     if type(model) not in MIXTURES:
         known = " or ".join(kind.__name__ for kind in MIXTURES)

@@ -1,5 +1,6 @@
-"""Sequential fine-tuning, the reference that has all training data: FusionBench's own, a task at a time."""
+"""Sequential fine-tuning, the reference that has all training data: FusionBench's own, one task at a time."""
 
+from dataclasses import asdict, dataclass
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
@@ -11,46 +12,42 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.utils.data import Dataset
 
-from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
+from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
+from fusion_bench_nufilt.core.options import option, split_options, takes_options
 
 from .task_data import classifier, clip_pool
 
 _FineTuning: Any = ContinualImageClassificationFineTuningForCLIP
 
 
+@dataclass(frozen=True)
+class FineTuningConfig:
+    """How each task is trained."""
+
+    learning_rate: float = option(1e-5, "Learning rate of Adam at the first step of each task.")
+    num_steps: int = option(4000, "Steps of Adam on each task.")
+    batch_size: int = option(128, "Images in a batch.")
+    num_workers: int = option(0, "Processes that read images; 0 reads them in this one.")
+
+
 @auto_register_config
+@takes_options(FineTuningConfig, ProtocolConfig)
 class SequentialFineTuning(ContinualMergingAlgorithm):
     """One CLIP vision tower, fine-tuned on the tasks one after another; the pool's fine-tuned models are not used.
 
-    Cross-entropy, Adam, and for each task a cosine from the learning rate down to zero. The training images are the
-    model pool's ``train_datasets``, by the names of the models; classes and prompts are the task pool's.
+    The loss is the cross-entropy, and the learning rate falls to zero along a cosine on each task. The training images
+    are the model pool's ``train_datasets``, by the names of the models; classes and prompts are the task pool's.
 
     Args:
-        learning_rate: at the first step of each task.
-        num_steps: of Adam, on each task.
-        batch_size: images in a batch.
-        num_workers: processes that read images; 0: this one.
-        **kwargs: the protocol, see :class:`fusion_bench_nufilt.continual.ContinualMergingAlgorithm`.
+        **kwargs: options of :class:`FineTuningConfig` and :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
 
     Raises:
-        ValueError: a task without training images, or no task pool for CLIP vision towers.
+        ValueError: a task has no training images, or the task pool is not for CLIP vision towers.
     """
 
-    # set by auto_register_config
-    learning_rate: float
-    num_steps: int
-    batch_size: int
-    num_workers: int
-
-    def __init__(
-        self,
-        learning_rate: float = 1e-5,
-        num_steps: int = 4000,
-        batch_size: int = 128,
-        num_workers: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, **kwargs: Any) -> None:
+        (self._options,), protocol = split_options([FineTuningConfig], kwargs)
+        super().__init__(**protocol)
 
     def merge_stream(self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]) -> nn.Module:
         if missing := [name for name in names if name not in modelpool.train_dataset_names]:
@@ -61,13 +58,7 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
         return super().merge_stream(modelpool, pretrained, names)
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
-        method = _OneTaskFineTuning(
-            seed=self.seed,
-            learning_rate=self.learning_rate,
-            num_steps=self.num_steps,
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-        )
+        method = _OneTaskFineTuning(seed=self.seed, **asdict(self._options))
         method._fabric_instance, method._program = self.fabric, SimpleNamespace(taskpool=None)
         images = self._modelpool.load_train_dataset(name)
         with torch.enable_grad(), TemporaryDirectory() as method.log_dir:
@@ -76,7 +67,7 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
 
 
 class _OneTask(BaseModelPool):
-    """What the fine-tuning asks a model pool for: one task's images, and a CLIP with the tower to train."""
+    """The model pool that the fine-tuning reads: the images of one task, and a CLIP with the tower to train."""
 
     def __init__(self, taskpool: Any, tower: nn.Module, task: str, images: Dataset[Any]) -> None:
         self.classifier = classifier(taskpool, tower, task)
@@ -94,18 +85,18 @@ class _OneTask(BaseModelPool):
 
 
 class _OneTaskFineTuning(_FineTuning):
-    """FusionBench's continual fine-tuning, which keeps nothing on disk: the protocol does that.
+    """FusionBench's continual fine-tuning without files, since the protocol saves and logs.
 
-    It starts its optimizer anew for every task, so that tasks given one at a time are trained as those given at once.
+    Its optimizer starts anew for every task, so that tasks given one at a time are trained as those given at once.
     """
 
-    log_dir: str | None = None  # it wants one for a list of the tasks
+    log_dir: str | None = None  # it writes a list of the tasks there
 
     def setup_zero_shot_classification_head(self, task_names: list[str], **kwargs: Any) -> None:
         self.zeroshot_weights = dict.fromkeys(task_names, self.modelpool.classifier.zeroshot_weights)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Not here: the run's own logger has them."""
+        """Do nothing: the logger of the run has them."""
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """Not here."""
+        """Do nothing: the protocol saves every step."""

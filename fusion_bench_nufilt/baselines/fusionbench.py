@@ -1,4 +1,4 @@
-"""FusionBench's own methods under the protocol: its batch methods run continually, its continual ones as they are."""
+"""FusionBench's own methods under the protocol: batch methods run continually, continual ones run as they are."""
 
 import time
 from copy import copy, deepcopy
@@ -30,8 +30,8 @@ class _Baseline(ContinualMergingAlgorithm):
         check_model(pretrained, model, name=name)
 
     def make_base_method(self, taskpool: Any) -> Any:
-        """The method of FusionBench, wired as its program would, with a task pool for what it needs one for."""
-        # Ray from 2.54 on adds a parameter to what it decorates, which FusionBench then takes for an option.
+        """Return the method of FusionBench, wired as its program would, with the task pool that it may need."""
+        # Ray 2.54 and later add a parameter to the functions they decorate; FusionBench would take it for an option.
         constructor = import_object(self.base_method._target_).__init__
         getattr(getattr(constructor, "__wrapped__", constructor), "__dict__", {}).pop("__signature__", None)
         method = instantiate(self.base_method)
@@ -50,8 +50,8 @@ class BatchMethodBaseline(_Baseline):
         **kwargs: options of :class:`RuleConfig` and :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
 
     Raises:
-        ValueError: a value out of its range; the method returns another kind of model than it was given, or one that
-            is not finite.
+        ValueError: a value is out of its range, or the method returns a model of another class or one that is not
+            finite.
     """
 
     def __init__(self, base_method: DictConfig, **kwargs: Any) -> None:
@@ -98,16 +98,17 @@ class BatchMethodBaseline(_Baseline):
 
 @auto_register_config
 class ContinualMethodBaseline(_Baseline):
-    """A continual method of FusionBench (``opcm/*``, ``dop/*``), run as it is: only its steps are observed.
+    """A continual method of FusionBench (``opcm/*``, ``dop/*``), run as it is. The protocol only observes its steps.
 
     Args:
-        base_method: config of the method, with ``_target_``; it hands each step's model to its ``save_merged_model``.
-        form: ``paper``, the only one.
-        **kwargs: the protocol, see :class:`ContinualMergingAlgorithm`.
+        base_method: config of the method, with ``_target_``. The method passes the model of each step to its own
+            ``save_merged_model``.
+        form: ``paper``, which is the only form.
+        **kwargs: options of the protocol, see :class:`ContinualMergingAlgorithm`.
 
     Raises:
-        ValueError: asked for another form, or to go on from a step: what such a method keeps between its steps is not
-            in the merged model.
+        ValueError: another form is chosen, or the run is to go on from a step, which can't be done: the merged model
+            does not hold all that such a method keeps between its steps.
     """
 
     def __init__(self, base_method: DictConfig, form: str = "paper", **kwargs: Any) -> None:
@@ -127,12 +128,12 @@ class ContinualMethodBaseline(_Baseline):
             self.finish_step(index + 1, merged, time.perf_counter() - begin)
             begin = time.perf_counter()
 
-        # FusionBench reads the test sets of a CLIP pool even where it is not to score: the protocol scores, any pool.
+        # FusionBench reads the test sets of a CLIP pool even if it does not score; here, the protocol scores any pool.
         method = self.make_base_method(SimpleNamespace(_test_datasets=None))
         method.seed, method.shuffle_order = self.seed, self.shuffle_order
         method.save_on_every_step, method.evaluate_on_every_step = True, False
         method.save_merged_model = observe
         pool = copy(modelpool)
-        pool._models = deepcopy(modelpool._models)  # some write into the first model that they load
+        pool._models = deepcopy(modelpool._models)  # some methods write into the first model that they load
         with torch.enable_grad():
             return method.run(pool)

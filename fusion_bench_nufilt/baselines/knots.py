@@ -1,4 +1,4 @@
-"""KnOTS-TIES, of which FusionBench has the alignment alone."""
+"""KnOTS-TIES, of which FusionBench has only the alignment."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -22,21 +22,21 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
     The updates of a linear layer, side by side, have one decomposition :math:`[\tau_1 … \tau_T] = U S [V_1^\top …
     V_T^\top]`. TIES merges the :math:`V_t^\top`, and :math:`U S` maps the result back.
 
-    As in the continual comparison of NUFILT's paper, each layer is trimmed by itself and S takes no part in it. (The
-    KnOTS paper trims :math:`S V_t^\top`, all layers together.) What is not a linear layer stays the pretrained model's.
+    As in the continual comparison of NUFILT's paper, each layer is trimmed by itself, and without S. (The KnOTS paper
+    trims :math:`S V_t^\top`, all layers together.) Parameters outside the linear layers stay the pretrained model's.
     The update of a single model needs no alignment and is kept whole.
 
     Args:
-        scaling_factor: λ, on the merged update.
-        threshold: per cent of each model's entries that TIES keeps, the largest.
-        merge_func: how TIES joins entries of the elected sign; the continual comparison's is ``sum``, the KnOTS
-            paper's ``mean``.
+        scaling_factor: the factor λ of the merged update.
+        threshold: the percentage of each model's entries that TIES keeps, which are the largest.
+        merge_func: how TIES joins entries of the elected sign: ``sum`` in the continual comparison, ``mean`` in the
+            KnOTS paper.
 
     Raises:
-        ValueError: a value out of its range.
+        ValueError: a value is out of its range.
     """
 
-    # set by auto_register_config
+    # auto_register_config sets these.
     scaling_factor: float
     threshold: float
     merge_func: MergeFunc
@@ -74,18 +74,18 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
 
 
 def knots_ties(taus: Sequence[Tensor], threshold: float, merge_func: MergeFunc) -> Tensor:
-    """The merged update ``(d_o, d_i)`` of one layer.
+    """Return the merged update ``(d_o, d_i)`` of one layer.
 
     Args:
-        taus: updates ``(d_o, d_i)``, one for each model.
-        threshold: per cent of each model's entries that TIES keeps.
-        merge_func: of TIES.
+        taus: one update ``(d_o, d_i)`` for each model.
+        threshold: the percentage of each model's entries that TIES keeps.
+        merge_func: how TIES joins entries.
     """
-    U, S, V = subspace_alignment(list(taus), eps=1e-5)  # U: (d_o, r); V: (r, d_i) for each model
+    U, S, V = subspace_alignment(list(taus))  # U: (d_o, r); V: (r, d_i) for each model
     if not len(S):  # no model changed the layer
         return torch.zeros_like(taus[0])
     entries = torch.stack([part.flatten() for part in V])
-    if threshold < 100:  # FusionBench's function cannot keep all
+    if threshold < 100:  # FusionBench's function can't keep all entries
         entries, _ = topk_values_mask(entries, K=threshold / 100)
     merged = disjoint_merge(entries, merge_func, resolve_sign(entries))
     return U * S @ merged.view_as(V[0])

@@ -1,9 +1,9 @@
-r"""How a method that merges many models at once is made continual.
+r"""Rules that make a method continual which merges many models at once.
 
-:math:`M(\theta; \tau, …)` is what a batch method makes of the model :math:`\theta` and of task vectors. At step t there
-are the pretrained model :math:`\theta_0`, what is merged so far, :math:`\theta`, with its vector :math:`\tilde\tau =
-\theta - \theta_0`, and the new model with :math:`\tau_t`. A method that scales its result has a factor
-:math:`\lambda`; for others it is 1.
+A batch method turns a model :math:`\theta` and task vectors into a model :math:`M(\theta; \tau, …)`. Step t has the
+pretrained model :math:`\theta_0`, the model merged so far :math:`\theta` with its update :math:`\tilde\tau = \theta -
+\theta_0`, and the new model :math:`\theta_t` with its task vector :math:`\tau_t`. The method scales its result by
+:math:`\lambda`, which is 1 for methods without such a factor.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,10 @@ ONE_FORM = (
 
 @dataclass(frozen=True)
 class RuleConfig:
-    """By which formula a batch method is run continually.
+    """The formula by which a batch method is run continually.
 
     Raises:
-        ValueError: a value out of its range, or a form that the method does not have; names the key.
+        ValueError: a value is out of its range, or the method does not have the form; the message names the key.
     """
 
     form: Literal["paper", "released"] = option(
@@ -40,10 +40,10 @@ class RuleConfig:
     )
     rule: RuleName = option(
         "at_once",
-        "What the method is given and what becomes of its result: at_once M(θ0; τ̃/λ, τ), add θ + M(θ0; τ̃, τ) - θ0, "
+        "What the method merges, and how its result is used: at_once M(θ0; τ̃/λ, τ), add θ + M(θ0; τ̃, τ) - θ0, "
         "add_running the same with the method's own last result in place of τ̃, restart M(θ0; τ), on_top M(θ; τ).",
     )
-    released_rule: RuleName | None = option(None, "The same for form=released; null: the method has one form.")
+    released_rule: RuleName | None = option(None, "The rule of form=released; null if the method has one form.")
     merged_scale: float = option(1.0, "The factor λ by which the method scales its result.", symbol="λ")
     merge_first: bool = option(
         False, "Whether the method merges the first model, too, by itself; otherwise that enters as θ0 + λ τ."
@@ -58,19 +58,19 @@ class RuleConfig:
 
     @property
     def chosen(self) -> RuleName:
-        """The rule of the form."""
+        """Return the rule of the chosen form."""
         return self.released_rule if self.form == "released" and self.released_rule is not None else self.rule
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a rule may look at."""
+    """The models that a rule combines."""
 
-    merge: Callable[..., nn.Module]  # M, given the model that it starts from and those that it merges
+    merge: Callable[..., nn.Module]  # M(θ; τ, …) of the model to start from and the models to merge
     theta_0: nn.Module  # pretrained
-    before: nn.Module  # merged before the last step; pretrained at steps 1 and 2
+    before: nn.Module  # merged before the last step; the pretrained model at steps 1 and 2
     theta: nn.Module  # merged so far
-    theta_t: nn.Module  # the new one
+    theta_t: nn.Module  # the new model
     scale: float  # lambda
 
 
@@ -87,14 +87,14 @@ def add(s: Step) -> nn.Module:
 def add_running(s: Step) -> nn.Module:
     r""":math:`\theta + \lambda T_t` with :math:`\lambda T_t = M(\theta_0; T_{t-1}, \tau_t) - \theta_0`.
 
-    :math:`T_{t-1}` is read off the last two merged models, so that nothing else has to be kept.
+    :math:`T_{t-1}` is the difference of the last two merged models, so that nothing else has to be kept.
     """
     running = shifted(s.theta_0, s.theta, s.before, 1 / s.scale)
     return shifted(s.theta, s.merge(s.theta_0, running, s.theta_t), s.theta_0)
 
 
 def restart(s: Step) -> nn.Module:
-    r""":math:`M(\theta_0; \tau_t)`: what was merged so far is dropped."""
+    r""":math:`M(\theta_0; \tau_t)`, which drops the models merged so far."""
     return s.merge(s.theta_0, s.theta_t)
 
 
@@ -103,18 +103,14 @@ def on_top(s: Step) -> nn.Module:
     return s.merge(s.theta, shifted(s.theta, s.theta_t, s.theta_0))
 
 
-RULES: dict[RuleName, Callable[[Step], nn.Module]] = {
-    "at_once": at_once,
-    "add": add,
-    "add_running": add_running,
-    "restart": restart,
-    "on_top": on_top,
+RULES: dict[str, Callable[[Step], nn.Module]] = {
+    rule.__name__: rule for rule in (at_once, add, add_running, restart, on_top)
 }
 
 
 @torch.no_grad()
 def shifted(theta: nn.Module, to: nn.Module, base: nn.Module, scale: float = 1) -> nn.Module:
-    r"""A new model :math:`\theta + s (\theta_{to} - \theta_{base})`, rounded once to the type of its weights."""
+    r"""Return a new model :math:`\theta + s (\theta_{to} - \theta_{base})`, rounded once to the weights' dtype."""
     if theta is base and scale == 1:
         return deepcopy(to)
     model, above, below = deepcopy(theta), to.state_dict(), base.state_dict()

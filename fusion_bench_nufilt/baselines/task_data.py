@@ -1,8 +1,9 @@
-"""What references that need data take from FusionBench's task pools."""
+"""Test data of one task, which the references that need data take from FusionBench's task pools."""
 
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -18,45 +19,32 @@ from torch.utils.data import DataLoader, Subset
 from transformers import default_data_collator
 
 from fusion_bench_nufilt.continual.evaluation import names_of
+from fusion_bench_nufilt.core.options import option
 
 
-def clip_pool(method: str, pool: Any, tasks: Sequence[str]) -> Any:
-    """A task pool, set up, if it is one for CLIP vision towers that has the tasks.
+@dataclass(frozen=True)
+class EntropyConfig:
+    """How parameters are trained on the entropy of predictions."""
 
-    Raises:
-        ValueError: it is not; names the method and what it lacks.
-    """
-    if not isinstance(pool, CLIPVisionModelTaskPool):
-        raise ValueError(f"{method} needs a CLIPVisionModelTaskPool, got {type(pool).__name__}")
-    if missing := [task for task in tasks if task not in pool._test_datasets]:
-        raise ValueError(f"{method} needs a CLIPVisionModelTaskPool with {', '.join(missing)}")
-    if not pool._is_setup:
-        pool.setup()
-    return pool
-
-
-def classifier(pool: Any, tower: nn.Module, task: str) -> HFCLIPClassifier:
-    """The pool's CLIP with a vision tower, and the head of a task."""
-    pool.clip_model.vision_model = tower
-    made = HFCLIPClassifier(pool.clip_model, pool.processor)
-    # Not FusionBench's own set-up of heads, which keeps them on disk by the CLIP's path, whatever lies there now.
-    made.set_classification_task(*get_classnames_and_templates(task))
-    return made
+    lr: float = option(1e-4, "Learning rate of Adam.")
+    max_steps: int = option(50, "Steps of Adam, one batch each.")
+    batch_size: int = option(16, "Items in a batch.")
+    samples_per_class: int | None = option(None, "Items of each class that are used; null takes all.")
 
 
 class TaskData(ABC):
-    """Test data of one task. The labels serve to draw a few items of each class, and nothing else.
+    """Test data of one task. Its labels only serve to draw a few items of each class.
 
     Args:
         dataset: the items.
-        collate: makes a batch; None: torch's own.
+        collate: makes a batch of items; None is torch's default.
     """
 
     def __init__(self, dataset: Any, collate: Any = None) -> None:
         self.dataset, self.collate = dataset, collate
 
     def batches(self, size: int, *, per_class: int | None, seed: int) -> Iterator[Any]:
-        """Batches without end, of at most ``size`` items, out of ``per_class`` of each class (None: all)."""
+        """Yield batches of at most ``size`` items without end, from ``per_class`` items of each class (None: all)."""
         items, order = self.dataset, torch.Generator().manual_seed(seed)
         if per_class is not None:
             items = Subset(items, self._draw(per_class, random.Random(seed)))
@@ -64,43 +52,36 @@ class TaskData(ABC):
         while True:
             yield from loader
 
-    def make_certain(
-        self,
-        model: nn.Module,
-        parameters: Iterable[Tensor],
-        *,
-        lr: float,
-        steps: int,
-        batch_size: int,
-        per_class: int | None,
-        seed: int,
+    def minimise_entropy(
+        self, model: nn.Module, parameters: Iterable[Tensor], config: EntropyConfig, seed: int
     ) -> None:
-        """Train some parameters of a model by Adam until its predictions are certain: of least entropy."""
-        optimizer = torch.optim.Adam(parameters, lr=lr)
-        for batch in islice(self.batches(batch_size, per_class=per_class, seed=seed), steps):
+        """Train some parameters of a model by Adam to minimise the entropy of its predictions."""
+        optimizer = torch.optim.Adam(parameters, lr=config.lr)
+        batches = self.batches(config.batch_size, per_class=config.samples_per_class, seed=seed)
+        for batch in islice(batches, config.max_steps):
             optimizer.zero_grad()
             entropy_loss(self.logits(model, batch)).backward()
             optimizer.step()
 
     def _draw(self, per_class: int, rng: random.Random) -> list[int]:
-        """Places of so many items of each class, or of all that a class has."""
-        of_class: dict[Any, list[int]] = {}
-        for place, label in enumerate(self.labels()):
-            of_class.setdefault(label, []).append(place)
-        drawn = (rng.sample(places, min(per_class, len(places))) for places in of_class.values())
-        return [place for places in drawn for place in places]
+        """Draw the indices of ``per_class`` items of each class, or of all items of a smaller class."""
+        by_class: dict[Any, list[int]] = {}
+        for index, label in enumerate(self.labels()):
+            by_class.setdefault(label, []).append(index)
+        drawn = (rng.sample(indices, min(per_class, len(indices))) for indices in by_class.values())
+        return [index for indices in drawn for index in indices]
 
     @abstractmethod
     def labels(self) -> Iterable[Hashable]:
-        """Of each item."""
+        """Return the label of each item."""
 
     @abstractmethod
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
-        """``(items, classes)``, on the model's device."""
+        """Return the logits ``(items, classes)`` of a batch, on the model's device."""
 
 
 class Images(TaskData):
-    """Of a pool for CLIP vision towers."""
+    """Test images of a task pool for CLIP vision towers."""
 
     def __init__(self, pool: Any, task: str) -> None:
         super().__init__(pool.test_datasets[task])
@@ -118,11 +99,11 @@ class Images(TaskData):
 
 
 class Texts(TaskData):
-    """Of the pool for Flan-T5 on GLUE; what is predicted is the first token of the answer."""
+    """Test texts of the task pool for Flan-T5 on GLUE. The prediction is the first token of the answer."""
 
     def __init__(self, pool: FlanT5GLUETextGenerationTaskPool, task: str) -> None:
         super().__init__(pool.load_task(task).test_dataset, default_data_collator)
-        self._start = pool.tokenizer.pad_token_id  # with which T5's answers begin
+        self._start = pool.tokenizer.pad_token_id  # T5's answers begin with it
 
     def labels(self) -> Iterable[Hashable]:
         return map(tuple, self.dataset["labels"])
@@ -136,10 +117,10 @@ class Texts(TaskData):
 
 
 def task_data(method: str, pool: Any, task: str) -> TaskData:
-    """The test data that a task pool has of a task.
+    """Return the test data that a task pool has of a task.
 
     Raises:
-        ValueError: it has none, or is of a kind whose data cannot be had; names the method.
+        ValueError: the pool has none, or gives no access to its data; the message names the method.
     """
     if not isinstance(pool, FlanT5GLUETextGenerationTaskPool):
         return Images(clip_pool(method, pool, [task]), task)
@@ -147,3 +128,27 @@ def task_data(method: str, pool: Any, task: str) -> TaskData:
     if own is None:
         raise ValueError(f"{method} needs test data of '{task}'; the task pool has {', '.join(pool.task_names)}")
     return Texts(pool, own)
+
+
+def clip_pool(method: str, pool: Any, tasks: Sequence[str]) -> Any:
+    """Set up a task pool for CLIP vision towers that has the tasks, and return it.
+
+    Raises:
+        ValueError: the pool is of another kind or lacks a task; the message names the method and what is missing.
+    """
+    if not isinstance(pool, CLIPVisionModelTaskPool):
+        raise ValueError(f"{method} needs a CLIPVisionModelTaskPool, got {type(pool).__name__}")
+    if missing := [task for task in tasks if task not in pool._test_datasets]:
+        raise ValueError(f"{method} needs a CLIPVisionModelTaskPool with {', '.join(missing)}")
+    if not pool._is_setup:
+        pool.setup()
+    return pool
+
+
+def classifier(pool: Any, tower: nn.Module, task: str) -> HFCLIPClassifier:
+    """Return the pool's CLIP with another vision tower and the classification head of a task."""
+    pool.clip_model.vision_model = tower
+    made = HFCLIPClassifier(pool.clip_model, pool.processor)
+    # FusionBench's own set-up caches heads on disk under the CLIP's path, whatever CLIP lies there now.
+    made.set_classification_task(*get_classnames_and_templates(task))
+    return made

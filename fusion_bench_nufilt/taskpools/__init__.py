@@ -1,4 +1,4 @@
-"""Task pools that FusionBench lacks; what they score with is imported, or run, when it is used."""
+"""Task pools that FusionBench lacks. The harnesses that they score with are imported, or run, when they are used."""
 
 from .lm_harness import LMEvalTaskPool
 from .lmms_harness import LMMSEvalTaskPool

@@ -4,48 +4,41 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from fusion_bench import BaseTaskPool, auto_register_config
-from fusion_bench.mixins import LightningFabricMixin
+from fusion_bench import auto_register_config
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
-from fusion_bench_nufilt.continual import TasksByName
-
-from .results import by_model, first_metric
-
-# What stands for a task where its metric is not named, the first that it has.
-_METRICS = ("acc", "exact_match", "acc_norm", "pass@1", "mcc", "f1", "bleu")
+from .harness import HarnessTaskPool, Results
 
 
 @auto_register_config
-class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
+class LMEvalTaskPool(HarnessTaskPool):
     """Tasks of lm-evaluation-harness (``pip install 'fusion-bench-nufilt[lm-eval]'``), one for each model of a pool.
 
-    Tasks and their data are loaded once, at the first score.
+    Tasks and their data are loaded once, when the first model is scored.
 
     Args:
         tasks: names of lm-eval's tasks or groups by the names of the models (``{math: gsm8k, code: humaneval}``), or
             a list where these are the same.
         tokenizer: folder or hub name of the tokenizer.
         include_path: folder with further tasks, as lm-eval's ``--include_path``.
-        metric: which of a task's metrics counts, without its filter; None: the first it has of acc, exact_match,
-            acc_norm, pass@1, mcc, f1 and bleu.
-        num_fewshot: examples in the prompt; None: as each task says.
-        limit: examples of each task, a number or a share of them; None: all.
-        batch_size: of the model.
-        apply_chat_template: put prompts into the tokenizer's chat template.
+        metric: the metric of a task that counts, without its filter; None takes the first that the task has of acc,
+            exact_match, acc_norm, pass@1, mcc, f1 and bleu.
+        num_fewshot: number of examples in the prompt; None is each task's own.
+        limit: examples of each task, as a number or a share; None takes all.
+        batch_size: examples that the model reads at once.
+        apply_chat_template: whether prompts are put into the tokenizer's chat template.
 
     Raises:
-        ValueError: a task that lm-eval does not know, or one without the metric; names it.
+        ValueError: lm-eval does not know a task, or the task lacks the metric; the message names it.
         ImportError: lm-eval is not installed.
     """
 
-    # set by auto_register_config
-    tasks: Any
+    metrics = ("acc", "exact_match", "acc_norm", "pass@1", "mcc", "f1", "bleu")
+    # auto_register_config sets these.
     tokenizer: str
     include_path: str | None
-    metric: str | None
     num_fewshot: int | None
     limit: int | float | None
     batch_size: int
@@ -63,35 +56,17 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
         apply_chat_template: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
-        self._names = by_model(tasks)
+        super().__init__(tasks, metric, **kwargs)
 
-    @property
-    def task_names(self) -> list[str]:
-        """Of the models."""
-        return list(self._names)
-
-    def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
-        """Score a causal language model.
-
-        Args:
-            model: of transformers; is moved to the fabric's device.
-            tasks: names of the models whose tasks count; None: all.
-
-        Returns:
-            ``{name: {"accuracy": score}}``, with the score that the metric gives in place of an accuracy.
-        """
-        lm_eval = _lm_eval()
-        names = [name for name in self._names if tasks is None or name in tasks]
-        if not names:
-            return {}
-        manager = self._manager()
+    def run_harness(self, model: nn.Module, tasks: list[str]) -> Results:
+        """Move the model to the fabric's device, and score it there."""
+        manager, lm_eval = self._manager(), _lm_eval()
         scored = lm_eval.models.huggingface.HFLM(
             pretrained=model.to(self.fabric.device), tokenizer=self.tokenizer, batch_size=self.batch_size
         )
-        results = lm_eval.simple_evaluate(
+        results: Results = lm_eval.simple_evaluate(
             scored,
-            tasks=sorted({self._names[name] for name in names}),
+            tasks=tasks,
             num_fewshot=self.num_fewshot,
             limit=self.limit,
             apply_chat_template=self.apply_chat_template,
@@ -99,22 +74,20 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
             log_samples=False,
             bootstrap_iters=0,
         )["results"]
-        metrics = (self.metric,) if self.metric else _METRICS
-        return {name: {"accuracy": first_metric(self._names[name], results, metrics)} for name in names}
+        return results
 
     def get_test_dataloader(self, task: str) -> "DataLoader[str]":
-        """A task's prompts without examples and answers, tokenized and padded: what `nufilt analyze` looks at.
+        """Return the inputs that `nufilt analyze` uses: a task's prompts, without examples and answers.
 
         Args:
             task: name of the model.
         """
         if task not in self._names:
             raise ValueError(f"the task pool has no data of task '{task}', only of {', '.join(self._names)}")
-        _lm_eval()
-        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         found = self._manager().load([self._names[task]])["tasks"].values()
         prompts: Any = [each.doc_to_text(document) for each in found for document in each.eval_docs]
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
         def tokenize(texts: list[str]) -> dict[str, Any]:
             return dict(tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
@@ -122,6 +95,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
         return DataLoader(prompts, batch_size=self.batch_size, collate_fn=tokenize)
 
     def _manager(self) -> Any:
+        _lm_eval()
         manager = _task_manager(self.include_path, self.num_fewshot)
         if unknown := sorted(set(self._names.values()) - {*manager.all_tasks, *manager.all_groups}):
             raise ValueError(f"lm-eval knows no task '{unknown[0]}'; include_path names a folder with more")
@@ -138,18 +112,13 @@ def _lm_eval() -> Any:
 
 @cache
 def _task_manager(include_path: str | None, num_fewshot: int | None) -> Any:
-    """An index of all tasks, which takes seconds, that keeps what it loads; tasks remember the number of examples."""
+    """Return an index of all tasks that keeps the tasks it loads.
+
+    Indexing takes seconds, and a loaded task remembers its number of examples, so that each number has its own index.
+    """
     from lm_eval.tasks import TaskManager
 
-    class KeepingTaskManager(TaskManager):
-        def __init__(self) -> None:
-            super().__init__(include_path=include_path)
-            self._kept: dict[tuple[str, ...], Any] = {}
-
-        def load(self, names: list[str]) -> Any:
-            key = tuple(names)
-            if key not in self._kept:
-                self._kept[key] = super().load(names)
-            return self._kept[key]
-
-    return KeepingTaskManager()
+    manager = TaskManager(include_path=include_path)
+    load = cache(lambda names: TaskManager.load(manager, list(names)))
+    manager.load = lambda names: load(tuple(names))
+    return manager

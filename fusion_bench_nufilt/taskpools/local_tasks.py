@@ -1,4 +1,4 @@
-"""Image classification tasks of one's own, for FusionBench's CLIP task pool, which knows only its own by name."""
+"""Image classification tasks of the user for FusionBench's CLIP task pool, which only knows its own by name."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,20 +9,21 @@ from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
 
 
 def load_image_task(name: str, path: str, template: str, classnames: Sequence[str] | None = None) -> Dataset:
-    """A test set, its class names and its prompts, as ``_target_`` of an entry of ``test_datasets``.
+    """Load a test set, and register its class names and its prompt: ``_target_`` of an entry of ``test_datasets``.
 
     Args:
-        name: of the task; the key of this entry in the task pool and of its model in the model pool.
+        name: the name of the task, which is the key of this entry in the task pool and of its model in the model pool.
         path: a folder of images with one subfolder for each class, or a folder written by ``datasets``'
             ``save_to_disk``.
         template: the prompt, with ``{}`` for the class name.
-        classnames: by label; default: those of the data set, i.e. the names of the subfolders.
+        classnames: the name of each label; None takes those of the data set, which are the names of the subfolders.
 
     Returns:
-        Data set with columns ``image`` (PIL) and ``label`` (int).
+        A data set with columns ``image`` (PIL) and ``label`` (int).
 
     Raises:
-        ValueError: no images, several splits, a column missing, labels without a name, or no ``{}``.
+        ValueError: there are no images or several splits, a column is missing, a label has no name, or the template
+            has no ``{}``.
     """
     if "{}" not in template:
         raise ValueError(f"task '{name}': the template {template!r} has no {{}} for the class name")
@@ -43,17 +44,17 @@ def load_image_task(name: str, path: str, template: str, classnames: Sequence[st
 
 
 def load_images(name: str, path: str) -> Dataset:
-    """The images of a task alone, as ``_target_`` of an entry of ``train_datasets``.
+    """Load the images of a task: ``_target_`` of an entry of ``train_datasets``.
 
     Args:
-        name: of the task.
-        path: as for :func:`load_image_task`; labels must be those of the test set.
+        name: the name of the task.
+        path: a folder as for :func:`load_image_task`, with the labels of the test set.
 
     Returns:
-        Data set with columns ``image`` (PIL) and ``label`` (int).
+        A data set with columns ``image`` (PIL) and ``label`` (int).
 
     Raises:
-        ValueError: no images, several splits, or a column missing.
+        ValueError: there are no images or several splits, or a column is missing.
     """
     dataset = _load(name, Path(path))
     if missing := {"image", "label"} - set(dataset.column_names):
@@ -65,9 +66,9 @@ def load_images(name: str, path: str) -> Dataset:
 
 
 def register_task(name: str, classnames: Sequence[str], template: str) -> None:
-    """Tell FusionBench the class names and the prompt of a task, in place of what it knows by that name."""
+    """Tell FusionBench the class names and the prompt of a task, in place of any that it knows by that name."""
     classnames, templates = list(classnames), [template.format]
-    # Given class names and templates alone, `register_dataset` misspells a key (0.2.33).
+    # `register_dataset` of FusionBench 0.2.33 misspells a key if it is only given class names and templates.
     CLIPTemplateFactory.register_dataset(
         name,
         dataset_info={"classnames": classnames, "templates": templates},
@@ -81,7 +82,7 @@ def _load(name: str, path: Path) -> Dataset:
         raise ValueError(f"task '{name}': '{path}' holds several splits: name the folder of one, inside it")
     if (path / "state.json").exists():
         return load_from_disk(str(path))
-    # Not `datasets`' own imagefolder: that one picks files by words like "train" in their names, and keeps a cache.
+    # The imagefolder of `datasets` would pick files by words like "train" in their names, and keep a cache.
     endings = PIL.Image.registered_extensions()
     files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in endings)
     if not files:

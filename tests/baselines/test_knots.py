@@ -114,3 +114,10 @@ def test_a_model_of_another_shape_is_refused_by_name():
 def test_values_out_of_range_are_refused(bad):
     with pytest.raises(ValueError, match=f"{next(iter(bad))}.*{next(iter(bad.values()))}"):
         KnotsTiesMergingAlgorithm(**bad)
+
+
+def test_singular_values_are_cut_where_fusion_bench_cuts_them():
+    small, large = torch.zeros(4, 4), torch.zeros(4, 4)
+    small[0, 0], large[0, 0] = 0.9e-4, 1.1e-4
+    assert not knots_ties([small, torch.zeros(4, 4)], 100, "sum").any()
+    assert knots_ties([large, torch.zeros(4, 4)], 100, "sum").any()
