@@ -59,19 +59,19 @@ class LayerMethod(ABC):
         """Return the state of a layer before the first task, given its pretrained weight ``(d_o, d_i)``."""
 
     @abstractmethod
-    def add(self, layer: str, state: State, theta_0: Tensor, task: Tensor | LowRank) -> State:
+    def weight(self, layer: str, state: State, theta_0: Tensor) -> Tensor:
+        """Return the merged weight ``(d_o, d_i)`` that follows from a state, in the dtype of ``theta_0``."""
+
+    def add(self, layer: str, state: State, theta_0: Tensor, tau: Tensor) -> State:
         """Return the state after one more task.
 
         Args:
             layer: the layer's name.
             state: the state so far.
             theta_0: the pretrained weight, ``(d_o, d_i)``.
-            task: the fine-tuned weight, ``(d_o, d_i)``, or the factors of its update.
+            tau: the task vector, ``(d_o, d_i)``, in float32 at least.
         """
-
-    @abstractmethod
-    def weight(self, layer: str, state: State, theta_0: Tensor) -> Tensor:
-        """Return the merged weight ``(d_o, d_i)`` that follows from a state, in the dtype of ``theta_0``."""
+        raise NotImplementedError
 
     def add_each(
         self,
@@ -82,7 +82,7 @@ class LayerMethod(ABC):
         step: int,
         device: Devices | None = None,
     ) -> Iterator[tuple[str, State, Report]]:
-        """Add one task to many layers, side by side.
+        """Add one task to many layers, side by side; a method that solves layers together overrides this.
 
         Args:
             states: the state of each layer so far.
@@ -104,14 +104,14 @@ class LayerMethod(ABC):
         @torch.no_grad()
         def add(layer: str) -> tuple[str, State, Report]:
             begin = time.perf_counter()
-            theta_0, theta_t = pretrained[layer].to(where), task[layer].to(where)
+            theta_0, new = pretrained[layer].to(where), task[layer].to(where)
+            tau = widened(new.product()) if isinstance(new, LowRank) else widened(new) - widened(theta_0)
             before = {name: value.to(where) for name, value in states[layer].items()}
-            after = self.add(layer, before, theta_0, theta_t)
-            update = theta_t.product() if isinstance(theta_t, LowRank) else widened(theta_t) - widened(theta_0)
+            after = self.add(layer, before, theta_0, tau)
             report = {
                 "shape": tuple(theta_0.shape),
                 "seconds": time.perf_counter() - begin,
-                "task_norm": torch.linalg.vector_norm(update).item(),
+                "task_norm": torch.linalg.vector_norm(tau).item(),
                 **{name: value.item() for name, value in after.items() if value.ndim == 0},
             }
             home = pretrained[layer].device

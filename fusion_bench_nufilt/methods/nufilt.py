@@ -9,7 +9,6 @@ from fusion_bench_nufilt.core.checks import Layers, TaskLayers
 from fusion_bench_nufilt.core.config import FusionConfig
 from fusion_bench_nufilt.core.devices import Devices
 from fusion_bench_nufilt.core.fusion import fuse_each
-from fusion_bench_nufilt.core.low_rank import LowRank
 
 from .base import LayerMethod, Report, State
 
@@ -31,10 +30,6 @@ class Nufilt(LayerMethod):
 
     def start(self, layer: str, theta_0: Tensor) -> State:
         return {"weight": theta_0}
-
-    def add(self, layer: str, state: State, theta_0: Tensor, task: Tensor | LowRank) -> State:
-        ((_, after, _),) = self.add_each({layer: state}, {layer: theta_0}, {layer: task}, step=1)
-        return after
 
     def weight(self, layer: str, state: State, theta_0: Tensor) -> Tensor:
         return state["weight"]

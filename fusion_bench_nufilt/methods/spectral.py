@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.dtypes import wide_dtype
-from fusion_bench_nufilt.core.low_rank import LowRank
 from fusion_bench_nufilt.core.options import is_number
 from fusion_bench_nufilt.core.voting import render, strengths, vote
 
@@ -64,8 +63,8 @@ class Spectral(LayerMethod):
             "count": torch.tensor(0),
         }
 
-    def add(self, layer: str, state: State, theta_0: Tensor, task: Tensor | LowRank) -> State:
-        tau = task.product().double() if isinstance(task, LowRank) else task.double() - theta_0.double()
+    def add(self, layer: str, state: State, theta_0: Tensor, tau: Tensor) -> State:
+        tau = tau.double()
         A, s_1 = vote(tau)
         if s_1 == 0:
             return state

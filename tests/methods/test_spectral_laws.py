@@ -33,7 +33,7 @@ def merge(taus, dtype=torch.float64, damp=DAMP):
     method = method_with(kappa=KAPPA, damp=damp)
     state = method.start("layer", theta_0)
     for tau in taus:
-        state = method.add("layer", state, theta_0, (theta_0 + tau).to(dtype))
+        state = method.add("layer", state, theta_0, (theta_0 + tau).to(dtype) - theta_0)
     return method.weight("layer", state, theta_0).double() - theta_0.double()
 
 
@@ -76,7 +76,7 @@ def test_models_in_bfloat16_have_their_votes_in_float32():
     method = method_with()
     state = method.start("layer", theta_0)
     for task in tasks:
-        state = method.add("layer", state, theta_0, task)
+        state = method.add("layer", state, theta_0, task.float() - theta_0.float())
     exact = by_definition([task.double() - theta_0.double() for task in tasks])
     assert distance(method.weight("layer", state, theta_0.double()) - theta_0.double(), exact) < 1e-5
     assert method.weight("layer", state, theta_0).dtype == torch.bfloat16
@@ -118,14 +118,12 @@ def test_tasks_whose_inputs_and_outputs_are_orthogonal_do_not_disturb_each_other
 
 
 def test_the_factors_of_an_update_are_as_good_as_the_weights():
-    theta_0, first, left, right = (
-        torch.randn(*shape, dtype=torch.float64) for shape in [(12, 10)] * 2 + [(12, 2), (2, 10)]
-    )
-    method = method_with()
-    state = method.add("layer", method.start("layer", theta_0), theta_0, first)
-    by_weight = method.add("layer", state, theta_0, theta_0 + left @ right)
-    by_factors = method.add("layer", state, theta_0, LowRank(left, right))
-    torch.testing.assert_close(by_weight, by_factors, rtol=0, atol=1e-6)
+    theta_0, left, right = torch.randn(12, 10), torch.randn(12, 2), torch.randn(2, 10)
+    method, pretrained = method_with(), {"layer": theta_0}
+    states = {"layer": method.start("layer", theta_0)}
+    ((_, by_weight, _),) = method.add_each(states, pretrained, {"layer": theta_0 + left @ right}, step=1)
+    ((_, by_factors, _),) = method.add_each(states, pretrained, {"layer": LowRank(left, right)}, step=1)
+    torch.testing.assert_close(by_weight, by_factors, rtol=0, atol=1e-5)
 
 
 # --- what is refused ---

@@ -33,8 +33,8 @@ class RunningSum(LayerMethod):
     def start(self, layer, theta_0):
         return {"sum": torch.zeros_like(theta_0), "count": torch.tensor(0)}
 
-    def add(self, layer, state, theta_0, task):
-        return {"sum": state["sum"] + (task - theta_0), "count": state["count"] + 1}
+    def add(self, layer, state, theta_0, tau):
+        return {"sum": state["sum"] + tau, "count": state["count"] + 1}
 
     def weight(self, layer, state, theta_0):
         return theta_0 + self.options.scale * state["sum"]
