@@ -12,7 +12,8 @@ from merge_step import CONFIG, make_layer
 from torch import Tensor
 
 from fusion_bench_nufilt.core import fuse_layers
-from fusion_bench_nufilt.core.projector import null_space_filter, protected_subspace
+from fusion_bench_nufilt.core.projector import null_space_filter
+from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 
 
 def task_vectors(shape: tuple[int, int], decay: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -29,7 +30,7 @@ def task_vectors(shape: tuple[int, int], decay: float, seed: int) -> tuple[Tenso
 
 def filter_error(tau: Tensor, tau_merged: Tensor) -> float:
     filtered, exact = (
-        null_space_filter(tau.double(), protected_subspace(tau_merged.to(dtype), CONFIG.null_rank).double())
+        null_space_filter(tau.double(), top_right_singular_vectors(tau_merged.to(dtype), CONFIG.null_rank).double())
         for dtype in (torch.float32, torch.float64)
     )
     return float((filtered - exact).norm() / tau.double().norm())

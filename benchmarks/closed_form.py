@@ -28,7 +28,7 @@ from fusion_bench_nufilt.continual import AccuracyMatrix, task_order
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.adapter import Objective, fit_adapter
 from fusion_bench_nufilt.core.fusion import _initial_A
-from fusion_bench_nufilt.core.projector import null_space_filter, protected_subspace
+from fusion_bench_nufilt.core.projector import null_space_filter
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 from fusion_bench_nufilt.layers import select_layers
 
@@ -208,7 +208,7 @@ class Bench:
             before, merged = merged, {}
             for name, theta_0 in self.pretrained.items():
                 tau, tau_merged = self.tuned[task][name] - theta_0, before[name] - theta_0
-                V_p = protected_subspace(tau_merged, config.null_rank)
+                V_p = top_right_singular_vectors(tau_merged, config.null_rank)
                 E = top_right_singular_vectors(tau, min(tau.shape))
                 tau_filtered = tau if way == UNFILTERED else null_space_filter(tau, V_p)
                 A = _initial_A(name, tau.shape[1], config, seed, step)
@@ -246,7 +246,7 @@ def time_layer(d_o: int, d_i: int) -> str:
     """Median milliseconds on one layer at the size and ranks of CLIP ViT-B/32, on random matrices."""
     tau, tau_merged = torch.randn(2, d_o, d_i, generator=torch.Generator().manual_seed(0))
     config, lines = FusionConfig(), []
-    E, V_p = top_right_singular_vectors(tau, d_i), protected_subspace(tau_merged, config.null_rank)
+    E, V_p = top_right_singular_vectors(tau, d_i), top_right_singular_vectors(tau_merged, config.null_rank)
     A = _initial_A("layer", d_i, config, 0, 1)
     problem = Problem(tau, null_space_filter(tau, V_p), tau_merged, E[:, : config.task_rank], V_p, A, E)
     for name in (

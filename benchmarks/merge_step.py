@@ -32,7 +32,7 @@ from torch.utils.benchmark import Timer
 
 from fusion_bench_nufilt.core import FusionConfig, fuse_each
 from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, loop_gram
-from fusion_bench_nufilt.core.projector import null_space_filter, protected_subspace
+from fusion_bench_nufilt.core.projector import null_space_filter
 from fusion_bench_nufilt.core.spectral import SpectralConfig, Votes, accumulate_each, flatten, map_spectrum
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 
@@ -195,7 +195,7 @@ def split(layers: list[Layer]) -> dict[str, float]:
     times = [now()]
     gram = loop_gram(tau)
     V_t = top_right_singular_vectors(tau, CONFIG.task_rank, gram)
-    V_p = protected_subspace(tau_merged, CONFIG.null_rank)
+    V_p = top_right_singular_vectors(tau_merged, CONFIG.null_rank)
     tau_filtered = null_space_filter(tau, V_p)
     times.append(now())
     objective = Objective.build(tau, tau_filtered, tau_merged, V_t, V_p, gram)

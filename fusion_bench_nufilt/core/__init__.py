@@ -1,4 +1,4 @@
-"""The method on tensors: needs torch, reads no file, prints nothing."""
+"""The method on tensors. It needs torch alone, reads no file and prints nothing."""
 
 from .checks import check_layers
 from .config import FusionConfig

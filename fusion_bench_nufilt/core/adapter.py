@@ -1,22 +1,22 @@
 r"""The LoRA adapter BA that gives back what the filter took from the new task (Sections 4.1 and 4.2).
 
-For one layer, with :math:`V = [V_t, V_p]`, the data-free objective is
+For one layer and :math:`V = [V_t, V_p]`, the data-free objective is
 
 .. math::
     L(A, B) = \|T - \tau B A V\|_F^2, \qquad
     T = [\,\tau V_t - (\tilde\tau + \tau P) V_t, \; -\tau P V_p\,]
 
-plasticity in the first columns, stability in the last. With :math:`G = \tau^\top\tau`,
+whose first columns ask for plasticity and whose last ones for stability. With :math:`G = \tau^\top\tau`,
 :math:`H = \tau^\top T` and :math:`Y = AV` its gradients are
 
 .. math::
     \nabla_B L = 2\,(G B\, Y Y^\top - H Y^\top), \qquad
     \nabla_A L = 2\,(B^\top G B\, Y - B^\top H)\, V^\top
 
-so nothing of height d_o is left in the loop. Norms do not depend on the basis of the outputs: where
-:math:`\tau = Q K` with few orthonormal columns Q (a LoRA), K takes the place of :math:`\tau`, :math:`Q^\top T` that
-of T, and what T has outside Q is a constant of the loss. The last columns of T, and so of H, vanish unless P = I
-(:math:`P V_p = 0`); they are then not stored.
+so that nothing of height d_o is left in the loop. Norms do not depend on the basis of the outputs: where
+:math:`\tau = Q K` with few orthonormal columns Q (a LoRA), K takes the place of :math:`\tau`, :math:`Q^\top T` takes
+that of T, and the part of T outside Q is a constant of the loss. The last columns of T, and so of H, vanish unless
+P = I, since :math:`P V_p = 0`; they are then not stored.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ from .subspace import gram_matrix
 
 
 def loop_gram(tau: Tensor) -> Tensor | None:
-    r""":math:`G = \tau^\top\tau`, ``(n, d_i, d_i)``; None where the products with it are cheaper without it.
+    r"""Return :math:`G = \tau^\top\tau`, ``(n, d_i, d_i)``, or None where products with it are cheaper without it.
 
-    :math:`G B` costs :math:`d_i^2 r_l`, :math:`\tau^\top (\tau B)` costs :math:`2 d_o d_i r_l`.
+    :math:`G B` costs :math:`d_i^2 r_l` and :math:`\tau^\top (\tau B)` costs :math:`2 d_o d_i r_l`.
     """
     d_o, d_i = tau.shape[-2:]
     return gram_matrix(tau) if d_i <= 2 * d_o else None
@@ -51,26 +51,15 @@ class Objective:
     @classmethod
     def build(
         cls,
-        tau: Tensor,
-        tau_filtered: Tensor,
-        tau_merged: Tensor,
-        V_t: Tensor,
-        V_p: Tensor,
-        gram: Tensor | None = None,
-        Q: Tensor | None = None,
+        tau: Tensor,  # (n, d_o, d_i), or K (n, r, d_i) of tau = Q K
+        tau_filtered: Tensor,  # tau P, or K P; tau itself where P = I
+        tau_merged: Tensor,  # the cumulative updates, (n, d_o, d_i)
+        V_t: Tensor,  # the task subspaces, (n, d_i, r_v)
+        V_p: Tensor,  # the protected subspaces, (n, d_i, r_p)
+        gram: Tensor | None = None,  # loop_gram(tau), if it is at hand already
+        Q: Tensor | None = None,  # orthonormal columns, (n, d_o, r)
     ) -> "Objective":
-        r"""Reduce the objective.
-
-        Args:
-            tau: task vectors, ``(n, d_o, d_i)``.
-            tau_filtered: :math:`\tau P`, like ``tau``; ``tau`` itself where P = I.
-            tau_merged: cumulative updates :math:`\tilde\tau`, like ``tau``.
-            V_t: task subspaces, ``(n, d_i, r_v)``.
-            V_p: protected subspaces, ``(n, d_i, r_p)``.
-            gram: ``loop_gram(tau)``, if it is at hand already.
-            Q: orthonormal columns ``(n, d_o, r)`` where ``tau`` and ``tau_filtered`` are given as K and K P,
-                ``(n, r, d_i)``, of :math:`\tau = Q K`.
-        """
+        """Reduce the objective of n layers to what its gradients need."""
         T = -(tau_merged @ V_t)
         outside: Tensor | float = 0.0
         if Q is not None:
@@ -89,17 +78,17 @@ def fit_adapter(objective: Objective, A: Tensor, *, lr: float, max_steps: int) -
     """Minimise the objective by full-batch Adam from (A, B = 0) for a fixed number of steps.
 
     Fifty steps do not converge, and stopping there restrains forgetting (``docs/notes/closed_form.md``). Each step
-    costs d_i^2 r_l multiplications and writes into the same buffers.
+    costs d_i^2 r_l multiplications and writes into the same buffers. Adam has the betas 0.9 and 0.999 and eps 1e-8.
 
     Args:
-        objective: of n layers.
-        A: initial ``(n, r_l, d_i)``; not changed.
-        lr: learning rate of Adam (betas 0.9 and 0.999, eps 1e-8).
-        max_steps: number of updates.
+        objective: the objective of n layers.
+        A: the initial A, ``(n, r_l, d_i)``, which is not changed.
+        lr: the learning rate.
+        max_steps: the number of updates.
 
     Returns:
-        A ``(n, r_l, d_i)``, B ``(n, d_i, r_l)`` and the losses ``(n, max_steps + 1)`` before each update
-        and after the last.
+        A ``(n, r_l, d_i)``, B ``(n, d_i, r_l)`` and the losses ``(n, max_steps + 1)`` before each update and after
+        the last one.
     """
     tau, gram, V, H = objective.tau, objective.gram, objective.V, objective.H
     (n, r_l, d_i), k, h = A.shape, V.shape[-1], H.shape[-1]
@@ -141,16 +130,16 @@ def solve_adapter(objective: Objective, A: Tensor, *, ridge: float) -> tuple[Ten
 
     B is an orthonormal basis of the rows of the initial :math:`A G`, a sketch of the directions in which
     :math:`\tau` is large, with :math:`B^\top G B = \operatorname{diag}(g)`. With :math:`V^\top V = W s W^\top` the
-    minimiser is :math:`A = [(B^\top H W) / (g s^\top + \lambda)]\, W^\top V^\top`, its rows in span V. Not in the
-    paper: the ridge does what stopping Adam early does, see ``docs/notes/closed_form.md``.
+    minimiser is :math:`A = [(B^\top H W) / (g s^\top + \lambda)]\, W^\top V^\top`, with its rows in span V. It is not
+    in the paper: the ridge does what stopping Adam early does, see ``docs/notes/closed_form.md``.
 
     Args:
-        objective: of n layers.
-        A: initial ``(n, r_l, d_i)``.
-        ridge: :math:`\lambda`, over the mean eigenvalue :math:`\|\tau\|_F^2 / d_i` of G.
+        objective: the objective of n layers.
+        A: the initial A, ``(n, r_l, d_i)``.
+        ridge: :math:`\lambda` over the mean eigenvalue :math:`\|\tau\|_F^2 / d_i` of G.
 
     Returns:
-        A ``(n, r_l, d_i)``, B ``(n, d_i, r_l)`` and the losses ``(n, 2)``, without the ridge, before and after.
+        A ``(n, r_l, d_i)``, B ``(n, d_i, r_l)`` and the losses ``(n, 2)`` before and after, without the ridge.
     """
     tau, V, H = objective.tau, objective.V, objective.H
 
@@ -176,4 +165,4 @@ SOLVERS: dict[str, Solver] = {
     "adam": lambda objective, A, config: fit_adapter(objective, A, lr=config.lr, max_steps=config.max_steps),
     "closed_form": lambda objective, A, config: solve_adapter(objective, A, ridge=config.ridge),
 }
-"""From an objective and an initial A to A, B and the losses, by the name that ``FusionConfig.solver`` has."""
+"""Functions of an objective and an initial A that return A, B and the losses, by their names in ``FusionConfig``."""

@@ -17,8 +17,8 @@ def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
     """Refuse layers that cannot be merged with the reference's.
 
     Raises:
-        ValueError: a layer is missing, unknown, not a matrix, of another shape, not floating point or not finite;
-            names ``model`` and the layer.
+        ValueError: a layer is missing, unknown, not a matrix, of another shape, not floating point or not finite; the
+            message names ``model`` and the layer.
     """
     for name, weight in reference.items():
         if name not in layers:
@@ -43,40 +43,30 @@ def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
 
 
 def check_adapters(layers: Layers, lora_A: Layers, config: FusionConfig) -> None:
-    """Refuse initial A that do not fit the layers.
-
-    Raises:
-        ValueError: one is missing or has another shape than ``(lora_rank, d_i)``; names the layer.
-    """
+    """Raise a ValueError that names the layer if its initial A is missing or not ``(lora_rank, d_i)``."""
     for name, weight in layers.items():
-        rank, d_i = config.ranks(weight.shape[1]).lora, weight.shape[1]
-        expected, got = (rank, d_i), tuple(lora_A[name].shape) if name in lora_A else None
-        if rank > 0 and got != expected:
+        d_i = weight.shape[1]
+        expected = (config.ranks(d_i).lora, d_i)
+        got = tuple(lora_A[name].shape) if name in lora_A else None
+        if config.lora_rank > 0 and got != expected:
             raise ValueError(f"lora_A of layer '{name}': expected shape {expected}, got {got}")
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """Refuse a device on which the method was not tried, or that is not there.
-
-    Raises:
-        ValueError: names the device, and what to say instead.
-    """
+    """Return a device, or raise a ValueError that names it if the method was not tried there or it is not there."""
     try:
         where = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device '{device}': {error}") from error
-    if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"device '{where}': layers are computed on cpu or cuda only; choose device=cpu")
-    try:
+        if where.type not in ("cpu", "cuda"):
+            raise ValueError(f"device '{where}': layers are computed on cpu or cuda only; choose device=cpu")
         torch.zeros(1, device=where).item()
     except (RuntimeError, AssertionError) as error:  # a PyTorch without CUDA, or no such device
         reason = str(error).splitlines()[0]
-        raise ValueError(f"device '{where}': PyTorch can't compute there: {reason}; choose device=cpu") from error
+        raise ValueError(f"device '{device}': PyTorch can't compute there: {reason}; choose device=cpu") from error
     return where
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite, in one pass without a temporary of their size."""
+    """Tell whether no value is NaN or infinite, as a rule in one pass without a temporary of their size."""
     wide = wide_dtype(values)
-    # A sum shows every NaN and infinity; if it overflows, finite values may be the reason, and each is looked at.
+    # A sum shows every NaN and infinity. If it overflows, finite values may be the reason, so that each is looked at.
     return bool(torch.isfinite(values.sum(dtype=wide))) or bool(torch.isfinite(values).all())

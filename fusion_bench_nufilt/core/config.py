@@ -7,7 +7,7 @@ from .options import check_choices, check_whole, is_number, option
 
 
 class Ranks(NamedTuple):
-    """Of one layer, in numbers of directions."""
+    """The ranks in one layer, as numbers of directions."""
 
     null: int  # r_p
     lora: int  # r_l
@@ -16,14 +16,14 @@ class Ranks(NamedTuple):
 
 @dataclass(frozen=True)
 class FusionConfig:
-    r"""The method's settings, one for all models and orders; the defaults are the paper's or its authors'.
+    """The method's settings, one for all models and orders; the defaults are the paper's or its authors'.
 
-    Field names are the YAML keys of ``method=nufilt`` and peft's where peft has one. Ranks are whole numbers, or
-    shares of a layer's input width between 0 and 1, see :meth:`ranks`; those of the two subspaces that are above
-    ``min(d_o, d_i)`` of a layer mean "all of it".
+    Field names are the YAML keys of ``method=nufilt``, and peft's where peft has one. A rank is a whole number, or a
+    share of a layer's input width between 0 and 1, see :meth:`ranks`. A rank of one of the two subspaces that is above
+    ``min(d_o, d_i)`` of a layer means "all of it".
 
     Raises:
-        ValueError: a value out of its range; the message names the key.
+        ValueError: a value is out of its range; the message names the key.
     """
 
     null_rank: int | float = option(
@@ -85,7 +85,7 @@ class FusionConfig:
         check_choices(self)
 
     def ranks(self, d_i: int) -> Ranks:
-        """The ranks in a layer with ``d_i`` inputs; a share of them counts at least 1."""
+        """Return the ranks in a layer with ``d_i`` inputs, in which a share of them counts at least 1."""
 
         def number(rank: int | float) -> int:
             return int(rank) if rank >= 1 or rank == 0 else max(1, round(rank * d_i))

@@ -12,6 +12,7 @@ from .checks import check_device
 from .options import option
 
 Devices = torch.device | str | Sequence[torch.device | str]
+"""One device, a list of devices, or a text with commas between their names."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class DeviceConfig:
     """Where layers are computed.
 
     Raises:
-        ValueError: neither all nor a list of numbers.
+        ValueError: the value is neither all nor a list of numbers.
     """
 
     devices: Literal["all"] | Sequence[int] | None = option(
@@ -36,7 +37,7 @@ class DeviceConfig:
             raise ValueError(f"devices must be all, or a list of numbers of GPUs such as [0,1], got {numbers!r}")
 
     def choose(self, otherwise: torch.device) -> list[torch.device]:
-        """The devices.
+        """Return the devices, which are ``otherwise`` if none are named.
 
         Raises:
             ValueError: all GPUs are wanted and there is none.
@@ -49,49 +50,38 @@ class DeviceConfig:
         return [torch.device("cuda", int(number)) for number in numbers]
 
 
-def as_devices(devices: Devices) -> list[torch.device]:
-    """Devices as objects; a text names several with commas between."""
-    return list(map(torch.device, _each(devices)))
-
-
 def check_devices(devices: Devices) -> list[torch.device]:
-    """Refuse devices that :func:`check_device` refuses, and such as would not give the same bits.
+    """Return the devices, or raise a ValueError if :func:`check_device` does or if they are of several kinds.
 
-    Raises:
-        ValueError: names the device.
+    Devices of several kinds would not give the same bits.
     """
-    found = [check_device(device) for device in _each(devices)]
+    names = devices.split(",") if isinstance(devices, str) else devices
+    found = [check_device(name) for name in ([names] if isinstance(names, torch.device) else names)]
     if len({device.type for device in found}) != 1:
         raise ValueError(f"devices must be of one kind, got {', '.join(map(str, found)) or 'none'}")
     return found
 
 
-def _each(devices: Devices) -> Sequence[torch.device | str]:
-    if isinstance(devices, torch.device):
-        return [devices]
-    return devices.split(",") if isinstance(devices, str) else devices
-
-
 def fast_in_float64(where: torch.device) -> bool:
-    """Whether a device computes in float64 at half its rate in float32 or more, as NVIDIA's P100 to B200 do."""
+    """Tell whether a device has at least half its float32 rate in float64, as NVIDIA's P100 to B200 have."""
     capabilities = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
     return where.type == "cuda" and torch.cuda.get_device_capability(where) in capabilities
 
 
 class DevicePool:
-    """Devices, each for one thread at a time; a single one is for as many as there are."""
+    """Devices that each compute for one thread at a time; a single device computes for all threads."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = devices
+        self._only = devices[0] if len(devices) == 1 else None
         self._free: SimpleQueue[torch.device] = SimpleQueue()
         for device in devices:
             self._free.put(device)
 
     @contextmanager
     def free(self) -> Iterator[torch.device]:
-        """Wait for a device and hold it."""
-        if len(self._devices) == 1:
-            yield self._devices[0]
+        """Wait for a device that is free, and hold it."""
+        if self._only is not None:
+            yield self._only
             return
         device = self._free.get()
         try:

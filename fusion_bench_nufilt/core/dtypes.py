@@ -1,14 +1,14 @@
-"""In what numbers are computed: float32 at least, whatever the values are stored in."""
+"""The precision of all computations: float32 at least, whatever the values are stored in."""
 
 import torch
 from torch import Tensor
 
 
 def wide_dtype(values: Tensor) -> torch.dtype:
-    """In which sums and differences of stored values are formed."""
+    """Return the dtype in which sums and differences of stored values are formed."""
     return torch.promote_types(values.dtype, torch.float32)
 
 
 def widened(values: Tensor) -> Tensor:
-    """The values in :func:`wide_dtype`."""
+    """Return the values in the dtype of :func:`wide_dtype`."""
     return values.to(wide_dtype(values))

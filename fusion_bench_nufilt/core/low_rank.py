@@ -1,4 +1,4 @@
-"""A task whose update is known by its factors, as that of a LoRA is."""
+"""A task whose update is given by its factors, as that of a LoRA is."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LowRank:
-    r"""A task of which the update is given: :math:`\tau = L R`, and :math:`\theta_t = \theta_0 + L R`."""
+    r"""The factors of a task's update: :math:`\tau = L R` and :math:`\theta_t = \theta_0 + L R`."""
 
     left: Tensor  # L, (..., d_o, r)
     right: Tensor  # R, (..., r, d_i)
@@ -20,28 +20,27 @@ class LowRank:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the update, ``(..., d_o, d_i)``."""
+        """The shape of the update, ``(..., d_o, d_i)``."""
         return (*self.left.shape[:-1], self.right.shape[-1])
 
     @property
     def rank(self) -> int:
-        """r, the length of the factors' common side."""
+        """The length r of the factors' common side."""
         return self.left.shape[-1]
 
     def product(self) -> Tensor:
-        r"""The update :math:`\tau`, ``(..., d_o, d_i)``."""
+        r"""Return the update :math:`\tau`, ``(..., d_o, d_i)``."""
         return self.left @ self.right
 
     def to(self, device: torch.device) -> "LowRank":
-        """The same factors on a device."""
+        """Return the same factors on a device."""
         return LowRank(self.left.to(device), self.right.to(device))
 
     def in_basis(self) -> tuple[Tensor | None, Tensor]:
-        r"""An orthonormal basis of the outputs that the update reaches, and the update in it: :math:`\tau = Q K`.
+        r"""Return an orthonormal basis Q of the outputs that the update reaches, and K with :math:`\tau = Q K`.
 
-        Returns:
-            Q ``(..., d_o, r)`` and K ``(..., r, d_i)``; where r is no smaller than a side of the update, None and
-            the update itself.
+        Q is ``(..., d_o, r)`` and K is ``(..., r, d_i)``. Where r is no smaller than a side of the update, they are
+        None and the update itself.
         """
         if self.rank >= min(self.shape[-2:]):
             return None, self.product()

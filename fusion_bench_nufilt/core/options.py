@@ -1,7 +1,7 @@
-"""Options, each said once: a field of a frozen dataclass that carries its own help.
+"""Options, each of which is said once, as a field of a frozen dataclass that carries its own help.
 
-The signature of the algorithm, the options of the command line and the table in the documentation are all read from
-these fields.
+The signatures of the algorithms, the options of the command line and the tables in the documentation are all read
+from these fields.
 """
 
 import dataclasses
@@ -18,21 +18,21 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def option(default: Any, help: str, *, symbol: str = "", panel: str = "Method") -> Any:
-    """A dataclass field with what people are told about it.
+    """Return a dataclass field that carries what people are told about the option.
 
     Args:
-        default: its default value.
-        help: what it does, in one or two sentences.
-        symbol: its symbol in the paper.
-        panel: the heading that it stands under in ``--help`` and in the documentation.
+        default: the default value.
+        help: one or two sentences on what the option does.
+        symbol: the symbol in the paper.
+        panel: the heading above the option in ``--help`` and in the documentation.
     """
     return field(default=default, metadata={"help": help, "symbol": symbol, "panel": panel})
 
 
 def takes_options(*kinds: type) -> Callable[[_Class], _Class]:
-    """Give the constructor of a class, which takes ``**kwargs``, the fields of dataclasses for a signature.
+    """Return a decorator that puts the fields of dataclasses into the signature of a constructor with ``**kwargs``.
 
-    What reads signatures (FusionBench's ``auto_register_config``, an editor's help) then sees every option by name.
+    Everything that reads signatures (FusionBench's ``auto_register_config``, an editor) then sees every option by name.
     """
     options = [
         Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
@@ -42,17 +42,15 @@ def takes_options(*kinds: type) -> Callable[[_Class], _Class]:
 
     def decorate(cls: _Class) -> _Class:
         constructor: Any = vars(cls)["__init__"]
-        before = inspect.signature(constructor).parameters.values()
-        named = [p for p in before if p.kind is not Parameter.VAR_KEYWORD]
-        others = [p for p in before if p.kind is Parameter.VAR_KEYWORD]
-        constructor.__signature__ = Signature([*named, *options, *others])
+        *named, kwargs = inspect.signature(constructor).parameters.values()
+        constructor.__signature__ = Signature([*named, *options, kwargs])
         return cls
 
     return decorate
 
 
 def split_options(kinds: Sequence[type], options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Make one object of each dataclass from the options that are its fields; the other options are returned, too."""
+    """Return an instance of each dataclass, made from the options that are its fields, and all other options."""
     left, made = dict(options), []
     for kind in kinds:
         made.append(kind(**{f.name: left.pop(f.name) for f in dataclasses.fields(kind) if f.name in left}))
@@ -60,14 +58,14 @@ def split_options(kinds: Sequence[type], options: Mapping[str, Any]) -> tuple[li
 
 
 def unknown_option(name: str, known: Iterable[str]) -> str:
-    """What to say of an option that there is not, with the one that was probably meant."""
+    """Return the message that there is no such option, with the option that was probably meant."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f"there is no option '{name}'" + (f"; did you mean '{close[0]}'?" if close else f"; there are {known}")
 
 
 def choices(option: Field[Any]) -> tuple[Any, ...]:
-    """The values that an option is limited to by its type, as ``Literal["adam", "closed_form"]``; () if it is not."""
+    """Return the values that a type such as ``Literal["adam", "closed_form"]`` allows; () if there is no such limit."""
     kinds = get_args(option.type) if get_origin(option.type) in (Union, UnionType) else (option.type,)
     if not all(kind is bool or get_origin(kind) is Literal for kind in kinds):
         return ()
@@ -75,11 +73,7 @@ def choices(option: Field[Any]) -> tuple[Any, ...]:
 
 
 def check_choices(options: Any) -> None:
-    """Refuse a value that is none of the choices of its option.
-
-    Raises:
-        ValueError: names the option and its choices.
-    """
+    """Raise a ValueError that names an option and its choices if its value is none of them."""
     for each in dataclasses.fields(options):
         value, allowed = getattr(options, each.name), choices(each)
         if allowed and not any(value is choice or (value == choice and type(value) is str) for choice in allowed):
@@ -88,11 +82,7 @@ def check_choices(options: Any) -> None:
 
 
 def check_whole(options: Any, *names: str, least: int = 0, most: int = 2**31, otherwise: str = "") -> None:
-    """Refuse what is not a whole number from ``least`` to ``most``; ``otherwise`` says what else would do.
-
-    Raises:
-        ValueError: names the option.
-    """
+    """Raise a ValueError if an option is no whole number in the range; ``otherwise`` says what else would do."""
     for name in names:
         value = getattr(options, name)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -102,5 +92,5 @@ def check_whole(options: Any, *names: str, least: int = 0, most: int = 2**31, ot
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a finite number; truth values are none."""
+    """Tell whether a value is a finite number; True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -3,33 +3,34 @@
 import torch
 from torch import Tensor
 
-# Of a singular vector by perturbation theory, in the first round and in the second. The error is about the square of
-# the first, and a tenth of the second, which is for spectra steeper than those of fine-tuned models.
+# Perturbation theory may change a singular vector by this much in the first round and in the second. The error that is
+# left is about the square of the first change, and a tenth of the second, which only spectra need that are steeper than
+# those of fine-tuned models.
 _LARGEST_CHANGES = 2e-3, 2e-4
 
 
 def top_right_singular_vectors(
     tau: Tensor, rank: int, gram: Tensor | None = None, *, exact_on: torch.device | None = None
 ) -> Tensor:
-    r"""Orthonormal basis of the span of the top right singular vectors.
+    r"""Return an orthonormal basis of the span of the top right singular vectors.
 
-    They come from the smaller Gram matrix: :math:`\tau^\top\tau` for a tall or square matrix,
+    They come from the smaller Gram matrix: :math:`\tau^\top\tau` for a tall or square matrix, and
     :math:`\tau\tau^\top` for a wide one, whose left vectors are mapped back by :math:`\tau^\top`. A Gram matrix squares
-    the singular values and with them the rounding; what its eigenvectors miss is put right by :math:`\tau` itself.
+    the singular values and with them the rounding; :math:`\tau` itself then corrects its eigenvectors.
 
     Args:
         tau: matrices of shape ``(..., d_o, d_i)``, float32 or float64.
-        rank: number of vectors r; clipped to ``min(d_o, d_i)``.
+        rank: the number r of vectors, which is clipped to ``min(d_o, d_i)``.
         gram: :math:`\tau^\top\tau`, ``(..., d_i, d_i)``, if it is at hand already.
         exact_on: compute in float64 on this device, whatever the dtype of ``tau``; ``gram`` is then not used.
 
     Returns:
         ``(..., d_i, r)``. Columns beyond the numerical rank (singular value at most ``max(d_o, d_i) * eps`` times
-        the largest, numpy's rule) are zero, so ``V @ V.mT`` is the orthogonal projector on what the matrix spans.
+        the largest, numpy's rule) are zero, so that ``V @ V.mT`` is the orthogonal projector on the matrix's span.
 
     Raises:
-        torch.linalg.LinAlgError: a spectrum that falls too steeply for the Gram matrix in float32 (float64 is then
-            the way), or an eigenvalue solver that failed.
+        torch.linalg.LinAlgError: the spectrum falls too steeply for the Gram matrix in float32 (float64 is then the
+            way), or an eigenvalue solver failed.
     """
     d_o, d_i = tau.shape[-2:]
     rank = min(rank, d_o, d_i)
@@ -48,32 +49,30 @@ def top_right_singular_vectors(
     if tau.dtype == torch.float32 and not converged:
         raise torch.linalg.LinAlgError("the singular vectors are too inaccurate in float32")
     V = block[..., :rank]
-    if wide:  # QR keeps the leading columns' span: the largest come first, the last may be rounding alone
+    if wide:  # QR keeps the span of the leading columns: the largest come first, the last may be rounding alone.
         V = torch.linalg.qr(tau.mT @ V).Q
     return (V * (sigma > 0)).to(like)
 
 
 def _refine(
-    X: Tensor, block: Tensor, others: tuple[Tensor, Tensor] | None, rank: int, cutoff: float
+    X: Tensor,  # (..., m, d)
+    block: Tensor,  # approximate top eigenvectors, (..., d, k) with k > rank
+    others: tuple[Tensor, Tensor] | None,  # the other eigenvectors (..., d, d - k) and eigenvalues (..., d - k)
+    rank: int,
+    cutoff: float,  # singular values up to this share of the largest count as zero
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Right singular vectors of X from eigenvectors of its Gram matrix, without the rounding of that matrix.
+    r"""Return right singular vectors of X from eigenvectors of its Gram matrix, without the rounding of that matrix.
 
-    First Rayleigh-Ritz within a block of more than ``rank`` vectors: it needs no more than the singular values of X
-    times the block. Then one step of perturbation theory for what lies outside the block: with the residual
-    :math:`R = X^\top X V - V \Lambda`, the component of :math:`v_j` along another eigenvector :math:`u_i` is
-    :math:`u_i^\top R_j / (\lambda_j - \mu_i)`. The error that is left is about its square.
-
-    Args:
-        X: ``(..., m, d)``.
-        block: ``(..., d, k)``, the top eigenvectors, nearly.
-        others: all other eigenvectors ``(..., d, d - k)`` and their eigenvalues ``(..., d - k)``; None if they are
-            not known: a power step before takes their place, and their eigenvalues count as zero.
-        rank: how many vectors are wanted.
-        cutoff: singular values up to this share of the largest count as zero.
+    Rayleigh-Ritz within the block comes first: it needs only the singular values of X times the block. One step of
+    perturbation theory follows for what lies outside the block: with the residual :math:`R = X^\top X V - V \Lambda`,
+    the component of :math:`v_j` along another eigenvector :math:`u_i` is :math:`u_i^\top R_j / (\lambda_j - \mu_i)`.
+    The error that is left is about its square. If the others are not known, a power step before takes their place, and
+    their eigenvalues count as zero.
 
     Returns:
-        A better block, its first ``rank`` columns the wanted vectors, the largest singular value first; their singular
-        values, zero beyond the numerical rank, and how much perturbation theory changed them, ``(..., 1, rank)``.
+        A better block, whose first ``rank`` columns are the wanted vectors, the largest singular value first; their
+        singular values, zero beyond the numerical rank; and how much perturbation theory changed them. The last two
+        are ``(..., 1, rank)``.
     """
     block = torch.linalg.qr(X.mT @ (X @ block) if others is None else block).Q
     Y = X @ block
@@ -91,12 +90,12 @@ def _refine(
         U, mu = others
         change = U @ (U.mT @ residual / (squares - mu[..., None]).clamp_min(tiny))
     size = torch.linalg.vector_norm(change, dim=-2, keepdim=True)
-    V = torch.where(size < 1, V + change, V)  # elsewhere it does not hold
+    V = torch.where(size < 1, V + change, V)  # Perturbation theory does not hold elsewhere.
     return torch.cat([V, block[..., rank:]], dim=-1), sigma, size
 
 
 def right_singular_basis(tau: Tensor, rank: int) -> Tensor:
-    """:func:`top_right_singular_vectors` ``(d_i, r)`` of one matrix; in float64 where its spectrum needs that."""
+    """Return :func:`top_right_singular_vectors` of one matrix, in float64 where its spectrum needs that."""
     try:
         return top_right_singular_vectors(tau, rank)
     except torch.linalg.LinAlgError:
@@ -104,7 +103,7 @@ def right_singular_basis(tau: Tensor, rank: int) -> Tensor:
 
 
 def gram_matrix(X: Tensor, block: int = 256) -> Tensor:
-    r""":math:`X^\top X`, ``(..., d, d)``, of ``(..., m, d)``: one triangle of blocks computed, the other copied."""
+    r"""Return :math:`X^\top X`, ``(..., d, d)``, of ``(..., m, d)``; half of its blocks are computed, half copied."""
     d = X.shape[-1]
     gram = X.new_empty(*X.shape[:-2], d, d)
     for i in range(0, d, block):
@@ -115,17 +114,17 @@ def gram_matrix(X: Tensor, block: int = 256) -> Tensor:
 
 
 def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
-    """Eigenvectors ``(..., d, rank)`` of positive semidefinite ``(..., d, d)``, the largest eigenvalue's first."""
+    """Return the top eigenvectors ``(..., d, rank)`` of positive semidefinite ``(..., d, d)``, the largest first."""
     block, _ = _split_eigenvectors(gram, rank)
     return block[..., -rank:].flip(-1)
 
 
 def _split_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """A block of more than ``rank`` top eigenvectors of a positive semidefinite matrix, and the other eigenvectors.
+    """Return a block of more than ``rank`` top eigenvectors of a positive semidefinite matrix, and the other ones.
 
-    A few vectors of a large matrix come from block iteration, which does not know the others; many or those of a small
-    one from a full solver, whichever is faster (``docs/results/speed.md``). Both end at the same residual, a few
-    roundings of the norm.
+    A few vectors of a large matrix come from block iteration, which does not know the others; many vectors, and those
+    of a small matrix, come from a full solver. This is the faster choice (``docs/results/speed.md``), and both end at
+    the same residual, a few roundings of the norm.
 
     Returns:
         ``(..., d, k)``, and the others ``(..., d, d - k)`` with their eigenvalues ``(..., d - k)``, or None.
@@ -139,10 +138,10 @@ def _split_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, 
 
 
 def _block_iteration(gram: Tensor, rank: int, max_rounds: int = 24) -> Tensor | None:
-    """Subspace iteration on a block of ``2 rank + 16`` vectors with Rayleigh-Ritz; None if it does not converge."""
+    """Iterate a block of ``2 rank + 16`` vectors with Rayleigh-Ritz, and return it, or None without convergence."""
     d, block = gram.shape[-1], 2 * rank + 16
     # The start is random, so that no eigenvector is missed, and always the same, so that results repeat.
-    cpu = torch.device("cpu")  # and not the default device, if there is one
+    cpu = torch.device("cpu")  # The default device may be another.
     start = torch.randn(d, block, generator=torch.Generator(cpu).manual_seed(0), dtype=torch.float64, device=cpu)
     X = torch.linalg.qr(start).Q.to(gram).expand(*gram.shape[:-2], -1, -1)
     tolerance = 12 * torch.finfo(gram.dtype).eps  # the floor, where rounding takes over, is about 4
@@ -159,14 +158,14 @@ def _block_iteration(gram: Tensor, rank: int, max_rounds: int = 24) -> Tensor | 
 
 
 def subspace_affinity(V: Tensor, W: Tensor) -> Tensor:
-    r"""Affinity :math:`\|W^\top V\|_F^2 / r` of two subspaces (paper, Section 3.4), in [0, 1].
+    r"""Return the affinity :math:`\|W^\top V\|_F^2 / r` of two subspaces (paper, Section 3.4), in [0, 1].
 
     Args:
-        V: orthonormal (or zero) columns ``(..., d, r)``; r counts the non-zero ones.
+        V: orthonormal (or zero) columns ``(..., d, r)``, of which r counts the non-zero ones.
         W: orthonormal (or zero) columns ``(..., d, s)``.
 
     Returns:
-        ``(...)``: 1 where span(V) lies inside span(W), 0 where they are orthogonal or V is zero.
+        Numbers ``(...)``, 1 where span(V) lies inside span(W), and 0 where they are orthogonal or V is zero.
     """
     r = V.square().sum(dim=(-2, -1)).round().clamp_min(1)
     return (W.mT @ V).square().sum(dim=(-2, -1)) / r

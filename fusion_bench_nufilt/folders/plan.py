@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from fusion_bench_nufilt.core import options
-from fusion_bench_nufilt.core.devices import as_devices, check_devices
+from fusion_bench_nufilt.core.devices import check_devices
 from fusion_bench_nufilt.core.options import check_choices, check_whole
 from fusion_bench_nufilt.core.workers import stack_size
 from fusion_bench_nufilt.layers import Coverage, TargetConfig
@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def devices(self) -> list[torch.device]:
-        return as_devices(self.settings.device)
+        return [torch.device(name) for name in self.settings.device.split(",")]
 
     @property
     def on_cpu(self) -> bool:

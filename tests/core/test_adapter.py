@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, solve_adapter
-from fusion_bench_nufilt.core.projector import null_space_filter, protected_subspace
+from fusion_bench_nufilt.core.projector import null_space_filter
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 from tests.core.matrices import random_layer
 
@@ -15,7 +15,7 @@ PROJECTORS = ["filter", "identity", "zero"]
 def problem(shape, projector, seed=0):
     theta_0, theta, theta_t = random_layer(*shape, seed)
     tau, tau_merged = theta_t - theta_0, theta - theta_0
-    V_p, V_t = protected_subspace(tau_merged, 6), top_right_singular_vectors(tau, 3)
+    V_p, V_t = top_right_singular_vectors(tau_merged, 6), top_right_singular_vectors(tau, 3)
     filtered = {"filter": null_space_filter(tau, V_p), "identity": tau, "zero": torch.zeros_like(tau)}[projector]
     return tau, filtered, tau_merged, V_t, V_p
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_bench_nufilt.core import FusionConfig, LowRank, fuse_layers, fusion
+from fusion_bench_nufilt.core.stack import fuse_stack
 from fusion_bench_nufilt.core.workers import stack_size, working_bytes
 from tests.core.matrices import matrix_with_spectrum, random_layer
 
@@ -76,12 +77,12 @@ def test_a_layer_without_an_update_takes_the_task_weight_as_it_is(layer, null_ra
 
 
 def test_the_first_step_solves_nothing(monkeypatch):
-    for work in ("top_right_singular_vectors", "protected_subspace", "loop_gram"):
-        monkeypatch.delattr(fusion, work)
+    for work in ("top_right_singular_vectors", "loop_gram"):
+        monkeypatch.delattr(f"fusion_bench_nufilt.core.stack.{work}")
     theta_0, _, theta_t = random_layer(20, 12, seed=0)
     _, report = fuse_one(theta_0, theta_0, theta_t)
     assert report.task_norm == pytest.approx((theta_t - theta_0).norm().item())
-    assert dataclasses.astuple(report)[4:] == (0, 0, 0, 0, 0, 0)
+    assert set(dataclasses.astuple(report)[4:]) == {0}
 
 
 @given(layers, st.sampled_from([True, False]))
@@ -288,7 +289,7 @@ def test_float64_takes_over_where_float32_is_too_inaccurate_and_says_so_once(cap
 
 def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_the_cpu(monkeypatch, caplog):
     """As one on a device may, on a whole stack."""
-    solve, attempts = fusion._fuse_stack, []
+    solve, attempts = fusion.fuse_stack, []
 
     def failing(*args, exact_on, **kwargs):
         attempts.append((len(args[0]), exact_on))
@@ -298,7 +299,7 @@ def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_th
 
     shapes = {"a": (20, 12), "b": (20, 12)}
     expected, _ = fuse_layers(*models(shapes=shapes), CONFIG)
-    monkeypatch.setattr(fusion, "_fuse_stack", failing)
+    monkeypatch.setattr(fusion, "fuse_stack", failing)
     monkeypatch.setattr(fusion, "stack_size", lambda *_: 2)
     fused, _ = fuse_layers(*models(shapes=shapes), CONFIG)
     assert attempts == [(2, None), (1, None), (1, torch.device("cpu")), (1, None), (1, torch.device("cpu"))]
@@ -317,7 +318,7 @@ def test_what_fails_for_good_names_the_layer(error, message, monkeypatch):
     def failing(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(fusion, "_fuse_stack", failing)
+    monkeypatch.setattr(fusion, "fuse_stack", failing)
     with pytest.raises(ValueError, match=message):
         fuse_one(*random_layer(20, 12, seed=0))
 
@@ -343,10 +344,10 @@ def test_nothing_computed_on_a_device_meets_the_cpu(shape, solver, first_task, m
     config = replace(CONFIG, solver=solver, first_task=first_task)
     for task in (stack[2], LowRank(*(torch.empty(3, *s, device="meta") for s in ((shape[0], 2), (2, shape[1]))))):
         for fresh in (True, False):
-            weights, measures = fusion._fuse_stack(*stack[:2], task, A, config, fresh=fresh, exact_on=None)
-            assert weights.device.type == measures.device.type == "meta"
+            weights, measures = fuse_stack(*stack[:2], task, A, config, fresh=fresh, exact_on=None)
             assert weights.shape == (3, *shape)
-            assert measures.shape == (3, 8)
+            assert {measure.shape for measure in measures.values()} == {(3,)}
+            assert {weights.device.type, *(measure.device.type for measure in measures.values())} == {"meta"}
 
 
 # --- bad input ---

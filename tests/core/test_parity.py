@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from fusion_bench_nufilt.core import FusionConfig, fuse_layers
 from fusion_bench_nufilt.core.adapter import Objective, fit_adapter
-from fusion_bench_nufilt.core.projector import null_space_filter, protected_subspace
+from fusion_bench_nufilt.core.projector import null_space_filter
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 from tests.conftest import shared_or_skip
 
@@ -69,7 +69,7 @@ def test_every_loss_on_the_way_agrees(name):
     for t in range(1, case["tasks"]):
         tau = (vectors[f"task.{t}"] - vectors["pretrained"])[None]
         tau_merged = (vectors[f"merged.{t - 1}"] - vectors["pretrained"])[None]
-        V_p = protected_subspace(tau_merged, case["null_rank"])
+        V_p = top_right_singular_vectors(tau_merged, case["null_rank"])
         V_t = top_right_singular_vectors(tau, case["task_rank"])
         tau_filtered = null_space_filter(tau, V_p) if case["null_space"] else tau
         objective = Objective.build(tau, tau_filtered, tau_merged, V_t, V_p)

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_bench_nufilt.core.projector import first_coordinates, null_space_filter, protected_subspace
+from fusion_bench_nufilt.core.projector import first_coordinates, null_space_filter
+from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 from tests.core.matrices import random_layer
 
 sizes = st.integers(1, 20)
@@ -19,7 +20,7 @@ def close(actual, expected):
 @given(layers, ranks)
 def test_p_is_an_orthogonal_projector_that_annihilates_v_p(layer, rank):
     theta_0, theta, _ = layer
-    V_p = protected_subspace(theta - theta_0, rank)
+    V_p = top_right_singular_vectors(theta - theta_0, rank)
     P = torch.eye(theta.shape[1], dtype=theta.dtype) - V_p @ V_p.mT
     close(P @ P, P)
     close(P.mT, P)
@@ -29,7 +30,7 @@ def test_p_is_an_orthogonal_projector_that_annihilates_v_p(layer, rank):
 @given(layers, ranks)
 def test_filtering_is_tau_times_p_and_filtering_twice_changes_nothing(layer, rank):
     theta_0, theta, theta_t = layer
-    tau, V_p = theta_t - theta_0, protected_subspace(theta - theta_0, rank)
+    tau, V_p = theta_t - theta_0, top_right_singular_vectors(theta - theta_0, rank)
     filtered = null_space_filter(tau, V_p)
     close(filtered, tau @ (torch.eye(tau.shape[1], dtype=tau.dtype) - V_p @ V_p.mT))
     close(null_space_filter(filtered, V_p), filtered)
@@ -40,13 +41,13 @@ def test_filtering_is_tau_times_p_and_filtering_twice_changes_nothing(layer, ran
 def test_a_zero_update_filters_nothing(layer, rank):
     theta_0, _, theta_t = layer
     tau = theta_t - theta_0
-    assert torch.equal(null_space_filter(tau, protected_subspace(torch.zeros_like(tau), rank)), tau)
+    assert torch.equal(null_space_filter(tau, top_right_singular_vectors(torch.zeros_like(tau), rank)), tau)
 
 
 @given(layers, st.floats(1e-3, 1e3), ranks)
 def test_the_filter_does_not_depend_on_the_size_of_the_merged_update(layer, scale, rank):
     theta_0, theta, _ = layer
-    V, W = (protected_subspace(c * (theta - theta_0), rank) for c in (1.0, scale))
+    V, W = (top_right_singular_vectors(c * (theta - theta_0), rank) for c in (1.0, scale))
     torch.testing.assert_close(V @ V.mT, W @ W.mT, rtol=0, atol=1e-7)
 
 
@@ -54,7 +55,7 @@ def test_the_filter_does_not_depend_on_the_size_of_the_merged_update(layer, scal
 def test_a_rank_that_covers_the_whole_update_leaves_the_merged_model_alone_where_it_acts(layer):
     theta_0, theta, theta_t = layer
     tau, tau_merged = theta_t - theta_0, theta - theta_0
-    filtered = null_space_filter(tau, protected_subspace(tau_merged, min(tau.shape)))
+    filtered = null_space_filter(tau, top_right_singular_vectors(tau_merged, min(tau.shape)))
     close(filtered @ tau_merged.mT, torch.zeros(tau.shape[0], tau.shape[0], dtype=tau.dtype))
 
 
