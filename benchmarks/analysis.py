@@ -41,13 +41,12 @@ def recording(images: int, rounds: int, config: CLIPVisionConfig) -> None:
     pictures = [(torch.randn(3, config.image_size, config.image_size), 0) for _ in range(images)]
     inputs = TaskInputs(DataLoader(pictures, batch_size=128))  # type: ignore[arg-type]
     modules = [layer.module for layer in merged_layers(model, "auto")[0]]
-    owner = shared_inputs(model, modules, lambda: inputs.one(model))
-    run = inputs.passes(model)
+    owner = shared_inputs(model, modules, inputs)
     alone, recorded = [], []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
-            alone.append(seconds(lambda: list(run())))
-            recorded.append(seconds(lambda: record_moments(model, run, owner, Path(folder), {}, 4 * 10**9)))
+            alone.append(seconds(lambda: inputs.run(model)))
+            recorded.append(seconds(lambda: record_moments(model, inputs, owner, Path(folder), {}, 4 * 10**9)))
     share = median(b / a - 1 for a, b in zip(alone, recorded, strict=True))
     print(
         f"second moments of {len(set(owner.values()))} inputs, {images} images: {100 * share:.0f} % on top of forward"

@@ -26,8 +26,8 @@ class TheoremCheck:
 
     @property
     def violated(self) -> bool:
-        """Would refute the theorem; rounding is allowed for."""
-        return self.misalignment > min(self.zeta, self.zeta_spectral) ** 2 + 1e-6
+        """Whether this refutes the theorem, with an allowance for rounding."""
+        return self.misalignment > min(self.zeta, self.zeta_spectral) ** 2 + 1e-5
 
 
 def check_theorem(T_0: Tensor, E: Tensor, V_d: Tensor, rank: int) -> TheoremCheck:

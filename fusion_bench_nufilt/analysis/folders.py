@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from fusion_bench_nufilt.folders import Plan
 from fusion_bench_nufilt.folders.models import FullModel, Task
 
 from .results import Analysis, Layer, VectorRow
-from .spectra import energy_curves, overlaps, task_vector
+from .spectra import Comparison, compare, task_vector
 
 #: Directions that are solved for in each layer: enough for the curve of the energy, few enough for 7B models.
 DIRECTIONS = 32
@@ -26,7 +25,7 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], None] = l
 
     Args:
         plan: models that passed the checks on their headers.
-        task_rank: directions that are compared.
+        task_rank: how many directions are compared.
         on_layer: called after each layer.
     """
     for checkpoint in plan.checkpoints:
@@ -34,39 +33,29 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], None] = l
     tasks = _unique([task.checkpoint.label for task in plan.tasks])
     names = tasks if plan.merged is None else [*tasks, "merged so far"]
     models = plan.tasks if plan.merged is None else [*plan.tasks, plan.merged]
-    directions = max(DIRECTIONS, task_rank)
+    shapes = [plan.base.tensors[each.keys[0]].shape for each in plan.layers]
+    layers = [Layer(each.name, (shape[0], shape[1])) for each, shape in zip(plan.layers, shapes, strict=True)]
 
-    def examine(number: int) -> tuple[np.ndarray, list[Tensor], list[VectorRow]]:
-        slot, layer = plan.layers[number].slot, layers[number]
-        theta_0 = widened(plan.base.read(plan.layers[number].keys[0])[0])
-        vectors = [task_vector(_update(model, slot, theta_0), directions) for model in models]
+    def examine(number: int) -> tuple[Comparison, list[VectorRow]]:
+        planned, layer = plan.layers[number], layers[number]
+        theta_0 = widened(plan.base.read(planned.keys[0])[0])
+        vectors = [task_vector(_update(model, planned.slot, theta_0), max(DIRECTIONS, task_rank)) for model in models]
         rows = [
             VectorRow.of(name, layer, vector, theta_0, task_rank) for name, vector in zip(names, vectors, strict=True)
         ]
-        return overlaps(vectors, task_rank), [vector.energy for vector in vectors], rows
+        return compare(vectors, task_rank), rows
 
-    layers = []
-    for each in plan.layers:
-        d_o, d_i = plan.base.tensors[each.keys[0]].shape
-        layers.append(Layer(each.name, (d_o, d_i)))
     found = []
     for result in map_layers(examine, range(len(layers)), torch.device("cpu")):
         found.append(result)
         on_layer()
-    return Analysis(
-        about={"base": plan.base.label, "tasks": tasks},
-        tasks=tasks,
-        layers=layers,
-        task_rank=task_rank,
-        vectors=[row for _, _, rows in found for row in rows],
-        names=names,
-        overlaps=np.stack([matrix for matrix, _, _ in found]),
-        energy=energy_curves(names, [energies for _, energies, _ in found]),
-    )
+    about = {"base": plan.base.label, "tasks": tasks}
+    rows = [row for _, rows in found for row in rows]
+    return Analysis.of_vectors(about, tasks, names, layers, [comparison for comparison, _ in found], rows, task_rank)
 
 
 def _update(model: FullModel | Task, slot: str, theta_0: Tensor) -> Tensor:
-    """tau of a layer; zero where an adapter leaves it as it is."""
+    """The update tau of a layer; zero where an adapter leaves the layer as it is."""
     if slot not in model.slots:
         return torch.zeros_like(theta_0)
     weight, _ = model.weight(slot)
@@ -74,5 +63,5 @@ def _update(model: FullModel | Task, slot: str, theta_0: Tensor) -> Tensor:
 
 
 def _unique(labels: Sequence[str]) -> list[str]:
-    """Two folders of one name are told apart by their place."""
-    return [label if labels.count(label) == 1 else f"{label} ({place})" for place, label in enumerate(labels, 1)]
+    """Labels that are all different: two folders of one name are told apart by their numbers."""
+    return [label if labels.count(label) == 1 else f"{label} ({number})" for number, label in enumerate(labels, 1)]

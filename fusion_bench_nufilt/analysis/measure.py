@@ -2,7 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,10 @@ from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import is_number
 from fusion_bench_nufilt.results.metrics import or_none
 from fusion_bench_nufilt.storage.checkpoint import load_checkpoint, read_whole_checkpoint
-from fusion_bench_nufilt.storage.identity import model_digest
 from fusion_bench_nufilt.storage.json_files import read_json
 from fusion_bench_nufilt.storage.manifest import Manifest
 
-from .losses import Meter
+from .losses import LossTracker
 from .pool import PoolAnalysis
 from .results import Analysis
 
@@ -56,114 +56,114 @@ def measure_methods(
     on_step: Callable[[], Any] = lambda: None,
 ) -> None:
     """Run methods over the stream, and put their losses, ACC and BWT into ``result``; one that fails says why there."""
-    inputs = pool.few_inputs()
+    settings = ["++method.evaluate=every_step", "++method.save_on_every_step=false", "++method.check_models=false"]
     for number, spec in enumerate(specs):
-        settings = ["++method.evaluate=every_step", "++method.save_on_every_step=false", "++method.check_models=false"]
         config = plain(compose_run([*settings, *overrides, *spec.overrides]).method)
-        meter = Meter(
-            spec.label,
-            pool.layers,
-            pool.views,
-            pool.weights,
-            pool.moments,
-            _ranks(config),
-            bounds=number == 0,
-            inputs=inputs,
-            model=pool.pretrained,
-        )
-        bench = copy.copy(pool.workbench)
-        vars(bench)["evaluator"] = _Watcher(pool, meter, on_step)
-        run = run_pair(bench, {**config, "seed": pool.config.seed}, pool.config.seed, lambda step: None)
+        tracker = LossTracker(pool, spec.label, _ranks(config), bounds=number == 0)
+        experiment = copy.copy(pool.experiment)
+        vars(experiment)["evaluator"] = _TrackingEvaluator(pool, tracker, on_step)
+        run = run_pair(experiment, {**config, "seed": pool.config.seed}, pool.config.seed, lambda step: None)
         if run.matrix is None:
             result.failures[spec.label] = str(run.error)
             log.warning("%s failed: %s", spec.label, run.error)
             continue
-        result.losses += meter.rows
+        result.losses += tracker.rows
         result.scores[spec.label] = {"ACC": or_none(run.matrix.acc), "BWT": or_none(run.matrix.bwt)}
 
 
-class _Watcher(WatchingEvaluator):
-    """Shows a meter every step that is scored, and has only what ACC and BWT need scored, by the pool's evaluator."""
+class _TrackingEvaluator(WatchingEvaluator):
+    """Measures the losses of every step that is scored, and scores only what ACC and BWT need."""
 
-    def __init__(self, pool: PoolAnalysis, meter: Meter, on_step: Callable[[], Any]) -> None:
-        self._own = pool.workbench.evaluator  # which has encoded the prompts already
-        super().__init__(self._own.taskpool, pool.workbench.fabric.device)
-        self._pool, self._meter, self._on_step = pool, meter, on_step
+    def __init__(self, pool: PoolAnalysis, tracker: LossTracker, on_step: Callable[[], Any]) -> None:
+        self._pool_evaluator = pool.experiment.evaluator  # which has encoded the prompts already
+        super().__init__(self._pool_evaluator.taskpool, pool.experiment.fabric.device)
+        self._pool, self._tracker, self._on_step = pool, tracker, on_step
 
     def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
-        self._meter.see(tasks[-1], model, self._pool.load(tasks[-1]))
+        self._tracker.update(tasks[-1], model, self._pool.load(tasks[-1]))
         self._on_step()
         last = len(tasks) == len(self._pool.tasks)
-        return self._own.report(model, tasks if last else tasks[-1:])
+        return self._pool_evaluator.report(model, tasks if last else tasks[-1:])
 
 
-def measure_run(
-    pool: PoolAnalysis, result: Analysis, folder: Path, label: str, on_step: Callable[[], Any] = lambda: None
-) -> None:
-    """Put the losses of a finished run, from its checkpoints, into ``result``.
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run in a log directory that has the checkpoints of all its steps."""
 
-    Raises:
-        ValueError: the folder is no run with every step's checkpoint, or a run of other models; names them.
-    """
-    run = _manifest(folder)
-    order, inputs = run["order"], run["inputs"]
-    if sorted(order) != sorted(pool.tasks):
-        raise ValueError(f"'{folder}' is a run of {', '.join(order)}, and the model pool has {', '.join(pool.tasks)}")
-    for name in ("_pretrained_", *order):
-        model = pool.pretrained if name == "_pretrained_" else pool.load(name)
-        if inputs[name].get("sha256") != model_digest(model):
-            raise ValueError(f"'{folder}' is a run of other models: '{name}' has other weights there")
-    meter = Meter(
-        label,
-        pool.layers,
-        pool.views,
-        pool.weights,
-        pool.moments,
-        _ranks(run["settings"]),
-        bounds=not result.losses,
-        inputs=pool.few_inputs(),
-        model=pool.pretrained,
-    )
-    merged = copy.deepcopy(pool.pretrained)
-    for step, task in enumerate(order):
-        load_checkpoint(merged, folder / "checkpoints" / f"merged_model_{step}")
-        meter.see(task, merged, pool.load(task))
-        on_step()
-    result.losses += meter.rows
-    if (
-        scores := read_json(folder / "accuracy_matrix.json", Scores, advice="the run can score its steps again")
-    ) is not None:
-        result.scores[label] = {"ACC": scores["ACC"], "BWT": scores["BWT"]}
+    folder: Path
+    label: str
+    manifest: Manifest  # of its last step
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of a step, from 0."""
+        return _checkpoint(self.folder, step)
 
 
-def check_runs(folders: Sequence[Path]) -> dict[Path, str]:
-    """Labels of runs, which are the names of their methods; those of the folders where two are of one method.
+def finished_runs(folders: Sequence[Path]) -> list[FinishedRun]:
+    """Finished runs, labelled with the names of their methods, or of their folders where two are of one method.
 
     Raises:
         ValueError: a folder is no run with the checkpoints of all its steps; names it.
     """
-    names = [_manifest(folder)["method"] for folder in folders]
-    return {
-        folder: name if names.count(name) == 1 else folder.name for folder, name in zip(folders, names, strict=True)
-    }
+    manifests = [_last_manifest(folder) for folder in folders]
+    methods = [manifest["method"] for manifest in manifests]
+    return [
+        FinishedRun(folder, method if methods.count(method) == 1 else folder.name, manifest)
+        for folder, method, manifest in zip(folders, methods, manifests, strict=True)
+    ]
 
 
-def _manifest(folder: Path) -> Manifest:
-    """The first step's, once all steps are there."""
-    steps = folder / "checkpoints"
-    if not (steps / "merged_model_0").is_dir():
+def measure_run(
+    pool: PoolAnalysis, result: Analysis, run: FinishedRun, on_step: Callable[[], Any] = lambda: None
+) -> None:
+    """Put the losses of a finished run, from its checkpoints, into ``result``.
+
+    Raises:
+        ValueError: it is a run of other models than the pool's; names them.
+    """
+    order, inputs = run.manifest["order"], run.manifest["inputs"]
+    if sorted(order) != sorted(pool.tasks):
         raise ValueError(
-            f"'{folder}' is no log directory of a run with its checkpoints (there is no {steps / 'merged_model_0'}): "
-            "run with method.save_on_every_step=true"
+            f"'{run.folder}' is a run of {', '.join(order)}, and the model pool has {', '.join(pool.tasks)}"
         )
-    first = read_whole_checkpoint(steps / "merged_model_0")
-    count = len(first["order"])
-    if lost := [step for step in range(count) if not (steps / f"merged_model_{step}").is_dir()]:
-        raise ValueError(f"'{folder}' lacks the checkpoint of step {lost[0] + 1} of {count}: is the run finished?")
-    return first
+    for name, digest in pool.digests.items():
+        if inputs.get(name, {}).get("sha256") != digest:
+            raise ValueError(f"'{run.folder}' is a run of other models: '{name}' has other weights there")
+    tracker = LossTracker(pool, run.label, _ranks(run.manifest["settings"]), bounds=not result.losses)
+    merged = copy.deepcopy(pool.pretrained)
+    for step, task in enumerate(order):
+        load_checkpoint(merged, run.checkpoint(step))
+        tracker.update(task, merged, pool.load(task))
+        on_step()
+    result.losses += tracker.rows
+    scores = read_json(run.folder / "accuracy_matrix.json", Scores, advice="resume the run, and it is written again")
+    if scores is not None:
+        result.scores[run.label] = {"ACC": scores["ACC"], "BWT": scores["BWT"]}
 
 
-def _ranks(config: dict[str, Any]) -> FusionConfig:
+def _checkpoint(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"merged_model_{step}"
+
+
+def _last_manifest(folder: Path) -> Manifest:
+    """The manifest of a run's last step, once the checkpoints of all steps are found to be whole."""
+    if not (first := _checkpoint(folder, 0)).is_dir():
+        raise ValueError(
+            f"'{folder}' is no log directory of a run with its checkpoints (there is no {first}): run with "
+            "method.save_on_every_step=true"
+        )
+    manifest = read_whole_checkpoint(first)
+    if lacking := [key for key in ("method", "order", "inputs", "settings") if key not in manifest]:
+        raise ValueError(f"'{folder}' is a run of another version (its manifest has no {lacking[0]}): run it again")
+    count = len(manifest["order"])
+    for step in range(1, count):
+        if not _checkpoint(folder, step).is_dir():
+            raise ValueError(f"'{folder}' lacks the checkpoint of step {step + 1} of {count}: is the run finished?")
+        manifest = read_whole_checkpoint(_checkpoint(folder, step))
+    return manifest
+
+
+def _ranks(settings: Mapping[str, Any]) -> FusionConfig:
     """The method's ranks r_p and r_v, as numbers or shares of the width; those of NUFILT where it has none."""
-    known = {key: config[key] for key in ("null_rank", "task_rank") if is_number(config.get(key))}
+    known = {key: settings[key] for key in ("null_rank", "task_rank") if is_number(settings.get(key))}
     return FusionConfig(**known)

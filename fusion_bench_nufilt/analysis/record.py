@@ -1,27 +1,27 @@
-"""Second moments of the inputs of a model's layers, recorded while it runs and kept in safetensors files."""
+"""Records the second moments of the inputs of a model's layers, and keeps them in safetensors files."""
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.storage.files import atomic_file, write_text
 from fusion_bench_nufilt.storage.json_files import Count, read_json
 from fusion_bench_nufilt.storage.tensors import TensorFile
 
+from .hooks import layer_inputs, padding_mask
+from .inputs import TaskInputs
 from .moments import RunningMoment
 
 log = logging.getLogger(__name__)
 
-#: Bytes for each element of a moment: its float64 sum, and the mean that is written when it is done.
+#: Bytes for each element of a moment while it is recorded: its float64 sum, and the float32 mean that is written.
 _BYTES = 8 + 4
 
 
@@ -29,13 +29,13 @@ class Recorded(TypedDict):
     """What ``about.json`` says of the moments beside it."""
 
     about: dict[str, Any]  # what they depend on
-    owner: dict[str, str]  # for every layer the one whose moment it shares
-    files: dict[str, str]  # for every owner the file that has its moment
+    owner: dict[str, str]  # for each layer the layer whose moment it shares
+    files: dict[str, str]  # for each owner the file that has its moment
     tokens: Count
 
 
-class MomentFile:
-    """The moments of one task, read from disk one at a time.
+class Moments:
+    """The second moments of one task, read from disk one at a time.
 
     Args:
         folder: a folder that :func:`record_moments` wrote.
@@ -46,7 +46,7 @@ class MomentFile:
     """
 
     def __init__(self, folder: Path, content: Recorded) -> None:
-        self.about, self.tokens, self._owner = content["about"], content["tokens"], content["owner"]
+        self.tokens, self._owner = content["tokens"], content["owner"]
         files = {name: TensorFile(folder / Path(name).name) for name in set(content["files"].values())}
         self._files = {owner: files[name] for owner, name in content["files"].items()}
         for owner in self._owner.values():
@@ -63,13 +63,13 @@ class MomentFile:
         return file.read(file.tensors[self._owner[layer]])
 
 
-def known_moments(folder: Path, about: Mapping[str, Any]) -> MomentFile | None:
+def known_moments(folder: Path, about: Mapping[str, Any]) -> Moments | None:
     """What was recorded earlier, if it is whole and was for the same model, data and layers."""
     try:
         content = read_json(folder / "about.json", Recorded, advice="its moments can be recorded again")
         if content is None or content["about"] != json.loads(json.dumps(about)):
             return None
-        return MomentFile(folder, content)
+        return Moments(folder, content)
     except ValueError as error:
         log.warning("%s; recording again", error)
         return None
@@ -78,20 +78,20 @@ def known_moments(folder: Path, about: Mapping[str, Any]) -> MomentFile | None:
 @torch.no_grad()
 def record_moments(
     model: nn.Module,
-    run: Callable[[], Iterable[Any]],
+    inputs: TaskInputs,
     owner: Mapping[str, str],
     folder: Path,
     about: Mapping[str, Any],
     max_memory: int,
-) -> MomentFile:
-    """Run a model on a task's data and keep the second moments of what its layers get.
+) -> Moments:
+    """Run a model on a task's samples and keep the second moments of what its layers get.
 
     Args:
-        model: whose layers are watched.
-        run: iterates over the data, giving it to the model; called once, or once for each group of layers where all
-            moments together would take more than ``max_memory``.
-        owner: for every layer the one whose moment it shares, see :func:`shared_inputs`.
-        folder: where to.
+        model: the model whose layers are watched.
+        inputs: the samples; they are run once, or once for each group of layers where all moments together would take
+            more than ``max_memory``.
+        owner: for each layer the layer whose moment it shares, see :func:`shared_inputs`.
+        folder: where the moments are kept.
         about: what the moments depend on.
         max_memory: bytes that moments may take while they are recorded; each group goes to disk before the next.
     """
@@ -99,10 +99,7 @@ def record_moments(
     (folder / "about.json").unlink(missing_ok=True)
     files: dict[str, str] = {}
     for number, group in enumerate(_groups(model, sorted(set(owner.values())), max_memory)):
-        moments = {name: RunningMoment(_width(model, name)) for name in group}
-        with _watching(model, group, lambda name, X, into=moments: into[name].add(X)):  # type: ignore[misc]
-            for _ in run():
-                pass
+        moments = _run_and_sum(model, inputs, group)
         file = f"moments-{number}.safetensors"
         with atomic_file(folder / file) as temporary:
             save_file({name: moment.mean.float() for name, moment in moments.items()}, temporary)
@@ -110,31 +107,44 @@ def record_moments(
         tokens = max(moment.count for moment in moments.values())
     content: Recorded = {"about": dict(about), "owner": dict(owner), "files": files, "tokens": tokens}
     write_text(folder / "about.json", json.dumps(content))
-    return MomentFile(folder, content)
+    return Moments(folder, content)
+
+
+def _run_and_sum(model: nn.Module, inputs: TaskInputs, layers: Sequence[str]) -> dict[str, RunningMoment]:
+    """Run the model on the samples, and sum the moments of some of its layers."""
+    moments = {name: RunningMoment(_width(model, name)) for name in layers}
+    with padding_mask(model) as mask:
+
+        def add(name: str, X: Tensor) -> None:
+            moments[name].add(mask.tokens(X).cpu())
+
+        with layer_inputs(model, layers, add):
+            inputs.run(model)
+    return moments
 
 
 @torch.no_grad()
-def shared_inputs(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> dict[str, str]:
+def shared_inputs(model: nn.Module, names: Sequence[str], inputs: TaskInputs) -> dict[str, str]:
     """For each layer the first one that gets the very same tensor.
 
     Args:
-        model: whose layers are watched.
-        names: of linear layers.
-        run: gives the model a little data.
+        model: the model whose layers are watched.
+        names: linear layers.
+        inputs: samples, of which one is run.
 
     Raises:
         ValueError: a layer gets no input at all; names it.
     """
-    seen: list[tuple[Tensor, str]] = []  # held, so that no two have the same address in turn
+    first: dict[int, str] = {}
+    held: list[Tensor] = []  # so that no two tensors have the same address in turn
     owner: dict[str, str] = {}
 
-    def look(name: str, X: Tensor) -> None:
-        first = next((other for tensor, other in seen if tensor is X), name)
-        seen.append((X, name))
-        owner.setdefault(name, first)
+    def receive(name: str, X: Tensor) -> None:
+        held.append(X)
+        owner.setdefault(name, first.setdefault(id(X), name))
 
-    with _watching(model, names, look, rows=False):
-        run()
+    with layer_inputs(model, names, receive):
+        inputs.run_one(model)
     if lost := [name for name in names if name not in owner]:
         raise ValueError(f"{len(lost)} layers get no input from the task's data, '{lost[0]}' first")
     return owner
@@ -145,59 +155,8 @@ def memory_of(model: nn.Module, owner: Mapping[str, str]) -> int:
     return sum(_bytes(model, name) for name in set(owner.values()))
 
 
-@contextmanager
-def watching_outputs(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """A dictionary that holds, after each forward pass, what the layers gave: ``(rows, d_o)``, padding left out."""
-    outputs: dict[str, Tensor] = {}
-    with _padding(model) as mask, ExitStack() as stack:
-        for name in names:
-
-            def keep(module: nn.Module, inputs: Any, output: Tensor, name: str = name) -> None:
-                outputs[name] = _rows(output, mask)
-
-            stack.callback(model.get_submodule(name).register_forward_hook(keep).remove)
-        yield outputs
-
-
-@contextmanager
-def _watching(
-    model: nn.Module, names: Iterable[str], see: Callable[[str, Tensor], None], *, rows: bool = True
-) -> Iterator[None]:
-    with _padding(model) as mask, ExitStack() as stack:
-        for name in names:
-
-            def look(module: nn.Module, inputs: tuple[Tensor, ...], name: str = name) -> None:
-                see(name, _rows(inputs[0], mask).cpu() if rows else inputs[0])
-
-            stack.callback(model.get_submodule(name).register_forward_pre_hook(look).remove)
-        yield
-
-
-@contextmanager
-def _padding(model: nn.Module) -> Iterator[list[Tensor | None]]:
-    """Holds the ``attention_mask`` of the transformer that is running, as given: 1 for a token, 0 for padding."""
-    mask: list[Tensor | None] = [None]
-
-    def note(module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
-        if "attention_mask" in named:
-            given = named["attention_mask"]
-            mask[0] = given if isinstance(given, Tensor) and given.dim() == 2 else None
-
-    with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel):
-                stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
-        yield mask
-
-
-def _rows(X: Tensor, mask: list[Tensor | None]) -> Tensor:
-    """``(rows, d)`` of ``(..., d)``, without padding."""
-    if mask[0] is not None and mask[0].shape == X.shape[:-1]:
-        return X[mask[0].bool()]
-    return X.flatten(0, -2)
-
-
 def _groups(model: nn.Module, names: Sequence[str], max_memory: int) -> Iterator[list[str]]:
+    """Split the layers into groups whose moments fit into the memory, or that are a single layer."""
     group: list[str] = []
     used = 0
     for name in names:

@@ -1,12 +1,7 @@
-"""What an analysis finds, and the files of numbers that it leaves."""
+"""What an analysis finds."""
 
-import csv
-import dataclasses
-import io
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +9,9 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.results import names
-from fusion_bench_nufilt.storage.files import write_text
 
 from .affinity import Floats
-from .spectra import TaskVector
+from .spectra import Comparison, TaskVector, energy_curves
 
 GROUPS = ("all", "attention", "MLP")
 
@@ -28,7 +22,7 @@ class Layer:
 
     name: str
     shape: tuple[int, int]  # (d_o, d_i)
-    module: str = ""  # whose inputs it gets, in a model that is loaded
+    module: str = ""  # the module whose inputs it gets, in a model that is loaded
 
     @property
     def kind(self) -> str:
@@ -37,7 +31,7 @@ class Layer:
 
     @property
     def depth(self) -> int:
-        """Number of its block."""
+        """The number of its block."""
         return names.depth(self.name)
 
 
@@ -50,32 +44,23 @@ class VectorRow:
     norm: float
     relative_norm: float  # to the pretrained weight's
     effective_rank: float
-    rank_90: int | None  # directions that hold 90 % of its energy; None: more than were looked at
+    rank_90: int | None  # directions that hold 90 % of its energy; None: more than were solved for
     energy_in_top: float  # share of its energy in its top r_v directions
 
     @classmethod
     def of(cls, task: str, layer: Layer, vector: TaskVector, W_0: Tensor, rank: int) -> "VectorRow":
-        """Of what was seen of a task vector, beside the pretrained weight."""
+        """Describe a task vector beside the pretrained weight ``W_0``."""
         relative = vector.norm / (float(torch.linalg.vector_norm(W_0)) or 1.0)
         top = float(vector.energy[:rank].sum())
         return cls(task, layer.name, vector.norm, relative, vector.effective_rank, vector.rank_for(0.9), top)
 
 
 @dataclass(frozen=True)
-class TheoremRow:
-    """Theorem 1 for a task in a layer."""
-
-    task: str
-    layer: str
-    r_d: int
-    misalignment: float
-    zeta: float
-    zeta_spectral: float
-
-
-@dataclass(frozen=True)
 class LossRow:
-    """A layer after a step of a method; see :mod:`fusion_bench_nufilt.analysis.surrogates`. None at the first step."""
+    """A layer after a step of a method; see :mod:`fusion_bench_nufilt.analysis.surrogates`.
+
+    There are no old tasks at the first step, so that every stability loss is None there.
+    """
 
     method: str
     step: int
@@ -95,7 +80,7 @@ class LossRow:
 
 @dataclass
 class Analysis:
-    """All that tables, pictures and words are made of; what was not measured is None or empty."""
+    """All that tables, pictures and sentences are made of; what was not measured is None or empty."""
 
     about: dict[str, Any]  # where it comes from, for people
     tasks: list[str]
@@ -108,60 +93,34 @@ class Analysis:
     ranks: list[int] = field(default_factory=list)
     affinity: Floats | None = None  # (layers, data, vectors)
     affinity_by_rank: Floats | None = None  # (layers, data, vectors, ranks)
-    theorem: list[TheoremRow] = field(default_factory=list)
+    theorem: list[dict[str, Any]] = field(default_factory=list)  # a TheoremCheck for each task, layer and r_d
     losses: list[LossRow] = field(default_factory=list)
-    scores: dict[str, dict[str, float | None]] = field(default_factory=dict)  # ACC, BWT by method
+    scores: dict[str, dict[str, float | None]] = field(default_factory=dict)  # ACC and BWT by method
     failures: dict[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of_vectors(
+        cls,
+        about: dict[str, Any],
+        tasks: list[str],
+        names: list[str],
+        layers: list[Layer],
+        comparisons: Sequence[Comparison],
+        vectors: list[VectorRow],
+        task_rank: int,
+    ) -> "Analysis":
+        """What the task vectors alone tell, given how they compare in each layer."""
+        return cls(
+            about=about,
+            tasks=tasks,
+            layers=layers,
+            task_rank=task_rank,
+            vectors=vectors,
+            names=names,
+            overlaps=np.stack([layer.overlaps for layer in comparisons]),
+            energy=energy_curves(names, [layer.energies for layer in comparisons]),
+        )
+
     def group(self, name: str) -> list[int]:
-        """Numbers of the layers of a group."""
+        """The numbers of the layers of a group."""
         return [number for number, layer in enumerate(self.layers) if name in ("all", layer.kind)]
-
-    @property
-    def methods(self) -> list[str]:
-        """Those whose losses were measured."""
-        return list(dict.fromkeys(row.method for row in self.losses))
-
-
-def save_tables(analysis: Analysis, folder: Path) -> list[str]:
-    """Write the numbers as CSV, one row a layer; returns the names of the files."""
-    tables: dict[str, list[dict[str, Any]]] = {
-        "task_vectors.csv": [dataclasses.asdict(row) for row in analysis.vectors],
-        "overlaps.csv": _pairs(analysis, analysis.overlaps, ("vector", "other_vector"), "overlap"),
-        "theorem.csv": [dataclasses.asdict(row) for row in analysis.theorem],
-        "losses.csv": [dataclasses.asdict(row) for row in analysis.losses],
-    }
-    if analysis.affinity is not None:
-        tables["affinity.csv"] = _pairs(analysis, analysis.affinity, ("data", "vector"), "affinity")
-    written = []
-    for name, rows in tables.items():
-        if rows:
-            write_text(folder / name, _csv(rows))
-            written.append(name)
-    return written
-
-
-def save_json(folder: Path, content: dict[str, Any]) -> None:
-    """Write ``analysis.json``."""
-    write_text(folder / "analysis.json", json.dumps(content, indent=1, allow_nan=False))
-
-
-def _pairs(analysis: Analysis, values: Floats, labels: Sequence[str], name: str) -> list[dict[str, Any]]:
-    return [
-        {
-            "layer": analysis.layers[layer].name,
-            "kind": analysis.layers[layer].kind,
-            labels[0]: analysis.names[i],
-            labels[1]: analysis.names[j],
-            name: value,
-        }
-        for (layer, i, j), value in np.ndenumerate(values)
-    ]
-
-
-def _csv(rows: list[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fusion_bench_nufilt.core.subspace import gram_matrix, subspace_affinity, top_eigenvectors
@@ -14,13 +16,13 @@ _DIRECT, _ROUNDS, _SPARE = 1024, 4, 16
 
 @dataclass(frozen=True)
 class TaskVector:
-    """What is kept of a layer's task vector.
+    """What is kept of the task vector of a layer.
 
     Args:
         V: its top right singular vectors, ``(d_i, r)``, the most important first; zero beyond the numerical rank.
         norm: its Frobenius norm.
-        energy: share of its squared norm in each of the directions of ``V``, ``(r,)``.
-        effective_rank: squared norm over the largest squared singular value (stable rank), at least 1.
+        energy: the share of its squared norm in each of the directions of ``V``, ``(r,)``.
+        effective_rank: its squared norm over its largest squared singular value (stable rank); 0 for a zero vector.
     """
 
     V: Tensor
@@ -30,17 +32,17 @@ class TaskVector:
 
     @property
     def numerical_rank(self) -> int:
-        """How many of the directions it has: less than asked for in a task that was trained with a small LoRA."""
+        """How many directions it has; fewer than asked for if the task was trained with a LoRA of a small rank."""
         return int((self.energy > 0).sum())
 
     def rank_for(self, share: float) -> int | None:
-        """How many directions hold this share of the energy; None: more than were looked at."""
+        """How many directions hold this share of the energy; None: more than were solved for."""
         reached = self.energy.cumsum(0) >= share - 1e-6
         return int(reached.nonzero()[0]) + 1 if reached.any() else None
 
 
 def task_vector(tau: Tensor, rank: int) -> TaskVector:
-    """Look at a task vector ``(d_o, d_i)``; only its top ``rank`` directions are solved for."""
+    """Find the top ``rank`` directions of a task vector ``(d_o, d_i)``, and only these."""
     d_o, d_i = tau.shape
     V, sigma = _top_directions(tau, min(rank, d_o, d_i))
     sigma = sigma * (sigma > max(d_o, d_i) * torch.finfo(tau.dtype).eps * sigma.amax())
@@ -52,8 +54,8 @@ def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Top right singular vectors ``(d_i, rank)`` and singular values, the largest first.
 
     A layer with both sides above 1024 is not worth its Gram matrix, which takes most of the time of a merge: block
-    iteration on the matrix itself, a fixed number of rounds, is exact enough to look at. For singular values k^-0.4,
-    flatter than those of task vectors, the energy of 32 directions is off by 0.2 %.
+    iteration on the matrix itself, a fixed number of rounds, is exact enough here. For singular values k^-0.4, flatter
+    than those of task vectors, the energy of 32 directions is off by 0.2 %.
     """
     if min(tau.shape) <= _DIRECT:
         tall = tau if tau.shape[1] <= tau.shape[0] else tau.mT
@@ -80,13 +82,26 @@ def overlap(a: TaskVector, b: TaskVector, rank: int) -> float:
     return float(subspace_affinity(narrow, wide))
 
 
-def overlaps(vectors: Sequence[TaskVector], rank: int) -> np.ndarray:
-    """``(T, T)`` of the task vectors of a layer."""
-    return np.array([[overlap(a, b, rank) for b in vectors] for a in vectors])
+class Comparison(NamedTuple):
+    """How the task vectors of a layer compare."""
+
+    overlaps: NDArray[np.float64]  # (T, T)
+    energies: list[Tensor]  # of each task vector, see :class:`TaskVector`
+
+
+def compare(vectors: Sequence[TaskVector], rank: int) -> Comparison:
+    """Compare the top ``rank`` directions of the task vectors of a layer."""
+    overlaps = np.array([[overlap(a, b, rank) for b in vectors] for a in vectors])
+    return Comparison(overlaps, [vector.energy for vector in vectors])
 
 
 def energy_curves(names: Sequence[str], energies: Sequence[Sequence[Tensor]]) -> dict[str, list[float]]:
-    """Share of the energy in the first 1, 2, … directions, mean over layers, from energies by layer and task."""
+    """Each name's share of the energy in the first 1, 2, … directions: the mean over layers, which are given in turn.
+
+    Args:
+        names: of the task vectors.
+        energies: for each layer the energies of all task vectors.
+    """
     width = min(len(energy) for layer in energies for energy in layer)
     curves = torch.stack([torch.stack([energy[:width].cumsum(0) for energy in layer]) for layer in energies])
     return dict(zip(names, curves.mean(dim=0).tolist(), strict=True))

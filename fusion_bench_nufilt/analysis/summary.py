@@ -2,20 +2,20 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from .affinity import chance, dominance, example_pairs
-from .results import GROUPS, Analysis, LossRow, TheoremRow
+from .affinity import Floats, chance, dominance, example_pairs
+from .results import GROUPS, Analysis
 from .surrogates import harmonic_mean, rank_correlation
 
 Json = dict[str, Any]
 
-#: The readings of the two losses: fields of :class:`LossRow`.
+#: The fields of :class:`LossRow` that hold the two losses, by the way in which these are measured.
 READINGS = {
     "fixed": ("stability", "plasticity"),
     "relative": ("relative_stability", "relative_plasticity"),
@@ -24,7 +24,8 @@ READINGS = {
 
 
 def summarise(analysis: Analysis) -> Json:
-    """All of it for JSON; what was not measured is left out."""
+    """All of an analysis for JSON; what was not measured is left out, and what is not finite is None."""
+    groups = {name: analysis.group(name) for name in GROUPS if analysis.group(name)}
     content: Json = {
         "kind": "analysis",
         "about": analysis.about,
@@ -35,41 +36,60 @@ def summarise(analysis: Analysis) -> Json:
             {"name": layer.name, "kind": layer.kind, "depth": layer.depth, "shape": list(layer.shape)}
             for layer in analysis.layers
         ],
+        "chance": {name: _chance(analysis, members) for name, members in groups.items()},
         "vectors": _vectors(analysis),
-        "overlap": {name: _of_group(analysis, name, analysis.overlaps) for name in _groups(analysis)},
+        "overlap": {name: analysis.overlaps[members].mean(axis=0).tolist() for name, members in groups.items()},
         "energy": analysis.energy,
         "layers_of": _by_layer(analysis),
         "versions": {name: version(name) for name in ("fusion-bench-nufilt", "torch", "transformers")},
     }
     if analysis.affinity is not None:
-        content["affinity"] = {name: _affinity(analysis, name) for name in _groups(analysis)}
+        content["affinity"] = {
+            name: {**_affinity(analysis.affinity[members]), "chance": content["chance"][name]}
+            for name, members in groups.items()
+        }
         content["pairs"] = example_pairs(analysis.affinity.mean(axis=0)) if len(analysis.tasks) > 1 else []
         content["affinity_by_rank"] = _by_rank(analysis)
     if analysis.theorem:
-        content["theorem"] = _theorem(analysis.theorem)
+        content["theorem"] = _theorem(analysis)
     if analysis.losses:
-        content["methods"] = {method: _method(analysis, method) for method in analysis.methods}
-        content["corollary"] = _corollary(analysis.losses)
+        losses = pd.DataFrame(analysis.losses)
+        by_method = losses.groupby("method", sort=False)
+        content["methods"] = {name: {**analysis.scores.get(name, {}), **_method(rows)} for name, rows in by_method}
+        content["corollary"] = _corollary(losses)
         content["failures"] = analysis.failures
-    return content
+    finite: Json = _finite(content)
+    return finite
 
 
-def _groups(analysis: Analysis) -> list[str]:
-    return [name for name in GROUPS if analysis.group(name)]
+def _finite(content: Any) -> Any:
+    """The same with None for every number that is not finite, since JSON has none."""
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def _of_group(analysis: Analysis, name: str, values: np.ndarray) -> list[list[float]]:
-    found: list[list[float]] = values[analysis.group(name)].mean(axis=0).tolist()
+def _chance(analysis: Analysis, layers: list[int]) -> float:
+    return fmean(chance(analysis.task_rank, analysis.layers[number].shape[1]) for number in layers)
+
+
+def _vectors(analysis: Analysis) -> Json:
+    rows = pd.DataFrame(analysis.vectors)
+    rows["rank_90"] = rows["rank_90"].astype(float).fillna(math.inf)  # more directions than were solved for
+    how = {"relative_norm": "mean", "effective_rank": "median", "rank_90": "median", "energy_in_top": "mean"}
+    found: Json = rows.groupby("task", sort=False).agg(how).to_dict("index")
     return found
 
 
 def _by_layer(analysis: Analysis) -> Json:
-    """Means over the tasks, or over pairs of them, for each layer."""
+    """For each layer the means over the tasks, or over pairs of them."""
     names = [layer.name for layer in analysis.layers]
-    ranks = {name: [row.effective_rank for row in analysis.vectors if row.layer == name] for name in names}
-    content: Json = {"effective rank, mean over the tasks": {name: fmean(ranks[name]) for name in names}}
+    ranks = pd.DataFrame(analysis.vectors).groupby("layer", sort=False)["effective_rank"].mean()
+    content: Json = {"effective rank, mean over the tasks": ranks.to_dict()}
 
-    def pairs(values: np.ndarray) -> dict[str, float]:
+    def pairs(values: Floats) -> dict[str, float]:
         other = ~np.eye(values.shape[-1], dtype=bool)
         return dict(zip(names, values[:, other].mean(axis=1).tolist(), strict=True))
 
@@ -83,20 +103,12 @@ def _by_layer(analysis: Analysis) -> Json:
     return content
 
 
-def _affinity(analysis: Analysis, name: str) -> Json:
-    assert analysis.affinity is not None
-    members = analysis.group(name)
-    A = analysis.affinity[members]
-    widths = [analysis.layers[number].shape[1] for number in members]
-    content: Json = {
-        "mean": A.mean(axis=0).tolist(),
-        "p90": np.quantile(A, 0.9, axis=0).tolist(),
-        "chance": fmean(chance(analysis.task_rank, width) for width in widths),
-        "layers": A.tolist(),
-    }
-    if len(analysis.tasks) > 1:
+def _affinity(A: Floats) -> Json:
+    """Summarise the affinities ``(layers, T, T)`` of a group of layers."""
+    content: Json = {"mean": A.mean(axis=0).tolist(), "p90": np.quantile(A, 0.9, axis=0).tolist()}
+    if A.shape[-1] > 1:
         found = dominance(A)
-        content["dominance"] = {**dataclasses.asdict(found), "ratio": _finite(found.ratio)}
+        content["dominance"] = {**dataclasses.asdict(found), "ratio": found.ratio}
     return content
 
 
@@ -113,122 +125,68 @@ def _by_rank(analysis: Analysis) -> Json:
     }
 
 
-def _vectors(analysis: Analysis) -> Json:
-    content = {}
-    for name in analysis.names:
-        rows = [row for row in analysis.vectors if row.task == name]
-        ranks = [math.inf if row.rank_90 is None else row.rank_90 for row in rows]
-        content[name] = {
-            "relative_norm": fmean(row.relative_norm for row in rows),
-            "effective_rank": median(row.effective_rank for row in rows),
-            "rank_90": _finite(median(ranks)),
-            "energy_in_top": fmean(row.energy_in_top for row in rows),
+def _theorem(analysis: Analysis) -> list[Json]:
+    return [
+        {
+            "r_d": int(str(rank)),
+            "pairs": len(own),
+            "condition_holds": int(np.isfinite(own["zeta"]).sum()),
+            "condition_holds_spectral": int(np.isfinite(own["zeta_spectral"]).sum()),
+            "median_affinity": 1 - float(own["misalignment"].median()),
+            "violations": int(own["violated"].sum()),
         }
+        for rank, own in pd.DataFrame(analysis.theorem).groupby("r_d")
+    ]
+
+
+def _method(rows: pd.DataFrame) -> Json:
+    """Summarise the losses of one method from the second step on."""
+    later = rows[rows["step"] > 1]
+    if later.empty:
+        return {}
+    known = {name: list(pair) for name, pair in READINGS.items() if later[pair[1]].notna().any()}
+    content = {name: _losses(later, columns) for name, columns in known.items()}
+    content["rank_correlation"] = {loss: _correlation(later, loss) for loss in ("stability", "plasticity")}
     return content
 
 
-def _theorem(rows: Sequence[TheoremRow]) -> list[Json]:
-    content = []
-    for rank in sorted({row.r_d for row in rows}):
-        own = [row for row in rows if row.r_d == rank]
-        content.append(
-            {
-                "r_d": rank,
-                "pairs": len(own),
-                "condition_holds": sum(math.isfinite(row.zeta) for row in own),
-                "condition_holds_spectral": sum(math.isfinite(row.zeta_spectral) for row in own),
-                "median_affinity": 1 - median(row.misalignment for row in own),
-                "violations": sum(row.misalignment > min(row.zeta, row.zeta_spectral) ** 2 + 1e-5 for row in own),
-            }
-        )
-    return content
-
-
-def _method(analysis: Analysis, method: str) -> Json:
-    rows = [row for row in analysis.losses if row.method == method]
-    later = [row for row in rows if row.step > 1]
-    content: Json = {**analysis.scores.get(method, {})}
-    if not later:
-        return content
-    for reading, (stability, plasticity) in READINGS.items():
-        if any(getattr(row, plasticity) is not None for row in later):
-            content[reading] = _losses(later, stability, plasticity)
-    content["rank_correlation"] = {
-        "stability": _correlation(later, "stability"),
-        "plasticity": _correlation(later, "plasticity"),
-    }
-    return content
-
-
-def _losses(rows: Sequence[LossRow], stability: str, plasticity: str) -> Json:
+def _losses(rows: pd.DataFrame, columns: list[str]) -> Json:
     """Layer means by step, their harmonic and arithmetic means, and all that averaged over the steps."""
-    steps = sorted({row.step for row in rows})
-    s = [_mean(getattr(row, stability) for row in rows if row.step == step) for step in steps]
-    p = [_mean(getattr(row, plasticity) for row in rows if row.step == step) for step in steps]
-    harmonic = [_of_both(harmonic_mean, a, b) for a, b in zip(s, p, strict=True)]
-    arithmetic = [_of_both(_arithmetic_mean, a, b) for a, b in zip(s, p, strict=True)]
-    mean_s, mean_p = _mean(s), _mean(p)
+    by_step = rows.groupby("step")[columns].mean().set_axis(["stability", "plasticity"], axis=1)
+    by_step["harmonic"] = [harmonic_mean(*pair) for pair in by_step.itertuples(index=False)]
+    by_step["arithmetic"] = by_step[["stability", "plasticity"]].mean(axis=1, skipna=False)
+    mean = by_step.mean()
     return {
-        "steps": steps,
-        "stability": s,
-        "plasticity": p,
-        "harmonic": harmonic,
-        "arithmetic": arithmetic,
-        "mean": {
-            "stability": mean_s,
-            "plasticity": mean_p,
-            "harmonic": _mean(harmonic),
-            "harmonic_of_means": _of_both(harmonic_mean, mean_s, mean_p),
-            "arithmetic": _of_both(_arithmetic_mean, mean_s, mean_p),
-        },
+        "steps": by_step.index.tolist(),
+        **by_step.to_dict("list"),
+        "mean": {**mean.to_dict(), "harmonic_of_means": harmonic_mean(mean["stability"], mean["plasticity"])},
     }
 
 
-def _of_both(mean: Callable[[float, float], float], a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else mean(a, b)
+def _correlation(rows: pd.DataFrame, loss: str) -> Json:
+    """Spearman's rank correlation of a loss with its data-free counterpart.
 
+    Over all layers and steps, and over the layers of a step, averaged over the steps where it is defined.
+    """
 
-def _arithmetic_mean(a: float, b: float) -> float:
-    return (a + b) / 2
+    def of(some: pd.DataFrame) -> float | None:
+        return rank_correlation(some[loss].tolist(), some[f"data_free_{loss}"].tolist())
 
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are known, or None if there are none."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
-
-
-def _correlation(rows: Sequence[LossRow], loss: str) -> Json:
-    """Spearman's rank correlation of a loss with its data-free counterpart: over all layers and steps, and over the
-    layers of a step, averaged over the steps."""
-
-    def of(some: Iterable[LossRow]) -> float | None:
-        pairs = [(getattr(row, loss), getattr(row, f"data_free_{loss}")) for row in some]
-        return rank_correlation([a for a, _ in pairs], [b for _, b in pairs])
-
-    by_step = [of(row for row in rows if row.step == step) for step in sorted({row.step for row in rows})]
-    known = [value for value in by_step if value is not None]
+    known = [value for _, step in rows.groupby("step") if (value := of(step)) is not None]
     return {"layers_and_steps": of(rows), "layers": fmean(known) if known else None}
 
 
-def _corollary(losses: Sequence[LossRow]) -> Json:
+def _corollary(losses: pd.DataFrame) -> Json:
     """Corollary 1 where it was evaluated: the left side as a share of the right."""
     content: Json = {}
     for loss in ("stability", "plasticity"):
-        shares = [
-            getattr(row, loss) / bound
-            for row in losses
-            if (bound := getattr(row, f"{loss}_bound")) is not None and bound
-        ]
-        if shares:
+        known = losses[losses[f"{loss}_bound"].astype(float) > 0]
+        shares = known[loss].astype(float) / known[f"{loss}_bound"].astype(float)
+        if len(shares):
             content[loss] = {
-                "median_share": median(shares),
-                "largest_share": max(shares),
-                "violations": sum(share > 1 + 1e-5 for share in shares),
+                "median_share": float(shares.median()),
+                "largest_share": float(shares.max()),
+                "violations": int((shares > 1 + 1e-5).sum()),
                 "pairs": len(shares),
             }
     return content
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -1,7 +1,7 @@
 """`nufilt analyze`: what the paper measures beside accuracy."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,23 +69,24 @@ def analyze(
     with terminal() as console:
         out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
         config, targets = AnalysisConfig(**options), patterns(target_modules) or "auto"
-        from fusion_bench_nufilt.analysis.measure import check_runs
-        from fusion_bench_nufilt.results.analysis_files import save_analysis
+        from fusion_bench_nufilt.analysis.files import save_analysis
+        from fusion_bench_nufilt.analysis.measure import finished_runs
+        from fusion_bench_nufilt.results.analysis_pictures import save_pictures
 
         _check_words(context, base, task, merged, overrides)
         plan = None if base is None else _plan(console, base, task or [], merged, targets)
-        runs = check_runs([folder.expanduser() for folder in run or ()])
+        runs = finished_runs([folder.expanduser() for folder in run or ()])
         lock = lock_folder(out)
         try:
             if plan is not None:
                 analysis = _folders(console, plan, config)
             else:
                 analysis = _pool(console, modelpool, methods, runs, list(overrides or ()), targets, out, config)
-            summary, files = save_analysis(analysis, out)
-            files += leave_page(out)
+            content, files = save_analysis(analysis, out)
+            files += save_pictures(analysis, content, out) + leave_page(out)
         finally:
             lock.release()
-    print("\n".join(summary["reading"]))
+    print("\n".join(content["reading"]))
     console.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
 
 
@@ -132,7 +133,7 @@ def _pool(
     console: Console,
     modelpool: str,
     methods: str | None,
-    runs: dict[Path, str],
+    runs: Sequence[Any],
     overrides: list[str],
     targets: Targets,
     out: Path,
@@ -155,11 +156,11 @@ def _pool(
         wanted = "" if runs or methods == "none" else methods or default_methods(pool.width)
         specs = parse_methods(wanted, overrides)
         with _bar(console, "Looking at tasks", len(pool.tasks)) as advance:
-            result = pool.look(advance)
+            result = pool.run(advance)
         with _bar(console, "Measuring methods", len(pool.tasks) * max(1, len(specs) + len(runs))) as advance:
             measure_methods(pool, result, specs, words, advance)
-            for folder, label in runs.items():
-                measure_run(pool, result, folder, label, advance)
+            for run in runs:
+                measure_run(pool, result, run, advance)
     for label, reason in result.failures.items():
         console.print(f"[yellow]{escape(label)} failed:[/yellow] {escape(reason)}", highlight=False, soft_wrap=True)
     return result

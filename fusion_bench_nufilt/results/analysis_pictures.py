@@ -39,6 +39,7 @@ def save_pictures(analysis: Analysis, summary: Json, folder: Path) -> list[str]:
 
 def affinity(analysis: Analysis, summary: Json) -> Figure:
     """Columns: all layers, attention, MLP. Rows: mean over layers, 90th percentile, distribution for three pairs."""
+    A = np.asarray(analysis.affinity)
     groups = [name for name in GROUPS if name in summary["affinity"]]
     figure = Figure(figsize=(4.6 * len(groups) + 0.8, 13), layout="constrained")
     panels = figure.subplots(3, len(groups), squeeze=False, height_ratios=[1, 1, 0.8])
@@ -48,11 +49,11 @@ def affinity(analysis: Analysis, summary: Json) -> Figure:
         for row, (key, words) in enumerate((("mean", "mean"), ("p90", "90th percentile"))):
             axes = panels[row, column]
             image = _heat_map(axes, np.array(found[key]), analysis.tasks, top)
-            axes.set_title(f"{name}: {words} over {len(found['layers'])} layers", fontsize=10)
+            axes.set_title(f"{name}: {words} over {len(analysis.group(name))} layers", fontsize=10)
             if column == 0:
                 axes.set_ylabel("data of")
             axes.set_xlabel("task vector of")
-        _distributions(panels[2, column], np.array(found["layers"]), analysis, summary["pairs"], found["chance"])
+        _distributions(panels[2, column], A[analysis.group(name)], analysis, summary["pairs"], found["chance"])
     figure.colorbar(image, ax=panels[:2], label="affinity", shrink=0.6)
     return figure
 
@@ -189,7 +190,7 @@ def data_free(analysis: Analysis, summary: Json) -> Figure:
     figure = Figure(figsize=(11, 5), layout="constrained")
     panels = figure.subplots(1, 2)
     for axes, loss in zip(panels, ("stability", "plasticity"), strict=True):
-        for number, method in enumerate(analysis.methods):
+        for number, method in enumerate(summary["methods"]):
             rows = [row for row in analysis.losses if row.method == method and row.step > 1]
             points = [(getattr(row, f"data_free_{loss}"), getattr(row, loss)) for row in rows]
             shown = [(x, y) for x, y in points if x > 0 and y > 0]

@@ -16,8 +16,8 @@ from tests.analysis.helpers import clip, pictures, pool_of, sentences, t5
 def record(model, loader, folder, max_memory=10**9, about=None):
     inputs = TaskInputs(loader)
     modules = [layer.module for layer in merged_layers(model, "auto")[0]]
-    owner = shared_inputs(model, modules, lambda: inputs.one(model))
-    return owner, record_moments(model, inputs.passes(model), owner, folder, about or {"task": "a"}, max_memory)
+    owner = shared_inputs(model, modules, inputs)
+    return owner, record_moments(model, inputs, owner, folder, about or {"task": "a"}, max_memory)
 
 
 def inputs_of(model, module, batches):
@@ -138,4 +138,4 @@ def test_a_task_pool_that_lacks_inputs_is_named(pool, message):
 def test_a_layer_that_gets_nothing_is_named():
     model = t5()
     with pytest.raises(ValueError, match=r"1 layers get no input.*decoder\.block\.0"):
-        shared_inputs(model, ["decoder.block.0.layer.0.SelfAttention.q"], lambda: None)
+        shared_inputs(model, ["decoder.block.0.layer.0.SelfAttention.q"], SimpleNamespace(run_one=lambda model: None))

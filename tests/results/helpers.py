@@ -5,9 +5,8 @@ import json
 
 import numpy as np
 
-from fusion_bench_nufilt.analysis.reading import reading
-from fusion_bench_nufilt.analysis.results import Analysis, Layer, LossRow, TheoremRow, VectorRow, save_json
-from fusion_bench_nufilt.analysis.summary import summarise
+from fusion_bench_nufilt.analysis.files import save_analysis
+from fusion_bench_nufilt.analysis.results import Analysis, Layer, LossRow, VectorRow
 from fusion_bench_nufilt.continual import AccuracyMatrix
 from fusion_bench_nufilt.results.comparison_files import _results
 from fusion_bench_nufilt.results.matrix import save_matrix
@@ -43,6 +42,9 @@ def comparison_folder(folder):
     return folder
 
 
+THEOREM = {"misalignment": 0.4, "zeta": np.inf, "zeta_spectral": np.inf, "violated": False}
+
+
 def some_analysis():
     """Three tasks in four layers, and the losses of two methods."""
     rng = np.random.default_rng(0)
@@ -65,7 +67,7 @@ def some_analysis():
         ranks=[1, 2],
         affinity=rng.uniform(0.1, 0.4, shape) + 0.5 * np.eye(len(TASKS)),
         affinity_by_rank=rng.uniform(0, 1, (*shape, 2)),
-        theorem=[TheoremRow(task, layer, 1, 0.4, np.inf, np.inf) for task in TASKS for layer in LAYERS],
+        theorem=[{"task": task, "layer": layer, "r_d": 1, **THEOREM} for task in TASKS for layer in LAYERS],
         losses=losses,
         scores={"NUFILT": {"ACC": 0.7, "BWT": -0.1}},
     )
@@ -73,10 +75,7 @@ def some_analysis():
 
 def analysis_folder(folder):
     """What `nufilt analyze` leaves of it, but for the pictures."""
-    folder.mkdir(exist_ok=True)
-    analysis = some_analysis()
-    summary = summarise(analysis)
-    save_json(folder, {**summary, "reading": reading(analysis, summary)})
+    save_analysis(some_analysis(), folder)
     return folder
 
 

@@ -112,8 +112,8 @@ def test_an_analysis_looks_at_the_prompts_without_padding(folder, tmp_path):
     model = llama()
     inputs = task_inputs(pool(folder, {"one": "nufilt_cats"}), "one", 10, 0)
     modules = [layer.module for layer in merged_layers(model, "auto")[0]]
-    owner = shared_inputs(model, modules, lambda: inputs.one(model))
-    moments = record_moments(model, inputs.passes(model), owner, tmp_path, {}, 10**9)
+    owner = shared_inputs(model, modules, inputs)
+    moments = record_moments(model, inputs, owner, tmp_path, {}, 10**9)
     assert len(inputs) == 3
     assert moments.tokens == 1 + 3 + 4
     first = modules[0]
