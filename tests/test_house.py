@@ -1,0 +1,83 @@
+"""The rooms of the package: which reads which, and how long a file or a function may be."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "fusion_bench_nufilt"
+NAME = PACKAGE.name
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+#: What each room may import from the others.
+READS = {
+    "core": set(),
+    "storage": set(),
+    "results": {"storage"},
+    "layers": {"core"},
+    "methods": {"core", "layers"},
+    "cluster": {"storage"},
+    "continual": {"core", "layers", "methods", "results", "storage"},
+    "taskpools": {"continual", "results", "storage"},
+    "baselines": {"continual", "core", "layers"},
+    "folders": {"cluster", "core", "layers", "methods", "storage"},
+    "compare": {"baselines", "cluster", "continual", "core", "layers", "methods", "results", "storage"},
+    "analysis": {"compare", "continual", "core", "folders", "layers", "methods", "results", "storage"},
+}
+
+
+def module_of(file):
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(file): file for file in FILES}
+
+
+def imports(file, *, inside_functions):
+    """Yield the modules of the package that a file imports."""
+    package = module_of(file) if file.name == "__init__.py" else module_of(file).rpartition(".")[0]
+    tree = ast.parse(file.read_text())
+    nodes = ast.walk(tree) if inside_functions else tree.body
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            parent = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            source = ".".join(part for part in (parent, node.module) if part)
+            for alias in node.names:
+                target = f"{source}.{alias.name}"
+                if target in MODULES or source in MODULES:
+                    yield target if target in MODULES else source
+
+
+def room(module):
+    return module.split(".")[1] if "." in module else ""
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_room_reads_only_what_it_may(name):
+    for module, file in MODULES.items():
+        if room(module) == name:
+            foreign = {room(other) for other in imports(file, inside_functions=True)} - READS[name] - {name}
+            assert not foreign, f"{module} imports from {foreign}"
+
+
+def test_there_is_no_import_circle():
+    graph = {module: set(imports(file, inside_functions=False)) - {module} for module, file in MODULES.items()}
+    while leaves := {module for module, others in graph.items() if not others & graph.keys()}:
+        graph = {module: others for module, others in graph.items() if module not in leaves}
+    assert not graph, f"these import each other: {sorted(graph)}"
+
+
+def test_no_file_is_longer_than_300_lines():
+    assert not [f"{file}: {count}" for file in FILES if (count := len(file.read_text().splitlines())) > 300]
+
+
+def test_no_function_is_longer_than_60_lines():
+    found = []
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60:
+                found.append(f"{file.name}: {node.name} has {node.end_lineno - node.lineno + 1}")
+    assert not found
