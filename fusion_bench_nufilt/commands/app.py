@@ -1,4 +1,4 @@
-"""The `nufilt` command itself: a command named here is the function of that name in the file of that name."""
+"""The `nufilt` command. Each of its commands is the function of the same name in the file of the same name."""
 
 import sys
 from importlib import import_module
@@ -36,7 +36,7 @@ def main(
 
 
 class _Lazy(TyperCommand):
-    """Stands for a command until it is run or asked for its own help, since importing torch takes two seconds."""
+    """Stands in for a command until it is run or its help is printed, since importing torch takes two seconds."""
 
     def make_context(self, info_name: str | None, args: list[str], *others: Any, **more: Any) -> Any:
         assert self.name is not None
@@ -46,7 +46,7 @@ class _Lazy(TyperCommand):
 
 
 def _stand_in() -> None:
-    """Never called: what runs is the command that a ``_Lazy`` stands for."""
+    """Is never called, because a ``_Lazy`` runs the command that it stands in for."""
 
 
 for _name, _summary in COMMANDS.items():

@@ -1,4 +1,4 @@
-"""Options of the command line that are derived from the fields of dataclasses."""
+"""Options of the command line, made from the fields of dataclasses."""
 
 import dataclasses
 import inspect
@@ -13,12 +13,13 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import choices
 
-RANKS = {each.name for each in dataclasses.fields(FusionConfig) if each.type == int | float}  # numbers or shares
+# The options that are a number or a share of the width.
+RANKS = {each.name for each in dataclasses.fields(FusionConfig) if each.type == int | float}
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def takes_options(*kinds: type) -> Callable[[_Command], _Command]:
-    """Give a command, which takes ``**options``, the fields of dataclasses for its options."""
+    """Give a command that takes ``**options`` one option for each field of some dataclasses."""
 
     def decorate(command: _Command) -> _Command:
         parameters = list(inspect.signature(command).parameters.values())[:-1]
@@ -35,7 +36,7 @@ def takes_options(*kinds: type) -> Callable[[_Command], _Command]:
 
 
 def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
-    """Type and default of an option on the command line."""
+    """Return the type and the default of an option on the command line."""
     if values := choices(option):
         words = tuple(str(value).lower() if isinstance(value, bool) else value for value in values)
         return Literal[words], words[values.index(option.default)]
@@ -49,7 +50,7 @@ def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
 
 
 def typed_values(context: typer.Context, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options that were typed and not left at their defaults, as they would stand in YAML."""
+    """Return the options that the user typed, with the values that they would have in YAML."""
     values = {key: value for key, value in options.items() if was_typed(context, key)}
     for key in ("target_modules", "exclude_modules"):
         if key in values:
@@ -68,7 +69,7 @@ def was_typed(context: typer.Context, name: str) -> bool:
 
 
 def patterns(words: list[str] | None) -> str | list[str] | None:
-    """One word that is special or a regular expression by itself; plain words are a list, as in the YAML."""
+    """Return a single special word or regular expression as it is, and plain words as a list, as in YAML."""
     if not words:
         return None
     if len(words) == 1 and (words[0] in ("auto", "all-linear") or re.search(r"[\\*+?()\[\]|^$]", words[0])):
@@ -84,7 +85,7 @@ def _number(name: str, text: str) -> int | float:
 
 
 def as_bytes(size: object) -> int:
-    """``4GB``, ``500MB``, ``4GiB`` or a plain number of bytes."""
+    """Convert a size such as ``4GB``, ``500MB`` or ``4GiB``, or a plain number, to bytes."""
     try:
         return TypeAdapter(ByteSize).validate_python(size)
     except ValidationError:

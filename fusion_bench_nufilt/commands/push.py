@@ -1,4 +1,4 @@
-"""`nufilt push`: a merged folder to the Hugging Face hub."""
+"""`nufilt push`: upload a merged folder to the Hugging Face hub."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""What all commands share on the terminal: a log, and errors of one line."""
+"""The terminal of all commands: a log, and errors of one line."""
 
 import logging
 import signal
@@ -16,7 +16,7 @@ from fusion_bench_nufilt.storage.files import printable
 
 
 def shown(text: str) -> str:
-    """A text that may hold names from elsewhere, for a console: what would be markup or control it is escaped."""
+    """Escape markup and control characters in a text for a console, since it may hold names from elsewhere."""
     return escape(_printable_lines(text))
 
 
@@ -25,7 +25,7 @@ def _printable_lines(text: str) -> str:
 
 
 class _Message(logging.Formatter):
-    """The message by itself, and nothing in it that would control the terminal."""
+    """Formats a record as its bare message, without characters that would control the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return _printable_lines(record.getMessage())
@@ -33,9 +33,9 @@ class _Message(logging.Formatter):
 
 @contextmanager
 def terminal() -> Iterator[Console]:
-    """A console for the log and for progress; what is wrong ends the command with one line and exit code 1.
+    """Open a console for the log and for progress; an error ends the command with one line and exit code 1.
 
-    The console holds on to the stderr of now: while methods are compared, what they print there is silenced.
+    The console keeps the present stderr, because the methods that are compared have theirs silenced.
     """
     console = Console(file=sys.stderr)
     handler = RichHandler(console=console, show_path=False, show_time=False)
@@ -50,23 +50,23 @@ def terminal() -> Iterator[Console]:
 
 @contextmanager
 def interruptible(console: Console, kept: str) -> Iterator[None]:
-    """On Ctrl-C or SIGTERM, say at once what is kept, and end when the work at hand is done; the second time, end.
+    """End after the work at hand on Ctrl-C or SIGTERM, and at once on a second one.
 
     Args:
-        console: to say it on.
-        kept: where what is finished is kept.
+        console: is told at once where finished work is kept.
+        kept: the folder where finished work is kept.
     """
-    numbers = [int(signal.SIGINT)]  # the last one is that of the signal
+    numbers = [int(signal.SIGINT)]  # the last is the number of the signal that arrived
 
     def stop(number: int, frame: FrameType | None) -> None:
         restore()
         signal.signal(number, signal.SIG_DFL)
         numbers.append(number)
-        say("stopping when what is being worked on is done (once more: at once)")
+        say("stopping when the work at hand is done (once more: at once)")
         raise KeyboardInterrupt
 
     def say(what: str) -> None:
-        console.print(f"{what}: what is finished is kept in {shown(kept)}; the same command goes on", highlight=False)
+        console.print(f"{what}: finished work is kept in {shown(kept)}; the same command goes on", highlight=False)
 
     def restore() -> None:
         for number, handler in before.items():

@@ -1,7 +1,7 @@
-"""The embedded default: eight small tasks and a tiny CLIP, made on the spot, nothing downloaded.
+"""Eight small tasks and a tiny CLIP, which are made on the spot, without a download.
 
-The first load draws the pictures, pretrains the CLIP and fine-tunes it eight times, in a minute or
-two, into a cache folder; every later one reads from there. `config/modelpool/nufilt_demo.yaml` and
+The first load draws the pictures, pretrains the CLIP and fine-tunes it eight times, which takes a minute or two, and
+keeps them in a cache folder; every later one reads from there. `config/modelpool/nufilt_demo.yaml` and
 `config/taskpool/nufilt_demo.yaml` hand the loaders to FusionBench's own CLIP pools.
 """
 

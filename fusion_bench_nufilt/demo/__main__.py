@@ -1,4 +1,4 @@
-"""`make demo`: the eight models of the demo merged by NUFILT and by FusionBench's own continual methods."""
+"""`make demo`: merge the eight models of the demo by NUFILT and by FusionBench's own continual methods."""
 
 import argparse
 import sys
@@ -14,7 +14,8 @@ from fusion_bench_nufilt.results.comparison_files import save_report
 from fusion_bench_nufilt.results.comparison_tables import as_rich, main_table
 from fusion_bench_nufilt.results.matrix import print_table
 
-# Ranks scaled to the width as the paper's 128 and 64 are to the 768 of CLIP ViT-B; at width 128 its own filter all.
+# The paper's ranks, 128 and 64 for a width of 768, would filter everything at the demo's width of 128. These have the
+# same ratio to the width.
 SCALED = "null_rank=21:lora_rank=10"
 METHODS = f"""
     NUFILT (ranks 21/10/8) = nufilt:{SCALED},

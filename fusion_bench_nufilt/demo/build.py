@@ -1,7 +1,5 @@
 """The demo's folder on disk: built when it is first asked for, one finished part at a time."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,52 +21,56 @@ from fusion_bench_nufilt.storage.files import atomic_folder
 
 
 class Part(NamedTuple):
-    """A folder to be made: a title, the training steps it takes, and what fills it."""
+    """One folder of the demo."""
 
     title: str
-    steps: int
-    make: Callable[[Recipe, Path, Tick], None]
-    """(recipe, the empty folder, tick). Parts made earlier are its siblings under `folder`."""
+    steps: int  # training steps that it takes
+    make: Callable[[Recipe, Path, Tick], None]  # fills an empty folder; the parts made earlier are its siblings
 
 
 def demo_folder() -> Path:
-    """The finished folder of the active recipe: `pictures`, `clip`, `_pretrained_` and the tasks.
+    """Return the finished folder of the active recipe: `pictures`, `clip`, `_pretrained_` and the tasks.
 
-    Builds what is missing. Each part appears at once and complete, so that an interrupted build is
-    taken up where it stopped; of several processes that ask, one builds and the others wait.
+    What is missing is built. Each part appears at once and complete, so that an interrupted build goes on where it
+    stopped. If several processes ask, one builds and the others wait.
     """
     recipe = active_recipe()
     folder = cache_folder() / recipe.fingerprint()
-    if any(not (folder / name).is_dir() for name in _parts(recipe, folder)):
+    if _missing(recipe, folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with _only_builder(folder):
+        lock = FileLock(folder / ".lock")  # the system releases it when the process ends, however it ends
+        try:
+            held = lock.acquire(timeout=0)
+        except Timeout:
+            _say("waiting for another process that is building the demo")
+            held = lock.acquire()
+        with held:
             _build(recipe, folder)
     return folder
 
 
-def _parts(recipe: Recipe, folder: Path) -> dict[str, Part]:
-    """All parts, each after those it is made from."""
-    text, vision, tuning = 2 * recipe.text_steps, recipe.pretrain_steps, recipe.finetune_steps
-    return {
+def _missing(recipe: Recipe, folder: Path) -> dict[str, Part]:
+    """Return the parts that are not there yet, each after those it is made from."""
+    parts = {
         "pictures": Part("drawing test pictures", 0, _make_pictures),
-        "clip": Part("pretraining a tiny CLIP", text + vision, _make_clip),
+        "clip": Part("pretraining a tiny CLIP", 2 * recipe.text_steps + recipe.pretrain_steps, _make_clip),
         "_pretrained_": Part("taking its vision tower", 0, partial(_make_pretrained, folder)),
-    } | {task: Part(f"fine-tuning on {task}", tuning, partial(_make_task, folder, task)) for task in TASKS}
+    }
+    for task in TASKS:
+        parts[task] = Part(f"fine-tuning on {task}", recipe.finetune_steps, partial(_make_task, folder, task))
+    return {name: part for name, part in parts.items() if not (folder / name).is_dir()}
 
 
 def _build(recipe: Recipe, folder: Path) -> None:
-    missing = {k: p for k, p in _parts(recipe, folder).items() if not (folder / k).is_dir()}
-    if not missing:
+    missing = _missing(recipe, folder)
+    if not missing:  # another process built them while this one waited
         return
     _say(f"building the demo's pictures and models, once, in {folder} (a minute or two)")
     with tqdm(total=sum(part.steps for part in missing.values()), unit="step", disable=None) as bar:
         for name, part in missing.items():
             bar.set_description(part.title)
-            with _own_conditions(recipe), atomic_folder(folder / name) as draft:
+            with _reproducible(recipe), atomic_folder(folder / name) as draft:
                 part.make(recipe, draft, bar.update)
-
-
-# --- what fills the parts ---------------------------------------------------------------------
 
 
 def _make_pictures(recipe: Recipe, draft: Path, tick: Tick) -> None:
@@ -100,31 +102,13 @@ def _make_task(folder: Path, task: str, recipe: Recipe, draft: Path, tick: Tick)
     vision.save_pretrained(draft)
 
 
-# --- circumstances ----------------------------------------------------------------------------
-
-
 def _say(message: str) -> None:
     print(f"fusion_bench_nufilt.demo: {message}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def _only_builder(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. The system lets go of it when the process ends, however it ends."""
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        _say("waiting for another process that is building the demo")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def _own_conditions(recipe: Recipe) -> Iterator[None]:
-    """Train the same way wherever the caller stands, and leave the caller's state as it was.
+def _reproducible(recipe: Recipe) -> Iterator[None]:
+    """Train the same way whatever the caller's settings are, and leave those as they were.
 
     FusionBench loads models inside `torch.no_grad`, with any number of threads and any seed.
     """

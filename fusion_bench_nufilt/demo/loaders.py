@@ -1,6 +1,4 @@
-"""What the demo's model pool and task pool point at with `_target_`."""
-
-from __future__ import annotations
+"""Loaders that the demo's model pool and task pool name as `_target_`."""
 
 import numpy as np
 import torch
@@ -20,7 +18,7 @@ class Pictures(Dataset[dict[str, object]]):
     """Pictures as FusionBench expects them: `{"image": PIL.Image, "label": int}`."""
 
     def __init__(self, images: Tensor, labels: Tensor):
-        """`images`: uint8 (n, 32, 32, 3); `labels`: int64 (n,)."""
+        """Take `images`, uint8 (n, 32, 32, 3), and `labels`, int64 (n,)."""
         self.images, self.labels = images, labels
 
     def __len__(self) -> int:
@@ -34,37 +32,37 @@ class Pictures(Dataset[dict[str, object]]):
 
 
 def load_vision_model(name: str) -> CLIPVisionModel:
-    """The pretrained vision tower (`_pretrained_`) or the one fine-tuned on a task."""
+    """Load the pretrained vision tower (`_pretrained_`) or the one fine-tuned on a task."""
     _check(name, {"_pretrained_", *TASKS}, "model")
     return CLIPVisionModel.from_pretrained(demo_folder() / name)
 
 
 def load_clip() -> CLIPModel:
-    """The whole pretrained CLIP, whose text tower names the classes of every task."""
+    """Load the whole pretrained CLIP, whose text tower encodes the class names of every task."""
     return CLIPModel.from_pretrained(demo_folder() / "clip")
 
 
 def load_processor() -> CLIPProcessor:
-    """Its tokenizer and image processor."""
+    """Load the tokenizer and the image processor of the CLIP."""
     return CLIPProcessor.from_pretrained(demo_folder() / "clip", use_fast=False)
 
 
 def load_test_dataset(task: str) -> Pictures:
-    """The pictures of one task that no model was trained on."""
+    """Load the pictures of a task that no model was trained on."""
     _check(task, set(TASKS), "task")
     return Pictures(**load_file(demo_folder() / "pictures" / f"{task}.safetensors"))
 
 
 def load_train_dataset(task: str) -> Pictures:
-    """The pictures that a task's model was fine-tuned on."""
+    """Draw the pictures that a task's model was fine-tuned on."""
     _check(task, set(TASKS), "task")
     return Pictures(*load_pictures(active_recipe(), task))
 
 
 def to_pixels(image: Image.Image) -> Tensor:
-    """PIL image of 32 by 32 → (3, 32, 32): what the image processor gives, without its overhead.
+    """Convert an image of 32 by 32 to pixel values (3, 32, 32).
 
-    That would take longer than the model does.
+    The result is the image processor's, whose overhead is larger than the model's time.
     """
     return normalise(torch.from_numpy(np.array(image)))
 

@@ -1,6 +1,4 @@
-"""What the demo is made of, in numbers, and where the result is kept."""
-
-from __future__ import annotations
+"""The numbers that the demo is made from, and the folder where the result is kept."""
 
 import hashlib
 import json
@@ -11,16 +9,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything the eight models depend on. Another recipe is kept in another folder."""
+    """All numbers that the eight models depend on. The models of another recipe are kept in another folder."""
 
-    edition: int = 1
-    """To be raised when the code changes what the same numbers give."""
+    edition: int = 1  # is raised when the code changes the models of the same numbers
     seed: int = 0
+    # torch threads while building: a fixed number, because the order of sums depends on it, and one, because two
+    # threads that wait for each other come to a crawl when the machine is busy
     threads: int = 1
-    """Torch threads while building. Fixed, because the order of sums depends on it; and one,
-    because two that wait for each other come to a crawl when the machine is busy."""
 
-    # pictures, for each task
+    # pictures of each task
     train_pictures: int = 2000
     test_pictures: int = 320
 
@@ -29,8 +26,7 @@ class Recipe:
     layers: int = 3
     heads: int = 4
     patch: int = 8
-    widening: int = 2
-    """Of the layer between `fc1` and `fc2`: 4 in CLIP; 2 does here, and is a third faster."""
+    widening: int = 2  # of the MLPs; it is 4 in CLIP, but 2 is enough here and a third faster
     text_width: int = 64
     text_layers: int = 1
 
@@ -40,8 +36,7 @@ class Recipe:
     pretrain_steps: int = 1000
     pretrain_lr: float = 2e-3
     pretrain_warmup: int = 50
-    misalignment: float = 6.0
-    """How far, in feature lengths, prompts are then pulled away from the pictures they name."""
+    misalignment: float = 6.0  # how far, in feature lengths, prompts are then moved away from their pictures
 
     # fine-tuning on one task
     finetune_steps: int = 90
@@ -50,7 +45,7 @@ class Recipe:
     batch: int = 64
 
     def fingerprint(self) -> str:
-        """A short name for exactly this recipe."""
+        """Return a short name for exactly this recipe."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
 
 
@@ -58,13 +53,13 @@ TINY = Recipe(
     train_pictures=64, test_pictures=16, width=64, layers=2, heads=2, text_width=32,
     text_steps=10, pretrain_steps=10, finetune_steps=5, batch=32,
 )  # fmt: skip
-"""Builds in seconds and knows next to nothing: for testing everything but accuracy."""
+"""A recipe that builds in seconds for tests of everything but accuracy, since its models know next to nothing."""
 
 RECIPES = {"full": Recipe(), "tiny": TINY}
 
 
 def active_recipe() -> Recipe:
-    """The recipe named by the environment variable NUFILT_DEMO: "full" (the default) or "tiny"."""
+    """Return the recipe that the environment variable NUFILT_DEMO names: "full" (the default) or "tiny"."""
     name = os.environ.get("NUFILT_DEMO", "full")
     if name not in RECIPES:
         raise ValueError(f"NUFILT_DEMO={name!r}: there is no such demo, only {', '.join(RECIPES)}")
@@ -72,7 +67,7 @@ def active_recipe() -> Recipe:
 
 
 def cache_folder() -> Path:
-    """$NUFILT_CACHE, or else `fusion_bench_nufilt` in the user's cache folder."""
+    """Return $NUFILT_CACHE, or else `fusion_bench_nufilt` in the user's cache folder."""
     if chosen := os.environ.get("NUFILT_CACHE"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

@@ -1,11 +1,9 @@
-"""Drawing small pictures: stamps, a pen that places them, a painter that colours the result.
+"""Small pictures, drawn from stamps: a pen places them, and a painter colours the result.
 
-A picture is made in two steps. First a *mask*, a float32 array (32, 32) in [0, 1] that says where
-there is ink. Then :func:`paint` lays ink of one colour over a background of others. What a picture
-means lies in its mask or, for the task about colours, in its ink. The rest is to be ignored.
+A picture is made in two steps. The first makes a *mask*, a float32 array (32, 32) in [0, 1] that says where there is
+ink. Then :func:`paint` lays ink of one colour over a background of others. The class of a picture depends on its mask
+or, in the task about colours, on its ink; a model must learn to ignore the rest.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable
@@ -19,11 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-SIDE = 32
-"""Width and height of a picture, in pixels."""
-
-STAMP = 64
-"""Width and height of a stamp: twice what it is placed at, so that edges come out smooth."""
+SIDE = 32  # width and height of a picture, in pixels
+STAMP = 64  # width and height of a stamp, twice its size in the picture, so that edges are smooth
 
 T = TypeVar("T")
 Mask = NDArray[np.float32]
@@ -32,12 +27,9 @@ Point = tuple[float, float]
 _TYPEFACES = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 
 
-# --- stamps: what can be placed ---------------------------------------------------------------
-
-
 @cache
 def text_stamp(text: str, typeface: str) -> Image.Image:
-    """`text` in one of the typefaces that come with matplotlib, as large as a stamp allows."""
+    """Draw a text in one of the typefaces that come with matplotlib, as large as a stamp allows."""
     font = ImageFont.truetype(_TYPEFACES / f"{typeface}.ttf", size=STAMP)
     left, top, right, bottom = font.getbbox(text)
     width, height = right - left, bottom - top
@@ -52,7 +44,7 @@ def text_stamp(text: str, typeface: str) -> Image.Image:
 
 @cache
 def shape_stamp(name: str) -> Image.Image:
-    """One of :data:`SHAPES`, filled."""
+    """Draw one of :data:`SHAPES`, filled."""
     stamp = Image.new("L", (4 * STAMP, 4 * STAMP))
     pixel = [((x + 1) * 2 * STAMP, (y + 1) * 2 * STAMP) for x, y in SHAPES[name]()]
     ImageDraw.Draw(stamp).polygon(pixel, fill=255)
@@ -60,7 +52,7 @@ def shape_stamp(name: str) -> Image.Image:
 
 
 def handwriting_stamp(scan: NDArray[np.floating]) -> Image.Image:
-    """A scan of 8 by 8 grey values in 0..16, as scikit-learn's `load_digits` has them, enlarged."""
+    """Enlarge a scan of 8 by 8 grey values in 0..16, as scikit-learn's `load_digits` has them."""
     grey = Image.fromarray(np.rint(scan * (255 / 16)).astype(np.uint8))
     return grey.resize((STAMP, STAMP), Image.Resampling.BICUBIC)
 
@@ -103,23 +95,16 @@ SHAPES: dict[str, Callable[[], list[Point]]] = {
     "chevron": lambda: [(-0.6, -0.8), (-0.1, -0.8), (0.7, 0), (-0.1, 0.8), (-0.6, 0.8), (0.2, 0)],
     "dart": lambda: [(-0.8, -0.7), (0.95, 0), (-0.8, 0.7), (-0.4, 0)],
 }  # fmt: skip
-"""Outlines in the square [-1, 1]², y down."""
-
-
-# --- the pen ----------------------------------------------------------------------------------
+"""The outlines of shapes in the square [-1, 1]², where y points down."""
 
 
 @dataclass
 class Pen:
-    """Draws one picture after another. All chance comes from `rng`.
+    """Draws one picture after another."""
 
-    `held_out` says whether pictures are for testing: material that is not drawn but collected
-    (handwriting) must not appear on both sides. `turn` counts how often each class was drawn.
-    """
-
-    rng: np.random.Generator
-    held_out: bool = False
-    turn: int = 0
+    rng: np.random.Generator  # the only source of chance
+    held_out: bool = False  # whether pictures are for testing: no handwriting is in training and test pictures
+    turn: int = 0  # how often each class was drawn
 
     def pick(self, *choices: T) -> T:
         return choices[self.rng.integers(len(choices))]
@@ -132,9 +117,10 @@ class Pen:
         sway: float = 0.0,
         at: Point | None = None,
     ) -> Mask:
-        """The mask of a stamp, `size` pixels wide (drawn from that range), near the middle or `at`.
+        """Return the mask of a stamp, placed near the middle of the picture or `at` a pixel.
 
-        It is turned by `angle` degrees (counter-clockwise), give or take `sway`. `at` is in pixels.
+        Its width in pixels is drawn from the range `size`. It is turned counter-clockwise by `angle` degrees, plus or
+        minus at most `sway`.
         """
         width = self.rng.uniform(*size)
         tilt = math.radians(angle + self.rng.uniform(-sway, sway))
@@ -148,7 +134,7 @@ class Pen:
         return np.asarray(placed, dtype=np.float32) / np.float32(255)
 
     def grid(self, wavelength: tuple[float, float], sway: float = 180.0) -> tuple[Mask, Mask]:
-        """Coordinates (u, v) of every pixel, in periods, turned at random and shifted."""
+        """Return the coordinates (u, v) of every pixel, in periods, turned and shifted at random."""
         tilt = math.radians(self.rng.uniform(-sway, sway))
         period = self.rng.uniform(*wavelength)
         y, x = np.mgrid[0:SIDE, 0:SIDE].astype(np.float32) - SIDE / 2
@@ -158,11 +144,8 @@ class Pen:
         return u.astype(np.float32), v.astype(np.float32)
 
 
-# --- the painter ------------------------------------------------------------------------------
-
-
 def blobs(rng: np.random.Generator, n: int, cells: int, channels: int) -> NDArray[np.float32]:
-    """Smooth noise in [0, 1], (n, 32, 32, channels): `cells`² random values, blended between."""
+    """Return smooth noise (n, 32, 32, channels) in [0, 1], interpolated between `cells`² random values."""
     knots = rng.random((n, cells, cells, channels), dtype=np.float32)
     where = np.linspace(0, cells - 1, SIDE)
     hat = np.maximum(0, 1 - np.abs(where[:, None] - np.arange(cells))).astype(np.float32)
@@ -172,10 +155,10 @@ def blobs(rng: np.random.Generator, n: int, cells: int, channels: int) -> NDArra
 def paint(
     rng: np.random.Generator, masks: Mask, *, bright: bool, ink: NDArray[np.float32] | None = None
 ) -> NDArray[np.uint8]:
-    """Masks (n, 32, 32) → RGB pictures (n, 32, 32, 3): ink over a mottled background, with noise.
+    """Turn masks (n, 32, 32) into RGB pictures (n, 32, 32, 3): ink over a mottled background, with noise.
 
-    The ink is brighter than the background, or else darker; its colour is random, or `ink` (n, 3)
-    in [0, 1], and the background then far from it.
+    If `ink` (n, 3) in [0, 1] gives the colours, the background is far from them. Otherwise colours are random, and the
+    ink is brighter than the background if `bright`, or else darker.
     """
     n = len(masks)
     if ink is None:

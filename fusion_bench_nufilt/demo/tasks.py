@@ -1,6 +1,4 @@
-"""The eight tasks of the demo: what is drawn for each class, and the words for it."""
-
-from __future__ import annotations
+"""The eight tasks of the demo: how each class is drawn, and the words for it."""
 
 import colorsys
 from collections.abc import Callable
@@ -26,7 +24,7 @@ from fusion_bench_nufilt.demo.render import (
 
 @dataclass(frozen=True)
 class Task:
-    """A classification task: classes, the sentence that names one, and how to draw one."""
+    """A classification task: its classes, the sentence that names one, and how to draw one."""
 
     classes: tuple[str, ...]
     template: str
@@ -35,16 +33,13 @@ class Task:
     ink: Callable[[Pen, str], tuple[float, float, float]] | None = None
 
     def prompts(self) -> list[str]:
-        """One sentence a class, in the order of the labels."""
+        """Return one sentence for each class, in the order of the labels."""
         return [self.template.format(name) for name in self.classes]
-
-
-# --- one drawing function a task: (pen, class) → mask -----------------------------------------
 
 
 @cache
 def _handwriting(held_out: bool) -> dict[str, list[Image.Image]]:
-    """Real digits, by class. Every fifth scan of a digit is held out for testing."""
+    """Return real digits by class; every fifth scan of a digit is held out for testing."""
     from sklearn.datasets import load_digits
 
     scans = load_digits()
@@ -59,7 +54,7 @@ def _handwriting(held_out: bool) -> dict[str, list[Image.Image]]:
 
 
 def draw_digit(pen: Pen, name: str) -> Mask:
-    scans = _handwriting(pen.held_out)[name]  # each in turn: they are few, and none is wasted
+    scans = _handwriting(pen.held_out)[name]  # one after another, since there are few
     return pen.place(scans[pen.turn % len(scans)], size=(28, 31), sway=8)
 
 
@@ -110,8 +105,6 @@ def mix_colour(pen: Pen, name: str) -> tuple[float, float, float]:
         value * pen.rng.uniform(0.85, 1),
     )
 
-
-# --- the classes ------------------------------------------------------------------------------
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 NUMBERS = ("one", "two", "three", "four")
@@ -195,14 +188,13 @@ TASKS: dict[str, Task] = {
     "counts": Task(NUMBERS, "a group of {}", draw_count, bright=True),
     "arrows": Task(DIRECTIONS, "an arrow pointing {}", draw_arrow),
 }
-"""In the order in which they are reported."""
+"""The tasks in the order in which they are reported."""
 
 
 def render(task: str, n: int, *, held_out: bool, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """`n` pictures (n, 32, 32, 3) of a task and their labels (n,), the classes taking turns.
+    """Draw `n` pictures (n, 32, 32, 3) of a task and return them with their labels (n,); the classes take turns.
 
-    Training pictures and held-out ones come from different streams of chance, and the handwriting
-    among them from different scans.
+    Training pictures and held-out ones come from different random streams, and their handwriting from different scans.
     """
     spec = TASKS[task]
     rng = np.random.default_rng([seed, list(TASKS).index(task), held_out])

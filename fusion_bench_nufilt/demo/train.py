@@ -1,10 +1,8 @@
-"""Training the demo's models: a tiny CLIP on all tasks, then its vision tower once per task.
+"""Training of the demo's models: a tiny CLIP on all tasks, then its vision tower once for each task.
 
-As with the CLIP models of the merging literature, the pretrained model sees much and names it
-badly, and fine-tuning moves the vision tower alone, and only a little.
+Like the CLIP models of the merging literature, the pretrained model sees much and names it badly, and fine-tuning
+moves only the vision tower, and only a little.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -24,28 +22,23 @@ from fusion_bench_nufilt.demo.recipe import Recipe
 from fusion_bench_nufilt.demo.render import SIDE
 from fusion_bench_nufilt.demo.tasks import TASKS, render
 
-Tick = Callable[[], object]
-"""Called once a training step."""
+Tick = Callable[[], object]  # is called after every training step
 
 MEAN, STD = torch.tensor(OPENAI_CLIP_MEAN), torch.tensor(OPENAI_CLIP_STD)
-
 ALL_PROMPTS = [prompt for task in TASKS.values() for prompt in task.prompts()]
 
 
 def normalise(pictures: Tensor) -> Tensor:
-    """uint8 (..., 32, 32, 3) → float32 (..., 3, 32, 32), as CLIP's image processor has them."""
+    """Convert uint8 (..., 32, 32, 3) to float32 (..., 3, 32, 32), as CLIP's image processor does."""
     return ((pictures.float() / 255 - MEAN) / STD).movedim(-1, -3)
 
 
-# --- the untrained model ----------------------------------------------------------------------
-
-
 def make_tokenizer(folder: Path) -> CLIPTokenizer:
-    """A CLIP tokenizer with one token for each word of the prompts; its files go to `folder`."""
+    """Return a CLIP tokenizer with one token for each word of the prompts, and write its files to `folder`."""
     letters = sorted(ByteLevel.alphabet())
     ranks: dict[tuple[str, str], int] = {}
     for word in sorted({word for prompt in ALL_PROMPTS for word in prompt.split()}):
-        # Merge as the tokenizer will, earliest merges first, and add a merge where none applies.
+        # Merge as the tokenizer will, with the earliest merge first, and add a merge where none applies.
         parts = [*word[:-1], word[-1] + "</w>"]
         while len(parts) > 1:
             pairs = list(pairwise(parts))
@@ -65,7 +58,7 @@ def make_tokenizer(folder: Path) -> CLIPTokenizer:
 
 
 def make_clip(recipe: Recipe, tokenizer: CLIPTokenizer) -> CLIPModel:
-    """An untrained CLIP. Its weights come from torch's global generator."""
+    """Return an untrained CLIP, whose weights are drawn from torch's global generator."""
 
     def tower(width: int, layers: int, heads: int) -> dict[str, object]:
         return {
@@ -92,12 +85,12 @@ def make_clip(recipe: Recipe, tokenizer: CLIPTokenizer) -> CLIPModel:
 
 
 @torch.no_grad()
-def open_eyes(clip: CLIPModel, pictures: Tensor, generator: torch.Generator) -> None:
-    """Start the vision tower's embeddings where it learns fast.
+def initialise_embeddings(clip: CLIPModel, pictures: Tensor, generator: torch.Generator) -> None:
+    """Initialise the vision tower's embeddings so that it learns fast.
 
-    Patches are embedded as whitened principal components: neighbouring pixels are nearly equal,
-    and a random embedding sees little but brightness. Positions are embedded as waves in x and y,
-    as strong as the patches: random ones start too weak for attention to tell places apart.
+    Patches are embedded as whitened principal components, because neighbouring pixels are nearly equal and a random
+    embedding shows little but brightness. Positions are embedded as waves in x and y, as strong as the patches, because
+    random ones are too weak at first for attention to tell positions apart.
     """
     embeddings = clip.vision_model.embeddings
     weight = embeddings.patch_embedding.weight
@@ -118,9 +111,6 @@ def open_eyes(clip: CLIPModel, pictures: Tensor, generator: torch.Generator) -> 
     embeddings.position_embedding.weight[1:] = 0.5 * waves
 
 
-# --- training ---------------------------------------------------------------------------------
-
-
 def minimise(
     loss: Callable[[], Tensor],
     parameters: Iterable[nn.Parameter],
@@ -131,7 +121,7 @@ def minimise(
     weight_decay: float = 0.0,
     tick: Tick,
 ) -> None:
-    """AdamW, with a linear warm-up and a cosine down to zero."""
+    """Train by AdamW with a linear warm-up, after which the learning rate falls to zero along a cosine."""
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, betas=(0.9, 0.98))
     for step in range(steps):
@@ -146,7 +136,7 @@ def minimise(
 
 
 def text_features(clip: CLIPModel, tokenizer: CLIPTokenizer, prompts: list[str]) -> Tensor:
-    """Unit rows, one a prompt."""
+    """Return one unit row for each prompt."""
     tokens = tokenizer(prompts, padding=True, return_tensors="pt")
     return F.normalize(clip.get_text_features(**tokens), dim=-1)
 
@@ -155,7 +145,7 @@ def contrast_with(
     target: Tensor, clip: CLIPModel, vision: nn.Module, pictures: Tensor, labels: Tensor,
     batch: int, generator: torch.Generator,
 ) -> Callable[[], Tensor]:  # fmt: skip
-    """CLIP's loss on one random batch a call: each picture is to find its prompt among `target`."""
+    """Return CLIP's loss, which draws a batch at each call: a picture must find its prompt among `target`."""
     scale = clip.logit_scale.exp().item()
 
     def loss() -> Tensor:
@@ -168,13 +158,13 @@ def contrast_with(
 
 
 def load_pictures(recipe: Recipe, task: str) -> tuple[Tensor, Tensor]:
-    """Training pictures (n, 32, 32, 3) and labels (n,) of one task."""
+    """Draw the training pictures (n, 32, 32, 3) of a task and their labels (n,)."""
     pictures, labels = render(task, recipe.train_pictures, held_out=False, seed=recipe.seed)
     return torch.from_numpy(pictures), torch.from_numpy(labels)
 
 
 def pretrain(recipe: Recipe, folder: Path, tick: Tick) -> tuple[CLIPModel, CLIPTokenizer]:
-    """The shared pretrained model. The tokenizer's files are left in `folder`."""
+    """Train the shared pretrained model; the tokenizer's files are left in `folder`."""
     generator = torch.Generator().manual_seed(recipe.seed)
     tokenizer = make_tokenizer(folder)
     clip = make_clip(recipe, tokenizer).train()
@@ -187,9 +177,9 @@ def pretrain(recipe: Recipe, folder: Path, tick: Tick) -> tuple[CLIPModel, CLIPT
         seen += len(spec.classes)
     pictures, labels = torch.cat(images), torch.cat(names)
     sample = torch.randperm(len(pictures), generator=generator)[:2000]
-    open_eyes(clip, pictures[sample], generator)
+    initialise_embeddings(clip, pictures[sample], generator)
 
-    # 1. Words apart from each other, so that they can serve as targets.
+    # 1. Move words apart from each other, so that they can serve as targets.
     train_words = partial(
         minimise,
         parameters=[*clip.text_model.parameters(), *clip.text_projection.parameters()],
@@ -204,7 +194,7 @@ def pretrain(recipe: Recipe, folder: Path, tick: Tick) -> tuple[CLIPModel, CLIPT
 
     train_words(crowding)
 
-    # 2. Pictures towards their words.
+    # 2. Move pictures towards their words.
     target = text_features(clip, tokenizer, ALL_PROMPTS).detach()
     minimise(
         contrast_with(target, clip, clip.vision_model, pictures, labels, recipe.batch, generator),
@@ -216,8 +206,8 @@ def pretrain(recipe: Recipe, folder: Path, tick: Tick) -> tuple[CLIPModel, CLIPT
         tick=tick,
     )
 
-    # 3. Words away from their pictures. A real CLIP sees better than it names: this is what
-    #    fine-tuning gains from with small changes of the weights, and what merging lives on.
+    # 3. Move words away from their pictures. A real CLIP sees better than it names, which is why fine-tuning gains
+    #    much by small changes of the weights, and why merging works.
     noise = torch.randn(target.shape, generator=generator) / target.shape[1] ** 0.5
     elsewhere = F.normalize(target + recipe.misalignment * noise, dim=-1)
 
@@ -232,7 +222,7 @@ def finetune(
     recipe: Recipe, clip: CLIPModel, tokenizer: CLIPTokenizer, vision: CLIPVisionModel,
     task: str, tick: Tick,
 ) -> None:  # fmt: skip
-    """Train `vision`, in place, on one task; everything else of `clip` is frozen."""
+    """Train `vision` in place on one task; all other weights of `clip` are frozen."""
     clip.requires_grad_(False)
     pictures, labels = load_pictures(recipe, task)
     target = text_features(clip, tokenizer, TASKS[task].prompts())

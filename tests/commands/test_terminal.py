@@ -22,7 +22,7 @@ def stopped_at_work(number, console):
         try:
             os.kill(os.getpid(), number)
         finally:  # said before what is at work is done
-            assert "what is finished is kept in .out.nufilt; the same command goes on" in console.file.getvalue()
+            assert "finished work is kept in .out.nufilt; the same command goes on" in console.file.getvalue()
             assert signal.getsignal(number) is signal.SIG_DFL  # the second one ends the process
 
 
