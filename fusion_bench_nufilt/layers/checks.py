@@ -1,4 +1,4 @@
-"""Which models are refused."""
+"""The check that refuses a model which cannot be merged."""
 
 import logging
 from collections.abc import Collection
@@ -23,16 +23,16 @@ def check_model(
     """Refuse a model that cannot be merged with the pretrained one.
 
     Args:
-        pretrained: the reference.
+        pretrained: the pretrained model.
         model: the model to check.
-        merged: state-dict keys of the parameters that hold merged layers; None: all matrices.
+        merged: state-dict keys of the parameters that hold merged layers; None means all matrices.
         name: the model's name in the pool, for the message.
-        other_params: ``pretrained`` takes nothing else from the model, whose other values are then not looked at.
-        on_shape_mismatch: ``keep-base`` lets other parameters differ in shape, with a warning.
+        other_params: with ``pretrained``, the values of other parameters do not matter, since they are not taken.
+        on_shape_mismatch: with ``keep-base``, other parameters may differ in shape, which is logged as a warning.
 
     Raises:
-        ValueError: a parameter with merged layers is missing or not floating point, or any parameter is of another
-            shape or not finite; names the model, the parameter and the shapes.
+        ValueError: a parameter with merged layers is missing or not floating point, or any parameter has another shape
+            or is not finite; the message names the model, the parameter and the shapes.
     """
     reference, state = pretrained.state_dict(), model.state_dict()
     if merged is None:

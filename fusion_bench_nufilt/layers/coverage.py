@@ -1,4 +1,4 @@
-"""How much of a model is merged, and what is not."""
+"""The account of how much of a model is merged, and of what is not."""
 
 import re
 from collections import Counter
@@ -16,21 +16,19 @@ _REST = {
     "mean": "averaged",
 }
 
-_FATES = ("merged", "averaged", "kept")
-
 
 @dataclass(frozen=True)
 class Coverage:
-    """Parameters by what happens to them; shares are of the model's elements, from 0 to 1."""
+    """Counts of parameters, and shares of the model's elements (0 to 1), by what happens to them."""
 
-    layers: int  # matrices that are merged
+    layers: int  # number of matrices that are merged
     merged: tuple[int, float]  # number of parameters, and share of elements
     averaged: tuple[int, float]
     kept: tuple[int, float]
-    merged_share_of_blocks: float | None  # of the elements in numbered blocks; None: there are no such blocks
-    left_out: dict[str, int]  # what looks like a matrix in a block and is not merged: name with *, how often
+    merged_share_of_blocks: float | None  # share of the elements in numbered blocks; None if there are no such blocks
+    left_out: dict[str, int]  # names (with * for numbers) of matrices in blocks that are not merged, and their counts
     warning: str | None
-    rest: str  # what happens to all that is not merged, in words
+    rest: str  # what happens to everything that is not merged, in words
 
     def __str__(self) -> str:
         parameters, share = self.merged
@@ -45,47 +43,48 @@ class Coverage:
 
     @property
     def names_left_out(self) -> str:
+        """The names in ``left_out``, with counts above one in brackets."""
         return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in self.left_out.items())
 
     def as_dict(self) -> dict[str, object]:
-        """For a JSON file."""
-        shares = {key: dict(zip(("parameters", "share"), getattr(self, key), strict=True)) for key in _FATES}
+        """Return what a JSON file says of it."""
+        fates = {"merged": self.merged, "averaged": self.averaged, "kept": self.kept}
+        counts = {fate: {"parameters": count, "share": share} for fate, (count, share) in fates.items()}
         return {
             "layers": self.layers,
-            **shares,
+            **counts,
             "merged_share_of_blocks": self.merged_share_of_blocks,
             "left_out": self.left_out,
         }
 
 
 def coverage(model: nn.Module, layers: Mapping[str, View], targets: TargetConfig) -> Coverage:
-    """What a merge of ``layers`` covers of a model, whose parameters may be on the meta device."""
-    in_layers: Counter[int] = Counter()  # elements by the identity of their parameter
+    """Return what a merge of ``layers`` covers of a model, whose parameters may be on the meta device."""
+    merged: Counter[int] = Counter()  # merged elements by the identity of their parameter
     for view in layers.values():
-        in_layers[id(model.get_parameter(view.key))] += view.shape[0] * view.shape[1]
-    seen: set[int] = set()
-    total = blocks = merged = merged_in_blocks = 0
+        merged[id(model.get_parameter(view.key))] += view.shape[0] * view.shape[1]
+    sizes: dict[int, int] = {}  # elements of all parameters
+    in_blocks: set[int] = set()  # parameters in numbered blocks
     left_out: Counter[str] = Counter()
     for name, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
+            if (key := id(parameter)) in sizes:  # A parameter that modules share counts where it comes first.
                 continue
-            seen.add(id(parameter))
-            done, size = in_layers[id(parameter)], parameter.numel()
-            total, merged = total + size, merged + done
+            sizes[key] = parameter.numel()
             if re.fullmatch(r"(.*\.)?\d+\..*", name):
-                blocks, merged_in_blocks = blocks + size, merged_in_blocks + done
-                if done < size and looks_like_matrix(module, attribute, parameter):
+                in_blocks.add(key)
+                if merged[key] < sizes[key] and looks_like_matrix(module, attribute, parameter):
                     left_out[re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", join(name, attribute))] += 1
-    share, count = merged / total, sum(1 for elements in in_layers.values() if elements)
-    rest, nothing = (len(seen) - count, 1 - share), (0, 0.0)
+    count, share = sum(elements > 0 for elements in merged.values()), merged.total() / sum(sizes.values())
+    rest = (len(sizes) - count, 1 - share)
     averages = targets.other_params == "mean"
-    of_blocks = merged_in_blocks / blocks if blocks else None
+    blocks = sum(sizes[key] for key in in_blocks)
+    of_blocks = sum(merged[key] for key in in_blocks) / blocks if blocks else None
     return Coverage(
         layers=len(layers),
         merged=(count, share),
-        averaged=rest if averages else nothing,
-        kept=nothing if averages else rest,
+        averaged=rest if averages else (0, 0.0),
+        kept=(0, 0.0) if averages else rest,
         merged_share_of_blocks=of_blocks,
         left_out=dict(left_out),
         warning=_warning(targets, of_blocks),
@@ -96,6 +95,7 @@ def coverage(model: nn.Module, layers: Mapping[str, View], targets: TargetConfig
 def _warning(targets: TargetConfig, of_blocks: float | None) -> str | None:
     if targets.target_modules != "auto" or of_blocks is None or of_blocks >= 0.5:
         return None
-    return f"target_modules=auto merges only {of_blocks:.1%} of the elements in blocks; the rest is " + (
-        _REST[targets.other_params] + ". Name the layers in target_modules, or say all-linear, to merge more"
+    return (
+        f"target_modules=auto merges only {of_blocks:.1%} of the elements in blocks; the rest is "
+        f"{_REST[targets.other_params]}. Name the layers in target_modules, or say all-linear, to merge more"
     )

@@ -1,20 +1,20 @@
-"""The families of models that ``target_modules: auto`` knows."""
+"""The families of models that ``target_modules: auto`` knows, and the layers that it merges in them."""
 
 from typing import NamedTuple
 
 
 class Family(NamedTuple):
-    """Which layers ``auto`` merges in models of one kind."""
+    """One kind of models, and the layers that ``auto`` merges in them."""
 
     name: str
-    mark: str  # a model with a module of such a name is of this family, if the pattern then finds a layer
-    pattern: str  # names of the layers to merge
-    convolutions: bool = False  # whether they may be convolutions, too
+    mark: str  # A model with a module of such a name is of this family if the pattern finds a layer in it.
+    pattern: str  # It matches the names of the layers to merge.
+    convolutions: bool = False  # whether convolutions are merged, too
 
 
 _VLM = "vision-language model, whose vision tower and projector count as other parameters"
 _BLOCKS = r"(.*\.)?\d+\..*"  # inside a numbered block
-# The first family that fits wins. CLIP and T5: the authors' settings. Others: all projections in numbered blocks.
+# The first family that fits wins. CLIP and T5 have the authors' settings, the others all projections in blocks.
 FAMILIES = (
     Family("T5", r".*\.DenseReluDense\..*", r".*\.(SelfAttention|EncDecAttention|DenseReluDense)\..*"),
     Family(_VLM, r"(.*\.)?language_model\..*", r"(.*\.)?language_model\.(.*\.)?\d+\..*"),

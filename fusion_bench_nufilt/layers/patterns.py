@@ -1,24 +1,23 @@
-"""Regular expressions that people and files bring along: compiled before any work, and bounded in time.
+"""Regular expressions that people and files bring along: they are compiled before any work, and bounded in time.
 
-Some expressions take longer than the age of the universe on a name of thirty letters, which Python's own ``re`` does
-not notice.
+Some expressions take longer than the age of the universe on a name of thirty letters, and Python's own ``re`` has no
+time limit.
 """
 
 import regex
 
-_SECONDS = 1.0  # for one name, which takes microseconds with any expression that is in use
+_SECONDS = 1.0  # for one name, which takes microseconds with any reasonable expression
 
 
 def matches(pattern: str, name: str, *, of: str) -> bool:
-    """Whether an expression matches the whole of a name.
+    """Tell whether an expression matches the whole of a name.
 
     Args:
         pattern: the expression.
-        name: what it is to match.
         of: where the expression comes from, for messages.
 
     Raises:
-        ValueError: it is no regular expression, or takes too long; names ``of``.
+        ValueError: the pattern is no regular expression, or takes too long; the message names ``of``.
     """
     try:
         return regex.fullmatch(pattern, name, timeout=_SECONDS) is not None

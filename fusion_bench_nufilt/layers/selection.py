@@ -1,4 +1,4 @@
-"""Which layers are merged."""
+"""The choice of the layers that are merged."""
 
 import logging
 import re
@@ -19,23 +19,19 @@ def select_layers(
     target_modules: str | Sequence[str] = "auto",
     exclude_modules: str | Sequence[str] | None = None,
 ) -> dict[str, View]:
-    """The layers to merge, by their names (:func:`layer_name`); a weight shared by modules comes once.
+    """Return the layers to merge of a model, by their :func:`layer_name`; a weight that modules share comes once.
 
     Patterns follow peft's rules. One string is a regular expression that must match the whole module name. A list
-    names words of the dotted module path, of which one must be found (``q_proj``, ``self_attn``, ``layers.0``); words
-    end at dots and underscores, so ``attn`` finds ``self_attn``. Where a module holds several layers, patterns see
-    the name with the part, too: ``attn.in_proj.q``, ``experts.3.down_proj``. Two strings are special: ``all-linear``
-    is every linear layer but the output head, and ``auto`` the paper's layers for CLIP vision towers and T5, else all
-    projections in numbered blocks, which is logged.
-
-    Args:
-        model: any module.
-        target_modules: what to merge.
-        exclude_modules: what to leave out of it.
+    names words of the dotted module path, one of which must be found (``q_proj``, ``self_attn``, ``layers.0``); words
+    end at dots and underscores, so that ``attn`` finds ``self_attn``. Where a module holds several layers, patterns
+    are also matched with the name of the part: ``attn.in_proj.q``, ``experts.3.down_proj``. Two strings are special:
+    ``all-linear`` is every linear layer but the output head, and ``auto`` is the paper's layers for CLIP vision towers
+    and T5, and all projections in numbered blocks for other models; it logs what it chose. What ``exclude_modules``
+    matches in the same language is left out.
 
     Raises:
-        ValueError: nothing is left to merge, or a word of a list finds nothing (some names there are listed);
-            weights are named that are quantised, or that hold no matrix, as a convolution in groups.
+        ValueError: nothing is left to merge, or a word of a list finds nothing (the message lists some names that
+            there are); a named weight is quantised, or holds no matrix, such as a convolution in groups.
     """
     there, unknown = views(model), opaque(model)
     target = _rule(model, there, unknown, target_modules, _output_head(model))
@@ -57,16 +53,16 @@ def select_layers(
 
 
 def layer_name(name: str) -> str:
-    """Name of a layer, the same with and without the prefix of a CLIP vision tower that transformers 5 drops."""
+    """Return the name of a layer without the prefix of CLIP vision towers, which transformers 5 drops."""
     return name.removeprefix("vision_model.")
 
 
 class _Rule(NamedTuple):
-    """Patterns as one regular expression for whole names."""
+    """The user's patterns as one regular expression for whole names."""
 
     pattern: str
     convolutions: bool = True
-    explicit: bool = True  # the user named these modules
+    explicit: bool = True  # whether the user named these modules
 
     def names(self, *names: str) -> bool:
         return any(matches(self.pattern, name, of="target_modules or exclude_modules") for name in names)
@@ -111,7 +107,7 @@ def _auto(there: Sequence[View], names: Sequence[str]) -> _Rule:
 
 
 def _output_head(model: nn.Module) -> str | None:
-    """Name of the output embedding, which peft's ``all-linear`` leaves out too."""
+    """Return the name of the output embedding, which peft's ``all-linear`` leaves out, too."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
     return next((name for name, module in model.named_modules() if module is head), None)

@@ -17,10 +17,10 @@ OnShapeMismatch = Literal["error", "keep-base"]
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """Which parameters are merged by the method, and what happens to the rest; see :func:`select_layers`.
+    """Which layers are merged (see :func:`select_layers`), and what happens to all other parameters.
 
     Raises:
-        ValueError: a value out of its range; the message names the key.
+        ValueError: a value is out of its range; the message names the key.
     """
 
     target_modules: str | Sequence[str] = option(
@@ -50,9 +50,9 @@ class TargetConfig:
 
 
 def _check_patterns(key: str, value: object) -> None:
-    """A pattern is one regular expression or a non-empty list of words, none of them empty."""
+    """Raise a ValueError unless a pattern is one regular expression or a list of words, none of them empty."""
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, Sequence) or not items or not all(isinstance(i, str) and i for i in items):
         raise ValueError(f"{key} must be a string or a list of strings, none empty, got {value!r}")
     if isinstance(value, str):
-        matches(value, "", of=key)  # an expression that is none is refused here, before any work
+        matches(value, "", of=key)  # raises if it is no regular expression, before any work

@@ -1,7 +1,7 @@
 """How the parameters of a model hold the matrices that are merged.
 
-What the method calls a layer is a matrix of shape ``(d_o, d_i)`` that acts on inputs from the right, ``W x``. A
-:class:`View` says which rows of which parameter hold it, and whether they hold it transposed.
+A layer is a matrix W of shape ``(d_o, d_i)`` whose outputs are ``W x``. A :class:`View` says which rows of which
+parameter hold it, and whether they hold it transposed.
 """
 
 import math
@@ -17,32 +17,32 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class View:
-    """One matrix in a parameter."""
+    """One matrix in a parameter of a model."""
 
-    name: str  # of the layer: its module's, and the part of it where a module holds several
-    module: str  # name of the module
-    key: str  # of the parameter in the state dict
+    name: str  # the layer's name: its module's, and the part's where a module holds several
+    module: str  # the module's name
+    key: str  # the parameter's key in the state dict
     shape: tuple[int, int]  # (d_o, d_i)
-    rows: tuple[int, int]  # first and last of the parameter's first dimension
-    part_shape: tuple[int, ...]  # of these rows, as they are stored
-    transposed: bool = False  # stored as (d_i, d_o)
-    linear: bool = True  # a linear layer, else a convolution
+    rows: tuple[int, int]  # start and end of the rows in the parameter's first dimension
+    part_shape: tuple[int, ...]  # the shape in which these rows are stored
+    transposed: bool = False  # whether they are stored as (d_i, d_o)
+    linear: bool = True  # whether this is a linear layer and not a convolution
 
     def matrix(self, part: Tensor) -> Tensor:
-        """The matrix ``(d_o, d_i)`` that rows of the parameter hold, without a copy where they are contiguous."""
+        """Return the matrix ``(d_o, d_i)`` in these rows of the parameter, without a copy if they are contiguous."""
         d_o, d_i = self.shape
         return part.reshape(d_i, d_o).T if self.transposed else part.reshape(d_o, d_i)
 
     def part(self, matrix: Tensor) -> Tensor:
-        """The rows of the parameter that hold a matrix: the inverse of :meth:`matrix`."""
+        """Return a matrix as the rows of the parameter are stored, which is the inverse of :meth:`matrix`."""
         return (matrix.T if self.transposed else matrix).reshape(self.part_shape)
 
     def read(self, model: nn.Module) -> Tensor:
-        """The matrix in a model, sharing its memory where the parameter is contiguous."""
+        """Return the matrix in a model, which shares the model's memory if the parameter is contiguous."""
         return self.matrix(self._rows(model.get_parameter(self.key)))
 
     def write(self, model: nn.Module, matrix: Tensor) -> None:
-        """Put a matrix into a model."""
+        """Write a matrix into a model."""
         self._rows(model.get_parameter(self.key)).copy_(self.part(matrix))
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -54,12 +54,12 @@ class View:
 
 
 def views(model: nn.Module) -> list[View]:
-    """All matrices of a model, in the order of its modules; docs/architectures.md has the table."""
+    """Return all matrices of a model in the order of its modules (``docs/architectures.md`` has a table)."""
     return [view for name, module in model.named_modules() for view in _views_of(name, module)]
 
 
 def opaque(model: nn.Module) -> dict[str, str]:
-    """Modules that hold weights which no view understands, by name, and what they hold."""
+    """Return the names of modules whose weights no view can hold, and why."""
     found = {}
     for name, module in model.named_modules():
         known = {view.key for view in _views_of(name, module)}
@@ -74,24 +74,24 @@ def opaque(model: nn.Module) -> dict[str, str]:
                 found[name] = f"{what} is a convolution in {module.groups} groups, which is no matrix"
             else:
                 found[name] = f"{what} of {type(module).__name__} is no matrix or stack of matrices that is known"
-        if isinstance(module, _ConvNd) and module.groups > 1:  # depthwise in one dimension: two long sides
+        if isinstance(module, _ConvNd) and module.groups > 1:  # A depthwise one in 1-d has only two long sides.
             found.setdefault(name, f"'{name}' is a convolution in {module.groups} groups, which is no matrix")
     return found
 
 
 def is_quantised(attribute: str, tensor: Tensor) -> bool:
-    """Whether a module's tensor is a weight in another type than those that are computed with."""
+    """Tell whether a module's tensor is a weight of another type than those that can be merged."""
     return "weight" in attribute and tensor.dtype not in FLOATS
 
 
 def looks_like_matrix(module: nn.Module, attribute: str, parameter: Tensor) -> bool:
-    """Whether a parameter has the shape of a matrix or of several, and is no table of vectors."""
+    """Tell whether a parameter has the shape of a matrix or of several, and is neither an embedding nor a bias."""
     table = isinstance(module, nn.Embedding | nn.EmbeddingBag) or attribute.endswith("bias")
     return _long_sides(parameter) >= 2 and not table
 
 
 def join(name: str, attribute: str) -> str:
-    """Dotted name of a module's attribute; the root's name is empty."""
+    """Return the dotted name of a module's attribute; the root module has an empty name."""
     return f"{name}.{attribute}" if name else attribute
 
 
@@ -103,13 +103,13 @@ def _views_of(name: str, module: nn.Module) -> Iterator[View]:
     own = dict(module.named_parameters(recurse=False))
 
     def one(attribute: str, *, part: str = "", transposed: bool = False, linear: bool = True) -> Iterator[View]:
-        """The whole parameter is one matrix."""
+        """Yield the whole parameter as one matrix."""
         parameter = own.get(attribute)
         if parameter is not None and parameter.dtype in FLOATS and parameter.ndim >= 2:
             yield _view(name, attribute, part, parameter, (0, len(parameter)), transposed, linear)
 
     def experts(attribute: str, *, part: str, transposed: bool) -> Iterator[View]:
-        """Each entry of the first dimension is a matrix."""
+        """Yield each entry of the first dimension as a matrix."""
         for expert in range(len(own[attribute])):
             label = f"{expert}.{part}" if part else str(expert)
             yield _view(name, attribute, label, own[attribute], (expert, expert + 1), transposed, True)
@@ -126,7 +126,7 @@ def _views_of(name: str, module: nn.Module) -> Iterator[View]:
         for i, part in enumerate("qkv"):
             rows = (i * size, (i + 1) * size)
             yield _view(name, "in_proj_weight", f"in_proj.{part}", own["in_proj_weight"], rows, False, True)
-    elif isinstance(module, nn.MultiheadAttention):  # with keys or values of another size
+    elif isinstance(module, nn.MultiheadAttention):  # Keys or values are of another size.
         for part in ("q_proj", "k_proj", "v_proj"):
             yield from one(f"{part}_weight", part=part)
     elif (transposed := _orientation(own)) is not None:
@@ -157,15 +157,15 @@ def _view(
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, a linear layer that stores its weight transposed; needs no transformers."""
+    """Tell, without importing transformers, whether a module is its Conv1D: a linear layer stored transposed."""
     return any((c.__module__, c.__name__) == ("transformers.pytorch_utils", "Conv1D") for c in type(module).__mro__)
 
 
 def _orientation(own: dict[str, nn.Parameter]) -> bool | None:
-    """Whether fused experts are stored transposed; None: these are no fused experts.
+    """Tell whether fused experts are stored transposed, or return None if these are no fused experts.
 
     With n inputs and m hidden units, ``gate_up_proj`` and ``down_proj`` of an expert are (2m, n) and (n, m), or
-    (n, 2m) and (m, n) if transposed. No n and m make the two cases one.
+    (n, 2m) and (m, n) if transposed. For no n and m are the two cases the same.
     """
     gate_up, down = own.get("gate_up_proj"), own.get("down_proj")
     if gate_up is None or down is None or gate_up.ndim != 3 or down.ndim != 3 or len(gate_up) != len(down):
