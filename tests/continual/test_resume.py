@@ -13,7 +13,7 @@ from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from fusion_bench_nufilt.storage.files import MANIFEST
-from tests.models import clip, finetuned
+from tests.models import clip, finetuned, llama
 
 SMALL = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5, "shuffle_order": False, "other_params": "mean"}
 
@@ -179,3 +179,22 @@ def test_a_bad_merge_is_refused_before_any_work():
     models["_merged_"].vision_model.encoder.layers[0].mlp.fc1.weight.data[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"_merged_.*fc1"):
         NufiltContinualMergingAlgorithm(**SMALL, num_merged=1).run(models, on_step=lambda step: pytest.fail("merged"))
+
+
+@pytest.mark.parametrize("order", [("task1", "grown", "task2"), ("grown", "task1", "task2")])
+def test_a_mean_goes_on_from_the_models_that_it_is_of(tmp_path, order):
+    """A model with a grown vocabulary is not in the mean of the embedding, and does not count there."""
+    base = llama()
+    models = {
+        "_pretrained_": base,
+        "task1": finetuned(base, 1),
+        "task2": finetuned(base, 2),
+        "grown": finetuned(base, 3),
+    }
+    models["grown"].resize_token_embeddings(base.config.vocab_size + 3)
+    settings = {"on_shape_mismatch": "keep-base"}
+    with pytest.raises(InterruptedRunError):
+        algorithm_in(tmp_path, **settings).run(models, on_step=interrupt_after(2))
+    merged = algorithm_in(tmp_path, resume=True, **settings).run(models).state_dict()
+    expected = [models[name].state_dict()["model.embed_tokens.weight"] for name in ("task1", "task2")]
+    torch.testing.assert_close(merged["model.embed_tokens.weight"], torch.stack(expected).mean(0))

@@ -8,6 +8,7 @@ The mathematics is in ``core`` (torch only), which layers are merged in ``layers
 import dataclasses
 import logging
 import random
+from collections import defaultdict
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from .core.config import FusionConfig
 from .core.fusion import LayerReport, fuse_each
 from .core.options import split_options, takes_options
 from .layers.checks import check_model
-from .layers.config import TargetConfig
 from .layers.other_params import merge_other_params
 from .layers.selection import select_layers
+from .layers.targets import TargetConfig
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class NUFILTMerging(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm):
         )
 
         merged_model = deepcopy(pretrained_model)
+        self._mean_counts = defaultdict(int)
         for step, model_name in enumerate(tqdm(model_names, desc="Merging models")):
             with self.profile("loading models"):
                 task_model = modelpool.load_model(model_name)
@@ -154,9 +156,11 @@ class NUFILTMerging(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm):
             fused, total=len(self._layers), desc=f"Merging {name}", leave=False
         ):
             self._layers[layer].write(merged_model, weight)
-        merge_other_params(
-            merged_model, task_model, self._layers, self.targets.other_params, step + 1
-        )
+        option = self.targets.other_params
+        if option == "mean" or (option == "first" and step == 0):
+            merge_other_params(
+                merged_model, task_model, self._layers, self._mean_counts
+            )
         return reports
 
     def _log_layers(self, step: int, reports: dict[str, LayerReport]) -> None:
