@@ -28,11 +28,11 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], None] = l
         task_rank: how many directions are compared.
         on_layer: called after each layer.
     """
-    for checkpoint in plan.checkpoints:
+    for checkpoint in plan.models.checkpoints:
         checkpoint.fetch()
-    tasks = _unique([task.checkpoint.label for task in plan.tasks])
-    names = tasks if plan.merged is None else [*tasks, "merged so far"]
-    models = plan.tasks if plan.merged is None else [*plan.tasks, plan.merged]
+    tasks = _unique([task.checkpoint.label for task in plan.models.tasks])
+    names = tasks if plan.models.merged is None else [*tasks, "merged so far"]
+    models = plan.models.tasks if plan.models.merged is None else [*plan.models.tasks, plan.models.merged]
     shapes = [plan.base.tensors[each.keys[0]].shape for each in plan.layers]
     layers = [Layer(each.name, (shape[0], shape[1])) for each, shape in zip(plan.layers, shapes, strict=True)]
 

@@ -1,6 +1,7 @@
 """`nufilt merge`: checkpoint folders of any size."""
 
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,24 +11,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import split_options
-from fusion_bench_nufilt.core.spectral import SpectralConfig
 from fusion_bench_nufilt.folders import Plan, Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.folders.destination import check_disk, check_output
+from fusion_bench_nufilt.folders.forecast import disk_bytes, peak_memory, predict_seconds
 from fusion_bench_nufilt.folders.models import LoraAdapter
 from fusion_bench_nufilt.folders.output import work_folder
 from fusion_bench_nufilt.folders.ray_engine import places
 from fusion_bench_nufilt.layers import TargetConfig
+from fusion_bench_nufilt.methods import METHODS, find_method
 
 from .options import as_bytes, takes_options, typed_values
 from .recipe import MODELS, gather
 from .terminal import interruptible, shown, terminal
 
-METHODS: dict[str, type] = {"nufilt": FusionConfig, "spectral": SpectralConfig}
-# What spectral accumulation was measured with; it is not NUFILT's default, which is the paper's.
-DEFAULTS = {"spectral": {"target_modules": "all-linear", "other_params": "mean"}}
-KINDS = (*METHODS.values(), TargetConfig, Settings)
+KINDS = (*dict.fromkeys(method.Options for method in METHODS.values()), TargetConfig, Settings)
 
 
 @takes_options(*KINDS)
@@ -57,7 +55,7 @@ def merge(
     ] = None,
     out: Annotated[str | None, typer.Option(help="Folder to make.", rich_help_panel="Models")] = None,
     method: Annotated[
-        Literal["nufilt", "spectral"],
+        Literal[tuple(METHODS)],  # type: ignore[valid-type]
         typer.Option(
             help="spectral is a method of ours, not the paper's, which merges all linear layers and averages the rest "
             "unless target_modules and other_params say otherwise.",
@@ -65,18 +63,20 @@ def merge(
         ),
     ] = "nufilt",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the plan, stop.")] = False,
-    **options: Any,
+    **typed: Any,
 ) -> None:
     """Merge fine-tuned models into one, layer by layer, without loading a model."""
     with terminal() as console:
-        typed = typed_values(
-            context, {"base": base, "tasks": tasks, "merged": merged, "out": out, "method": method, **options}
-        )
+        typed |= {"base": base, "tasks": tasks, "merged": merged, "out": out, "method": method}
+        typed = typed_values(context, typed)
         recipe = gather(words or (), typed, ["method", *(field.name for kind in KINDS for field in fields(kind))])
         if recipe.get("max_memory") is not None:
             recipe["max_memory"] = as_bytes(recipe["max_memory"])
-        (config, targets, settings), models = settings_of(recipe)
-        plan = plan_merge(models["base"], models["tasks"], models.get("merged"), config, targets, settings)
+        name = recipe.pop("method", "nufilt")
+        (options, targets, settings), models = options_of(name, recipe)
+        plan = plan_merge(
+            models["base"], models["tasks"], models.get("merged"), options, targets, settings, method=name
+        )
         folder = Path(models["out"]).expanduser()  # the shell leaves the ~ of --out=~/merged as it is
         _print_plan(console, plan, folder)
         if dry_run:
@@ -89,65 +89,73 @@ def merge(
             interruptible(console, str(work_folder(folder))),
             Progress(*columns, console=console, disable=quiet) as bars,
         ):
-            bar = bars.add_task("", total=len(plan.layers) + len(plan.others))
+            bar = bars.add_task("", total=len(plan.layers) + len(plan.selection.others))
             merge_folders(plan, folder, lambda done, total: bars.update(bar, completed=done, total=total))
         console.print(f"[bold]{shown(str(folder))}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
 
 
-def settings_of(recipe: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The settings of the recipe's method, of its targets and of folders; and the models.
+def options_of(method: str, recipe: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the method's options, the targets and the settings of folders that a recipe says, and its models.
 
     Raises:
-        ValueError: there is no such method, or an option is another method's.
+        ValueError: There is no such method, or an option is another method's.
     """
-    method = recipe.pop("method", "nufilt")
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    settings, models = split_options((METHODS[method], TargetConfig, Settings), DEFAULTS.get(method, {}) | recipe)
+    kind = find_method(method)
+    found, models = split_options((kind.Options, TargetConfig, Settings), {**kind.targets, **recipe})
     if foreign := [name for name in models if name not in MODELS]:
         raise ValueError(f"'{foreign[0]}' is not an option of method={method}")
-    return settings, models
+    return found, models
 
 
 def _print_plan(console: Console, plan: Plan, out: Path) -> None:
-    """What will be done and what it takes."""
+    """Print what will be done and what it takes."""
     table = Table(show_header=False, box=None, title="Plan", title_justify="left")
-    table.add_row("base", shown(plan.base.name))
-    if plan.merged is not None:
-        name = shown(plan.merged.checkpoint.name)
-        table.add_row("merged so far", f"{name}{', layers in float32' if plan.state else ''}")
-    for number, task in enumerate(plan.tasks, plan.first_step):
-        kind = "LoRA adapter" if isinstance(task, LoraAdapter) else "model"
-        table.add_row(f"step {number}", f"{shown(task.checkpoint.name)} ({kind})")
-    layers = shown(f"{plan.layers[0].name} … {plan.layers[-1].name}")
-    table.add_row("merged", f"{len(plan.layers)} layers, {layers} (known from {shown(plan.origin)})")
-    table.add_row("", f"{plan.coverage.merged[1]:.1%} of all elements")
-    if plan.coverage.left_out:
-        table.add_row("not merged", f"matrices in blocks: {shown(plan.coverage.names_left_out)}")
-    table.add_row("averaged", f"{len(plan.averaged)} tensors (other_params={plan.targets.other_params})")
-    table.add_row("copied", f"{plan.copied} tensors, bit by bit")
-    local = plan.settings.engine == "local"
-    slots = plan.workers
-    if local:
-        table.add_row("memory", f"{plan.memory / 1e9:.2f} GB at most")
-    else:
-        workers = Counter(place.slots for place in places(plan))
-        slots = sum(number * each for each, number in workers.items())
-        for each, number in workers.items():
-            held = f"{plan.memory_of(each) / 1e9:.2f} GB at most"
-            table.add_row("workers", f"{number}, each on {each} batches of layers at a time in {held}")
-    table.add_row("disk", f"{plan.disk / 1e9:.2f} GB in {shown(str(out))}")
-    if plan.on_cpu:
-        seconds = plan.predict_seconds() * plan.workers / slots
-        table.add_row(
-            "time", f"about {_duration(seconds)}{'' if local else ' if all CPUs are like those of this machine'}"
-        )
+    for key, value in [*_models(plan), *_tensors(plan), *_costs(plan, out)]:
+        table.add_row(key, shown(value))
     console.print(table)
     for warning in plan.warnings:
         console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
 
 
+def _models(plan: Plan) -> Iterator[tuple[str, str]]:
+    models = plan.models
+    yield "base", plan.base.name
+    if models.merged is not None:
+        exact = models.state is not None and plan.method.state_is_weight
+        yield "merged so far", f"{models.merged.checkpoint.name}{', layers in float32' if exact else ''}"
+    for number, task in enumerate(models.tasks, plan.first_step):
+        kind = "LoRA adapter" if isinstance(task, LoraAdapter) else "model"
+        yield f"step {number}", f"{task.checkpoint.name} ({kind})"
+
+
+def _tensors(plan: Plan) -> Iterator[tuple[str, str]]:
+    layers, selection = plan.layers, plan.selection
+    coverage, averaged = selection.coverage, len(selection.averaged)
+    yield "merged", f"{len(layers)} layers, {layers[0].name} … {layers[-1].name} (known from {selection.origin})"
+    yield "", f"{coverage.merged[1]:.1%} of all elements"
+    if coverage.left_out:
+        yield "not merged", f"matrices in blocks: {coverage.names_left_out}"
+    yield "averaged", f"{averaged} tensors (other_params={plan.targets.other_params})"
+    yield "copied", f"{len(selection.others) - averaged} tensors, bit by bit"
+
+
+def _costs(plan: Plan, out: Path) -> Iterator[tuple[str, str]]:
+    workers, cpus = plan.settings.workers, ""
+    if plan.settings.engine == "local":
+        yield "memory", f"{peak_memory(plan) / 1e9:.2f} GB at most"
+    else:
+        counts = Counter(place.slots for place in places(plan))
+        workers, cpus = sum(number * each for each, number in counts.items()), " if all CPUs are like this machine's"
+        for each, number in counts.items():
+            held = f"{peak_memory(plan, each) / 1e9:.2f} GB at most"
+            yield "workers", f"{number}, each on {each} batches of layers at a time in {held}"
+    yield "disk", f"{disk_bytes(plan) / 1e9:.2f} GB in {out}"
+    if plan.settings.on_cpu:
+        yield "time", f"about {_duration(predict_seconds(plan, workers))}{cpus}"
+
+
 def _duration(seconds: float) -> str:
+    """Return a time in seconds, minutes or hours, in as few digits as an estimate has."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     minutes = seconds / 60

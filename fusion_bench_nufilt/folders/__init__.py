@@ -1,7 +1,8 @@
 """Merging checkpoint folders of any size, without loading a model."""
 
 from .merge import merge_folders
-from .plan import Plan, Settings
+from .plan import Plan
 from .preflight import plan_merge
+from .settings import Settings
 
 __all__ = ["Plan", "Settings", "merge_folders", "plan_merge"]

@@ -1,139 +1,194 @@
-"""Who computes the layers of a merge: this process, or the workers of a cluster."""
+"""The layers of a merge: read, merged and handed on to be written, several at a time within a bound of memory."""
 
-import dataclasses
+import ctypes
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.core.checks import is_finite
 from fusion_bench_nufilt.core.devices import DevicePool
 from fusion_bench_nufilt.core.workers import map_layers
-from fusion_bench_nufilt.storage.tensors import FLOATS, digest, float32_header, raw
+from fusion_bench_nufilt.methods import State
+from fusion_bench_nufilt.storage.manifest import STATE_FILE
+from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, digest, raw
 
 from .architecture import Layer
-from .memory import Budget, return_freed_memory
+from .forecast import layer_budget, layer_memory
 from .output import Record
 from .plan import Plan
-from .preflight import STATE
+from .state import keeps_state, read_state, state_layout, state_to_keep
 
-STATE_FILE = f"{STATE}/model.safetensors"
-#: A merged layer: what the journal says of it, and the bytes for each range in ``written`` of that.
-Fused = tuple[Record, Sequence[memoryview]]
-_Job = TypeVar("_Job")
+#: What is done with a merged layer: its record, and the bytes for each range in the record's ``written``.
+Write = Callable[[Record, Sequence[memoryview]], None]
+
+# From malloc.h: the size above which blocks are mapped by themselves.
+_M_MMAP_THRESHOLD = -3
 
 
 class Engine(Protocol):
-    """Computes layers; whoever calls it writes them."""
+    """Merges layers."""
 
-    def fuse(self, layers: list[Layer]) -> Iterator[Fused]:
-        """Read what the models hold of some layers of a shape, and merge all tasks into them."""
-
-    def side_by_side(self, do: Callable[[_Job], None], jobs: Sequence[_Job]) -> Iterator[None]:
-        """Do as many jobs at a time as this engine computes."""
+    def merge(self, batches: Sequence[list[Layer]], write: Write) -> Iterator[None]:
+        """Merge batches of layers, write each layer as it is finished, and yield once for each batch."""
 
     def close(self) -> None:
         """Release what computes."""
 
 
+@dataclass
+class _Work:
+    """A layer that is being merged."""
+
+    layer: Layer
+    theta_0: Tensor  # (d_o, d_i)
+    state: State
+    record: Record
+
+
 class LocalEngine:
-    """This process: a layer per thread on a CPU, stacked on accelerators."""
+    """Merges a layer per thread of this process on a CPU, and a stack of layers per accelerator."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self._budget, self._devices = plan, Budget(plan.budget), DevicePool(plan.devices)
-        _, self._state_starts, _ = state_layout(plan)
-        return_freed_memory()
+        self.plan = plan
+        self._budget, self._devices = _Budget(layer_budget(plan)), DevicePool(plan.settings.devices)
+        self._kept = state_layout(plan)[1] if keeps_state(plan) else {}
+        _return_freed_memory()
 
-    def side_by_side(self, do: Callable[[_Job], None], jobs: Sequence[_Job]) -> Iterator[None]:
-        return map_layers(do, jobs, self.plan.devices[0], self.plan.workers)
+    def merge(self, batches: Sequence[list[Layer]], write: Write) -> Iterator[None]:
+        def merge(layers: list[Layer]) -> None:
+            self.merge_batch(layers, write)
+
+        return map_layers(merge, batches, self.plan.settings.devices[0], self.plan.settings.workers)
 
     def close(self) -> None:
         pass
 
-    def fuse(self, layers: list[Layer]) -> Iterator[Fused]:
-        needed = sum(map(self.plan.layer_memory, layers))
+    def merge_batch(self, layers: list[Layer], write: Write) -> None:
+        """Merge all tasks into some layers of one shape, and write each layer."""
+        needed = sum(layer_memory(self.plan, layer) for layer in layers)
         with self._budget.reserve(needed), self._devices.free() as device:
-            yield from self._fuse(layers, device)
+            works = {layer.name: self._start(layer) for layer in layers}
+            for number in range(len(self.plan.models.tasks)):
+                self._add_task(number, works, device)
+            for layer in layers:
+                work = works.pop(layer.name)
+                write(work.record, self._finish(work, device))
 
-    def _fuse(self, layers: list[Layer], device: torch.device) -> Iterator[Fused]:
+    def _start(self, layer: Layer) -> _Work:
+        """Read a layer of the base, and the state that it is in before the first task of this merge."""
         plan = self.plan
-        read: dict[str, dict[str, str]] = {layer.slot: {} for layer in layers}
-        reports: dict[str, list[Record]] = {layer.slot: [] for layer in layers}
-        theta_0, running = {}, {}
-        for layer in layers:
-            weight, read[layer.slot]["base"] = plan.base.read(layer.keys[0])
-            theta_0[layer.name] = layer.view.matrix(weight)
-            so_far = theta_0[layer.name]
-            if plan.merged is not None:
-                weight, read[layer.slot]["merged"] = plan.merged.weight(layer.slot)
-                so_far = layer.view.matrix(weight)
-            if plan.state is not None and layer.slot in plan.state.keys:
-                weight, read[layer.slot]["state"] = plan.state.weight(layer.slot)
-                state = layer.view.matrix(weight)
-                if not torch.equal(state.to(so_far.dtype), so_far):
-                    raise ValueError(
-                        f"'{plan.state.checkpoint.name}' does not belong to the weights beside it: '{layer.name}' "
-                        "differs; remove it if the weights are right"
-                    )
-                so_far = state
-            kept = plan.dtype(layer.keys[0])
-            if plan.settings.accumulate == "float32":
-                kept = torch.promote_types(kept, torch.float32)
-            running[layer.name] = so_far.to(kept)
-        for number, task in enumerate(plan.tasks):
-            changed = [layer for layer in layers if layer.slot in task.slots]  # an adapter may leave some alone
-            if not changed:
-                continue
-            theta_t = {}
-            for layer in changed:
-                new, read[layer.slot][f"task {number}"] = task.weight(layer.slot)
-                theta_t[layer.name] = layer.view.matrix(new) if isinstance(new, Tensor) else new
-            step = plan.first_step + number
-            fused, report = plan.method.fuse(
-                {layer.name: theta_0[layer.name] for layer in changed},
-                {layer.name: running[layer.name] for layer in changed},
-                theta_t,
-                {layer.name: reports[layer.slot] for layer in changed},
-                step=step,
-                device=str(device),
-            )
-            if large := [name for name, weight in fused.items() if not is_finite(weight)]:
+        weight, sha = plan.base.read(layer.keys[0])
+        theta_0 = layer.view.matrix(weight)
+        work = _Work(layer, theta_0, {}, {"slot": layer.slot, "read": {"base": sha}, "reports": []})
+        kept, digests = read_state(plan, layer)
+        if kept:
+            work.record["read"]["state"] = digests
+        if plan.method.state_is_weight:
+            work.state = {"weight": self._weight_so_far(work, kept)}
+        else:
+            work.state = kept or plan.method.start(layer.name, theta_0)
+        return work
+
+    def _weight_so_far(self, work: _Work, kept: State) -> Tensor:
+        """Return the merged weight before the first task, in the dtype that it is kept in."""
+        layer, merged, so_far = work.layer, self.plan.models.merged, work.theta_0
+        if merged is not None:
+            weight, work.record["read"]["merged"] = merged.weight(layer.slot)
+            so_far = layer.view.matrix(weight)
+        if merged is not None and kept:
+            exact = layer.view.matrix(kept["weight"])
+            if not torch.equal(exact.to(so_far.dtype), so_far):
                 raise ValueError(
-                    f"model '{task.checkpoint.name}', layer '{large[0]}': the result is too large for "
-                    f"{theta_0[large[0]].dtype}, or its squares are"
+                    f"{STATE_FILE} of '{merged.checkpoint.name}' does not belong to the weights beside it: "
+                    f"'{layer.name}' differs; remove it if the weights are right"
                 )
-            running |= fused
-            for layer in changed:
-                reports[layer.slot].append({"step": step, **dataclasses.asdict(report[layer.name])})
-        for layer in layers:
-            written, pieces = self._as_stored(layer, running.pop(layer.name))
-            record = {"slot": layer.slot, "written": written, "read": read[layer.slot], "reports": reports[layer.slot]}
-            yield record, pieces
+            so_far = exact
+        dtype = work.theta_0.dtype
+        return so_far.to(torch.promote_types(dtype, torch.float32) if self._kept else dtype)
 
-    def _as_stored(self, layer: Layer, matrix: Tensor) -> tuple[list[tuple[str, int, int, str]], list[memoryview]]:
-        """File, first and last byte, digest and bytes wherever the base has a layer, and in float32 if that is kept."""
-        plan, weight = self.plan, layer.view.part(matrix)
-        written, pieces = [], []
-        if plan.keeps_state:
-            start, wide = self._state_starts[layer.slot], weight.to(torch.float32)
-            written.append((STATE_FILE, start, start + 4 * wide.numel(), digest(wide)))
-            pieces.append(raw(wide))
+    def _add_task(self, number: int, works: dict[str, _Work], device: torch.device) -> None:
+        """Add a task of the plan to the states of the layers that it changes; an adapter may leave some alone."""
+        task, step = self.plan.models.tasks[number], self.plan.first_step + number
+        theta_t: dict[str, Tensor | LowRank] = {}
+        for name, work in works.items():
+            if work.layer.slot in task.slots:
+                new, work.record["read"][f"task {number}"] = task.weight(work.layer.slot)
+                theta_t[name] = work.layer.view.matrix(new) if isinstance(new, Tensor) else new
+        if not theta_t:
+            return
+        states = {name: works[name].state for name in theta_t}
+        pretrained = {name: works[name].theta_0 for name in theta_t}
+        for name, state, report in self.plan.method.add_each(states, pretrained, theta_t, step=step, device=device):
+            if not all(map(is_finite, state.values())):
+                raise ValueError(
+                    f"model '{task.checkpoint.name}', layer '{name}': the result is too large for "
+                    f"{pretrained[name].dtype}, or its squares are"
+                )
+            works[name].state = state
+            works[name].record["reports"].append({"step": step, **report})
+
+    def _finish(self, work: _Work, device: torch.device) -> list[memoryview]:
+        """Return the bytes of a layer's state, if that is kept, and of its weight wherever the base has it.
+
+        Their places and digests go into the record.
+        """
+        base, layer, method = self.plan.base, work.layer, self.plan.method
+
+        def weigh(state: State) -> Tensor:
+            on_device = {name: value.to(device) for name, value in state.items()}
+            return method.weight(layer.name, on_device, work.theta_0.to(device)).to(work.theta_0.device)
+
+        weight = layer.view.part(next(map_layers(weigh, [work.state], device)))
+        kept = state_to_keep(self.plan, layer, work.state) if self._kept else {}
+        stored: list[tuple[TensorInfo, Tensor]] = [(self._kept[key], value) for key, value in kept.items()]
         for key in layer.keys:
-            info = plan.base.tensors[key]
-            stored = weight.to(FLOATS[info.dtype])
-            if not is_finite(stored):
+            info = base.tensors[key]
+            stored.append((info, narrow := weight.to(FLOATS[info.dtype])))
+            if not is_finite(narrow):
                 raise ValueError(f"tensor '{key}': the merged weight is too large for {info.dtype}")
-            written.append((info.file, info.start, info.stop, digest(stored)))
-            pieces.append(raw(stored))
-        return written, pieces
+        work.record["written"] = [(info.file, info.start, info.stop, digest(value)) for info, value in stored]
+        work.record["state"] = {key: entry[3] for key, entry in zip(kept, work.record["written"], strict=False)}
+        return [raw(value) for _, value in stored]
 
 
-def state_layout(plan: Plan) -> tuple[bytes, dict[str, int], int]:
-    """Of the file that keeps the merged layers in float32: header, first byte of each slot, size."""
-    header = float32_header({layer.keys[0]: plan.base.tensors[layer.keys[0]].shape for layer in plan.layers})
-    starts, offset = {}, len(header)
-    for layer in plan.layers:
-        starts[layer.slot] = offset
-        offset += 4 * plan.base.tensors[layer.keys[0]].numel
-    return header, starts, offset
+class _Budget:
+    """Lets threads go on while what they reserved together stays within a bound.
+
+    Args:
+        nbytes: the bound; a single reservation above it goes alone.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._bound, self._used = nbytes, 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reserve(self, nbytes: int) -> Iterator[None]:
+        """Wait until there is room for ``nbytes``, and hold it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._used == 0 or self._used + nbytes <= self._bound)
+            self._used += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= nbytes
+                self._changed.notify_all()
+
+
+def _return_freed_memory() -> None:
+    """Have freed matrices go back to the system at once, where the C library is glibc.
+
+    By itself it keeps freed blocks of up to 32 MB for later, per thread, and a process of many threads then takes
+    twice what it uses.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)

@@ -1,81 +1,141 @@
-"""How long a merge will take: what its layers cost, at the rate at which this machine works off a sample."""
+"""What a merge will take: memory, disk and time."""
 
 import hashlib
+import math
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
+import psutil
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core import FusionConfig
-from fusion_bench_nufilt.core.workers import map_layers
+from fusion_bench_nufilt.core.workers import map_layers, stack_size, working_bytes
+from fusion_bench_nufilt.methods import LayerMethod
+from fusion_bench_nufilt.storage.tensors import FLOATS
 
-if TYPE_CHECKING:
-    from .methods import Method
+from .architecture import Layer
+from .models import Task
+from .plan import Plan
+from .state import keeps_state, state_bytes
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
-_WIDTH = 1024  # of the sample: where the rate is about that of layers of any size
+# On an accelerator, layers of equal shape are solved together within about this much of its memory.
+_BATCH_BYTES = 4 * 2**30
+# The stack, allocator arena and buffers of matrix products of each worker; measured, rounded up.
+_WORKER_BYTES = 64 * 2**20
+# The width of the sample layer: at this one, the rate is about that of layers of any size.
+_SAMPLE_WIDTH = 1024
 
 
-def predict_seconds(
-    layers: Iterable[tuple[tuple[int, ...], int | None]], nbytes: int, method: "Method", workers: int
-) -> float:
-    """Rough time on this CPU, as it is now.
+def process_memory(workers: int) -> int:
+    """Return the bytes that the process takes apart from the layers: what it takes now, and its workers' overhead."""
+    return int(psutil.Process().memory_info().rss) + workers * _WORKER_BYTES
+
+
+def layer_memory(plan: Plan, layer: Layer) -> int:
+    """Return the bytes held while a layer is merged: its weights and its state as they are read, and working memory."""
+    dtype, shape = plan.dtype(layer), layer.view.shape
+    task = max(_itemsize(task, layer.slot) for task in plan.models.tasks)
+    stored = (dtype.itemsize + task) * math.prod(shape)
+    stored += state_bytes(plan, layer) if keeps_state(plan) else dtype.itemsize * math.prod(shape)
+    wide = max(plan.method.itemsize, dtype.itemsize)
+    return stored + (working_bytes(shape, wide) if plan.settings.on_cpu else 0)
+
+
+def _itemsize(task: Task, slot: str) -> int:
+    """Return the bytes per element of a task's weight; the factors of a LoRA are too thin to count."""
+    key = task.keys.get(slot)
+    return 0 if key is None else FLOATS[task.checkpoint.tensors[key].dtype].itemsize
+
+
+def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
+    """Yield layers that are worked on at a time: one on a CPU, else as many of a shape as are solved together."""
+    groups: dict[tuple[tuple[int, ...], torch.dtype], list[Layer]] = defaultdict(list)
+    for layer in layers:
+        groups[layer.view.shape, plan.dtype(layer)].append(layer)
+    for (shape, dtype), group in groups.items():
+        wide = max(4, dtype.itemsize)
+        size = stack_size(shape, wide, plan.settings.devices[0], _BATCH_BYTES)
+        if plan.settings.max_memory is not None:
+            size = max(1, min(size, layer_budget(plan) // layer_memory(plan, group[0])))
+        yield from (group[i : i + size] for i in range(0, len(group), size))
+
+
+def layer_budget(plan: Plan, workers: int | None = None) -> int:
+    """Return the bytes that all layers in work may take together.
 
     Args:
-        layers: shape ``(d_o, d_i)`` of every layer once for each of its steps, and the rank of a step's LoRA or None.
-        nbytes: what is read and written, each byte of which goes through a digest.
-        method: how layers are merged.
+        plan: the merge.
+        workers: how many batches of layers are worked on at a time; by default those of this process.
+    """
+    workers = workers or plan.settings.workers
+    if plan.settings.max_memory is not None:
+        return plan.settings.max_memory - process_memory(workers)
+    return _largest(plan, workers)
+
+
+def peak_memory(plan: Plan, workers: int | None = None) -> int:
+    """Predict the peak of a process's resident memory in bytes; the arguments are those of :func:`layer_budget`."""
+    workers = workers or plan.settings.workers
+    return process_memory(workers) + min(_largest(plan, workers), layer_budget(plan, workers))
+
+
+def _largest(plan: Plan, workers: int) -> int:
+    """Return the bytes that the largest batches of layers take together."""
+    held = sorted(sum(layer_memory(plan, layer) for layer in batch) for batch in batches(plan, plan.layers))
+    return sum(held[-workers:])
+
+
+def disk_bytes(plan: Plan) -> int:
+    """Return the bytes that the result takes."""
+    return plan.base.nbytes + (sum(state_bytes(plan, layer) for layer in plan.layers) if keeps_state(plan) else 0)
+
+
+def predict_seconds(plan: Plan, workers: int) -> float:
+    """Estimate how long the merge takes on CPUs like this machine's, as busy as they are now.
+
+    Args:
+        plan: the merge.
         workers: how many layers are worked on at a time.
     """
-    flops = sum(method.flops(shape, rank) for shape, rank in layers)
-    per_flop, per_byte = _rates(method, workers)
-    return flops * per_flop + nbytes * per_byte
+    first_whole = plan.models.merged is None and plan.method.takes_first_whole
+    computed = plan.models.tasks[int(first_whole) :]
+    flops = 0.0
+    for layer in plan.layers:
+        ranks = [task.rank(layer.slot) for task in computed if layer.slot in task.slots]
+        flops += plan.method.flops(layer.view.shape, ranks)
+    read = sum(checkpoint.nbytes for checkpoint in plan.models.checkpoints)
+    per_flop, per_byte = _rates(plan.method, plan.layers[0].name, plan.settings.workers)
+    return (flops * per_flop + (read + disk_bytes(plan)) * per_byte) * plan.settings.workers / workers
 
 
-def layer_flops(shape: tuple[int, ...], rank: int | None, config: FusionConfig) -> float:
-    """Floating-point operations of a step on a layer, eigenvalue solvers in products of the same duration."""
-    d_o, d_i = shape
-    ranks = config.ranks(d_i)
-    outputs, small = min(rank or d_o, d_o, d_i) if rank else d_o, min(d_o, d_i)  # tau has as many rows as its LoRA
-    r_p, block = min(ranks.null, small), 2 * ranks.null + 16
-    with_gram = d_i <= 2 * outputs
-    flops = outputs * d_i**2 if with_gram else 0
-    flops += d_o * d_i * small  # Gram matrix of what is merged; V_p by block iteration or by a full solver
-    flops += 12 * small * block * (2 * small + 4 * block) if small >= max(256, 16 * r_p) else 10 * small**3
-    flops += 4 * d_o * d_i * (r_p + 16) + 4 * outputs * d_i * r_p + 4 * outputs * d_i * ranks.lora
-    height = d_i if with_gram else 2 * outputs
-    steps = config.max_steps if config.solver == "adam" else 2
-    return flops + steps * 2 * d_i * ranks.lora * (height + 2 * (r_p + ranks.task) + 2 * ranks.lora)
+def _rates(method: LayerMethod, name: str, workers: int) -> tuple[float, float]:
+    """Measure the seconds of an operation and of a byte, with a sample and a digest on every worker at a time."""
 
+    def merge(weights: tuple[Tensor, Tensor, Tensor]) -> None:
+        theta_0, *tasks = weights
+        state = method.start(name, theta_0)
+        for step, task in enumerate(tasks, 1):
+            ((_, state, _),) = method.add_each({name: state}, {name: theta_0}, {name: task}, step=step)
+        method.weight(name, state, theta_0)
 
-def spectral_flops(shape: tuple[int, ...]) -> float:
-    """The same of spectral accumulation: a vote, and two spectra mapped. Those in float64 count twice."""
-    short, long = sorted(shape)
-    return 2 * (9 * long * short**2 + 24 * short**3)
-
-
-def _rates(method: "Method", workers: int) -> tuple[float, float]:
-    """Seconds for each operation and each byte, of a layer and a digest for each worker at a time."""
-
-    def merge(layer: tuple[Tensor, Tensor, Tensor]) -> None:
-        method.work_off(*layer)
-
-    def seconds(work: Callable[[T], object], what: T) -> float:
+    def seconds(work: Callable[[_T], object], what: _T) -> float:
         begin = time.perf_counter()
         list(map_layers(work, [what] * workers, torch.device("cpu"), workers))
         return (time.perf_counter() - begin) / workers
 
     seconds(merge, _sample(64))  # first calls are slow
-    per_flop = seconds(merge, _sample(_WIDTH)) / method.flops((_WIDTH, _WIDTH), None)
+    ranks = [None] if method.takes_first_whole else [None, None]
+    per_flop = seconds(merge, _sample(_SAMPLE_WIDTH)) / method.flops((_SAMPLE_WIDTH, _SAMPLE_WIDTH), ranks)
     return per_flop, seconds(hashlib.sha256, bytes(2**24)) / 2**24
 
 
 def _sample(width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Base, merged and task weight whose differences have the spectrum of task vectors."""
+    """Return a base and two tasks ``(width, width)`` whose differences have the spectrum of task vectors."""
     random = torch.Generator().manual_seed(0)
     decay = torch.arange(1, width + 1.0) ** -0.7
-    theta_0, tau, tau_t = (torch.randn(width, width, generator=random) for _ in range(3))
-    return theta_0, theta_0 + tau * decay, theta_0 + tau_t * decay
+    theta_0, tau_1, tau_2 = (torch.randn(width, width, generator=random) for _ in range(3))
+    return theta_0, theta_0 + tau_1 * decay, theta_0 + tau_2 * decay

@@ -1,96 +1,107 @@
 """What a merged folder says about itself: nufilt.json for programs, a model card for people."""
 
 import dataclasses
-import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from fusion_bench_nufilt.storage.identity import combined_digest
 from fusion_bench_nufilt.storage.versions import package_versions
 
+from .others import NOT_FINITE
+from .output import Record
 from .plan import Plan
-
-#: Said of a tensor outside the merged layers, which stays the base's.
-NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the result"
 
 
 def run_identity(plan: Plan) -> str:
-    """Digest of all that the result depends on: an interrupted run goes on only if nothing of it changed."""
-    content = [
-        [checkpoint.identity() for checkpoint in plan.checkpoints],
-        [plan.method.name, plan.method.state({}), dataclasses.asdict(plan.method.config)],
-        dataclasses.asdict(plan.targets),
-        [plan.settings.seed, plan.first_step, plan.settings.accumulate, plan.devices[0].type],
-        [sorted(layer.name for layer in plan.layers), sorted(plan.averaged), package_versions()],
-    ]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    """Return a digest of all that the result depends on: an interrupted run goes on only if nothing of it changed."""
+    content = {
+        "models": [checkpoint.identity() for checkpoint in plan.models.checkpoints],
+        "before": [plan.before.get("mean_counts"), plan.before.get("state")],
+        "settings": {key: value for key, value in settings(plan).items() if key != "device"},
+        "device": plan.settings.devices[0].type,
+        "first step": plan.first_step,
+        "layers": sorted(layer.name for layer in plan.layers),
+        "averaged": sorted(plan.selection.averaged),
+        "versions": package_versions(),
+    }
+    return combined_digest((key, json.dumps(value)) for key, value in content.items())
 
 
-def nufilt_json(plan: Plan, records: Sequence[Mapping[str, Any]], run: str) -> str:
-    """The manifest.
+def nufilt_json(plan: Plan, records: Sequence[Record], run: str) -> str:
+    """Return the manifest.
 
     ``sha256`` of an input is over the digests of the tensors that were read of it, by name: it does not depend on
     how they are spread over files. Of an adapter's averaged tensors, the full ones count. That of the result likewise.
     """
-    inputs: dict[str, dict[str, Any]] = {"base": {"name": plan.base.label}}
-    if plan.merged is not None:
-        inputs["merged"] = {"name": plan.merged.checkpoint.label}
-    if plan.state is not None:
-        inputs["state"] = {"name": plan.state.checkpoint.label}
-    for number, task in enumerate(plan.tasks):
-        inputs[f"task {number}"] = {"name": task.checkpoint.label, "kind": type(task).__name__}
+    inputs = _inputs(plan)
     for source, entry in inputs.items():
         entry["tensors_read"] = sum(source in record["read"] for record in records)
-        entry["sha256"] = _digest((record["slot"], record["read"].get(source)) for record in records)
+        entry["sha256"] = combined_digest((record["slot"], record["read"].get(source)) for record in records)
     names = {layer.slot: layer.name for layer in plan.layers}
-    reports = {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names}
+    counts = {record["slot"]: record["mean_count"] for record in records if "mean_count" in record}
+    averaged = len(plan.selection.averaged)
     content = {
         "method": plan.method.label,
         "step": plan.last_step,
-        "tasks": plan.history + [task.checkpoint.label for task in plan.tasks],
+        "tasks": plan.names,
         "inputs": inputs,
         "settings": settings(plan),
-        "coverage": plan.coverage.as_dict(),
-        "linear_layers_known_from": plan.origin,
-        "tensors": {"merged": len(plan.layers), "averaged": len(plan.averaged), "copied": plan.copied},
-        "sha256": _digest((record["slot"], [entry[3] for entry in record["written"]]) for record in records),
+        "coverage": plan.selection.coverage.as_dict(),
+        "linear_layers_known_from": plan.selection.origin,
+        "tensors": {
+            "merged": len(plan.layers),
+            "averaged": averaged,
+            "copied": len(plan.selection.others) - averaged,
+        },
+        "sha256": combined_digest((record["slot"], [entry[3] for entry in record["written"]]) for record in records),
         "run": run,
         "versions": package_versions(),
         "warnings": [_labelled(plan, text) for text in plan.warnings]
         + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],
-        **plan.method.state(reports),
-        "layers": reports,
+        "mean_counts": {slot: count for slot, count in counts.items() if count != plan.last_step},
+        "state": {key: sha for record in records for key, sha in record.get("state", {}).items()},
+        "layers": {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names},
     }
     return json.dumps(content, indent=1)
 
 
+def _inputs(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Return the names of the models, by what they are in the merge."""
+    models = plan.models
+    inputs: dict[str, dict[str, Any]] = {"base": {"name": plan.base.label}}
+    if models.merged is not None:
+        inputs["merged"] = {"name": models.merged.checkpoint.label}
+    if models.state is not None:
+        inputs["state"] = {"name": models.state.checkpoint.label}
+    for number, task in enumerate(models.tasks):
+        inputs[f"task {number}"] = {"name": task.checkpoint.label, "kind": type(task).__name__}
+    return inputs
+
+
 def settings(plan: Plan) -> dict[str, Any]:
-    """All options of a merge by name, the method's among them."""
+    """Return all options of a merge by name, the method's among them."""
     return {
         "method": plan.method.name,
-        **dataclasses.asdict(plan.method.config),
+        **dataclasses.asdict(plan.method.options),
         **dataclasses.asdict(plan.targets),
         **{key: getattr(plan.settings, key) for key in ("seed", "accumulate", "device")},
     }
 
 
 def _labelled(plan: Plan, text: str) -> str:
-    """A message without the folders of the user."""
-    for checkpoint in plan.checkpoints:
+    """Return a message without the folders of the user."""
+    for checkpoint in plan.models.checkpoints:
         text = text.replace(f"'{checkpoint.name}'", f"'{checkpoint.label}'")
     return text
 
 
-def _digest(parts: Iterable[tuple[str, object]]) -> str:
-    return hashlib.sha256("".join(f"{part}\n" for part in sorted(parts)).encode()).hexdigest()
-
-
 def model_card(plan: Plan) -> str:
-    """README.md of the merged folder."""
-    tasks = plan.history + [task.checkpoint.label for task in plan.tasks]
-    stream = "\n".join(f"{number}. {task}" for number, task in enumerate(tasks, 1))
-    method, chosen = plan.method, settings(plan)
-    shown = ", ".join(f"{key} {chosen[key]}" for key in method.shown)
+    """Return README.md of the merged folder."""
+    method, names = plan.method, plan.names
+    stream = "\n".join(f"{number}. {name}" for number, name in enumerate(names, 1))
+    options = {**dataclasses.asdict(method.options), "seed": plan.settings.seed}
+    shown = ", ".join(f"{key} {value}" for key, value in options.items())
     hub_name = plan.base.label.partition("@")[0]
     base = f"base_model: {json.dumps(hub_name)}\n" if "/" in hub_name else ""  # the hub refuses a folder's name
     rest = {"pretrained": "are the base's", "first": "are the first task's", "mean": "are averaged over the tasks"}
@@ -99,9 +110,9 @@ def model_card(plan: Plan) -> str:
 tags: [merge, model-merging, nufilt]
 ---
 
-# {len(tasks)} model{"s" if len(tasks) > 1 else ""} merged with {method.label.partition(",")[0]}
+# {len(names)} model{"s" if len(names) > 1 else ""} merged with {method.label}
 
-Made from {plan.base.label} by {method.about},
+Made from {plan.base.label} by {method.citation},
 without data and without training, of these models in this order:
 
 {stream}

@@ -42,8 +42,11 @@ class Task(Protocol):
     def rank(self, slot: str) -> int | None:
         """Of the layer's update, where it is given by factors."""
 
-    def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor | None:
-        """Elements of a flattened tensor outside the merged layers, given the base's; None: it has none."""
+    def has(self, slot: str) -> bool:
+        """Return whether the model says what a tensor of the base is; an adapter does of all but ignored ones."""
+
+    def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
+        """Return some elements of a flattened tensor that the model has, given the base's."""
 
     def ignore(self, slot: str) -> None:
         """Take a tensor outside the merged layers as if it were not there."""
@@ -68,9 +71,10 @@ class FullModel:
     def rank(self, slot: str) -> None:
         return None
 
-    def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor | None:
-        if slot not in self.keys:
-            return None
+    def has(self, slot: str) -> bool:
+        return slot in self.keys
+
+    def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
         key = self.keys[slot]
         return self.checkpoint.file(key).elements(self.checkpoint.tensors[key], start, stop)
 
@@ -98,6 +102,7 @@ class LoraAdapter:
         self.pairs: dict[str, tuple[str, str, float]] = {}  # key of A, key of B, scaling
         self.keys: dict[str, str] = {}  # keys of whole tensors
         self.slots: dict[str, tuple[int, ...]] = {}
+        self._ignored: set[str] = set()
         unknown = []
         for key, info in checkpoint.tensors.items():
             name = key.removeprefix(_PREFIX).replace(".base_layer.bias", ".bias")  # biases that were trained as well
@@ -168,7 +173,10 @@ class LoraAdapter:
     def rank(self, slot: str) -> int | None:
         return None if slot in self.keys else self.checkpoint.tensors[self.pairs[slot][0]].shape[0]
 
-    def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor | None:
+    def has(self, slot: str) -> bool:
+        return slot not in self._ignored
+
+    def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
         if slot in self.keys:
             key = self.keys[slot]
             return self.checkpoint.file(key).elements(self.checkpoint.tensors[key], start, stop)
@@ -184,6 +192,7 @@ class LoraAdapter:
         return theta_0.to(wide) + rows[start - first * d_i : stop - first * d_i]
 
     def ignore(self, slot: str) -> None:
+        self._ignored.add(slot)
         del self.slots[slot]
         self.keys.pop(slot, None)
         self.pairs.pop(slot, None)

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,19 @@ class Output:
     def _holds(self, written: Iterable[tuple[str, int, int, str]]) -> bool:
         return all(file_digest(self._files[file], start, stop) == sha for file, start, stop, sha in written)
 
+    @property
+    def nbytes_done(self) -> int:
+        """The bytes of all finished tensors."""
+        return sum(stop - start for record in self.done.values() for _, start, stop, _ in record["written"])
+
+    def add(self, record: Record, pieces: Sequence[memoryview]) -> None:
+        """Write a tensor, given the bytes for each range in ``written`` of its record, and note that it is done."""
+        for (file, start, _, _), data in zip(record["written"], pieces, strict=True):
+            self.write(file, data, start)
+        self.record(record)
+
     def write(self, file: str, data: memoryview, offset: int) -> None:
-        """Write bytes of a tensor."""
+        """Write some bytes of a tensor."""
         write_at(self._files[file], data, offset)
 
     def record(self, record: Record) -> None:

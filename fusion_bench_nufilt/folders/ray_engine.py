@@ -4,8 +4,7 @@ On NFS, two clients that write neighbouring tensors of a file can damage each ot
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy
 import torch
@@ -16,7 +15,8 @@ from fusion_bench_nufilt.core.workers import side_by_side
 
 from .architecture import Layer
 from .checkpoint import some
-from .engine import Fused, LocalEngine
+from .engine import LocalEngine, Write
+from .output import Record
 from .plan import Plan
 
 
@@ -26,8 +26,8 @@ def places(plan: Plan) -> list[Place]:
     Raises:
         ValueError: no Ray, no cluster, or none with these.
     """
-    found = cluster.places(cluster.connect(plan.settings.address), gpus=not plan.on_cpu)
-    return [dataclasses.replace(place, slots=place.cpus) for place in found] if plan.on_cpu else found
+    found = cluster.places(cluster.connect(plan.settings.address), gpus=not plan.settings.on_cpu)
+    return [dataclasses.replace(place, slots=place.cpus) for place in found] if plan.settings.on_cpu else found
 
 
 class Worker:
@@ -40,7 +40,7 @@ class Worker:
             ValueError: other versions of the packages, or other files, than the driver's.
         """
         check_versions(versions)
-        if other := [checkpoint.name for checkpoint in plan.checkpoints if checkpoint.changed()]:
+        if other := [checkpoint.name for checkpoint in plan.models.checkpoints if checkpoint.changed()]:
             raise ValueError(
                 f"it has other files of {some(other)} than the driver: put them on a file system that all nodes share, "
                 "or copy them with their times (rsync -a)"
@@ -50,11 +50,16 @@ class Worker:
         self._engine = LocalEngine(dataclasses.replace(plan, settings=settings))
         self._layers = {layer.slot: layer for layer in plan.layers}
 
-    def fuse(self, slots: Sequence[str]) -> list[tuple[dict[str, Any], list[numpy.ndarray]]]:
-        """:meth:`LocalEngine.fuse`, in arrays of bytes, which Ray moves without a copy."""
+    def merge(self, slots: Sequence[str]) -> list[tuple[Record, list[numpy.ndarray]]]:
+        """Merge layers of one shape; return records, and bytes as arrays, which Ray moves without a copy."""
         torch.set_num_threads(1)  # in this thread; as on one machine, a layer is computed by one
-        fused = self._engine.fuse([self._layers[slot] for slot in slots])
-        return [(record, [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]) for record, pieces in fused]
+        merged: list[tuple[Record, list[numpy.ndarray]]] = []
+
+        def keep(record: Record, pieces: Sequence[memoryview]) -> None:
+            merged.append((record, [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]))
+
+        self._engine.merge_batch([self._layers[slot] for slot in slots], keep)
+        return merged
 
 
 class RayEngine:
@@ -68,14 +73,14 @@ class RayEngine:
         self.plan = plan
         self._team = Team(cluster.connect(plan.settings.address), Worker, places(plan), plan)
 
-    def side_by_side(self, do: Callable[[Any], None], jobs: Sequence[Any]) -> Iterator[None]:
-        # While workers compute, this machine's own cores write what they gave before.
-        return side_by_side(do, jobs, self._team.slots + self.plan.workers)
+    def merge(self, batches: Sequence[list[Layer]], write: Write) -> Iterator[None]:
+        def merge(layers: list[Layer]) -> None:
+            slots = [layer.slot for layer in layers]
+            for record, pieces in self._team.call(f"layer '{slots[0]}'", "merge", slots):
+                write(record, [piece.data for piece in pieces])
 
-    def fuse(self, layers: list[Layer]) -> Iterator[Fused]:
-        slots = [layer.slot for layer in layers]
-        for record, pieces in self._team.call(f"layer '{slots[0]}'", "fuse", slots):
-            yield record, [piece.data for piece in pieces]
+        # While workers compute, this machine's own cores write what they gave before.
+        return side_by_side(merge, batches, self._team.slots + self.plan.settings.workers)
 
     def close(self) -> None:
         self._team.close()

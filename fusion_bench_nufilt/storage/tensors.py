@@ -1,4 +1,4 @@
-"""Read and write safetensors files tensor by tensor, so that memory holds no more than what is worked on.
+"""safetensors files read and written tensor by tensor, so that memory holds no more than what is worked on.
 
 `safetensors.safe_open` maps a file into memory, and every page once read counts as the process's. Here safetensors
 checks the file, and plain reads at the offsets of its header fetch the bytes.
@@ -7,7 +7,7 @@ checks the file, and plain reads at the offsets of its header fetch the bytes.
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,17 +19,18 @@ from torch import Tensor
 
 CHUNK_BYTES = 2**24
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = FLOATS | {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as its file's header has it."""
+    """What the header of a file says of a tensor."""
 
     file: str  # name of the file in its folder
     dtype: str  # as safetensors names it: BF16, F32, I64, ...
     shape: tuple[int, ...]
-    start: int  # first byte in the file
-    stop: int
+    start: int  # offset of the first byte in the file
+    stop: int  # offset behind the last byte
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +41,7 @@ class TensorInfo:
         return torch.Size(self.shape).numel()
 
     def rows(self, first: int, last: int) -> "TensorInfo":
-        """Return some entries of the first dimension, which follow each other in the file, as a tensor of their own."""
+        """Return these entries of the first dimension, which follow each other in the file, as a tensor by itself."""
         size = self.nbytes // self.shape[0]
         start, shape = self.start + first * size, (last - first, *self.shape[1:])
         return replace(self, shape=shape, start=start, stop=start + (last - first) * size)
@@ -49,13 +50,13 @@ class TensorInfo:
 class TensorFile:
     """One safetensors file, open for reading.
 
-    Its ``stamp`` is its size and the time of its last change when it was opened.
+    Its ``stamp`` is the size and the time of the last change when it was opened.
 
     Args:
         path: the file.
 
     Raises:
-        ValueError: it can't be read, or it is truncated, corrupt or no safetensors file; names it.
+        ValueError: it can't be read, is truncated, corrupt or no safetensors file; names it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,15 +74,8 @@ class TensorFile:
             raise ValueError(f"'{path}' is truncated or corrupt: {error}; fetch it again") from error
         except OSError as error:
             raise ValueError(f"'{path}' can't be read: {error.strerror or error}") from error
-        content = json.loads(self.header[8:])
-        content.pop("__metadata__", None)
-        self.path, begin = path, len(self.header)
-        self.tensors = {
-            key: TensorInfo(
-                path.name, value["dtype"], tuple(value["shape"]), *(begin + i for i in value["data_offsets"])
-            )
-            for key, value in content.items()
-        }
+        self.path = path
+        self.tensors = read_header(path.name, self.header)
 
     def changed(self) -> bool:
         """Return whether the file was written to since it was opened."""
@@ -96,16 +90,16 @@ class TensorFile:
             os.close(self._descriptor)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a process elsewhere needs, which has no use for this one's descriptor and working folder."""
+        """Leave out what a process elsewhere has no use for: this one's descriptor and working folder."""
         state = {name: value for name, value in vars(self).items() if name != "_descriptor"}
         return {**state, "path": self.path.absolute()}
 
     def read(self, info: TensorInfo) -> Tensor:
-        """Read a tensor in the dtype it is stored in (F64, F32, F16 or BF16)."""
-        return self._bytes(info.start, info.stop).view(FLOATS[info.dtype]).reshape(info.shape)
+        """Read a tensor in the dtype that it is stored in."""
+        return self._bytes(info.start, info.stop).view(_DTYPES[info.dtype]).reshape(info.shape)
 
     def chunks(self, info: TensorInfo) -> Iterator[Tensor]:
-        """Yield the bytes of a tensor, a bounded number at a time."""
+        """Read a tensor's bytes, a bounded number at a time."""
         for start in range(info.start, info.stop, CHUNK_BYTES):
             yield self._bytes(start, min(start + CHUNK_BYTES, info.stop))
 
@@ -122,6 +116,36 @@ class TensorFile:
                 raise ValueError(f"'{self.path}' ended before its header says: was it changed during the run?")
             done += count
         return buffer
+
+
+def read_header(file: str, header: bytes) -> dict[str, TensorInfo]:
+    """Return the tensors that the header of a safetensors file, with the eight bytes of its length, describes."""
+    content = json.loads(header[8:])
+    content.pop("__metadata__", None)
+    return {
+        key: TensorInfo(file, value["dtype"], tuple(value["shape"]), *(len(header) + i for i in value["data_offsets"]))
+        for key, value in content.items()
+    }
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return the name that safetensors has for the dtype of a tensor."""
+    return next(name for name, dtype in _DTYPES.items() if dtype == tensor.dtype)
+
+
+def make_header(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the header of a safetensors file of these tensors, which may be on the meta device.
+
+    The widest dtypes come first, so that every tensor is aligned in the file.
+    """
+    content, start = {}, 0
+    for key, value in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+        stop = start + value.numel() * value.dtype.itemsize
+        content[key] = {"dtype": dtype_name(value), "shape": list(value.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(content).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -142,25 +166,13 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return the SHA-256 digest of a tensor's bytes."""
+    """Return the SHA-256 of a tensor's bytes."""
     return hashlib.sha256(raw(tensor)).hexdigest()
 
 
 def file_digest(descriptor: int, start: int, stop: int) -> str:
-    """Return the SHA-256 digest of a range of an open file."""
+    """Return the SHA-256 of a range of an open file."""
     sha = hashlib.sha256()
     for offset in range(start, stop, CHUNK_BYTES):
         sha.update(os.pread(descriptor, min(CHUNK_BYTES, stop - offset), offset))
     return sha.hexdigest()
-
-
-def float32_header(shapes: dict[str, tuple[int, ...]]) -> bytes:
-    """Header of a safetensors file of float32 tensors in the given order."""
-    content, start = {}, 0
-    for key, shape in shapes.items():
-        stop = start + 4 * torch.Size(shape).numel()
-        content[key] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(content).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

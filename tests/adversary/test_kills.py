@@ -28,7 +28,7 @@ MANY = pytest.param(60, marks=pytest.mark.slow)
 KILLER = """
 import os, pathlib, random, signal, sys, time
 from transformers import LlamaForCausalLM
-import fusion_bench_nufilt.folders.methods as module
+import fusion_bench_nufilt.methods.nufilt as module
 from tests.folders.helpers import merge
 
 folder, kills = pathlib.Path(sys.argv[1]), int(sys.argv[2])
@@ -37,8 +37,8 @@ tasks = ["task1", "task2"]
 
 def slowly_merge(out):
     # Tiny layers would all be merged at once.
-    fuse = module.fuse_layers
-    module.fuse_layers = lambda *a, **k: (time.sleep(0.05), fuse(*a, **k))[1]
+    fuse = module.fuse_each
+    module.fuse_each = lambda *a, **k: (time.sleep(0.05), fuse(*a, **k))[1]
     merge(folder, tasks, out)
 
 

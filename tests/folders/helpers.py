@@ -6,10 +6,10 @@ import json
 import torch
 from safetensors.torch import load_file, save_file
 
-from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.core.options import split_options
 from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.layers import TargetConfig
+from fusion_bench_nufilt.methods import METHODS
 from tests.models import finetuned
 
 RANKS = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5}
@@ -27,24 +27,30 @@ def save_stream(folder, base, tasks=3, dtype=torch.float32, shards=SHARDED):
     return models
 
 
-def configs(options):
-    """The method's settings and the targets, from options of either."""
-    (config, targets), left = split_options([FusionConfig, TargetConfig], options)
+def configs(options, method="nufilt"):
+    """The method's options and the targets, from options of either."""
+    kind = METHODS[method]
+    (config, targets), left = split_options([kind.Options, TargetConfig], {**kind.targets, **options})
     assert not left, left
     return config, targets
 
 
-def merge(folder, tasks=("task1", "task2", "task3"), out="out", merged=None, settings=None, **config):
-    """Merge tasks by the names of their folders."""
-    settings = settings if isinstance(settings, Settings) else Settings(**(settings or {}))
-    plan = plan_merge(
+def plan(folder, tasks=("task1", "task2", "task3"), merged=None, settings=None, method="nufilt", **options):
+    """Plan a merge of tasks by the names of their folders, with options of the method and of the targets."""
+    options = {**RANKS, **options} if method == "nufilt" else options
+    return plan_merge(
         str(folder / "base"),
         [str(folder / task) for task in tasks],
         None if merged is None else str(folder / merged),
-        *configs({**RANKS, **config}),
-        settings,
+        *configs(options, method),
+        settings if isinstance(settings, Settings) else Settings(**(settings or {})),
+        method=method,
     )
-    return merge_folders(plan, folder / out)
+
+
+def merge(folder, tasks=("task1", "task2", "task3"), out="out", merged=None, **options):
+    """Merge tasks by the names of their folders, with the options of :func:`plan`."""
+    return merge_folders(plan(folder, tasks, merged, **options), folder / out)
 
 
 def tensors(folder):

@@ -1,45 +1,69 @@
 """What a plan says of its time: never how long it is, but what it depends on."""
 
-from dataclasses import replace
+import math
 
 import pytest
+import torch
 
-from fusion_bench_nufilt import FusionConfig
-from fusion_bench_nufilt.core.spectral import SpectralConfig
-from fusion_bench_nufilt.folders import Settings, forecast, plan_merge
-from fusion_bench_nufilt.folders.forecast import layer_flops
-from fusion_bench_nufilt.folders.methods import Nufilt, Spectral
-from tests.folders.helpers import RANKS, configs, save_stream
+from fusion_bench_nufilt.core.workers import working_bytes
+from fusion_bench_nufilt.folders import forecast
+from fusion_bench_nufilt.folders.forecast import batches, layer_budget, layer_memory, peak_memory, predict_seconds
+from fusion_bench_nufilt.methods import METHODS
+from tests.folders.helpers import plan, save_stream
 from tests.models import llama
 
-CONFIG = FusionConfig()
 
-
-@pytest.mark.parametrize("shape", [(768, 768), (3072, 768), (768, 3072), (4096, 4096), (11008, 4096)])
-def test_what_costs_less_is_counted_as_less(shape):
-    cost = layer_flops(shape, None, CONFIG)
-    assert layer_flops(shape, 16, CONFIG) < cost
-    assert layer_flops(shape, None, replace(CONFIG, max_steps=25)) < cost
-    assert layer_flops(shape, None, replace(CONFIG, solver="closed_form")) < cost
-    assert layer_flops((shape[0] // 2, shape[1] // 2), None, CONFIG) < cost / 3
-
-
-def test_layers_that_are_solved_are_counted_and_bytes_that_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(forecast, "_rates", lambda method, workers: (0.0, 1.0))
+@pytest.fixture
+def stream(tmp_path):
     save_stream(tmp_path, llama(), tasks=2)
+    return tmp_path
 
-    def plan(tasks, merged=None):
-        folders = [str(tmp_path / task) for task in tasks]
-        return plan_merge(str(tmp_path / "base"), folders, merged, *configs(RANKS), Settings(step=1))
 
-    assert plan(["task1", "task2"]).predict_seconds() == 4 * plan(["task1"]).base.nbytes  # three read, one written
-    monkeypatch.setattr(forecast, "_rates", lambda method, workers: (1.0, 0.0))
-    assert plan(["task1"]).predict_seconds() == 0  # the first task is taken as it is
-    once = plan(["task1", "task2"]).predict_seconds()
+def test_layers_that_are_solved_are_counted_and_bytes_that_are_read(stream, monkeypatch):
+    def seconds(tasks, merged=None):
+        return predict_seconds(plan(stream, tasks, merged, settings={"step": 1}), workers=1)
+
+    monkeypatch.setattr(forecast, "_rates", lambda *_: (0.0, 1.0))
+    nbytes = plan(stream, ["task1"]).base.nbytes
+    assert seconds(["task1", "task2"]) == 4 * nbytes  # three read, one written
+    monkeypatch.setattr(forecast, "_rates", lambda *_: (1.0, 0.0))
+    assert seconds(["task1"]) == 0  # the first task is taken as it is
+    once = seconds(["task1", "task2"])
     assert once > 0
-    assert plan(["task1", "task2"], str(tmp_path / "task1")).predict_seconds() == 2 * once
+    assert seconds(["task1", "task2"], "task1") == 2 * once
+    assert predict_seconds(plan(stream, ["task1", "task2"]), workers=2) == once / 2
 
 
-@pytest.mark.parametrize("method", [Nufilt(replace(CONFIG, max_steps=2), seed=0), Spectral(SpectralConfig(), [], {})])
-def test_a_sample_is_worked_off(method):
-    assert all(rate > 0 for rate in forecast._rates(method, workers=1))
+@pytest.mark.parametrize("name", METHODS)
+def test_a_sample_of_every_method_is_merged(name, monkeypatch):
+    monkeypatch.setattr(forecast, "_SAMPLE_WIDTH", 128)
+    method = METHODS[name](METHODS[name].Options(), ["layer"])
+    assert all(rate > 0 for rate in forecast._rates(method, "layer", workers=1))
+
+
+def test_the_state_counts_in_memory_and_on_the_disk(stream):
+    sums, weights = plan(stream, method="spectral"), plan(stream, target_modules="all-linear")
+    layer = sums.layers[0]
+    elements = math.prod(layer.view.shape)
+    working = working_bytes(layer.view.shape, 8) - working_bytes(layer.view.shape, 4)
+    assert layer_memory(sums, layer) - layer_memory(weights, layer) == working + 16  # two numbers beside the votes
+    more = forecast.disk_bytes(sums) - forecast.disk_bytes(weights)
+    assert more == sum(4 * math.prod(each.view.shape) + 16 for each in sums.layers)
+    assert layer_memory(weights, layer) == 3 * 4 * elements + working_bytes(layer.view.shape, 4)
+
+
+def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeypatch):
+    monkeypatch.setattr("fusion_bench_nufilt.folders.settings.check_devices", torch.device)  # as if there was one
+    # What this process takes by itself grows while tests run.
+    monkeypatch.setattr(forecast, "process_memory", lambda workers: 10**9)
+    monkeypatch.setattr("fusion_bench_nufilt.folders.checks.process_memory", lambda workers: 10**9)
+    free = plan(stream, settings={"device": "cuda"})
+
+    def held(planned):
+        return [sum(layer_memory(planned, layer) for layer in batch) for batch in batches(planned, planned.layers)]
+
+    assert sorted(map(len, batches(free, free.layers))) == [2, 4, 4, 4]
+    assert peak_memory(free) == 10**9 + max(held(free))
+    bounded = plan(stream, settings={"device": "cuda", "max_memory": peak_memory(free) - 1})
+    assert max(held(bounded)) <= layer_budget(bounded) < max(held(free))
+    assert peak_memory(bounded) <= bounded.settings.max_memory

@@ -8,11 +8,11 @@ import threading
 
 import pytest
 import torch
+from fusion_bench_nufilt.folders.memory import Budget
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from fusion_bench_nufilt.folders import Settings, plan_merge
-from fusion_bench_nufilt.folders.memory import Budget
 from tests.conftest import REPO
 
 WIDTH = 1536

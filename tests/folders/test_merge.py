@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPVisionModel
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.folders import Settings, plan_merge
 from fusion_bench_nufilt.layers import select_layers
-from tests.folders.helpers import RANKS, change, configs, hashes, merge, same, save_stream, tensors
+from tests.folders.helpers import RANKS, change, hashes, merge, plan, same, save_stream, tensors
 from tests.models import clip, full_clip, llama, llava, t5
 
 STATE = "nufilt_state/model.safetensors"
@@ -226,12 +225,9 @@ def test_float32_layers_go_on_where_they_are_and_rounded_ones_where_they_are_not
 
 def test_a_float32_base_needs_no_float32_layers_beside_it(tmp_path):
     save_stream(tmp_path, llama(), tasks=2)
-    settings = Settings(accumulate="float32")
+    settings = {"accumulate": "float32"}
     merge(tmp_path, ["task1"], "one", settings=settings)
-    plan = plan_merge(
-        str(tmp_path / "base"), [str(tmp_path / "task2")], str(tmp_path / "one"), *configs(RANKS), settings
-    )
-    assert plan.warnings == []
+    assert plan(tmp_path, ["task2"], "one", settings).warnings == []
 
 
 def test_a_task_stored_in_more_digits_is_computed_in_the_bases(tmp_path):

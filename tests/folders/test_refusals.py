@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fusion_bench_nufilt.folders import Settings, merge_folders, methods, plan_merge
+from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
+from fusion_bench_nufilt.methods import nufilt
 from fusion_bench_nufilt.storage import tensors
 from tests.folders.helpers import change, configs, hashes, merge, save_stream
 from tests.models import llama
@@ -225,7 +226,7 @@ def test_a_mean_that_half_precision_cannot_hold(tmp_path):
 
 
 def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
-    fuse = methods.fuse_layers
+    fuse = nufilt.fuse_each
 
     def overwrite_and_fuse(*args, **kwargs):
         with (stream / "task2" / "model.safetensors").open("r+b") as file:  # in place: another thread may be reading
@@ -233,7 +234,7 @@ def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
             file.write(bytes(64))
         return fuse(*args, **kwargs)
 
-    monkeypatch.setattr(methods, "fuse_layers", overwrite_and_fuse)
+    monkeypatch.setattr(nufilt, "fuse_each", overwrite_and_fuse)
     refuse_late(stream, "task2' was changed during the run")
 
 

@@ -15,8 +15,8 @@ from filelock import FileLock
 from transformers import LlamaForCausalLM
 
 from fusion_bench_nufilt.folders import merge as merge_module
-from fusion_bench_nufilt.folders import methods
 from fusion_bench_nufilt.folders.output import work_folder
+from fusion_bench_nufilt.methods import nufilt
 from fusion_bench_nufilt.storage.files import LOCK
 from tests.conftest import REPO
 from tests.folders.helpers import change, hashes, merge, save_stream
@@ -52,8 +52,8 @@ def interrupted(stream, monkeypatch, after=8):
 def count_layers(monkeypatch):
     """Names of the layers that are computed from now on."""
     computed = []
-    fuse = methods.fuse_layers
-    monkeypatch.setattr(methods, "fuse_layers", lambda *a, **k: computed.extend(a[0]) or fuse(*a, **k))
+    fuse = nufilt.fuse_each
+    monkeypatch.setattr(nufilt, "fuse_each", lambda *a, **k: computed.extend(a[0]) or fuse(*a, **k))
     return computed
 
 
@@ -148,9 +148,9 @@ def test_control_c_stops_early_and_keeps_what_is_done(stream):
         # A shell's background jobs are born deaf to Ctrl-C.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys, pathlib; from tests.folders import helpers\n"
-        "from fusion_bench_nufilt.folders import methods as m; import time\n"
-        "fuse = m.fuse_layers\n"
-        "m.fuse_layers = lambda *a, **k: (time.sleep(0.2), fuse(*a, **k))[1]\n"
+        "from fusion_bench_nufilt.methods import nufilt as m; import time\n"
+        "fuse = m.fuse_each\n"
+        "m.fuse_each = lambda *a, **k: (time.sleep(0.2), fuse(*a, **k))[1]\n"
         "print('ready', flush=True)\n"
         "helpers.merge(pathlib.Path(sys.argv[1]))\n"
     )

@@ -1,0 +1,120 @@
+"""What a method keeps of the layers beside a merged model, so that the next merge goes on from there."""
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.methods import State
+from fusion_bench_nufilt.storage.manifest import STATE_FILE, check_state
+from fusion_bench_nufilt.storage.tensors import TensorInfo, dtype_name, make_header, read_header
+
+from .architecture import Layer
+from .models import FullModel
+from .plan import Plan
+
+_ROUNDED = "'%s' does not have all merged layers in float32: going on from the rounded ones"
+
+
+def keeps_state(plan: Plan) -> bool:
+    """Return whether the result has a file with the state.
+
+    A state that is the merged weight alone is kept only where the model has the weight in less than float32.
+    """
+    narrow = any(plan.dtype(layer).itemsize < 4 for layer in plan.layers)
+    return not plan.method.state_is_weight or (narrow and plan.settings.accumulate == "float32")
+
+
+def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, Tensor]]:
+    """Return the keys of a layer's state in the file, and tensors without numbers, by the names in the state."""
+    if plan.method.state_is_weight:
+        shape = plan.base.tensors[layer.keys[0]].shape
+        return {"weight": (layer.keys[0], torch.empty(shape, dtype=torch.float32, device="meta"))}
+    theta_0 = torch.empty(layer.view.shape, dtype=plan.dtype(layer), device="meta")
+    state = plan.method.start(layer.name, theta_0)
+    return {name: (f"{layer.name}.{name}", value) for name, value in state.items()}
+
+
+def state_bytes(plan: Plan, layer: Layer) -> int:
+    """Return the bytes that a layer's state takes in the file."""
+    return sum(value.numel() * value.dtype.itemsize for _, value in state_tensors(plan, layer).values())
+
+
+def state_layout(plan: Plan) -> tuple[bytes, dict[str, TensorInfo]]:
+    """Return the header of the file, and where it has each tensor."""
+    header = make_header(dict(pair for layer in plan.layers for pair in state_tensors(plan, layer).values()))
+    return header, read_header(STATE_FILE, header)
+
+
+def read_state(plan: Plan, layer: Layer) -> tuple[State, str]:
+    """Read the state that an earlier merge kept of a layer, empty if it kept none, and the digest of what was read.
+
+    Raises:
+        ValueError: It is not what that merge wrote; the message names the file and the tensor.
+    """
+    kept, state, digests = plan.models.state, {}, ""
+    for name, (key, _) in state_tensors(plan, layer).items():
+        slot = layer.slot if plan.method.state_is_weight else key
+        if kept is not None and slot in kept.keys:
+            state[name], found = kept.weight(slot)
+            check_state(plan.before, key, found, kept.checkpoint.file(kept.keys[slot]).path)
+            digests += found
+    return state, digests
+
+
+def state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:
+    """Return the tensors of a layer's state by their keys in the file, in the shapes and dtypes that it has for them.
+
+    Raises:
+        ValueError: The method changed a shape or dtype; the message names the layer.
+    """
+    if plan.method.state_is_weight:
+        state = {"weight": layer.view.part(state["weight"]).to(torch.float32)}
+    tensors = {}
+    for name, (key, like) in state_tensors(plan, layer).items():
+        if (value := state[name]).shape != like.shape or value.dtype != like.dtype:
+            raise ValueError(
+                f"method {plan.method.name}, layer '{layer.name}': '{name}' of its state is {value.dtype} "
+                f"{tuple(value.shape)} after the last task and was {like.dtype} {tuple(like.shape)} before the first"
+            )
+        tensors[key] = value
+    return tensors
+
+
+def check_state_tensors(plan: Plan) -> list[str]:
+    """Compare the state beside the merged model with what the method goes on from; return warnings.
+
+    Raises:
+        ValueError: A tensor has another shape or dtype, or the state is not of these layers and the method needs it;
+            the message names the model and the tensor.
+    """
+    if plan.models.merged is None:
+        return []
+    name, method, kept = plan.models.merged.checkpoint.name, plan.method, plan.models.state
+    missing, known = [], set()
+    for layer in plan.layers:
+        for key, like in state_tensors(plan, layer).values():
+            slot = layer.slot if method.state_is_weight else key
+            known.add(slot)
+            if kept is None or slot not in kept.keys:
+                missing.append(key)
+            else:
+                _check_tensor(kept, slot, like)
+    if method.state_is_weight:
+        rounded = keeps_state(plan) and missing and plan.before
+        return [_ROUNDED % name] if rounded else []
+    others = [] if kept is None else sorted(kept.keys.keys() - known)
+    if missing or others or plan.before.get("settings", {}).get("method", method.name) != method.name:
+        what = f"no '{missing[0]}'" if missing else f"'{others[0]}'" if others else "that of another method"
+        raise ValueError(
+            f"the merged model '{name}' has {what} in {STATE_FILE}: {method.label} goes on from its own merges of the "
+            "same layers only"
+        )
+    return []
+
+
+def _check_tensor(kept: FullModel, slot: str, like: Tensor) -> None:
+    found, dtype, shape = kept.checkpoint.tensors[kept.keys[slot]], dtype_name(like), tuple(like.shape)
+    if (found.dtype, found.shape) != (dtype, shape):
+        raise ValueError(
+            f"'{kept.checkpoint.name}', tensor '{slot}': {found.dtype} {found.shape} is not {dtype} {shape}, as the "
+            "base's layer would be; remove that folder if the weights beside it are right"
+        )
