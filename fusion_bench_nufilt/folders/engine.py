@@ -16,7 +16,6 @@ from fusion_bench_nufilt.core.checks import is_finite
 from fusion_bench_nufilt.core.devices import DevicePool
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.methods import State
-from fusion_bench_nufilt.storage.manifest import STATE_FILE
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, digest, raw
 
 from .architecture import Layer
@@ -57,7 +56,7 @@ class LocalEngine:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._budget, self._devices = _Budget(layer_budget(plan)), DevicePool(plan.settings.devices)
+        self._budget, self._devices = Budget(layer_budget(plan)), DevicePool(plan.settings.devices)
         self._kept = state_layout(plan)[1] if keeps_state(plan) else {}
         _return_freed_memory()
 
@@ -102,11 +101,11 @@ class LocalEngine:
         if merged is not None:
             weight, work.record["read"]["merged"] = merged.weight(layer.slot)
             so_far = layer.view.matrix(weight)
-        if merged is not None and kept:
+        if self.plan.models.state is not None and kept:
             exact = layer.view.matrix(kept["weight"])
             if not torch.equal(exact.to(so_far.dtype), so_far):
                 raise ValueError(
-                    f"{STATE_FILE} of '{merged.checkpoint.name}' does not belong to the weights beside it: "
+                    f"'{self.plan.models.state.checkpoint.name}' does not belong to the weights beside it: "
                     f"'{layer.name}' differs; remove it if the weights are right"
                 )
             so_far = exact
@@ -158,7 +157,7 @@ class LocalEngine:
         return [raw(value) for _, value in stored]
 
 
-class _Budget:
+class Budget:
     """Lets threads go on while what they reserved together stays within a bound.
 
     Args:

@@ -15,7 +15,7 @@ from tests.models import llama
 
 @pytest.fixture
 def stream(tmp_path):
-    save_stream(tmp_path, llama(), tasks=2)
+    save_stream(tmp_path, llama())
     return tmp_path
 
 
@@ -62,7 +62,7 @@ def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeyp
     def held(planned):
         return [sum(layer_memory(planned, layer) for layer in batch) for batch in batches(planned, planned.layers)]
 
-    assert sorted(map(len, batches(free, free.layers))) == [2, 4, 4, 4]
+    assert sorted(map(len, batches(free, free.layers))) == [2, 4, 8]
     assert peak_memory(free) == 10**9 + max(held(free))
     bounded = plan(stream, settings={"device": "cuda", "max_memory": peak_memory(free) - 1})
     assert max(held(bounded)) <= layer_budget(bounded) < max(held(free))
