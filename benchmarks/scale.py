@@ -25,12 +25,13 @@ from folders import SIZES, make_checkpoints
 from fusion_bench_nufilt.core import FusionConfig, fuse_layers
 from fusion_bench_nufilt.core.workers import working_bytes
 from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
-from fusion_bench_nufilt.folders.forecast import layer_flops
 from fusion_bench_nufilt.folders.ray_engine import RayEngine
+from fusion_bench_nufilt.methods import Nufilt
 
 STORED = 2  # bytes of a parameter, bfloat16
 MODELS = 3  # base, merged, task
 CONFIG = FusionConfig()
+METHOD = Nufilt(CONFIG, [])
 
 
 def llama_70b():
@@ -83,7 +84,7 @@ def measure(shape, shrink):
     begin = time.process_time()
     fuse_layers({"": theta_0}, {"": theta}, {"": theta_t}, CONFIG, step=2)
     seconds = time.process_time() - begin
-    return seconds * layer_flops(shape, None, CONFIG) / layer_flops((d_o, d_i), None, CONFIG)
+    return seconds * METHOD.flops(shape, [None]) / METHOD.flops((d_o, d_i), [None])
 
 
 def digest_seconds():
@@ -124,7 +125,7 @@ def table(name, shrink, cpus, bandwidth):
         nbytes = STORED * shape[0] * shape[1]
         seconds = measure(shape, shrink) + (MODELS + 1) * nbytes * per_byte
         memory = working_bytes(shape, 4) + MODELS * nbytes
-        flops = layer_flops(shape, None, CONFIG)
+        flops = METHOD.flops(shape, [None])
         print(
             f"| {kind} | {shape[0]} x {shape[1]} | {number} | {flops / 1e12:.2f} | {seconds:.1f} "
             f"| {MODELS * nbytes / 1e6:.0f} | {memory / 1e9:.1f} |"

@@ -112,9 +112,11 @@ def check_state_tensors(plan: Plan) -> list[str]:
 
 
 def _check_tensor(kept: FullModel, slot: str, like: Tensor) -> None:
-    found, dtype, shape = kept.checkpoint.tensors[kept.keys[slot]], dtype_name(like), tuple(like.shape)
-    if (found.dtype, found.shape) != (dtype, shape):
+    """Refuse a tensor that has another shape or dtype than the method keeps of this base."""
+    found, shape = kept.checkpoint.tensors[kept.keys[slot]], tuple(like.shape)
+    if (found.dtype, found.shape) != (dtype_name(like), shape):
         raise ValueError(
-            f"'{kept.checkpoint.name}', tensor '{slot}': {found.dtype} {found.shape} is not {dtype} {shape}, as the "
-            "base's layer would be; remove that folder if the weights beside it are right"
+            f"'{kept.checkpoint.name}', tensor '{slot}': {found.dtype} {found.shape} is not "
+            f"{str(like.dtype).removeprefix('torch.')} {shape}, as the base's layer would be; remove that folder if "
+            "the weights beside it are right"
         )

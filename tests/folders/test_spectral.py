@@ -112,7 +112,7 @@ def widen_a_layer(state):
     [
         (double_the_votes, r"'model\.layers\.0\.mlp\.up_proj\.votes' is not what was saved \(its sha256 differs\)"),
         (drop_a_layer, r"has no 'model\.layers\.0\.mlp\.up_proj\.votes' in nufilt_state/model\.safetensors"),
-        (widen_a_layer, r"F32 \(3, 3\) is not F32 \(\d+, \d+\)"),
+        (widen_a_layer, r"F32 \(3, 3\) is not float32 \(\d+, \d+\)"),
     ],
 )
 def test_a_state_that_was_changed_is_refused(tmp_path, change, message):
