@@ -1,20 +1,205 @@
-"""Work on the nodes of a Ray cluster: who works where, and what becomes of the work of those that die."""
+"""Pieces of work side by side: in processes of this machine, by joblib, or on the nodes of a Ray cluster."""
 
 import logging
+import multiprocessing
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from fusion_bench_nufilt.storage.versions import package_versions
+import torch
+from joblib import Parallel, delayed, parallel_config
+
+from fusion_bench_nufilt.storage.versions import check_versions, package_versions
 
 log = logging.getLogger(__name__)
 
-# A worker that is not ready by then waits for CPUs or GPUs that others hold.
-_START_SECONDS = 300
-# Of a piece of work; what kills so many workers will kill the next one, too.
-_TRIES = 3
+Work = Mapping[str, tuple[Any, ...]]  # arguments of a function for each piece, by the name it has in messages
+Results = Iterator[tuple[str, Any]]  # names of pieces, and what the function returned
+Make = Callable[..., Callable[..., Any]]
+
+_START_SECONDS = 300  # a node whose CPUs or GPUs others hold for so long is left out
+_TRIES = 3  # a piece of work that kills so many workers will kill the next one, too
+
+
+def run_locally(work: Work, do: Callable[..., Any], processes: int) -> Results:
+    """Yield names and results as processes finish them; they share the cores, and each sees one GPU if there are some.
+
+    Raises:
+        ValueError: a process was killed, which ends the others, too.
+    """
+    gpus = multiprocessing.get_context("spawn").SimpleQueue()
+    for gpu in assign_gpus(processes):
+        gpus.put(gpu)
+    # Processes hold models, so that idle ones end soon.
+    with parallel_config("loky", initializer=_see_one_gpu, initargs=(gpus,), idle_worker_timeout=10):
+        run = Parallel(processes, batch_size=1, return_as="generator_unordered")
+        try:
+            yield from run(delayed(_named)(name, do, piece) for name, piece in work.items())
+        except BrokenProcessPool:
+            raise ValueError("a process was killed, perhaps for want of memory: run on with fewer --jobs") from None
+
+
+def assign_gpus(processes: int) -> list[str | None]:
+    """For process i the GPU i modulo n of n, by its name for CUDA_VISIBLE_DEVICES."""
+    visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+    names = visible.split(",") if visible else list(map(str, range(count)))
+    return [names[i % count] if count else None for i in range(processes)]
+
+
+def _see_one_gpu(gpus: Any) -> None:
+    if (gpu := gpus.get()) is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # CUDA reads it when it is first used
+
+
+def _named(name: str, do: Callable[..., Any], piece: tuple[Any, ...]) -> tuple[str, Any]:
+    return name, do(*piece)
+
+
+class Node(NamedTuple):
+    """Where one worker runs: on all CPUs of a node, or on a GPU and its share of them."""
+
+    name: str
+    node_id: str
+    cpus: int
+    gpu: bool
+    slots: int = 1  # pieces of work at a time
+
+
+def connect(address: str | None) -> Any:
+    """Ray, connected to the cluster at an address; None is the one that this machine belongs to, or a new one on it.
+
+    Raises:
+        ValueError: Ray is not installed, or there is no cluster; says what to do.
+    """
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ModuleNotFoundError as error:
+        raise ValueError(f"engine 'ray' needs Ray ({error}): pip install 'fusion-bench-nufilt[ray]'") from None
+    if not ray.is_initialized():
+        try:
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError) as error:
+            raise ValueError(f"no Ray cluster at '{address}': {error}; start one with `ray start --head`") from error
+    return ray
+
+
+def find_nodes(ray: Any, *, gpus: bool) -> list[Node]:
+    """All nodes with CPUs, or all GPUs of all nodes; refuses a cluster without."""
+    kind, found = "GPU" if gpus else "CPU", []
+    for node in ray.nodes():
+        if (number := int(node["Resources"].get(kind, 0))) and node["Alive"]:
+            name = f"node {node['NodeManagerHostname']} ({node['NodeID'][:8]})"  # a machine may be more than one node
+            count = number if gpus else 1
+            cpus = max(1, int(node["Resources"].get("CPU", 1)) // count)
+            found += count * [Node(name, node["NodeID"], cpus, gpus)]
+    if not found:
+        raise ValueError(f"the Ray cluster has no {kind}")
+    return found
+
+
+class Worker:
+    """The actor on a node; its errors name the node."""
+
+    def start(self, node: Node, versions: dict[str, str], make: Make, *arguments: Any) -> str:
+        """Make what does the work; return the actor's id."""
+        import ray
+
+        self._node = node
+        with self._named_errors():
+            check_versions(versions)
+            torch.set_num_threads(node.cpus)
+            self._do = make(*arguments)
+        return str(ray.get_runtime_context().get_actor_id())
+
+    def work(self, name: str, piece: tuple[Any, ...]) -> tuple[str, Any]:
+        """Do a piece of work."""
+        with self._named_errors():
+            return name, self._do(*piece)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{self._node.name}: {error}") from None
+
+
+def run_on_cluster(ray: Any, nodes: Sequence[Node], work: Work, make: Make, *arguments: Any) -> Results:
+    """Yield names and results as workers on the nodes find them.
+
+    Ray's own retries would repeat a call on the same actor, and wait for ever for the CPUs or GPUs of a lost node. So
+    what was given to workers that died is given to the others here, after all else.
+
+    Args:
+        ray: connected to the cluster.
+        nodes: where to start workers.
+        work: what they do.
+        make: called once on each node, with ``arguments``; returns the function that does a piece of work there.
+
+    Raises:
+        ValueError: ``make`` or the work raises one or an OSError, or a node has other versions of the packages; names
+            the node. No worker is left, or three died of a piece.
+    """
+    left, workers = dict(work), _start(ray, nodes, make, arguments)
+    try:
+        for _ in range(_TRIES):
+            if left and not workers:
+                raise ValueError("no worker is alive; the same command goes on where this run stopped")
+            pool = ray.util.ActorPool([actor for actor, node in workers.values() for _ in range(node.slots)])
+            for piece in left.items():
+                pool.submit(lambda actor, piece: actor.work.remote(*piece), piece)
+            while pool.has_next():
+                try:
+                    name, result = pool.get_next_unordered()
+                except ray.exceptions.RayTaskError as error:
+                    raise error.cause from error
+                except ray.exceptions.RayError as error:  # a worker died, or a node that held a result
+                    if lost := workers.pop(str(getattr(error, "actor_id", "")), None):
+                        _warn(lost[1], error)
+                    continue
+                del left[name]
+                yield name, result
+        if left:
+            raise ValueError(f"{next(iter(left))}: {_TRIES} workers died of it, perhaps for want of memory")
+    finally:  # after an error or an interrupt, nothing goes on
+        for actor, _ in workers.values():
+            ray.kill(actor)
+
+
+def _start(ray: Any, nodes: Sequence[Node], make: Make, arguments: Sequence[Any]) -> dict[str, tuple[Any, Node]]:
+    """Actors that are ready, by their ids, and their nodes."""
+    starting, ready = {}, {}
+    shared = [ray.put(argument) for argument in arguments]
+    for node in nodes:
+        there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        needs = {"num_gpus": 1} if node.gpu else {"num_cpus": node.cpus}
+        kind = ray.remote(Worker).options(scheduling_strategy=there, max_concurrency=node.slots, **needs)
+        actor = kind.remote()
+        starting[actor.start.remote(node, package_versions(), make, *shared)] = actor, node
+    _, late = ray.wait(list(starting), num_returns=len(starting), timeout=_START_SECONDS)
+    for started, (actor, node) in starting.items():
+        try:
+            ready[ray.get(started, timeout=0)] = actor, node
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+        except ray.exceptions.RayError as error:
+            _warn(node, f"its CPUs or GPUs were not free within {_START_SECONDS} s" if started in late else error)
+            ray.kill(actor)  # else it would still take them when they are free
+    log.info("%d workers on the cluster", len(ready))
+    return ready
+
+
+def _warn(node: Node, why: object) -> None:
+    log.warning("%s: worker lost, others take its work: %s", node.name, str(why).strip().partition("\n")[0])
+
+
+# --- what folders/ray_engine.py still uses; it goes when that runs on `run_on_cluster` ---
 
 
 @dataclass(frozen=True)
@@ -34,28 +219,6 @@ class Place:
         return {"scheduling_strategy": where, "max_concurrency": self.slots, **needs}
 
 
-def connect(address: str | None) -> ModuleType:
-    """Ray, connected to a cluster.
-
-    Args:
-        address: of the cluster; None: the one that this machine belongs to, or else a new one on this machine alone.
-
-    Raises:
-        ValueError: Ray is not installed, or there is no cluster; says what to do.
-    """
-    try:
-        import ray
-        import ray.util.scheduling_strategies
-    except ModuleNotFoundError as error:
-        raise ValueError(f"engine 'ray' needs Ray ({error}): pip install 'fusion-bench-nufilt[ray]'") from None
-    if not ray.is_initialized():
-        try:
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError) as error:
-            raise ValueError(f"no Ray cluster at '{address}': {error}; start one with `ray start --head`") from error
-    return ray
-
-
 def places(ray: ModuleType, *, gpus: bool) -> list[Place]:
     """One on every node with all of its CPUs, or one for each of its GPUs with a share of them.
 
@@ -72,18 +235,6 @@ def places(ray: ModuleType, *, gpus: bool) -> list[Place]:
     if not found:
         raise ValueError(f"the Ray cluster has no {kind}")
     return found
-
-
-def check_versions(expected: dict[str, str]) -> None:
-    """Refuse a worker whose packages are not the driver's.
-
-    Raises:
-        ValueError: names the packages.
-    """
-    mine = package_versions()
-    if other := [name for name in expected if mine[name] != expected[name]]:
-        told = ", ".join(f"{name} {mine[name]} where the driver has {expected[name]}" for name in other)
-        raise ValueError(f"it has {told}: install the same versions on all nodes")
 
 
 class Team:

@@ -1,111 +1,52 @@
-"""Work on a cluster, with a stand-in for Ray; `tests/folders/test_cluster.py` has the real one."""
+"""Work side by side, in processes of this machine and with a stand-in for a Ray cluster."""
 
+import os
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from fusion_bench_nufilt.cluster import Place, Team, check_versions, places
-from fusion_bench_nufilt.storage.versions import package_versions
-
-
-class RayError(Exception):
-    pass
+from fusion_bench_nufilt import cluster
 
 
-class RayTaskError(RayError):
-    def __init__(self, cause):
-        super().__init__("a trace of many lines")
-        self.cause = cause
+def double(number):
+    if number < 0:
+        os._exit(1)
+    return 2 * number
 
 
-class GetTimeoutError(RayError):
-    pass
+@pytest.mark.slow
+def test_local_processes_find_all_results_and_a_killed_one_is_said():
+    work = {"one": (1,), "two": (2,)}
+    assert dict(cluster.run_locally(work, double, 2)) == {"one": 2, "two": 4}
+    with pytest.raises(ValueError, match="a process was killed, perhaps for want of memory"):
+        list(cluster.run_locally({**work, "last": (-1,)}, double, 2))
 
 
-class Handle:
-    """An actor: methods return what is called when the result is asked for."""
-
-    def __init__(self, kind):
-        self.worker, self.dead = kind(), False
-
-    def __getattr__(self, method):
-        def call(*arguments):
-            try:
-                return getattr(self.worker, method)(*arguments)
-            except RayError:
-                raise
-            except Exception as error:
-                raise RayTaskError(error) from error
-
-        return SimpleNamespace(remote=lambda *arguments: lambda: call(*arguments))
-
-
-RAY = SimpleNamespace(
-    exceptions=SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError, GetTimeoutError=GetTimeoutError),
-    util=SimpleNamespace(scheduling_strategies=SimpleNamespace(NodeAffinitySchedulingStrategy=lambda *_, **__: None)),
-    remote=lambda kind: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: Handle(kind))),
-    put=lambda value: value,
-    wait=lambda results, **_: None,
-    get=lambda result, timeout: result(),
-    kill=lambda handle: setattr(handle, "dead", True),
+@pytest.mark.parametrize(
+    ("visible", "count", "expected"),
+    [("4,7", 2, ["4", "7", "4"]), (None, 2, ["0", "1", "0"]), ("GPU-a", 1, ["GPU-a"] * 3), (None, 0, [None] * 3)],
 )
-PLACES = [Place(f"node{i}", str(i), cpus=4, gpu=False, slots=2) for i in range(3)]
+def test_process_i_takes_gpu_i_modulo_their_number(monkeypatch, visible, count, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert cluster.assign_gpus(3) == expected
 
 
-class Worker:
-    """Dies or raises when told so, by its node."""
-
-    def prepare(self, expected, place, what):
-        check_versions(expected)
-        self.node, self.what = place.node, what
-
-    def work(self):
-        happens = self.what.get(self.node)
-        if happens is not None:
-            raise happens
-        return self.node
+def test_a_process_sees_its_own_gpu_alone(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    gpus = SimpleQueue()
+    for gpu in ("7", None):
+        gpus.put(gpu)
+    for _ in range(2):  # the second has none of its own, and leaves things as they are
+        cluster._see_one_gpu(gpus)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
 
 
-def team(**what):
-    return Team(RAY, Worker, PLACES, what)
-
-
-def test_the_work_of_the_dead_is_given_to_others(caplog):
-    works = team(node2=RayError("it died\nwith a trace"), node1=RayError("it died"))
-    assert works.slots == 6
-    assert [works.call("a layer", "work") for _ in range(3)] == ["node0"] * 3
-    assert works.slots == 2
-    assert [record.getMessage() for record in caplog.records] == [
-        f"node {node}: worker lost, others take its work: it died" for node in ("node2", "node1")
-    ]
-
-
-def test_work_that_kills_whoever_does_it_ends_the_run():
-    works = team(**{place.node: RayError("it died") for place in PLACES})
-    with pytest.raises(ValueError, match="a layer: 3 workers died of it"):
-        works.call("a layer", "work")
-    with pytest.raises(ValueError, match="no worker lives any more"):
-        works.call("a layer", "work")
-
-
-def test_what_a_worker_refuses_is_refused_with_the_name_of_its_node_and_loses_no_worker():
-    works = team(node2=ValueError("layer 'x' has NaN"))
-    with pytest.raises(ValueError, match=r"^node node2: layer 'x' has NaN$"):
-        works.call("a layer", "work")
-    assert works.slots == 6
-
-
-def test_a_mistake_in_the_program_shows_the_trace():
-    with pytest.raises(RuntimeError, match="a trace of many lines"):
-        team(node2=KeyError("oops")).call("a layer", "work")
-
-
-def test_other_versions_are_refused():
-    with pytest.raises(ValueError, match=r"it has torch .* where the driver has 0\.1"):
-        check_versions({**package_versions(), "torch": "0.1"})
-
-
-@pytest.mark.parametrize(("gpus", "expected"), [(False, [("a", 8, 1)]), (True, [("b", 4, 1), ("b", 4, 1)])])
+@pytest.mark.parametrize(("gpus", "expected"), [(False, [("a", 8)]), (True, [("b", 4), ("b", 4)])])
 def test_workers_are_on_nodes_with_cpus_or_one_for_each_gpu(gpus, expected):
     node = {"Alive": True, "NodeManagerHostname": "a", "NodeID": "0123456789"}
     nodes = [
@@ -113,12 +54,90 @@ def test_workers_are_on_nodes_with_cpus_or_one_for_each_gpu(gpus, expected):
         {**node, "Resources": {"GPU": 2.0, "CPU": 9.0} if gpus else {}, "NodeManagerHostname": "b"},
         {**node, "Resources": {"CPU": 8.0, "GPU": 1.0}, "Alive": False},
     ]
-    found = places(SimpleNamespace(nodes=lambda: nodes), gpus=gpus)
-    assert [(place.node, place.cpus, place.slots) for place in found] == [
-        (f"{name} (01234567)", cpus, slots) for name, cpus, slots in expected
-    ]
+    found = cluster.find_nodes(SimpleNamespace(nodes=lambda: nodes), gpus=gpus)
+    assert [(node.name, node.cpus) for node in found] == [(f"node {name} (01234567)", cpus) for name, cpus in expected]
 
 
 def test_a_cluster_without_a_gpu_is_said():
     with pytest.raises(ValueError, match="the Ray cluster has no GPU"):
-        places(SimpleNamespace(nodes=list), gpus=True)
+        cluster.find_nodes(SimpleNamespace(nodes=list), gpus=True)
+
+
+# --- a real cluster ---
+
+
+@pytest.fixture(scope="module")
+def ray():
+    """Three nodes with a CPU each."""
+    ray = pytest.importorskip("ray", reason="needs the extra [ray]")
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # else other processes starve the workers of a busy machine
+        three = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        for _ in range(2):
+            three.add_node(num_cpus=1)
+        yield cluster.connect(three.address)
+        ray.shutdown()
+        three.shutdown()
+
+
+def run(ray, work, nodes=None, make=lambda: double):
+    return cluster.run_on_cluster(ray, nodes or cluster.find_nodes(ray, gpus=False), work, make)
+
+
+def die_once(file):
+    if not file.exists():
+        file.touch()
+        os._exit(1)
+    return "done"
+
+
+@pytest.mark.slow
+def test_the_work_of_the_dead_is_given_to_others(ray, tmp_path, caplog):
+    work = {"a": (tmp_path / "a",), "b": (tmp_path / "b",)}
+    assert dict(run(ray, work, make=lambda: die_once)) == {"a": "done", "b": "done"}
+    assert caplog.text.count("worker lost, others take its work: The actor died unexpectedly") == 2
+
+
+@pytest.mark.slow
+def test_work_that_kills_whoever_does_it_ends_the_run(ray):
+    nodes = cluster.find_nodes(ray, gpus=False)
+    with pytest.raises(ValueError, match="a layer: 3 workers died of it"):
+        list(run(ray, {"a layer": (-1,)}, nodes))
+    with pytest.raises(ValueError, match="no worker is alive; the same command goes on"):
+        list(run(ray, {"a layer": (-1,)}, nodes[:2]))
+
+
+def refuse(error):
+    raise error
+
+
+@pytest.mark.slow
+def test_what_the_work_refuses_is_one_line_with_the_name_of_the_node_and_a_mistake_is_itself(ray):
+    with pytest.raises(ValueError, match=r"^node .* \(\w{8}\): layer 'x' has NaN$"):
+        list(run(ray, {"a layer": (ValueError("layer 'x' has NaN"),)}, make=lambda: refuse))
+    with pytest.raises(KeyError):
+        list(run(ray, {"a layer": (KeyError("oops"),)}, make=lambda: refuse))
+    with pytest.raises(ValueError, match=r"^node .* \(\w{8}\): no such file$"):
+        list(run(ray, {"a layer": (1,)}, make=lambda: refuse(OSError("no such file"))))
+
+
+@pytest.mark.slow
+def test_a_node_with_other_versions_is_refused(ray, monkeypatch):
+    monkeypatch.setattr(cluster, "package_versions", lambda: {"torch": "0.1"})
+    with pytest.raises(ValueError, match=r"^node .* it has torch .* where the driver has 0\.1: install the same"):
+        list(run(ray, {"a layer": (1,)}))
+
+
+@pytest.mark.slow
+def test_a_node_that_others_hold_is_left_out(ray, monkeypatch, caplog):
+    monkeypatch.setattr(cluster, "_START_SECONDS", 15)
+    held, *free = cluster.find_nodes(ray, gpus=False)
+    results = run(ray, {"one": (1,), "two": (2,)}, [held])
+    next(results)
+    assert dict(run(ray, {"one": (1,)}, [held, *free])) == {"one": 2}
+    assert f"{held.name}: worker lost, others take its work: its CPUs or GPUs were not free within 15 s" in caplog.text
+    results.close()
+    monkeypatch.undo()
+    assert dict(run(ray, {"one": (1,)}, [held])) == {"one": 2}

@@ -12,7 +12,6 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.compare.configs import compose_run, plain
 from fusion_bench_nufilt.compare.memory import WatchingEvaluator
-from fusion_bench_nufilt.compare.pairs import run_pair
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.continual.evaluation import Report
 from fusion_bench_nufilt.core import FusionConfig
@@ -62,7 +61,7 @@ def measure_methods(
         tracker = LossTracker(pool, spec.label, _ranks(config), bounds=number == 0)
         experiment = copy.copy(pool.experiment)
         vars(experiment)["evaluator"] = _TrackingEvaluator(pool, tracker, on_step)
-        run = run_pair(experiment, {**config, "seed": pool.config.seed}, pool.config.seed, lambda step: None)
+        run = experiment.run({**config, "seed": pool.config.seed})
         if run.matrix is None:
             result.failures[spec.label] = str(run.error)
             log.warning("%s failed: %s", spec.label, run.error)

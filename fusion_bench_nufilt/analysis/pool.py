@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.compare.workbench import Workbench
+from fusion_bench_nufilt.compare.experiment import Experiment
 from fusion_bench_nufilt.core.dtypes import wide_dtype
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.layers import check_model, select_layers
@@ -60,7 +60,7 @@ class PoolAnalysis:
 
     def __init__(
         self,
-        experiment: Workbench,
+        experiment: Experiment,
         name: str,
         config: AnalysisConfig,
         folder: Path,

@@ -143,15 +143,15 @@ def _pool(
     from fusion_bench_nufilt.analysis.pool import PoolAnalysis
     from fusion_bench_nufilt.compare.configs import compose_run
     from fusion_bench_nufilt.compare.display import quiet
+    from fusion_bench_nufilt.compare.experiment import Experiment
     from fusion_bench_nufilt.compare.specs import parse_methods
-    from fusion_bench_nufilt.compare.workbench import Workbench
 
     words = [f"modelpool={modelpool}", *overrides]
     pools = without_method(words)
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("fusion_bench_nufilt.analysis").setLevel(logging.INFO)
     with quiet():
-        pool = PoolAnalysis(Workbench(compose_run(pools)), modelpool, config, out, targets)
+        pool = PoolAnalysis(Experiment(compose_run(pools)), modelpool, config, out, targets)
         console.print(pool.memory_note, highlight=False)
         wanted = "" if runs or methods == "none" else methods or default_methods(pool.width)
         specs = parse_methods(wanted, overrides)

@@ -5,10 +5,10 @@ from typing import Literal, NamedTuple, get_args
 
 from .configs import compose_run
 from .display import quiet
+from .experiment import Experiment
 from .overrides import without_method
 from .paper import paper_settings
 from .specs import NEED_DATA, RunSpec, parse_methods
-from .workbench import Workbench
 
 Preset = Literal["ablation", "sensitivity", "paper", "overhead"]
 
@@ -66,7 +66,7 @@ def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_da
         return parse_methods(",".join(":".join(row) for row in rows), overrides)
     if name == "sensitivity":
         with quiet():
-            width = Workbench(compose_run(without_method([f"modelpool={modelpool}", *overrides]))).width
+            width = Experiment(compose_run(without_method([f"modelpool={modelpool}", *overrides]))).width
         return [spec for panel in SENSITIVITY for spec in panel_specs(panel, width)]
     if name == "overhead":
         return parse_methods(",".join(OVERHEAD), overrides)

@@ -1,8 +1,9 @@
-"""Runs every method on every seed."""
+"""Every method on every seed, kept in one folder."""
 
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -10,22 +11,23 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import Progress
 
-from fusion_bench_nufilt.compare.overrides import key_of, without_method
+from fusion_bench_nufilt.cluster import Results, Work, connect, find_nodes, run_locally, run_on_cluster
 from fusion_bench_nufilt.continual.stream import Evaluate
 from fusion_bench_nufilt.results.matrix import summary
 
-from .cluster import run_on_cluster
 from .configs import compose_run, make_method, plain
 from .display import progress_bars, quiet, steps_bar
-from .pairs import Configs, Pair, reason, run_pair, run_side_by_side
+from .experiment import Experiment, reason, run_alone
+from .overrides import key_of, without_method
 from .specs import RunSpec, check_specs
 from .store import Run, Store
 from .summary import Comparison, MethodResult
-from .workbench import Workbench, score_references
 
 log = logging.getLogger(__name__)
 
-Runs = dict[Pair, Run]
+Engine = Literal["local", "ray"]
+# Every run loads its models once only, and keeps none.
+_PROTOCOL = ("++method.save_on_every_step=false", "++method.check_models=false")
 
 
 def compare(
@@ -39,34 +41,77 @@ def compare(
     overwrite: bool = False,
     preset: str | None = None,
     jobs: int = 1,
-    engine: Literal["local", "ray"] = "local",
+    engine: Engine = "local",
     address: str | None = None,
     console: Console | None = None,
 ) -> Comparison:
-    """Run every method on every seed, keeping every finished pair in ``out``; what is there already is not run again.
+    """Run every method on every seed. Every finished run is kept in ``out``, and is not run again.
 
-    A pair that fails is kept with its reason, and tried again the next time; the others go on.
+    A run that fails is kept with its reason, and tried again the next time; the others go on.
 
     Args:
         modelpool: the models, as in ``fusion_bench modelpool=…``.
         specs: the methods.
-        seeds: of the task order, and of all that is drawn.
-        out: folder of the results.
+        seeds: those of the task order and of all that is drawn.
+        out: the folder of the results.
         overrides: further ones of `fusion_bench`, for all methods; a method's own settings win over them.
         evaluate: what to score, see :func:`fusion_bench_nufilt.continual.tasks_to_score`.
         overwrite: delete what ``out`` holds and start again.
-        preset: kept in the result, for its pictures.
-        jobs: how many runs at a time, each in a process of its own with its own models and data, and with a GPU of
-            its own if there are so many.
-        engine: local is this machine; ray is a Ray cluster, with a run at a time on every GPU, or on every node of one
-            without.
-        address: of the cluster; None: the one that this machine belongs to.
+        preset: where the methods come from; kept in the result, for its pictures.
+        jobs: how many runs at a time, each in a process with its own models and data, and with a GPU of its own if
+            there are so many.
+        engine: local is this machine; ray is a Ray cluster, with a run at a time on every GPU, or on every node of a
+            cluster without GPUs.
+        address: the address of the cluster; None: the one that this machine belongs to.
         console: where progress is shown, if it is a terminal. It must hold on to its stream: ``sys.stderr`` is
             silenced meanwhile.
 
     Raises:
-        ValueError: ``out`` holds results of other settings, nothing can be scored, or a process of several was killed.
+        ValueError: ``out`` holds results of other settings or models, nothing can be scored, or a process of several
+            was killed.
     """
+    _check(specs, overrides, evaluate, jobs, engine)
+    everywhere = [f"modelpool={modelpool}", *overrides]
+    pools = without_method(everywhere)
+    experiment = Experiment(compose_run(pools))
+    settings = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
+    store = Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)
+    with closing(store), quiet(), progress_bars(console) as progress:
+        protocol = [f"++method.evaluate={evaluate}", *_PROTOCOL]
+        configs, wrong = _configure(specs, [*protocol, *everywhere], experiment)
+        if (references := store.load_references()) is None:
+            with steps_bar(progress, "scoring the single models", 1 + len(experiment.tasks)) as on_step:
+                references = experiment.score_single_models(on_step)
+        store.identify(experiment.digests)
+        store.save_references(references)
+        runs = {(spec, seed): Run(seed, {}, {}, error=why) for spec, why in wrong.items() for seed in seeds}
+        missing = {}
+        for seed in seeds:  # all methods of a seed before the next one, so that an interrupt leaves some seeds whole
+            for spec, config in configs.items():
+                seeded = {**config, "seed": seed}
+                if (known := store.load(spec, seed, seeded)) is not None:
+                    runs[spec, seed] = known
+                else:
+                    missing[f"{spec.label}, seed {seed}"] = (spec, seeded)
+        bar = progress.add_task("", total=len(specs) * len(seeds), completed=len(runs))
+        work = {name: (seeded,) for name, (_, seeded) in missing.items()}
+        if engine == "ray":
+            results = _run_on_cluster(work, pools, address)
+        elif jobs > 1:
+            results = run_locally(work, partial(run_alone, tuple(pools)), jobs)
+        else:
+            results = _run_here(work, experiment, progress)
+        for name, run in results:
+            spec, _ = missing[name]
+            runs[spec, run.seed] = run
+            store.save(spec, run)
+            log.info("%s: %s", name, summary(run.matrix) if run.matrix else run.error)
+            progress.advance(bar)
+    methods = [MethodResult(spec, [runs[spec, seed] for seed in seeds]) for spec in specs]
+    return Comparison(store.settings, experiment.tasks, list(seeds), references, methods, preset)
+
+
+def _check(specs: Sequence[RunSpec], overrides: Sequence[str], evaluate: str, jobs: int, engine: Engine) -> None:
     check_specs(specs)
     if evaluate not in get_args(Evaluate):
         raise ValueError(f"evaluate must be one of {', '.join(get_args(Evaluate))}, got '{evaluate}'")
@@ -76,79 +121,38 @@ def compare(
         raise ValueError(f"jobs must be at least 1, got {jobs}")
     if engine == "ray" and jobs > 1:
         raise ValueError(f"jobs={jobs} is for engine=local: a Ray cluster has as many as it has GPUs or nodes")
-    everywhere = [f"modelpool={modelpool}", *overrides]
-    pools = without_method(everywhere)
-    workbench = Workbench(compose_run(pools))
-    settings = {
-        "modelpool": modelpool,
-        "overrides": list(overrides),
-        "evaluate": evaluate,
-        "resolved": workbench.settings,
-    }
-    store = Store(out, settings, overwrite=overwrite)
-    with closing(store), quiet(), progress_bars(console) as progress:
-        runs, configs = _known_runs(store, specs, seeds, [*_protocol(evaluate), *everywhere], workbench)
-        tasks = workbench.tasks
-        if (references := store.load_references()) is None:
-            with steps_bar(progress, "scoring the single models", 1 + len(tasks)) as on_step:
-                references = score_references(workbench, on_step)
-            store.save_references(references)
-        overall = progress.add_task("", total=len(specs) * len(seeds), completed=len(runs))
-        if engine == "ray":
-            done = run_on_cluster(configs, pools, address)
-        else:
-            done = _one_by_one(workbench, configs, progress) if jobs == 1 else run_side_by_side(configs, jobs, pools)
-        for (spec, seed), run in done:
-            store.save(spec, run)
-            runs[spec, seed] = run
-            log.info("%s, seed %d: %s", spec.label, seed, summary(run.matrix) if run.matrix else run.error)
-            progress.advance(overall)
-    methods = [MethodResult(spec, [runs[spec, seed] for seed in seeds]) for spec in specs]
-    return Comparison(settings, tasks, list(seeds), references, methods, preset)
 
 
-def _one_by_one(workbench: Workbench, configs: Configs, progress: Progress) -> Iterator[tuple[Pair, Run]]:
-    for (spec, seed), config in configs.items():
-        with steps_bar(progress, f"{spec.label}, seed {seed}", len(workbench.tasks)) as on_step:
-            run = run_pair(workbench, config, seed, on_step)
-        yield (spec, seed), run
-
-
-def _protocol(evaluate: Evaluate) -> list[str]:
-    """Every run loads its models once only, and keeps none."""
-    return [f"++method.evaluate={evaluate}", "++method.save_on_every_step=false", "++method.check_models=false"]
-
-
-def _known_runs(
-    store: Store, specs: Sequence[RunSpec], seeds: Sequence[int], overrides: Sequence[str], workbench: Workbench
-) -> tuple[Runs, dict[Pair, dict[str, Any]]]:
-    """What need not be run (it is there, or its configuration is wrong), and the configurations of what must be.
-
-    All methods of a seed come before the next seed, so that what is interrupted has some seeds whole.
+def _configure(
+    specs: Sequence[RunSpec], overrides: Sequence[str], experiment: Experiment
+) -> tuple[dict[RunSpec, dict[str, Any]], dict[RunSpec, str]]:
+    """Return the configurations of the methods that can be built, and why the others can't.
 
     Raises:
         ValueError: there is no method that can be built.
     """
-    runs: Runs = {}
-    configs: dict[RunSpec, dict[str, Any]] = {}
-    wrong: dict[str, str] = {}
+    configs, wrong = {}, {}
     for spec in specs:
         try:
             config = plain(compose_run([*overrides, *spec.overrides]).method)
-            make_method(DictConfig(config), workbench.fabric)
+            make_method(DictConfig(config), experiment.fabric)
             configs[spec] = config
         except Exception as error:  # whatever a method's constructor raises
-            wrong[spec.label] = reason(error)
-            log.warning("%s: %s", spec.label, wrong[spec.label])
-            runs |= {(spec, seed): Run(seed, {}, {}, error=wrong[spec.label]) for seed in seeds}
+            wrong[spec] = reason(error)
+            log.warning("%s: %s", spec.label, wrong[spec])
     if not configs:
-        raise ValueError("\n".join(f"{label}: {why}" for label, why in wrong.items()))
-    missing = {}
-    for seed in seeds:
-        for spec, config in configs.items():
-            seeded = {**config, "seed": seed}
-            if (run := store.load(spec, seed, seeded)) is not None:
-                runs[spec, seed] = run
-            else:
-                missing[spec, seed] = seeded
-    return runs, missing
+        raise ValueError("\n".join(f"{spec.label}: {why}" for spec, why in wrong.items()))
+    return configs, wrong
+
+
+def _run_here(work: Work, experiment: Experiment, progress: Progress) -> Iterator[tuple[str, Run]]:
+    for name, (config,) in work.items():
+        with steps_bar(progress, name, len(experiment.tasks)) as on_step:
+            run = experiment.run(config, on_step)
+        yield name, run
+
+
+def _run_on_cluster(work: Work, pools: Sequence[str], address: str | None) -> Results:
+    ray = connect(address)
+    nodes = find_nodes(ray, gpus=ray.cluster_resources().get("GPU", 0) >= 1)
+    return run_on_cluster(ray, nodes, work, partial, run_alone, tuple(pools))

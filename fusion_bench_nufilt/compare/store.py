@@ -53,6 +53,7 @@ class Run:
 
 class _Settings(TypedDict):
     modelpool: str
+    weights: NotRequired[dict[str, str]]
 
 
 class _Saved(TypedDict):
@@ -72,8 +73,8 @@ class Store:
     """The files of a comparison.
 
     Args:
-        folder: made if it is not there.
-        settings: all that every run depends on, for JSON.
+        folder: it is made if it is not there.
+        settings: all that every run depends on, for JSON, without the models' weights, see :meth:`identify`.
         overwrite: delete what the folder holds of a comparison; otherwise it goes on.
 
     Raises:
@@ -83,20 +84,43 @@ class Store:
     def __init__(self, folder: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--out {folder}: there is a file of that name")
-        self.folder, self._settings, self._references = folder, folder / "compare.json", folder / "references.json"
+        self.folder, self.settings = folder, settings
+        self._file, self._references = folder / "compare.json", folder / "references.json"
         self._lock = lock_folder(folder)
         try:
             if overwrite:
                 self._delete()
-            there = read_json(self._settings, dict[str, Any], _DELETE)
-            if there is not None and there != settings:
-                raise ValueError(
-                    f"{folder} holds results of other settings: {_difference(there, settings)}. {_WAY_OUT}"
-                )
-            write_text(self._settings, json.dumps(settings, indent=2))
+            self._there: dict[str, Any] | None = read_json(self._file, dict[str, Any], _DELETE)
+            if self._there is not None:
+                checked = {key: value for key, value in self._there.items() if key != "weights"}
+                if checked != settings:
+                    difference = _difference(checked, settings)
+                    raise ValueError(f"{folder} holds results of other settings: {difference}. {_WAY_OUT}")
         except BaseException:
             self.close()
             raise
+
+    def identify(self, weights: dict[str, str]) -> None:
+        """Keep the settings and what the models' weights are.
+
+        Args:
+            weights: the digests of the models, by name.
+
+        Raises:
+            ValueError: the folder holds results of models with other weights; names one.
+        """
+        if self._there is not None:
+            if (known := self._there.get("weights")) is None:
+                raise ValueError(
+                    f"{self.folder} was made by an older version, which did not keep what the models' weights were. "
+                    f"{_WAY_OUT}"
+                )
+            if other := [name for name in {**known, **weights} if known.get(name) != weights.get(name)]:
+                raise ValueError(
+                    f"{self.folder} holds results of other models: '{other[0]}' has other weights there. {_WAY_OUT}"
+                )
+        self.settings = {**self.settings, "weights": weights}
+        write_text(self._file, json.dumps(self.settings, indent=2))
 
     def close(self) -> None:
         """Let other processes write here."""
@@ -108,7 +132,7 @@ class Store:
         Raises:
             ValueError: what looks like one has no settings beside it, or those of something else.
         """
-        settings = read_json(self._settings, _Settings, advice="delete what it belongs to by hand")
+        settings = read_json(self._file, _Settings, advice="delete what it belongs to by hand")
         if settings is None and (self.folder / "runs").exists():
             raise ValueError(f"'{self.folder}' has no compare.json: its runs/ is no comparison's and is not deleted")
         for file in self.folder.glob("runs/*/*.json"):
@@ -116,7 +140,7 @@ class Store:
         for folder in [*self.folder.glob("runs/*"), self.folder / "runs"]:
             with suppress(OSError):  # holds something else, or is not there
                 folder.rmdir()
-        self._settings.unlink(missing_ok=True)
+        self._file.unlink(missing_ok=True)
         self._references.unlink(missing_ok=True)
 
     def load(self, spec: RunSpec, seed: int, config: dict[str, Any]) -> Run | None:
@@ -125,7 +149,8 @@ class Store:
         Raises:
             ValueError: it is there under this label, but with another configuration.
         """
-        content = read_json(self._file(spec, seed), _Saved, _DELETE)
+        file = self._run_file(spec, seed)
+        content = read_json(file, _Saved, _DELETE)
         if content is None or content["error"] is not None:
             return None
         if content["config"] != config:
@@ -133,7 +158,7 @@ class Store:
             raise ValueError(f"{self.folder} holds results of '{spec.label}' with other settings: {what}. {_WAY_OUT}")
         tasks, rows = content["tasks"], content["accuracy_matrix"]
         if not tasks or not rows or {len(rows), *map(len, rows)} != {len(tasks)}:
-            raise ValueError(f"'{self._file(spec, seed)}' is damaged: no matrix of {len(tasks or ())} tasks; {_DELETE}")
+            raise ValueError(f"'{file}' is damaged: no matrix of {len(tasks or ())} tasks; {_DELETE}")
         matrix = AccuracyMatrix.from_rows(tasks, rows)
         keys = ("solving_seconds", "memory", "parameters", "extra_parameters")
         measured: dict[str, Any] = {key: content.get(key) for key in keys}
@@ -148,7 +173,7 @@ class Store:
             **run.as_json(),
             "traceback": run.traceback,
         }
-        file = self._file(spec, run.seed)
+        file = self._run_file(spec, run.seed)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, json.dumps(content, indent=2))
 
@@ -165,7 +190,7 @@ class Store:
         """Keep the scores of the single models."""
         write_text(self._references, json.dumps(references_as_json(references), indent=2))
 
-    def _file(self, spec: RunSpec, seed: int) -> Path:
+    def _run_file(self, spec: RunSpec, seed: int) -> Path:
         return self.folder / "runs" / spec.safe_label / f"{seed}.json"
 
 

@@ -2,18 +2,19 @@
 
 import logging
 import math
-from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
+import joblib
 import pytest
+import torch
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.compare.experiment import Experiment
 from fusion_bench_nufilt.compare.presets import preset_specs
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
-from fusion_bench_nufilt.compare.workbench import Workbench
 from fusion_bench_nufilt.results.comparison_files import save_report
 from tests.test_command_line import TASKS
 
@@ -34,7 +35,7 @@ def started(monkeypatch):
     run_one = NufiltContinualMergingAlgorithm.run
 
     def record(self, *args, **kwargs):
-        runs.append((self.fusion_config.null_space, self.seed))
+        runs.append((self.options.null_space, self.seed))
         return run_one(self, *args, **kwargs)
 
     monkeypatch.setattr(NufiltContinualMergingAlgorithm, "run", record)
@@ -60,11 +61,11 @@ def test_every_method_runs_on_every_seed_with_heads_made_once(tmp_path, monkeypa
 
 def test_the_scores_are_those_of_the_method_by_itself(tmp_path):
     method = run(tmp_path, "nufilt", seeds=[43]).methods[0]
-    bench = Workbench(compose_run(["modelpool=nufilt_demo"]))
+    experiment = Experiment(compose_run(["modelpool=nufilt_demo"]))
     alone = NufiltContinualMergingAlgorithm(max_steps=1, seed=43, save_on_every_step=False)
-    alone.run(bench.modelpool, bench.evaluator)
+    alone.run(experiment.modelpool, experiment.evaluator)
     assert (method.metrics["ACC"].mean, method.metrics["BWT"].mean) == (alone.matrix.acc, alone.matrix.bwt)
-    assert (method.runs[-1].extra_parameters, method.runs[-1].parameters) == (0, bench.parameters)
+    assert (method.runs[-1].extra_parameters, method.runs[-1].parameters) == (0, experiment.parameters)
 
 
 @pytest.mark.slow
@@ -81,13 +82,10 @@ def test_runs_side_by_side_have_the_scores_of_runs_one_by_one(tmp_path):
 
 
 def test_a_killed_process_is_said_and_what_is_finished_is_kept(tmp_path, monkeypatch):
-    class Killed(ProcessPoolExecutor):
-        def submit(self, *args):
-            future = Future()
-            future.set_exception(BrokenProcessPool())
-            return future
+    def die(pool, calls):
+        raise BrokenProcessPool
 
-    monkeypatch.setattr("fusion_bench_nufilt.compare.pairs.ProcessPoolExecutor", Killed)
+    monkeypatch.setattr(joblib.Parallel, "__call__", die)
     with pytest.raises(ValueError, match=r"killed.*--jobs"):
         run(tmp_path, jobs=2, **CHEAP)
     assert (tmp_path / "references.json").exists()
@@ -121,7 +119,7 @@ def test_a_method_that_fails_is_reported_and_tried_again_and_the_others_go_on(tm
     step = NufiltContinualMergingAlgorithm.merge_step
 
     def fails_on_43(self, number, *args):
-        if self.seed == 43 and self.fusion_config.null_space:
+        if self.seed == 43 and self.options.null_space:
             raise RuntimeError("out of\n  memory")
         return step(self, number, *args)
 
@@ -154,6 +152,37 @@ def test_results_of_other_settings_are_refused_until_told_otherwise(tmp_path, st
     assert len(started) == 2
 
 
+def other_weights(monkeypatch, task):
+    """Have the model pool load other weights under the name of a task."""
+    load = Experiment.modelpool.func
+
+    def modelpool(experiment):
+        pool = load(experiment)
+        load_model = pool.load_model
+
+        def load_changed(name, *args, **kwargs):
+            model = load_model(name, *args, **kwargs)
+            if name == task:
+                with torch.no_grad():
+                    next(model.parameters()).add_(1)
+            return model
+
+        pool.load_model = load_changed
+        return pool
+
+    monkeypatch.setattr(Experiment, "modelpool", property(modelpool))
+
+
+def test_results_of_other_weights_under_the_same_names_are_refused_until_told_otherwise(tmp_path, monkeypatch, started):
+    run(tmp_path, "nufilt", **CHEAP)
+    other_weights(monkeypatch, "digits")
+    with pytest.raises(ValueError, match="holds results of other models: 'digits' has other weights there"):
+        run(tmp_path, "nufilt", **CHEAP)
+    assert len(started) == 1
+    run(tmp_path, "nufilt", overwrite=True, **CHEAP)
+    assert len(started) == 2
+
+
 def test_the_task_pool_that_is_named_wins(tmp_path):
     overrides = [*QUICK, "taskpool=nufilt_demo", "~taskpool.test_datasets.digits"]
     result = run(tmp_path, "nufilt", overrides=overrides, **CHEAP)
@@ -182,13 +211,13 @@ def test_nothing_is_printed_meanwhile(tmp_path, capfd):
 
 
 def test_a_method_that_cannot_be_built_is_told_before_anything_is_scored(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("fusion_bench_nufilt.compare.run.score_references", lambda *args: pytest.fail("scored"))
+    monkeypatch.setattr(Experiment, "score_single_models", lambda *args: pytest.fail("scored"))
     with pytest.raises(ValueError, match=r"nufilt:null_rank=abc: .*null_rank must be a whole number"):
         run(tmp_path, "nufilt:null_rank=abc")
 
 
 def test_the_ranks_of_the_sensitivity_fit_the_models(tmp_path):
-    width = Workbench(compose_run(["modelpool=nufilt_demo"])).width
+    width = Experiment(compose_run(["modelpool=nufilt_demo"])).width
     specs = {spec.label: spec for spec in preset_specs("sensitivity", "nufilt_demo", ["method.max_steps=1"])}
     assert specs[f"r_p {width}"].settings == ("lora_rank=0", "task_rank=0", f"null_rank={width}")
 

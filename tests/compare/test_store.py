@@ -32,8 +32,30 @@ def test_a_failed_run_and_another_seed_are_to_be_run(tmp_path):
     assert store.load(SPEC, 43, {}) is None
 
 
+def identified(folder, weights):
+    store = Store(folder, SETTINGS)
+    try:
+        store.identify(weights)
+    finally:
+        store.close()
+
+
+def test_results_of_other_weights_are_refused_by_the_name_of_a_model(tmp_path):
+    identified(tmp_path, {"_pretrained_": "0", "a": "1"})
+    identified(tmp_path, {"_pretrained_": "0", "a": "1"})
+    for weights in ({"_pretrained_": "0", "a": "2"}, {"_pretrained_": "0"}):
+        with pytest.raises(ValueError, match="holds results of other models: 'a' has other weights there"):
+            identified(tmp_path, weights)
+
+
+def test_results_that_do_not_tell_the_weights_are_refused(tmp_path):
+    (tmp_path / "compare.json").write_text(json.dumps(SETTINGS))
+    with pytest.raises(ValueError, match=r"was made by an older version.*--overwrite$"):
+        identified(tmp_path, {"a": "1"})
+
+
 def test_results_of_other_settings_are_refused_by_name(tmp_path):
-    Store(tmp_path, SETTINGS).close()
+    identified(tmp_path, {})
     with pytest.raises(ValueError, match=r'other settings: resolved.models.a is "hub/a" there and "hub/b" here'):
         Store(tmp_path, {**SETTINGS, "resolved": {"models": {"a": "hub/b"}}})
 
@@ -47,6 +69,7 @@ def test_a_label_with_another_configuration_is_refused(tmp_path):
 
 def test_overwriting_starts_again(tmp_path):
     store = Store(tmp_path, SETTINGS)
+    store.identify({})
     store.save(SPEC, finished(42))
     store.save_references({"pretrained": {"a": 0.5}})
     store.close()
@@ -90,6 +113,7 @@ def test_overwriting_deletes_nothing_where_there_is_no_comparison(tmp_path):
 
 def test_overwriting_leaves_what_others_put_beside_the_runs(tmp_path):
     store = Store(tmp_path, SETTINGS)
+    store.identify({})
     store.save(SPEC, finished(42))
     store.close()
     (tmp_path / "runs" / "notes.txt").write_text("precious")

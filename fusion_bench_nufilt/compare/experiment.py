@@ -1,0 +1,160 @@
+"""What all runs of a comparison share: models, data and classification heads."""
+
+import gc
+import traceback
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from typing import Any
+
+import lightning
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from fusion_bench_nufilt.continual.evaluation import score
+from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
+from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.storage.identity import model_digest
+from fusion_bench_nufilt.storage.versions import package_versions
+
+from .configs import compose_run, make_fabric, make_method, make_modelpool, make_taskpool, plain, taskpool_config
+from .display import quiet
+from .memory import WatchingEvaluator
+from .store import References, Run
+
+OnStep = Callable[[int], Any]
+
+
+class Experiment:
+    """A model pool and an evaluator, made when they are first needed, and methods that run on them.
+
+    Args:
+        config: what `fusion_bench` composes; its method is not used.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        self._config = config
+        self._digests: dict[str, str] = {}
+        pools = {"modelpool": config.modelpool, "taskpool": taskpool_config(config)}
+        self.settings = {name: plain(pool) for name, pool in pools.items()}
+
+    @cached_property
+    def fabric(self) -> lightning.Fabric:
+        return make_fabric(self._config.fabric)
+
+    @cached_property
+    def modelpool(self) -> Any:
+        return make_modelpool(self._config, self.fabric)
+
+    @cached_property
+    def evaluator(self) -> WatchingEvaluator:
+        return WatchingEvaluator(make_taskpool(self._config, self.fabric), self.fabric.device)
+
+    @property
+    def tasks(self) -> list[str]:
+        """The models to be merged, in the model pool's order."""
+        return list(self.modelpool.model_names)
+
+    @cached_property
+    def parameters(self) -> int:
+        """How many parameters the pretrained model has."""
+        return num_parameters(self.modelpool.load_model("_pretrained_"))
+
+    @cached_property
+    def width(self) -> int:
+        """The smallest input width d_i of the layers that NUFILT merges."""
+        layers = select_layers(self.modelpool.load_model("_pretrained_"))
+        return min(view.shape[1] for view in layers.values())
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The versions of the packages, and the device."""
+        device = self.fabric.device
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        return {**package_versions(), "device": kind}
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """What the weights of every model are; see :func:`fusion_bench_nufilt.storage.identity.model_digest`."""
+        merged = ["_merged_"] if getattr(self.modelpool, "has_merged", False) else []
+        for name in ["_pretrained_", *self.tasks, *merged]:
+            if name not in self._digests:
+                self._load(name)
+        return dict(sorted(self._digests.items()))
+
+    def _load(self, name: str) -> nn.Module:
+        model: nn.Module = self.modelpool.load_model(name)
+        self._digests[name] = model_digest(model)
+        return model
+
+    def score_single_models(self, on_step: OnStep) -> References:
+        """Score the pretrained model on all T tasks and each fine-tuned one on its own; ``on_step`` gets 0 to T."""
+
+        def scores(name: str, tasks: Sequence[str]) -> dict[str, float]:
+            with torch.no_grad():
+                report = self.evaluator.report(self._load(name), tasks)
+            return {task: score(report.get(task, {})) for task in tasks}
+
+        references: References = {"pretrained": scores("_pretrained_", self.tasks), "individual": {}}
+        on_step(0)
+        for step, task in enumerate(self.tasks, 1):
+            references["individual"] |= scores(task, [task])
+            on_step(step)
+        return references
+
+    def run(self, config: dict[str, Any], on_step: OnStep = lambda step: None) -> Run:
+        """Merge the stream with one method on one seed; if it fails, that is the result.
+
+        Args:
+            config: the method's, with its seed.
+            on_step: called with the number of each finished step.
+        """
+        about = (config["seed"], config, self.environment)
+        try:
+            lightning.seed_everything(config["seed"], verbose=False)  # some methods draw from the global generators
+            algorithm = make_method(DictConfig(config), self.fabric)
+            self.evaluator.watch()
+            merged = algorithm.run(self.modelpool, self.evaluator, on_step=on_step)
+            seconds, parameters = algorithm.merge_seconds, num_parameters(merged)
+            share = algorithm.solving_share if isinstance(algorithm, LayerwiseMergingAlgorithm) else None
+            return Run(
+                *about,
+                algorithm.matrix,
+                seconds,
+                solving_seconds=None if share is None else share * sum(seconds),
+                memory=self.evaluator.peak,
+                parameters=parameters,
+                extra_parameters=parameters - self.parameters,
+            )
+        except Exception as error:
+            return Run(*about, error=reason(error), traceback=traceback.format_exc())
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def run_alone(overrides: tuple[str, ...], config: dict[str, Any]) -> Run:
+    """Run a method in a process of its own, which keeps the models and data of the first run for the next ones.
+
+    Args:
+        overrides: those of `fusion_bench` that choose the model pool and the task pool.
+        config: see :meth:`Experiment.run`.
+    """
+    with quiet():
+        return _experiment(overrides).run(config)
+
+
+@cache
+def _experiment(overrides: tuple[str, ...]) -> Experiment:
+    return Experiment(compose_run(overrides))
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Count the parameters of a model; those with several names count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def reason(error: Exception) -> str:
+    """Say in one line why a run failed."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
