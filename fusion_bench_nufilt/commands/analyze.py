@@ -71,7 +71,6 @@ def analyze(
         config, targets = AnalysisConfig(**options), patterns(target_modules) or "auto"
         from fusion_bench_nufilt.analysis.files import save_analysis
         from fusion_bench_nufilt.analysis.measure import finished_runs
-        from fusion_bench_nufilt.results.analysis_pictures import save_pictures
 
         _check_words(context, base, task, merged, overrides)
         plan = None if base is None else _plan(console, base, task or [], merged, targets)
@@ -83,7 +82,7 @@ def analyze(
             else:
                 analysis = _pool(console, modelpool, methods, runs, list(overrides or ()), targets, out, config)
             content, files = save_analysis(analysis, out)
-            files += save_pictures(analysis, content, out) + leave_page(out)
+            files += leave_page(out)
         finally:
             lock.release()
     print("\n".join(content["reading"]))

@@ -8,7 +8,7 @@ from typing import Any
 
 from fusion_bench_nufilt.storage.files import write_text
 
-from .analysis_page import analysis_page
+from .analysis import ANALYSIS, write_analysis
 from .comparison_page import comparison_page
 from .page import Page
 from .run_page import run_page
@@ -20,7 +20,6 @@ PAGE = "index.html"
 KINDS: dict[str, Callable[[Path, Any], Page]] = {
     "accuracy_matrix.json": run_page,
     "results.json": comparison_page,
-    "analysis.json": analysis_page,
 }
 
 
@@ -33,12 +32,16 @@ def write_page(folder: Path) -> Path:
     Raises:
         ValueError: it is none of the three, or its file is damaged; names it.
     """
-    name = next((name for name in KINDS if (folder / name).is_file()), None)
+    known = (*KINDS, ANALYSIS)
+    name = next((name for name in known if (folder / name).is_file()), None)
     if name is None:
         raise ValueError(
-            f"'{folder}' is the folder of no run, comparison or analysis: it has none of {', '.join(KINDS)}"
+            f"'{folder}' is the folder of no run, comparison or analysis: it has none of {', '.join(known)}"
         )
     try:
+        if name == ANALYSIS:
+            write_analysis(folder)
+            return folder / PAGE
         page = KINDS[name](folder, json.loads((folder / name).read_text(encoding="utf-8")))
     except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"'{folder / name}' is damaged or of another version: {error!r}") from error

@@ -47,7 +47,7 @@ def run(fusion_bench):
 def test_a_finished_run_measures_as_the_method_itself(demo, run, tmp_path):
     live, kept = tmp_path / "live", tmp_path / "kept"
     words = ("--propagated", "0")
-    assert analyze(live, "--methods", "NufiltContinualMergingAlgorithm=nufilt:null_rank=10", *words).exit_code == 0
+    assert analyze(live, "--methods", "NUFILT=nufilt:null_rank=10", *words).exit_code == 0
     done = analyze(kept, "--run", str(run), *words)
     assert done.exit_code == 0, done.output
     assert (live / "losses.csv").read_text() == (kept / "losses.csv").read_text()

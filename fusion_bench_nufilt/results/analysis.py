@@ -1,0 +1,296 @@
+"""What an analysis leaves beside its numbers: pictures and a page, drawn from its files alone."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NotRequired
+
+import altair as alt
+import pandas as pd
+from altair.typing import ChartType
+from typing_extensions import TypedDict
+
+from fusion_bench_nufilt.storage.files import write_text
+from fusion_bench_nufilt.storage.json_files import read_json
+
+from .charts import by_depth, ecdf, heat_maps, lines
+from .page import Page
+from .theme import Rows, clean, save_chart, style, tooltip
+
+Json = dict[str, Any]
+Tables = Mapping[str, pd.DataFrame]
+Matrix = list[list[float | None]]
+
+ANALYSIS, PAGE = "analysis.json", "index.html"
+_TABLES = ("task_vectors", "losses", "affinity")
+_BOTH = ("stability", "plasticity")
+_LOSSES = {
+    "stability": "stability loss",
+    "plasticity": "plasticity loss",
+    "harmonic": "harmonic mean",
+    "arithmetic": "arithmetic mean",
+}
+_INPUTS = {"fixed": "fixed inputs", "relative": "fixed inputs, relative", "propagated": "propagated inputs"}
+
+
+class Content(TypedDict):
+    """What is read of ``analysis.json``."""
+
+    about: Json
+    tasks: list[str]
+    names: list[str]  # of the task vectors
+    task_rank: int
+    layers: list[Json]
+    vectors: dict[str, dict[str, float | None]]
+    overlap: dict[str, Matrix]
+    energy: dict[str, list[float]]
+    reading: list[str]
+    layers_of: NotRequired[dict[str, dict[str, float]]]
+    affinity: NotRequired[dict[str, Json]]
+    affinity_by_rank: NotRequired[dict[str, list[float]]]
+    pairs: NotRequired[list[list[int]]]
+    theorem: NotRequired[list[dict[str, float]]]
+    methods: NotRequired[dict[str, Json]]
+    versions: NotRequired[Json]
+
+
+def write_analysis(folder: Path) -> list[str]:
+    """Write the pictures that there are numbers for, as PNG and PDF, and the page, each whole or not at all.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        ValueError: ``analysis.json`` is not there or is damaged; names it, and the field.
+    """
+    content = read_json(folder / ANALYSIS, Content, advice="run the analysis again")
+    if content is None:
+        raise ValueError(f"'{folder}' has no {ANALYSIS}")
+    tables = {name: pd.read_csv(folder / f"{name}.csv") for name in _TABLES if (folder / f"{name}.csv").is_file()}
+    pictures = pictures_of(content, tables)
+    for name, chart in pictures.items():
+        for kind in ("png", "pdf"):
+            save_chart(chart, folder / f"{name}.{kind}")
+    write_text(folder / PAGE, _page(content, tables).render())
+    return [*(f"{name}.png" for name in pictures), PAGE]
+
+
+def pictures_of(content: Content, tables: Tables) -> dict[str, ChartType]:
+    """Draw all that there are numbers for, and return the charts by the names of their files.
+
+    Args:
+        content: the content of ``analysis.json``.
+        tables: the tables beside it, ``task_vectors``, ``losses`` and ``affinity``, as far as there are any.
+    """
+    apart: Any = dict.fromkeys(("color", "shape", "strokeDash"), "independent")  # each chart has its own legend
+    pictures: dict[str, ChartType] = {"spectra": _energy(content)}
+    if "task_vectors" in tables:
+        ranks = _effective_ranks(content, tables["task_vectors"])
+        pictures["spectra"] = alt.hconcat(_energy(content), ranks).resolve_scale(**apart)
+    if len(content["names"]) > 1:
+        pictures["overlap"] = _overlap(content, len(content["overlap"]))
+    if "affinity" in content:
+        columns = len(content["affinity"])
+        pictures["affinity"] = _affinity(content, columns)
+        if "affinity" in tables and content["pairs"]:
+            below = _distributions(content, tables["affinity"], columns)
+            pictures["affinity"] = alt.vconcat(pictures["affinity"], below).resolve_scale(**apart)
+        pictures["affinity_by_rank"] = _by_rank(content)
+    if measured := _measured(content):
+        pictures["losses"] = _losses(measured)
+        if "losses" in tables:
+            pictures["data_free"] = _data_free(measured, tables["losses"])
+    return pictures
+
+
+def _affinity(content: Content, panels: int) -> ChartType:
+    """Draw the mean and the 90th percentile over all, attention and MLP layers."""
+    tasks, kinds = content["tasks"], [layer["kind"] for layer in content["layers"]]
+    maps = {
+        f"{group}: {words} over {len(kinds) if group == 'all' else kinds.count(group)} layers": row[key]
+        for key, words in (("mean", "mean"), ("p90", "90th percentile"))
+        for group, row in content["affinity"].items()
+    }
+    return heat_maps(maps, tasks, tasks, ("data of", "task vector of"), legend="affinity", panels=panels)
+
+
+def _distributions(content: Content, table: pd.DataFrame, panels: int) -> ChartType:
+    """Draw how the affinity of a high, a moderate and a low pair is distributed over the layers."""
+    tasks, sets, chance = content["tasks"], {}, {}
+    for group, row in content["affinity"].items():
+        members = table[table["kind"].eq(group) | (group == "all")]
+        by_pair = {pair: values.tolist() for pair, values in members.groupby(["data", "vector"])["affinity"]}
+        sets[group] = {f"{tasks[i]} → {tasks[j]}": by_pair[tasks[i], tasks[j]] for i, j in content["pairs"]}
+        chance[group] = (row["chance"], "chance")
+    return ecdf(sets, "affinity a (data → task vector)", "share of layers with A ≤ a", marks=chance, panels=panels)
+
+
+def _by_rank(content: Content) -> ChartType:
+    """Draw the affinity of matched and mismatched pairs over r = r_d = r_v, and chance."""
+    found = content["affinity_by_rank"]
+    names = {"diagonal": "matched: the task's own vector", "off_diagonal": "mismatched: another task's"}
+    curves = {title: found[key] for key, title in (names | {"chance": "chance"}).items() if found[key]}
+    scales: Any = {"x_scale": alt.Scale(type="log", base=2), "y_scale": alt.Scale(domain=[0, 1])}
+    title = "affinity, mean over layers and pairs"
+    return lines({"": curves}, found["ranks"], "rank r = r_d = r_v", title, **scales)
+
+
+def _overlap(content: Content, panels: int) -> ChartType:
+    """Draw the shared directions of the task vectors; a vector's overlap with itself is 1 and is left out."""
+    names = content["names"]
+    maps = {
+        f"{group} layers": [[value if i != j else None for j, value in enumerate(row)] for i, row in enumerate(matrix)]
+        for group, matrix in content["overlap"].items()
+    }
+    title = f"overlap of the top {content['task_rank']} directions"
+    return heat_maps(maps, names, names, ("vector", "vector"), legend=title, panels=panels)
+
+
+def _energy(content: Content) -> ChartType:
+    """Draw the energy in the first directions of each task vector."""
+    directions = range(1, 1 + max(map(len, content["energy"].values())))
+    options: Any = {"heights": {"90 %": 0.9}, "y_scale": alt.Scale(domain=[0, 1]), "dots": False}
+    title = "share of the energy, mean over layers"
+    return lines({"": content["energy"]}, directions, "directions", title, **options)
+
+
+def _effective_ranks(content: Content, table: pd.DataFrame) -> ChartType:
+    """Draw the effective rank of every task vector in every layer, over the layer's block."""
+    layers = pd.DataFrame(content["layers"]).set_index("name")
+    kinds = list(layers["kind"].unique())
+    rows = table.join(layers, on="layer").rename(columns={"kind": "name", "effective_rank": "y"})
+    aside = rows["name"].map(kinds.index) + 0.5  # the kinds stand beside each other
+    rows["x"] = rows["depth"] + 0.35 * (aside / len(kinds) - 0.5)
+    blocks = list(range(0, int(layers["depth"].max()) + 1, 1 + int(layers["depth"].max()) // 16))
+    axis = alt.Axis(values=blocks, format="d", grid=False)
+    x = alt.X("x:Q", title="block", axis=axis, scale=alt.Scale(zero=False, nice=False, padding=12))
+    shown = rows[["name", "x", "y", "layer", "task"]].to_dict("records")
+    return _points(shown, kinds, x, alt.Y("y:Q", title="effective rank"))
+
+
+def _measured(content: Content) -> dict[str, Json]:
+    """The methods whose losses are known beyond the first step."""
+    return {name: row for name, row in content.get("methods", {}).items() if "fixed" in row}
+
+
+def _loss_curves(measured: Mapping[str, Json]) -> dict[str, dict[str, list[float | None]]]:
+    """The losses of each method by step; a set for each loss and way of choosing the inputs."""
+    return {
+        f"{title}, {words}": {name: row[inputs][loss] for name, row in measured.items()}
+        for inputs, words in _INPUTS.items()
+        for loss, title in _LOSSES.items()
+        if all(loss in row.get(inputs, {}) for row in measured.values())
+    }
+
+
+def _losses(measured: Mapping[str, Json]) -> ChartType:
+    """Draw the losses by step, with a row of panels for each way of choosing the inputs."""
+    steps, panels = next(iter(measured.values()))["fixed"]["steps"], []
+    for title, curves in _loss_curves(measured).items():
+        values = [value for curve in curves.values() for value in curve if value]
+        scale = alt.Scale(zero=True)
+        if values and max(values) > 50 * min(values):
+            scale = alt.Scale(type="log", nice=False, padding=12)
+            curves = {name: [value or None for value in curve] for name, curve in curves.items()}  # 0 has no logarithm
+        panels.append(lines({title: curves}, steps, "step", y_scale=scale, size=(220, 170), panels=1))
+    return alt.concat(*panels, columns=len(_LOSSES))
+
+
+def _data_free(measured: Mapping[str, Json], table: pd.DataFrame) -> ChartType:
+    """Draw the measured losses over the data-free ones: one point for each layer and step of each method."""
+    names, panels = {}, []
+    for method, row in measured.items():
+        rho = [row["rank_correlation"][loss]["layers"] for loss in _BOTH]
+        names[method] = f"{method}: rho {' / '.join('none' if value is None else f'{value:.2f}' for value in rho)}"
+    for loss in _BOTH:
+        free = f"data_free_{loss}"
+        known = table[(table["step"] > 1) & (table[loss] > 0) & (table[free] > 0) & table["method"].isin(names)]
+        rows = [
+            {"name": names[method], "x": clean(x), "y": clean(y), "layer": layer, "task": task}
+            for method, x, y, layer, task in known[["method", free, loss, "layer", "task"]].itertuples(index=False)
+        ]
+        options: Any = {"scale": alt.Scale(type="log", nice=False, padding=8), "axis": alt.Axis(labelSeparation=10)}
+        x = alt.X("x:Q", title=f"data-free {loss} loss", **options)
+        panels.append(_points(rows, list(names.values()), x, alt.Y("y:Q", title=f"measured {loss} loss", **options)))
+    return alt.hconcat(*panels)
+
+
+def _points(rows: Rows, names: Sequence[str], x: alt.X, y: alt.Y) -> alt.Chart:
+    """Draw one point for each row, with its layer and task for hovering."""
+    looks = style(names, names)
+    looks = {key: looks[key] for key in ("color", "shape")} | {"tooltip": tooltip(name="", layer="layer", task="task")}
+    points = alt.Chart(alt.Data(values=rows)).mark_point(size=22, opacity=0.6).encode(x=x, y=y, **looks)
+    return points.properties(width=420, height=320)
+
+
+def _page(content: Content, tables: Tables) -> Page:
+    """Write the sentences first, then the charts and tables that these are about."""
+    source = content["about"].get("modelpool") or content["about"].get("base", "")
+    page = Page(f"{source}: why it merges", f"{len(content['tasks'])} tasks, {len(content['layers'])} layers")
+    page.heading("Reading")
+    page.bullets(content["reading"])
+    if "affinity" in content:
+        _affinity_section(page, content, tables)
+    if len(content["names"]) > 1:
+        page.heading(f"Overlap of the task vectors' top {content['task_rank']} directions")
+        page.chart(_overlap(content, 0))
+    _vector_section(page, content)
+    if measured := _measured(content):
+        _loss_section(page, measured)
+    if rows := content.get("theorem"):
+        page.heading("Theorem 1")
+        page.words("In how many pairs of a layer and a task its condition holds, and how high the affinity is.")
+        page.table([key.replace("_", " ") for key in rows[0]], [list(row.values()) for row in rows])
+    page.heading("Configuration")
+    page.details("analysis", content["about"])
+    page.details("versions", content.get("versions", {}))
+    return page
+
+
+def _affinity_section(page: Page, content: Content, tables: Tables) -> None:
+    found = content["affinity"]
+    page.heading("Affinity of data and task vectors")
+    page.chart(_affinity(content, 0))
+    if all("dominance" in row for row in found.values()):
+        header = ["layers", "matched", "mismatched", "ratio", "rows led", "columns led", "P(matched above)", "chance"]
+        keys = ("diagonal", "off_diagonal", "ratio", "rows", "columns", "matched_above")
+        rows = [[group, *(row["dominance"][key] for key in keys), row["chance"]] for group, row in found.items()]
+        page.table(header, rows)
+    if "affinity" in tables and content["pairs"]:
+        page.words("The layers' affinities for a high, a moderate and a low pair:")
+        page.chart(_distributions(content, tables["affinity"], 0))
+    page.words("The affinity over the rank r = r_d = r_v:")
+    page.chart(_by_rank(content))
+
+
+def _vector_section(page: Page, content: Content) -> None:
+    page.heading("Task vectors")
+    keys = ("relative_norm", "effective_rank", "rank_90", "energy_in_top")
+    header = ["task", *keys[:2], "directions for 90 %", f"energy in the top {content['task_rank']}"]
+    rows = [[name, *(row[key] for key in keys)] for name, row in content["vectors"].items()]
+    page.table([title.replace("_", " ") for title in header], rows)
+    page.words("Share of the energy in the first directions, mean over the layers:")
+    page.chart(_energy(content))
+    if "layers_of" in content:
+        page.words("One point is a layer; hover for its name.")
+        page.chart(by_depth({title: [by_layer] for title, by_layer in content["layers_of"].items()}))
+
+
+def _loss_section(page: Page, measured: Mapping[str, Json]) -> None:
+    page.heading("Stability and plasticity losses")
+    page.words(
+        "Lower is better, and a method that changes little has small losses whatever it does for accuracy: read them "
+        "beside ACC and BWT. Means over the steps from the second on; fixed inputs are those of each task's own model."
+    )
+    losses, rows = (*_BOTH, "harmonic", "harmonic_of_means", "arithmetic"), []
+    for name, row in measured.items():
+        scores = [None if row.get(key) is None else 100 * row[key] for key in ("ACC", "BWT")]
+        rho = [row["rank_correlation"][loss]["layers"] for loss in _BOTH]
+        rows.append([name, *scores, *(row["fixed"]["mean"][loss] for loss in losses), *rho])
+    titles = ["method", "ACC %", "BWT %", *losses, "rho stability", "rho plasticity"]
+    page.table([title.replace("_", " ") for title in titles], rows)
+    page.words(
+        "rho: Spearman's rank correlation, over the layers of a step, of the measured losses with the data-free ones "
+        "that the method minimises."
+    )
+    steps = next(iter(measured.values()))["fixed"]["steps"]
+    page.chart(lines(_loss_curves(measured), steps, "step", y_scale=alt.Scale(zero=True)))
