@@ -22,10 +22,10 @@ from typing import NamedTuple
 import torch
 from folders import SIZES, make_checkpoints
 
+from fusion_bench_nufilt.cluster import Team
 from fusion_bench_nufilt.core import FusionConfig, fuse_layers
 from fusion_bench_nufilt.core.workers import working_bytes
 from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
-from fusion_bench_nufilt.folders.ray_engine import RayEngine
 from fusion_bench_nufilt.methods import Nufilt
 
 STORED = 2  # bytes of a parameter, bfloat16
@@ -157,10 +157,10 @@ def check(size, folder, nodes, threads):
         files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (folder / out).glob("*.saf*")}
         return time.perf_counter() - begin, files, json.loads((folder / out / "nufilt.json").read_text())
 
-    class Timed(RayEngine):
-        def __init__(self, plan):
+    class Timed(Team):
+        def __init__(self, *arguments):
             begin = time.perf_counter()
-            super().__init__(plan)
+            super().__init__(*arguments)
             starts.append(time.perf_counter() - begin)
 
     torch.set_num_threads(threads)
@@ -170,7 +170,7 @@ def check(size, folder, nodes, threads):
     print(f"| this process, threads: {threads} | {local:.0f} | 0 | {busy:.0f} | | |", flush=True)
     import fusion_bench_nufilt.folders.ray_engine as module
 
-    module.RayEngine = Timed
+    module.Team = Timed
     for number in nodes:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
         for _ in range(number - 1):

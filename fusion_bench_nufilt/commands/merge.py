@@ -68,30 +68,34 @@ def merge(
     """Merge fine-tuned models into one, layer by layer, without loading a model."""
     with terminal() as console:
         typed |= {"base": base, "tasks": tasks, "merged": merged, "out": out, "method": method}
-        typed = typed_values(context, typed)
-        recipe = gather(words or (), typed, ["method", *(field.name for kind in KINDS for field in fields(kind))])
-        if recipe.get("max_memory") is not None:
-            recipe["max_memory"] = as_bytes(recipe["max_memory"])
-        name = recipe.pop("method", "nufilt")
-        (options, targets, settings), models = options_of(name, recipe)
-        plan = plan_merge(
-            models["base"], models["tasks"], models.get("merged"), options, targets, settings, method=name
-        )
-        folder = Path(models["out"]).expanduser()  # the shell leaves the ~ of --out=~/merged as it is
+        known = ["method", *(field.name for kind in KINDS for field in fields(kind))]
+        plan, folder = _plan(gather(words or (), typed_values(context, typed), known))
         _print_plan(console, plan, folder)
-        if dry_run:
-            if not check_output(plan, folder):
-                check_disk(plan, folder)
-            return
-        columns = (TextColumn("Merging"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        quiet = not console.is_terminal
-        with (
-            interruptible(console, str(work_folder(folder))),
-            Progress(*columns, console=console, disable=quiet) as bars,
-        ):
-            bar = bars.add_task("", total=len(plan.layers) + len(plan.selection.others))
-            merge_folders(plan, folder, lambda done, total: bars.update(bar, completed=done, total=total))
-        console.print(f"[bold]{shown(str(folder))}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
+        if not dry_run:
+            _run(console, plan, folder)
+        elif not check_output(plan, folder):
+            check_disk(plan, folder)
+
+
+def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
+    """Return the plan of a recipe, and the folder to make."""
+    if recipe.get("max_memory") is not None:
+        recipe["max_memory"] = as_bytes(recipe["max_memory"])
+    method = recipe.pop("method", "nufilt")
+    (options, targets, settings), models = options_of(method, recipe)
+    names = models["base"], models["tasks"], models.get("merged")
+    plan = plan_merge(*names, options, targets, settings, method=method)
+    return plan, Path(models["out"]).expanduser()  # the shell leaves the ~ of --out=~/merged as it is
+
+
+def _run(console: Console, plan: Plan, out: Path) -> None:
+    """Carry out a plan with a bar of its progress."""
+    columns = (TextColumn("Merging"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    bars = Progress(*columns, console=console, disable=not console.is_terminal)
+    with interruptible(console, str(work_folder(out))), bars:
+        bar = bars.add_task("", total=None)
+        merge_folders(plan, out, lambda done, total: bars.update(bar, completed=done, total=total))
+    console.print(f"[bold]{shown(str(out))}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
 
 
 def options_of(method: str, recipe: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,16 +30,6 @@ Write = Callable[[Record, Sequence[memoryview]], None]
 _M_MMAP_THRESHOLD = -3
 
 
-class Engine(Protocol):
-    """Merges layers."""
-
-    def merge(self, batches: Sequence[list[Layer]], write: Write) -> Iterator[None]:
-        """Merge batches of layers, write each layer as it is finished, and yield once for each batch."""
-
-    def close(self) -> None:
-        """Release what computes."""
-
-
 @dataclass
 class _Work:
     """A layer that is being merged."""
@@ -51,8 +40,8 @@ class _Work:
     record: Record
 
 
-class LocalEngine:
-    """Merges a layer per thread of this process on a CPU, and a stack of layers per accelerator."""
+class LayerMerger:
+    """Merges the layers of a plan in this process: one per thread on a CPU, a stack of them per accelerator."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -61,13 +50,12 @@ class LocalEngine:
         _return_freed_memory()
 
     def merge(self, batches: Sequence[list[Layer]], write: Write) -> Iterator[None]:
+        """Merge batches of layers, write each layer as it is finished, and yield once for each batch."""
+
         def merge(layers: list[Layer]) -> None:
             self.merge_batch(layers, write)
 
         return map_layers(merge, batches, self.plan.settings.devices[0], self.plan.settings.workers)
-
-    def close(self) -> None:
-        pass
 
     def merge_batch(self, layers: list[Layer], write: Write) -> None:
         """Merge all tasks into some layers of one shape, and write each layer."""

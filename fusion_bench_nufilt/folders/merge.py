@@ -3,7 +3,7 @@
 import errno
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
@@ -14,10 +14,11 @@ from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.storage.files import MANIFEST
 from fusion_bench_nufilt.storage.manifest import STATE_FILE
 
+from .architecture import Layer
 from .checkpoint import some
 from .checks import check_relation
 from .destination import check_disk, check_output
-from .engine import Engine, LocalEngine
+from .engine import LayerMerger
 from .forecast import batches, disk_bytes
 from .manifest import model_card, nufilt_json, run_identity
 from .others import write_other
@@ -90,19 +91,18 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
         log.info("going on: %d of %d tensors are done", len(done), total)
     layers = list(batches(plan, [layer for layer in plan.layers if layer.slot not in done]))
     others = [slot for slot in plan.selection.others if slot not in done]
-    with closing(_engine(plan)) as engine:
-        merged = engine.merge(layers, output.add)
-        written = map_layers(lambda slot: write_other(plan, slot, output), others, torch.device("cpu"))
-        for _ in chain(merged, written):
-            progress(len(done), total)
+    merged = _merge_layers(plan, layers, output)
+    written = map_layers(lambda slot: write_other(plan, slot, output), others, torch.device("cpu"))
+    for _ in chain(merged, written):
+        progress(len(done), total)
 
 
-def _engine(plan: Plan) -> Engine:
+def _merge_layers(plan: Plan, layers: list[list[Layer]], output: Output) -> Iterator[None]:
     if plan.settings.engine == "local":
-        return LocalEngine(plan)
-    from .ray_engine import RayEngine
+        return LayerMerger(plan).merge(layers, output.add)
+    from .ray_engine import merge_on_cluster
 
-    return RayEngine(plan)
+    return merge_on_cluster(plan, layers, output.add)
 
 
 def _headers(plan: Plan) -> dict[str, tuple[bytes, int]]:

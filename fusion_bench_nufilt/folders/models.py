@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from .architecture import Architecture, by_slot
 from .checkpoint import Checkpoint, is_adapter, some
 
 _PREFIX = "base_model.model."
-# What changes the base's own weights or adds other terms than B A.
+# Options of peft that change the base's own weights or add other terms than B A.
 _REFUSED = {
     "use_dora": "DoRA, whose update is no B A but rescales the whole weight",
     "lora_bias": "lora_bias",
@@ -29,31 +29,13 @@ _REFUSED = {
 _REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-class Task(Protocol):
-    """A fine-tuned model, in whatever form it comes."""
-
-    checkpoint: Checkpoint
-    slots: dict[str, tuple[int, ...]]  # shapes of the full tensors that it changes or brings
-    keys: dict[str, str]  # of its checkpoint, for the slots that it has in full
-
-    def weight(self, slot: str) -> tuple[Tensor | LowRank, str]:
-        """What a slot with a layer holds, or the factors of the layer's update, and the digest of what was read."""
-
-    def rank(self, slot: str) -> int | None:
-        """Of the layer's update, where it is given by factors."""
-
-    def has(self, slot: str) -> bool:
-        """Return whether the model says what a tensor of the base is; an adapter does of all but ignored ones."""
-
-    def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
-        """Return some elements of a flattened tensor that the model has, given the base's."""
-
-    def ignore(self, slot: str) -> None:
-        """Take a tensor outside the merged layers as if it were not there."""
-
-
 class FullModel:
-    """A whole checkpoint."""
+    """A whole checkpoint, addressed by slot.
+
+    Attributes:
+        slots: the shapes of the tensors that it changes or brings.
+        keys: its checkpoint's keys of the slots that it has in full.
+    """
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.checkpoint = checkpoint
@@ -66,31 +48,38 @@ class FullModel:
         self.slots = {slot: checkpoint.tensors[key].shape for slot, key in self.keys.items()}
 
     def weight(self, slot: str) -> tuple[Tensor, str]:
+        """Read a whole tensor; return it and its digest."""
         return self.checkpoint.read(self.keys[slot])
 
-    def rank(self, slot: str) -> None:
+    def rank(self, slot: str) -> int | None:
+        """Return the rank of a layer's update where it is given by factors, which it is not here."""
         return None
 
     def has(self, slot: str) -> bool:
+        """Return whether the model says what a tensor of the base is."""
         return slot in self.keys
 
     def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
+        """Return some elements of a flattened tensor that the model has, given the base's."""
         key = self.keys[slot]
         return self.checkpoint.file(key).elements(self.checkpoint.tensors[key], start, stop)
 
     def ignore(self, slot: str) -> None:
+        """Take a tensor outside the merged layers as if it were not there."""
         del self.keys[slot], self.slots[slot]
 
 
 class LoraAdapter:
     r"""A peft LoRA adapter: :math:`\theta_t = \theta_0 + s\,B A` for its targets, whole tensors for `modules_to_save`.
 
+    It has the attributes and the methods of :class:`FullModel`.
+
     Args:
-        checkpoint: of the adapter's folder.
-        architecture: of the base.
+        checkpoint: the adapter's folder.
+        architecture: the base's.
 
     Raises:
-        ValueError: the adapter is no LoRA, or of a kind that is not B A added to the weight; names it.
+        ValueError: The adapter is no LoRA, or of a kind that is not B A added to the weight; the message names it.
     """
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
@@ -100,7 +89,7 @@ class LoraAdapter:
         architecture.split(checkpoint)
         self._transposed = {slot for slot, view in architecture.views.items() if view.transposed}
         self.pairs: dict[str, tuple[str, str, float]] = {}  # key of A, key of B, scaling
-        self.keys: dict[str, str] = {}  # keys of whole tensors
+        self.keys: dict[str, str] = {}
         self.slots: dict[str, tuple[int, ...]] = {}
         self._ignored: set[str] = set()
         unknown = []
@@ -108,38 +97,19 @@ class LoraAdapter:
             name = key.removeprefix(_PREFIX).replace(".base_layer.bias", ".bias")  # biases that were trained as well
             module, is_a, _ = name.partition(".lora_A.weight")
             if is_a and len(info.shape) == 2:
-                key_b = key.replace(".lora_A.weight", ".lora_B.weight")
-                if key_b not in checkpoint.tensors:
-                    raise ValueError(f"adapter '{checkpoint.name}' has '{key}' and no '{key_b}'")
-                checkpoint.check_floats((key, key_b))
-                slot = architecture.slot(f"{module}.weight")
-                (rank, d_i), shape_b = info.shape, checkpoint.tensors[key_b].shape
-                expected = self._pattern("rank_pattern", module, self.config.get("r", rank))
-                if len(shape_b) != 2 or not rank == shape_b[1] == expected:
-                    raise ValueError(
-                        f"adapter '{checkpoint.name}', '{module}': A is {info.shape}, B {shape_b}, and the rank in its "
-                        f"config {expected}: they do not belong together"
-                    )
-                d_o = shape_b[0]
-                self.pairs[slot] = key, key_b, self._scaling(module, rank)
-                self.slots[slot] = (d_i, d_o) if slot in self._transposed else (d_o, d_i)
-                if self.config.get("fan_in_fan_out") and slot not in self._transposed:
-                    raise ValueError(
-                        f"adapter '{checkpoint.name}' is for transposed layers (fan_in_fan_out), and '{slot}' of the "
-                        "base is none"
-                    )
+                self._add_pair(architecture.slot(f"{module}.weight"), module, key)
             elif ".base_layer." in name:
                 continue  # the base's own weight, which peft saves along with an adapted embedding or head
             elif ".lora_" not in name:
-                slot = architecture.slot(name)
-                self.keys[slot] = key
-                self.slots[slot] = info.shape
+                self.keys[architecture.slot(name)] = key
+                self.slots[architecture.slot(name)] = info.shape
             elif not name.endswith(".lora_B.weight") or key.replace(".lora_B.", ".lora_A.") not in checkpoint.tensors:
                 unknown.append(key)
         if unknown:
             raise ValueError(f"adapter '{checkpoint.name}': {some(unknown)}: no LoRA of a linear layer")
 
     def _check_kind(self) -> None:
+        """Refuse an adapter that is not B A added to the weights of the base."""
         config, name = self.config, self.checkpoint.name
         if config.get("peft_type") != "LORA":
             raise ValueError(f"adapter '{name}' is of type {config.get('peft_type')}: only LORA can be merged")
@@ -152,17 +122,37 @@ class LoraAdapter:
                 "save it with peft's path_initial_model_for_weight_conversion"
             )
 
-    def _scaling(self, module: str, rank: int) -> float:
+    def _add_pair(self, slot: str, module: str, key_a: str) -> None:
+        """Note the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of a layer's update, and their scaling."""
+        name, tensors, key_b = self.checkpoint.name, self.checkpoint.tensors, key_a.replace(".lora_A.", ".lora_B.")
+        if key_b not in tensors:
+            raise ValueError(f"adapter '{name}' has '{key_a}' and no '{key_b}'")
+        self.checkpoint.check_floats((key_a, key_b))
+        shape_a, shape_b = tensors[key_a].shape, tensors[key_b].shape
+        rank, d_i = shape_a
+        expected = self._pattern("rank_pattern", module, self.config.get("r", rank))
+        if len(shape_b) != 2 or not rank == shape_b[1] == expected:
+            raise ValueError(
+                f"adapter '{name}', '{module}': A is {shape_a}, B {shape_b}, and the rank in its config {expected}: "
+                "they do not belong together"
+            )
+        if self.config.get("fan_in_fan_out") and slot not in self._transposed:
+            raise ValueError(
+                f"adapter '{name}' is for transposed layers (fan_in_fan_out), and '{slot}' of the base is none"
+            )
         alpha = self._pattern("alpha_pattern", module, self.config.get("lora_alpha", 8))
-        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        scaling = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        self.pairs[slot] = key_a, key_b, scaling
+        self.slots[slot] = (d_i, shape_b[0]) if slot in self._transposed else (shape_b[0], d_i)
 
     def _pattern(self, field: str, module: str, default: Any) -> Any:
-        """The value of the first expression of a field that matches the end of a module's name, as peft finds it."""
+        """Return the value of the first expression that matches the end of a module's name, as peft finds it."""
         of = f"adapter '{self.checkpoint.name}', {field}"
         values = self.config.get(field) or {}
         return next((values[key] for key in values if matches(rf"(.*\.)?({key})", module, of=of)), default)
 
     def weight(self, slot: str) -> tuple[Tensor | LowRank, str]:
+        """Read a whole tensor, or the factors of a layer's update; return it and the digest of what was read."""
         if slot in self.keys:
             return self.checkpoint.read(self.keys[slot])
         key_a, key_b, scaling = self.pairs[slot]
@@ -174,7 +164,7 @@ class LoraAdapter:
         return None if slot in self.keys else self.checkpoint.tensors[self.pairs[slot][0]].shape[0]
 
     def has(self, slot: str) -> bool:
-        return slot not in self._ignored
+        return slot not in self._ignored  # what an adapter leaves alone is the base's
 
     def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
         if slot in self.keys:
@@ -198,7 +188,10 @@ class LoraAdapter:
         self.pairs.pop(slot, None)
 
 
+Task = FullModel | LoraAdapter
+
+
 def open_task(name: str, architecture: Architecture) -> Task:
-    """A task by folder or hub name: a whole model, or a peft adapter."""
+    """Open a task by folder or hub name: a whole model, or a peft adapter."""
     checkpoint = Checkpoint.open(name)
     return (LoraAdapter if is_adapter(checkpoint.folder) else FullModel)(checkpoint, architecture)

@@ -5,6 +5,7 @@ On NFS, two clients that write neighbouring tensors of a file can damage each ot
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 import numpy
 import torch
@@ -15,7 +16,7 @@ from fusion_bench_nufilt.core.workers import side_by_side
 
 from .architecture import Layer
 from .checkpoint import some
-from .engine import LocalEngine, Write
+from .engine import LayerMerger, Write
 from .output import Record
 from .plan import Plan
 
@@ -47,7 +48,7 @@ class Worker:
             )
         torch.set_num_threads(place.slots)  # what memory is planned for
         settings = dataclasses.replace(plan.settings, engine="local", address=None)
-        self._engine = LocalEngine(dataclasses.replace(plan, settings=settings))
+        self._merger = LayerMerger(dataclasses.replace(plan, settings=settings))
         self._layers = {layer.slot: layer for layer in plan.layers}
 
     def merge(self, slots: Sequence[str]) -> list[tuple[Record, list[numpy.ndarray]]]:
@@ -58,29 +59,22 @@ class Worker:
         def keep(record: Record, pieces: Sequence[memoryview]) -> None:
             merged.append((record, [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]))
 
-        self._engine.merge_batch([self._layers[slot] for slot in slots], keep)
+        self._merger.merge_batch([self._layers[slot] for slot in slots], keep)
         return merged
 
 
-class RayEngine:
-    """Workers on all nodes of the cluster that the plan's settings name.
+def merge_on_cluster(plan: Plan, batches: Sequence[list[Layer]], write: Write) -> Iterator[None]:
+    """Merge batches of layers on all nodes of the plan's cluster, write each layer here, and yield for each batch.
 
     Raises:
-        ValueError: no Ray, no cluster, or a node that can't do what this process can; names it.
+        ValueError: There is no Ray or no cluster, or a node can't do what this process can; the message names it.
     """
+    team = Team(cluster.connect(plan.settings.address), Worker, places(plan), plan)
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self._team = Team(cluster.connect(plan.settings.address), Worker, places(plan), plan)
+    def merge(layers: list[Layer]) -> None:
+        slots = [layer.slot for layer in layers]
+        for record, pieces in team.call(f"layer '{slots[0]}'", "merge", slots):
+            write(record, [piece.data for piece in pieces])
 
-    def merge(self, batches: Sequence[list[Layer]], write: Write) -> Iterator[None]:
-        def merge(layers: list[Layer]) -> None:
-            slots = [layer.slot for layer in layers]
-            for record, pieces in self._team.call(f"layer '{slots[0]}'", "merge", slots):
-                write(record, [piece.data for piece in pieces])
-
-        # While workers compute, this machine's own cores write what they gave before.
-        return side_by_side(merge, batches, self._team.slots + self.plan.settings.workers)
-
-    def close(self) -> None:
-        self._team.close()
+    with closing(team):  # while workers compute, this machine's own cores write what they gave before
+        yield from side_by_side(merge, batches, team.slots + plan.settings.workers)

@@ -11,8 +11,6 @@ from .architecture import Layer
 from .models import FullModel
 from .plan import Plan
 
-_ROUNDED = "'%s' does not have all merged layers in float32: going on from the rounded ones"
-
 
 def keeps_state(plan: Plan) -> bool:
     """Return whether the result has a file with the state.
@@ -99,8 +97,12 @@ def check_state_tensors(plan: Plan) -> list[str]:
             else:
                 _check_tensor(kept, slot, like)
     if method.state_is_weight:
-        rounded = keeps_state(plan) and missing and plan.before
-        return [_ROUNDED % name] if rounded else []
+        before = plan.before.get("settings", {}).get("accumulate", "stored")
+        if before == "float32" and plan.settings.accumulate == "stored":
+            return [f"'{name}' has the merged layers in float32; --accumulate float32 goes on from there"]
+        if keeps_state(plan) and missing and plan.before:
+            return [f"'{name}' does not have all merged layers in float32: going on from the rounded ones"]
+        return []
     others = [] if kept is None else sorted(kept.keys.keys() - known)
     if missing or others or plan.before.get("settings", {}).get("method", method.name) != method.name:
         what = f"no '{missing[0]}'" if missing else f"'{others[0]}'" if others else "that of another method"
