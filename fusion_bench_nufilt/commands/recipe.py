@@ -23,6 +23,7 @@ class _Settings(TypedDict, total=False):
     """The dataclasses of the options check all other settings."""
 
     method: str | None
+    seed: int
 
 
 class _Recipe(_Settings, total=False):

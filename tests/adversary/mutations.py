@@ -9,14 +9,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.models import llama
+
 Mutation = Callable[[Path], object]
 
 INDEX = "base/model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
 def nothing(folder: Path) -> None:
-    """For bad options."""
+    """Change no file, for bad options."""
 
 
 def in_json(file: str, **fields: object) -> Mutation:
@@ -29,12 +32,12 @@ def in_json(file: str, **fields: object) -> Mutation:
     return mutate
 
 
-def in_index(name: str) -> Mutation:
-    """Have the index say that a tensor lies in a file of this name."""
+def in_index(file: str | None, tensor: str = UP) -> Mutation:
+    """Have the index say that a tensor lies in a file; None is a file that is there."""
 
     def mutate(folder: Path) -> None:
         index = json.loads((folder / INDEX).read_text())
-        index["weight_map"][UP] = name
+        index["weight_map"][tensor] = file or index["weight_map"][UP]
         (folder / INDEX).write_text(json.dumps(index))
 
     return mutate
@@ -53,6 +56,22 @@ def change(model: str, key: str, function: Callable[[torch.Tensor], torch.Tensor
             in_index_of_what_is_there(folder)
 
     return mutate
+
+
+def half(mutation: Mutation) -> Mutation:
+    """Store all models in float16 before they are changed."""
+
+    def mutate(folder: Path) -> None:
+        for path in folder.glob("*/*.safetensors"):
+            save_file({key: w.half() for key, w in load_file(path).items()}, path, metadata={"format": "pt"})
+        mutation(folder)
+
+    return mutate
+
+
+def another_base(folder: Path) -> None:
+    """Put a model in place of task2 that was not made from the base."""
+    llama(seed=9).save_pretrained(folder / "task2")
 
 
 def rename(model: str, key: str, name: str) -> Mutation:
@@ -86,8 +105,10 @@ def shard(folder: Path) -> Path:
     return min(folder.glob("*.safetensors"))
 
 
-def last(folder: Path) -> Path:
-    return max(folder.glob("*.safetensors"))
+def twice(folder: Path) -> None:
+    """Put the tensors of the base's last shard into its first one, too."""
+    both = {**load_file(shard(folder / "base")), **load_file(max((folder / "base").glob("*.safetensors")))}
+    save_file(both, shard(folder / "base"), metadata={"format": "pt"})
 
 
 def single(folder: Path) -> Path:

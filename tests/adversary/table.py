@@ -1,29 +1,36 @@
-"""Bad inputs of `nufilt merge` as a table: what is done to good ones, and what must be said.
+"""Bad inputs of `nufilt merge` as a table: what is done to good inputs, and what the command must say.
 
 A row is a name, a mutation of a folder with good inputs (``base``, ``task1``, ``task2``, the adapter ``lora``, and
-``one``, which is base and task1 merged), what the line of error must say, and the command's arguments. Where nothing
-must be said, the input only looks bad: the merge must be that of the good ones. After ``~`` comes a warning.
+``one``, which is base and task1 merged), what the line of error must say, and the command's arguments. If it must say
+nothing, the input only looks bad, and the merge must be that of the good inputs. ``~`` stands before a warning.
 """
 
+import inspect
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from fusion_bench_nufilt.commands.merge import merge
+from fusion_bench_nufilt.commands.recipe import MODELS
 from tests.adversary.mutations import (
+    EMBEDDING,
     INDEX,
+    NORM,
     UP,
     Mutation,
+    another_base,
     as_folder,
     as_link,
     as_pipe,
     change,
+    half,
     in_index,
     in_json,
-    last,
     link,
     nothing,
     overwrite,
@@ -32,6 +39,7 @@ from tests.adversary.mutations import (
     single,
     state_of,
     swap,
+    twice,
     wider,
     write,
 )
@@ -54,8 +62,9 @@ LORA_B = LORA_A.replace("lora_A", "lora_B")
 
 
 def rows() -> list[Row]:
-    """The whole table."""
-    return [*json_texts(), *json_fields(), *weight_files(), *weights(), *adapters(), *options(), *places()]
+    """Return the whole table."""
+    groups = (json_texts, json_fields, option_values, weight_files, weights, other_tensors, adapters, options, places)
+    return [row for group in groups for row in group()]
 
 
 # --- JSON ---
@@ -114,17 +123,26 @@ def json_fields() -> Iterator[Row]:
         yield Row(f"a billion of {field}", in_json("base/config.json", **{field: 10**9}), says)
     for field in ("hidden_size", "vocab_size", "num_attention_heads", "model_type"):
         yield Row(f"config: {field} is a text", in_json("base/config.json", **{field: "text"}), None)
-    yield Row(
-        "fewer layers than stored", in_json("base/config.json", num_hidden_layers=1), "stores 9 tensors of layers"
-    )
+    fewer = in_json("base/config.json", num_hidden_layers=1)
+    yield Row("fewer layers than stored", fewer, r"stores 9 tensors of layers .*, 'model\.layers\.1\.")
     yield Row("more layers than stored", in_json("base/config.json", num_hidden_layers=3), "lacks the weight of 7")
-    yield Row("no step", in_json("one/nufilt.json", step=...), "say with --step", MORE)
+    no_step = in_json("one/nufilt.json", step=...)
+    yield Row("no step", no_step, "no nufilt.json that tells how many tasks it holds: say with --step", MORE)
+    yield Row("no step but --step", no_step, None, (*MORE, "--step", "2"))
+    yield Row("other settings than before", nothing, "~seed was 42, is 7", (*MORE, "--seed", "7"))
     yield Row("an index of nothing", in_json(INDEX, weight_map={}), "lacks the weight of 14")
     for name in ("README.md", "nufilt.json", "../task1/model.safetensors", "/etc/passwd", "", ".", "a\0b"):
-        yield Row(
-            f"a shard called {name!r}", in_index(name), r"index\.json' names .*: no safetensors files of this folder"
-        )
-    yield Row("a shard that is not there", in_index("no.safetensors"), "names shards that are not there")
+        yield Row(f"a shard called {name!r}", in_index(name), r"index\.json' names .*: no safetensors files of this")
+    yield Row("a shard that is not there", in_index("no.safetensors"), "names shards that are not there: 'no.safe")
+    more = in_index(None, "model.more.weight")
+    yield Row("a tensor that no file has", more, "names tensors that its files lack: 'model.more.weight'")
+
+
+def option_values() -> Iterator[Row]:
+    """Values of the wrong kind for every option."""
+    for name in inspect.signature(merge).parameters:
+        for value in ("{a:1}", "[3]") if name not in (*MODELS, "context", "words", "dry_run") else ():
+            yield Row(f"options {name}={value}", nothing, rf"\b{name}\b", (*STREAM, f"{name}={value}"))
 
 
 # --- files ---
@@ -151,11 +169,10 @@ def weight_files() -> Iterator[Row]:
         yield Row(f"{model} is gone", lambda d, m=model, f=file: f(d / m).unlink(), "no safetensors file|not there")
     yield Row("pickled weights", lambda d: single(d / "task2").rename(d / "task2" / "pytorch_model.bin"), "are refused")
     yield Row("two files and no index", lambda d: (d / INDEX).unlink(), r"no model\.safetensors\.index\.json")
-    yield Row("a tensor in two shards", lambda d: shutil.copy(shard(d / "base"), last(d / "base")), "another file|lack")
+    yield Row("a tensor in two shards", twice, "in another file: remove one of them")
     for name in ("tokenizer.json", "additional_chat_templates/x.jinja"):
-        yield Row(
-            f"{name} is a link to elsewhere", lambda d, n=name: link(d / "base" / n, "/etc/hostname"), "is a link to"
-        )
+        elsewhere = lambda d, n=name: link(d / "base" / n, "/etc/hostname")  # noqa: E731
+        yield Row(f"{name} is a link to elsewhere", elsewhere, "is a link to")
         yield Row(f"{name} is a link within", lambda d, n=name: link(d / "base" / n, d / "base" / "config.json"), None)
     for name in ("sub", "additional_chat_templates/sub"):
         yield Row(f"a folder {name}", lambda d, n=name: (d / "base" / n).mkdir(parents=True), None)
@@ -184,10 +201,45 @@ def weights() -> Iterator[Row]:
             "gone": lambda w: None,
         }
         for name, shape in shapes.items():
-            says = {"base": "base'|the base", "task2": "task2'", "one": "one' was not made|files lack"}[model]
+            says = {
+                "base": "base'|the base",
+                "task2": rf"task2' lacks layer '{UP}'|'{UP}': shape .* differs from \(64, 32\) of the base",
+                "one": "merged model '.*one' was not made from the base|files lack",
+            }[model]
             yield Row(f"a layer of {model} is {name}", change(model, UP, shape), says, arguments)
         control = rename(model, UP, "model.layers.1.mlp.up\x1b[31m_proj.weight")
         yield Row(f"a control character in a name of {model}", control, "lack|was not made", arguments)
+
+    for model in ("base", "task1", "task2"):
+        huge = change(model, UP, lambda w: torch.full_like(w, 1e36).index_fill(0, torch.tensor([0]), 0.0))
+        yield Row(f"squares that are not finite in {model}", huge, "up_proj.* too large for", (*STREAM, *STREAM[:2]))
+    lost = half(change("task2", UP, lambda w: w.float() + 1e6))
+    yield Row(
+        "a result that float16 can't hold", lost, r"task2', layer '.*up_proj': the result is too large for torch\.f"
+    )
+
+
+def other_tensors() -> Iterator[Row]:
+    """Tensors outside the merged layers."""
+    mean = (*STREAM, "--other-params", "mean")
+    longer = change("task2", EMBEDDING, lambda w: torch.cat([w, w[:2]]))
+    says = rf"'{EMBEDDING}': shape \(52, 32\) differs from \(50, 32\).*--on-shape-mismatch keep-base"
+    yield Row("more rows of the embedding", longer, says)
+    keep = (*mean, "--on-shape-mismatch", "keep-base")
+    yield Row("more rows that are kept", longer, f"~kept from the base because of their shape.*{EMBEDDING}", keep)
+    float8 = change("task2", EMBEDDING, lambda w: w.to(torch.float8_e4m3fn))
+    yield Row("quantised and averaged", float8, f"task2', tensor '{EMBEDDING}' is stored as F8_E4M3", mean)
+    yield Row("quantised and not used", float8, None)
+    shorter = change("one", EMBEDDING, lambda w: w[:-1].contiguous())
+    yield Row("merged from another base", shorter, f"one' was not made from the base '.*base': '.*{EMBEDDING}'", MORE)
+    nan = {model: change(model, NORM, lambda w: w.fill_(float("nan"))) for model in ("base", "task2")}
+    yield Row("a norm of NaN in base", nan["base"], f"~tensor '{NORM}' has NaN or infinite values in the base")
+    yield Row("a norm of NaN in task2", nan["task2"], f"task2', tensor '{NORM}' has NaN or infinite values", mean)
+    lost = half(change("task2", EMBEDDING, lambda w: w.float() + 1e6))
+    yield Row("a mean that float16 can't hold", lost, r"the mean has values that torch\.float16 can't hold", mean)
+    yield Row(
+        "a task of another base", another_base, r"~task2' looks as if it was made from another base.*cosine -?0\.0"
+    )
 
 
 # --- adapters ---
@@ -215,12 +267,9 @@ def adapters() -> Iterator[Row]:
     for key in (LORA_A, LORA_B):
         part = key.split(".")[-2]
         yield Row(f"adapter: {part} is gone", change("lora", key, lambda w: None), "and no|no LoRA of", LORA)
-        yield Row(
-            f"adapter: {part} is flat", change("lora", key, lambda w: w.flatten()), "belong together|no LoRA of", LORA
-        )
-        yield Row(
-            f"adapter: {part} is wider", change("lora", key, wider), "belong together|for another base|shape", LORA
-        )
+        flat = change("lora", key, lambda w: w.flatten())
+        yield Row(f"adapter: {part} is flat", flat, "belong together|no LoRA of", LORA)
+        yield Row(f"adapter: {part} is wider", change("lora", key, wider), "belong together|another base|shape", LORA)
         yield Row(f"adapter: {part} is int8", change("lora", key, lambda w: w.to(torch.int8)), "is stored as I8", LORA)
         nan = change("lora", key, lambda w: w.fill_(float("nan")))
         yield Row(f"adapter: NaN in {part}", nan, "has NaN or infinite values", LORA)
@@ -259,20 +308,15 @@ def options() -> Iterator[Row]:
         "--exclude-modules (": "exclude_modules: '\\(' is no regular expression",
         "--target-modules typo": "names no layer",
         "--exclude-modules .*": "leave no layer",
+        "accumulate=bf16": "accumulate must be one of 'stored', 'float32'",
         "no_such_key=3": "there is no option 'no_such_key'",
         "null_rank=abc": "null_rank must be a whole number",
         "no_such_recipe.yaml": "there is no recipe file",
     }.items():
         yield Row(f"options {words[:40]}", nothing, says, (*STREAM, *words.split()))
-    yield Row(
-        "the same task by two spellings",
-        nothing,
-        "~comes more than once",
-        ("--task", "task1", "--task", "./base/../task1"),
-    )
-    yield Row(
-        "a task that is not there", nothing, "is neither a folder nor the name of a hub", ("--task", "no/such/task")
-    )
+    spellings = ("--task", "task1", "--task", "./base/../task1")
+    yield Row("the same task by two spellings", nothing, "~comes more than once", spellings)
+    yield Row("a task that is not there", nothing, "is neither a folder nor the name of a", ("--task", "no/such/task"))
     yield Row("int8 float32 layers", state_of(torch.int8), "not float32", (*MORE, "--accumulate", "float32"))
     yield Row("short float32 layers", state_of(None), "not float32", (*MORE, "--accumulate", "float32"))
 
@@ -282,9 +326,8 @@ def places() -> Iterator[Row]:
     yield Row("OUT is a file", lambda d: (d / "out").write_text("precious"), "exists: remove it")
     yield Row("OUT is a folder", lambda d: (d / "out").mkdir(), "exists: remove it")
     yield Row("OUT is a dead link", lambda d: (d / "out").symlink_to("nowhere"), "exists: remove it")
-    yield Row(
-        "the work folder is a link", lambda d: (d / work).symlink_to(d / "task1"), "is inside|is a file or a link"
-    )
+    to_task = lambda d: (d / work).symlink_to(d / "task1")  # noqa: E731
+    yield Row("the work folder is a link", to_task, "is inside|is a file or a link")
     yield Row("the work folder is a dead link", lambda d: (d / work).symlink_to("nowhere"), "is a file or a link")
     yield Row("the work folder is a file", lambda d: (d / work).write_text("precious"), "is a file or a link")
     yield Row("a foreign work folder", lambda d: write(d / work / "notes.txt"), "which nufilt did not make")
@@ -294,9 +337,14 @@ def places() -> Iterator[Row]:
     move = lambda d: shutil.copytree(d / "task1", d / work)  # noqa: E731
     yield Row("a task in the work folder", move, "is inside", ("--task", work))
     inside = lambda d: shutil.copytree(d / "one", d / work / "model")  # noqa: E731
-    yield Row(
-        "the merged model in the work folder", inside, "is inside", ("--merged", f"{work}/model", "--task", "task2")
-    )
+    yield Row("the merged model in the work folder", inside, "is inside", ("--merged", f"{work}/model", *MORE[2:]))
+
+    def linked(folder: Path) -> None:
+        write(folder / work / "model" / "nothing")
+        single(folder / "task1").rename(folder / work / "model" / "model.safetensors")
+        single(folder / "task1").symlink_to(folder / work / "model" / "model.safetensors")
+
+    yield Row("weights that are links into the work folder", linked, r"task1' is inside '.*\.out\.nufilt'")
     yield Row("OUT in an input", nothing, "which is not written to", (*STREAM, "--out", "task1/out"))
     yield Row("OUT in a file", lambda d: write(d / "file"), "is no folder that can be", (*STREAM, "--out", "file/out"))
     yield Row("OUT is where we are", nothing, "is inside|exists", (*STREAM, "--out", "."))

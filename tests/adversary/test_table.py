@@ -19,6 +19,9 @@ from tests.adversary.tally import COUNTS, expect
 from tests.folders.helpers import RANKS, same, tensors
 
 ROWS = rows()
+# The fast tests have the first row of each message; the others are for every night.
+FIRST = {row.says: row.name for row in reversed(ROWS)}
+CASES = [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * (row.name != FIRST[row.says])) for row in ROWS]
 FLAGS = [f"{key}={value}" for key, value in RANKS.items()]
 SECONDS = 120  # after which a row counts as a hang, on a busy machine too
 
@@ -55,8 +58,8 @@ def nufilt_merge(row):
     return result.exit_code, re.sub(r"\s+", " ", re.sub(r"\x1b\[[\d;]*m", "", result.output))
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_it_is_refused_by_name_or_merged_as_if_nothing_were_wrong(row: Row, folder, expected):
+@pytest.mark.parametrize("row", CASES)
+def test_it_is_refused_by_name_or_merged_as_if_nothing_were_wrong(row: Row, folder, expected, caplog):
     row.mutation(folder)
     before = contents(folder)
     COUNTS["cases"] += 1
@@ -65,8 +68,8 @@ def test_it_is_refused_by_name_or_merged_as_if_nothing_were_wrong(row: Row, fold
     ours = {".out.nufilt/.nufilt.lock", ".out.nufilt/.nufilt.holder"}
     if row.says is None or row.says.startswith("~"):
         assert code == 0, text
-        assert re.search((row.says or "~")[1:], text), text
-        if row.arguments == STREAM:
+        assert re.search((row.says or "~")[1:], text + caplog.text), text
+        if row.says is None and row.arguments == STREAM:
             expect(same(tensors(folder / "out"), expected), "wrong results", row.name)
         before.pop(".out.nufilt", None)  # an empty one was taken up
         COUNTS["merged as if nothing were wrong"] += 1
@@ -76,7 +79,7 @@ def test_it_is_refused_by_name_or_merged_as_if_nothing_were_wrong(row: Row, fold
         assert os.path.lexists(folder / "out") == ("out" in before)
         COUNTS["clean refusals"] += 1
     after = contents(folder)
-    if "NaN" in text or "nan" in row.name or "inf" in row.name:  # found while merging: what is done is kept
+    if re.search("NaN|too large|can't hold", text):  # found while merging: finished work is kept
         ours |= {name for name in after if Path(name).parts[0] == ".out.nufilt"}
     new = {name for name in after if Path(name).parts[0] != "out"} - before.keys()
     untouched = all(after.get(name, ...) == content for name, content in before.items())
@@ -84,5 +87,5 @@ def test_it_is_refused_by_name_or_merged_as_if_nothing_were_wrong(row: Row, fold
 
 
 def test_the_table_is_large_and_no_row_comes_twice():
-    assert len(ROWS) >= 200
+    assert len(ROWS) >= 400
     assert [name for name, count in Counter(row.name for row in ROWS).items() if count > 1] == []
