@@ -37,7 +37,7 @@ def in_index(file: str | None, tensor: str = UP) -> Mutation:
 
     def mutate(folder: Path) -> None:
         index = json.loads((folder / INDEX).read_text())
-        index["weight_map"][tensor] = file or index["weight_map"][UP]
+        index["weight_map"][tensor] = index["weight_map"][UP] if file is None else file
         (folder / INDEX).write_text(json.dumps(index))
 
     return mutate
