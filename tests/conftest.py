@@ -14,7 +14,7 @@ from hypothesis import settings
 from fusion_bench_nufilt.compare import configs
 from fusion_bench_nufilt.demo import demo_folder
 
-settings.register_profile("nufilt", deadline=None)  # a busy machine may pause any example
+settings.register_profile("nufilt", max_examples=30, deadline=None)  # A busy machine may pause any example.
 settings.load_profile("nufilt")
 
 REPO = Path(__file__).resolve().parent.parent

@@ -54,17 +54,6 @@ def test_iterates_and_losses_are_those_of_autograd_and_torch_adam(shape, project
     torch.testing.assert_close(ours_losses[0].tolist(), losses, rtol=1e-9, atol=0)
 
 
-def test_layers_solved_together_are_solved_as_if_alone():
-    problems = [problem((20, 16), "filter", seed) for seed in range(3)]
-    stacked = [torch.stack(tensors) for tensors in zip(*problems, strict=True)]
-    A = start_of_a((20, 16))
-    together = fit_adapter(Objective.build(*stacked), A.expand(3, -1, -1), lr=1e-3, max_steps=10)
-    for i, alone in enumerate(problems):
-        single = fit_adapter(Objective.build(*(tensor[None] for tensor in alone)), A[None], lr=1e-3, max_steps=10)
-        for many, one in zip(together, single, strict=True):
-            torch.testing.assert_close(many[i], one[0], rtol=1e-9, atol=1e-12)
-
-
 def test_no_step_leaves_the_adapter_at_its_start():
     stack = [tensor[None] for tensor in problem((20, 16), "filter")]
     A = start_of_a((20, 16))[None]

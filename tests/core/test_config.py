@@ -3,15 +3,20 @@
 import dataclasses
 
 import pytest
+import torch
 
-from fusion_bench_nufilt.core import FusionConfig
+from fusion_bench_nufilt.core import FusionConfig, fuse_layers
+from tests.core.matrices import random_layer
 
 
-@pytest.mark.parametrize("key", ["null_rank", "lora_rank", "task_rank", "max_steps"])
-@pytest.mark.parametrize("value", [-1, 1.5, True, "8", None])
-def test_ranks_and_steps_are_whole_numbers_from_zero(key, value):
-    with pytest.raises(ValueError, match=f"{key} must be a whole number >= 0"):
-        FusionConfig(**{key: value})
+@pytest.mark.parametrize(
+    ("key", "otherwise"),
+    [("null_rank", ", or a share"), ("lora_rank", ", or a share"), ("task_rank", ", or a share"), ("max_steps", "")],
+)
+def test_ranks_and_steps_are_whole_numbers_from_zero(key, otherwise):
+    for value in (-1, -0.1, 1.0, 1.5, True, "8", None, float("nan")):
+        with pytest.raises(ValueError, match=f"{key} must be a whole number >= 0{otherwise}"):
+            FusionConfig(**{key: value})
 
 
 @pytest.mark.parametrize(
@@ -45,3 +50,29 @@ def test_the_defaults_are_the_papers():
 def test_a_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         FusionConfig().lr = 1
+
+
+# --- ranks as shares of a layer's input width ---
+
+
+@pytest.mark.parametrize(
+    ("share", "d_i", "rank"), [(1 / 3, 128, 43), (0.5, 128, 64), (1 / 6, 768, 128), (0.001, 64, 1)]
+)
+def test_a_share_is_rounded_and_at_least_one(share, d_i, rank):
+    assert FusionConfig(null_rank=share, lora_rank=share, task_rank=share).ranks(d_i) == (rank, rank, rank)
+
+
+def test_whole_ranks_are_the_same_in_every_layer():
+    assert FusionConfig().ranks(64) == FusionConfig().ranks(4096) == (128, 64, 8)
+    assert FusionConfig(null_rank=0, lora_rank=0, task_rank=1).ranks(64) == (0, 0, 1)
+
+
+def test_a_share_is_the_whole_number_it_comes_to_in_each_layer():
+    shares = FusionConfig(null_rank=0.25, lora_rank=0.5, task_rank=0.125, max_steps=4)
+    layers = {"tall": random_layer(24, 16, 1), "wide": random_layer(8, 32, 2)}
+    fused, _ = fuse_layers(*({name: layer[i] for name, layer in layers.items()} for i in range(3)), shares)
+    for name, layer in layers.items():
+        d_i = layer[0].shape[1]
+        numbers = dataclasses.replace(shares, null_rank=d_i // 4, lora_rank=d_i // 2, task_rank=d_i // 8)
+        alone, _ = fuse_layers(*({name: weight} for weight in layer), numbers)
+        assert torch.equal(fused[name], alone[name])

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_bench_nufilt.core import FusionConfig, LowRank, fuse_layers, fusion
@@ -72,8 +72,7 @@ def test_the_fused_weight_is_w_plus_tau_times_p_plus_ba(shape, null_space):
 def test_a_layer_without_an_update_takes_the_task_weight_as_it_is(layer, null_rank, lora_rank, task_rank):
     theta_0, _, theta_t = layer
     config = replace(CONFIG, null_rank=null_rank, lora_rank=lora_rank, task_rank=task_rank)
-    for step in (1, 5):
-        assert torch.equal(fuse_one(theta_0, theta_0, theta_t, config, step=step)[0], theta_t)
+    assert torch.equal(fuse_one(theta_0, theta_0, theta_t, config, step=5)[0], theta_t)
 
 
 def test_the_first_step_solves_nothing(monkeypatch):
@@ -106,13 +105,6 @@ def test_under_the_filter_a_task_rank_of_zero_means_no_adapter(layer):
     assert torch.equal(fuse_one(*layer, replace(CONFIG, task_rank=0))[0], without_adapter)
 
 
-@given(layers)
-def test_ranks_beyond_the_layer_mean_all_of_it(layer):
-    full = min(layer[0].shape)
-    beyond = replace(CONFIG, null_rank=full + 7, task_rank=full + 9)
-    close(fuse_one(*layer, beyond)[0], fuse_one(*layer, replace(CONFIG, null_rank=full, task_rank=full))[0])
-
-
 def test_a_low_rank_update_filters_what_it_has_and_no_more():
     theta_0, _, theta_t = random_layer(20, 12, seed=0)
     theta = theta_0 + matrix_with_spectrum(20, 12, torch.tensor([2.0, 1.0]), seed=1)
@@ -129,7 +121,6 @@ def test_filter_only_is_linear_in_the_task_vector(layer, scale):
     close(scaled, scale * update, tolerance=1e-8 * scale)
 
 
-@settings(max_examples=40)
 @given(st.integers(2, 12), st.integers(2, 12), st.integers(0, 2**16), st.sampled_from(["adam", "closed_form"]))
 def test_rotating_the_outputs_rotates_the_update(d_o, d_i, seed, solver):
     """Both Gram matrices, and so the adapter, do not see a rotation Q of the output space: W' = Q W gives Q dW.
@@ -331,8 +322,7 @@ def test_a_device_that_was_not_tried_or_is_not_there_is_refused(device):
 
 @pytest.mark.parametrize("solver", ["adam", "closed_form"])
 @pytest.mark.parametrize("shape", [(20, 12), (8, 30), (300, 260)])
-@pytest.mark.parametrize("first_task", ["paper", "release"])
-def test_nothing_computed_on_a_device_meets_the_cpu(shape, solver, first_task, monkeypatch):
+def test_nothing_computed_on_a_device_meets_the_cpu(shape, solver, monkeypatch):
     """On the meta device, where an operation on two devices is an error. It has no values to decide by: every check
     holds. The fused optimiser alone has no form there.
     """
@@ -341,7 +331,7 @@ def test_nothing_computed_on_a_device_meets_the_cpu(shape, solver, first_task, m
     monkeypatch.setattr(torch.optim, "Adam", lambda *args, fused, **kwargs: adam(*args, foreach=False, **kwargs))
     stack = [torch.empty(3, *shape, device="meta") for _ in range(3)]
     A = torch.empty(3, 4, shape[1], device="meta")
-    config = replace(CONFIG, solver=solver, first_task=first_task)
+    config = replace(CONFIG, solver=solver, first_task="release", max_steps=2)
     for task in (stack[2], LowRank(*(torch.empty(3, *s, device="meta") for s in ((shape[0], 2), (2, shape[1]))))):
         for fresh in (True, False):
             weights, measures = fuse_stack(*stack[:2], task, A, config, fresh=fresh, exact_on=None)

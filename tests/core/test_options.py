@@ -48,7 +48,7 @@ def test_a_misspelt_keyword_is_refused_with_the_right_one():
         NufiltContinualMergingAlgorithm(nul_rank=3)
 
 
-@pytest.mark.parametrize("method", ["nufilt", "continual/task_arithmetic", "continual/opcm"])
+@pytest.mark.parametrize("method", ["nufilt", "continual/task_arithmetic"])
 def test_a_misspelt_key_in_yaml_is_refused_with_the_right_one(method):
     from fusion_bench.utils import instantiate
 

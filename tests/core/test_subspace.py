@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_bench_nufilt.core.subspace import (
@@ -55,13 +55,13 @@ def test_a_cluster_of_equal_singular_values_is_taken_whole(shape):
 
 
 @pytest.mark.parametrize("decay", [0.1, 0.7, 1.0])
-@pytest.mark.parametrize("shape", [(300, 200), (200, 300), (640, 640)])
+@pytest.mark.parametrize("shape", [(150, 100), (100, 150), (400, 400)])
 def test_float32_filters_as_an_exact_svd_does_on_spectra_of_task_vectors(shape, decay):
     """Two tasks of singular values k^-decay: in float32 the filtered part is off by less than 1e-5 of the norm."""
     spectrum = torch.arange(1, min(shape) + 1, dtype=torch.float64) ** -decay
     tau = sum(matrix_with_spectrum(*shape, spectrum, seed) for seed in (1, 2)).float()
     other = matrix_with_spectrum(*shape, spectrum, seed=3)
-    rank = 32 if min(shape) < 640 else 40  # the full solver, and block iteration
+    rank = 25  # by the full solver, and by block iteration
     expected = torch.linalg.svd(tau.double(), full_matrices=False).Vh[:rank].mT
     actual = top_right_singular_vectors(tau, rank).double()
     error = other @ (projector(actual) - projector(expected))
@@ -129,11 +129,9 @@ def test_a_gram_matrix_by_blocks_is_the_product(width):
 
 def test_a_zero_matrix_spans_nothing():
     assert top_right_singular_vectors(torch.zeros(300, 300), 8).abs().max() == 0
-
     assert top_right_singular_vectors(torch.zeros(5, 4), 3).abs().max() == 0
 
 
-@settings(max_examples=30)
 @given(d=st.integers(2, 16), r=st.integers(1, 8), s=st.integers(1, 8), seed=st.integers(0, 2**16))
 def test_affinity_lies_between_zero_and_one_and_is_one_inside(d, r, s, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -229,8 +229,9 @@ def test_a_parameter_that_no_view_understands_is_refused_where_it_is_named():
     assert "down_proj" in opaque(uneven)[""] or "gate_up_proj" in opaque(uneven)[""]
 
 
-@pytest.mark.parametrize("target", ["auto", "all-linear", ["fc1"]])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("target", "dtype"), [("auto", torch.uint8), ("all-linear", torch.int8), (["fc1"], torch.float8_e4m3fn)]
+)
 def test_quantised_modules_are_refused_by_name(target, dtype):
     model = clip()
     linear = model.vision_model.encoder.layers[1].mlp.fc1
