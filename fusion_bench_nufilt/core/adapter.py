@@ -75,16 +75,11 @@ class Objective:
 
 
 def fit_adapter(objective: Objective, A: Tensor, *, lr: float, max_steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Minimise the objective by full-batch Adam from (A, B = 0) for a fixed number of steps.
+    """Minimise the objective of n layers by full-batch Adam from (A, B = 0), with A ``(n, r_l, d_i)``.
 
     Fifty steps do not converge, and stopping there restrains forgetting (``docs/notes/closed_form.md``). Each step
-    costs d_i^2 r_l multiplications and writes into the same buffers. Adam has the betas 0.9 and 0.999 and eps 1e-8.
-
-    Args:
-        objective: the objective of n layers.
-        A: the initial A, ``(n, r_l, d_i)``, which is not changed.
-        lr: the learning rate.
-        max_steps: the number of updates.
+    costs d_i^2 r_l multiplications and writes into the same buffers. Adam has the betas 0.9 and 0.999 and eps 1e-8; the
+    initial A is not changed.
 
     Returns:
         A ``(n, r_l, d_i)``, B ``(n, d_i, r_l)`` and the losses ``(n, max_steps + 1)`` before each update and after
@@ -131,12 +126,8 @@ def solve_adapter(objective: Objective, A: Tensor, *, ridge: float) -> tuple[Ten
     B is an orthonormal basis of the rows of the initial :math:`A G`, a sketch of the directions in which
     :math:`\tau` is large, with :math:`B^\top G B = \operatorname{diag}(g)`. With :math:`V^\top V = W s W^\top` the
     minimiser is :math:`A = [(B^\top H W) / (g s^\top + \lambda)]\, W^\top V^\top`, with its rows in span V. It is not
-    in the paper: the ridge does what stopping Adam early does, see ``docs/notes/closed_form.md``.
-
-    Args:
-        objective: the objective of n layers.
-        A: the initial A, ``(n, r_l, d_i)``.
-        ridge: :math:`\lambda` over the mean eigenvalue :math:`\|\tau\|_F^2 / d_i` of G.
+    in the paper: the ridge does what stopping Adam early does, see ``docs/notes/closed_form.md``. The initial A is
+    ``(n, r_l, d_i)``, and ``ridge`` is :math:`\lambda` over the mean eigenvalue :math:`\|\tau\|_F^2 / d_i` of G.
 
     Returns:
         A ``(n, r_l, d_i)``, B ``(n, d_i, r_l)`` and the losses ``(n, 2)`` before and after, without the ridge.

@@ -20,11 +20,8 @@ _Class = TypeVar("_Class", bound=type)
 def option(default: Any, help: str, *, symbol: str = "", panel: str = "Method") -> Any:
     """Return a dataclass field that carries what people are told about the option.
 
-    Args:
-        default: the default value.
-        help: one or two sentences on what the option does.
-        symbol: the symbol in the paper.
-        panel: the heading above the option in ``--help`` and in the documentation.
+    ``help`` says in one or two sentences what it does, ``symbol`` is its symbol in the paper, and ``panel`` is the
+    heading above it in ``--help`` and in the documentation.
     """
     return field(default=default, metadata={"help": help, "symbol": symbol, "panel": panel})
 
