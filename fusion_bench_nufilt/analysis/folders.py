@@ -1,6 +1,7 @@
 """What the weights of checkpoint folders tell without data, layer by layer, before anything is merged."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from .spectra import Comparison, compare, task_vector
 DIRECTIONS = 32
 
 
-def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], None] = lambda: None) -> Analysis:
+def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = lambda: None) -> Analysis:
     """Compare the task vectors of a planned merge, and what is merged already, with each other.
 
     Holds as many layers as there are threads, like the merge itself.

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.compare.configs import compose_run, plain
 from fusion_bench_nufilt.compare.memory import WatchingEvaluator
+from fusion_bench_nufilt.compare.presets import rank_for_width
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.continual.evaluation import Report
 from fusion_bench_nufilt.core import FusionConfig
@@ -37,8 +38,7 @@ class Scores(TypedDict):
 
 def default_methods(width: int) -> str:
     """NUFILT, its ablations and three baselines; ranks in proportion to the width, the paper's at 768 and above."""
-    share = min(1.0, width / 768)
-    r_p, r_l = round(128 * share), round(64 * share)
+    r_p, r_l = rank_for_width("null_rank", 128, width), rank_for_width("lora_rank", 64, width)
     ranks = f"null_rank={r_p}:lora_rank={r_l}"
     return (
         f"NUFILT {r_p}/{r_l}/8=nufilt:{ranks}, filter only ({r_p})=nufilt/filter_only:null_rank={r_p}, "

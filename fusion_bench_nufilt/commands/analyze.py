@@ -1,15 +1,14 @@
 """`nufilt analyze`: what the paper measures beside accuracy."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.analysis.settings import AnalysisConfig
 from fusion_bench_nufilt.compare.overrides import without_method
@@ -21,7 +20,6 @@ from .options import patterns, takes_options, was_typed
 from .terminal import terminal
 
 Targets = str | list[str]
-
 
 #: Options that mean nothing where folders are analysed without data.
 NEED_DATA = ("modelpool", "methods", "run", "samples", "propagated", "activations", "seed")
@@ -124,8 +122,8 @@ def _plan(console: Console, base: str, tasks: list[str], merged: str | None, tar
 def _folders(console: Console, plan: Plan, config: AnalysisConfig) -> Any:
     from fusion_bench_nufilt.analysis.folders import analyze_folders
 
-    with _bar(console, "Looking at layers", len(plan.layers)) as advance:
-        return analyze_folders(plan, config.task_rank, advance)
+    with tqdm(total=len(plan.layers), desc="Analysing layers", disable=None) as bar:
+        return analyze_folders(plan, config.task_rank, bar.update)
 
 
 def _pool(
@@ -154,21 +152,13 @@ def _pool(
         console.print(pool.memory_note, highlight=False)
         wanted = "" if runs or methods == "none" else methods or default_methods(pool.width)
         specs = parse_methods(wanted, overrides)
-        with _bar(console, "Looking at tasks", len(pool.tasks)) as advance:
-            result = pool.run(advance)
-        with _bar(console, "Measuring methods", len(pool.tasks) * max(1, len(specs) + len(runs))) as advance:
-            measure_methods(pool, result, specs, words, advance)
+        with tqdm(total=len(pool.tasks), desc="Analysing tasks", disable=None, file=console.file) as bar:
+            result = pool.run(bar.update)
+        steps = len(pool.tasks) * (len(specs) + len(runs))
+        with tqdm(total=steps, desc="Measuring methods", disable=None, file=console.file) as bar:
+            measure_methods(pool, result, specs, words, bar.update)
             for run in runs:
-                measure_run(pool, result, run, advance)
+                measure_run(pool, result, run, bar.update)
     for label, reason in result.failures.items():
         console.print(f"[yellow]{escape(label)} failed:[/yellow] {escape(reason)}", highlight=False, soft_wrap=True)
     return result
-
-
-@contextmanager
-def _bar(console: Console, title: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on a terminal; gives what to call after each step."""
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, redirect_stdout=False) as progress:
-        bar = progress.add_task("", total=total)
-        yield lambda: progress.advance(bar)

@@ -75,8 +75,8 @@ def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_da
 
 def panel_specs(panel: Panel, width: int) -> list[RunSpec]:
     """The rows of a panel, for models of a width: r_p and r_l are in proportion to it below 768."""
-    values = sorted({_scaled(panel.key, value, width) for value in panel.values})
-    fixed = {key: _scaled(key, value, width) for key, value in panel.fixed.items()}
+    values = sorted({rank_for_width(panel.key, value, width) for value in panel.values})
+    fixed = {key: rank_for_width(key, value, width) for key, value in panel.fixed.items()}
     rows = []
     for value in values:
         settings = tuple(f"{key}={number}" for key, number in {**fixed, panel.key: value}.items())
@@ -85,7 +85,14 @@ def panel_specs(panel: Panel, width: int) -> list[RunSpec]:
     return rows
 
 
-def _scaled(key: str, value: int, width: int) -> int:
+def rank_for_width(key: str, value: int, width: int) -> int:
+    """A rank of the paper for models of a width: r_p and r_l in proportion to it below 768, rounded down.
+
+    Args:
+        key: the option, such as ``null_rank``; other options are left as they are.
+        value: its value for models of width 768.
+        width: d_i of the narrowest layer.
+    """
     if key in ("null_rank", "lora_rank") and value:
         return width if value == _WIDTH else max(1, value * min(width, _WIDTH) // _WIDTH)
     return min(value, width) if key == "task_rank" else value

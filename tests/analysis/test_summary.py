@@ -1,0 +1,149 @@
+"""What analysis.json and its sentences say, for numbers that can be checked by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from fusion_bench_nufilt.analysis.files import save_analysis
+from fusion_bench_nufilt.analysis.reading import reading
+from fusion_bench_nufilt.analysis.results import Analysis, Layer, LossRow, VectorRow
+from fusion_bench_nufilt.analysis.summary import summarise
+
+ATTENTION, MLP = "layers.0.attn.q", "layers.1.mlp.fc"
+
+
+def loss(step, layer, stability, plasticity, free, **others):
+    relative = others.pop("relative", plasticity)
+    return LossRow("a", step, "law", layer, stability, plasticity, stability, relative, *free, **others)
+
+
+def analysis(**others):
+    """Two tasks in a layer of width 8 and one of width 16."""
+    vectors = [
+        VectorRow("law", ATTENTION, 1.0, 0.1, 2.0, 5, 0.6),
+        VectorRow("law", MLP, 1.0, 0.3, 4.0, 7, 0.8),
+        VectorRow("code", ATTENTION, 1.0, 0.2, 1.0, None, 0.5),
+        VectorRow("code", MLP, 1.0, 0.2, 2.0, None, 0.5),
+    ]
+    overlaps = np.array([[[1, 0.5], [0.5, 1]], [[1, 0.1], [0.1, 1]]])
+    return Analysis(
+        about={},
+        tasks=["law", "code"],
+        layers=[Layer(ATTENTION, (8, 8)), Layer(MLP, (8, 16))],
+        task_rank=4,
+        vectors=vectors,
+        names=["law", "code"],
+        overlaps=overlaps,
+        energy={"law": [0.5, 1.0], "code": [0.4, 0.8]},
+        **others,
+    )
+
+
+LOSSES = [
+    loss(1, ATTENTION, None, 9.0, (None, 9.0)),
+    loss(2, ATTENTION, 1.0, 3.0, (1.0, 3.0), stability_bound=2.0, plasticity_bound=2.0, relative=None),
+    loss(2, MLP, 3.0, 3.0, (2.0, 4.0), stability_bound=0.0, plasticity_bound=6.0, relative=0.5),
+    loss(3, ATTENTION, 0.0, 1.0, (2.0, 1.0), relative=None),
+    loss(3, MLP, 0.0, 1.0, (1.0, 1.0), relative=None),
+]
+
+
+def test_vectors_and_overlaps_are_summed_up_by_task_and_group():
+    content = summarise(analysis())
+    law = {"relative_norm": pytest.approx(0.2), "effective_rank": 3, "rank_90": 6, "energy_in_top": pytest.approx(0.7)}
+    assert content["vectors"]["law"] == law
+    assert content["vectors"]["code"]["rank_90"] is None
+    assert [content["overlap"][group][0][1] for group in ("all", "attention", "MLP")] == pytest.approx([0.3, 0.5, 0.1])
+    assert content["chance"] == {"all": 0.375, "attention": 0.5, "MLP": 0.25}
+    assert content["layers_of"]["effective rank, mean over the tasks"] == {ATTENTION: 1.5, MLP: 3}
+    assert "affinity" not in content
+    assert "methods" not in content
+
+
+def test_losses_are_means_over_layers_then_steps_and_what_is_not_known_is_none():
+    content = summarise(analysis(losses=LOSSES, scores={"a": {"ACC": 0.5, "BWT": None}}))
+    found = content["methods"]["a"]
+    assert (found["ACC"], found["BWT"]) == (0.5, None)
+    assert found["fixed"]["steps"] == [2, 3]
+    assert found["fixed"]["stability"] == [2, 0]
+    assert found["fixed"]["harmonic"] == [pytest.approx(2.4), 0]
+    assert found["fixed"]["arithmetic"] == [2.5, 0.5]
+    mean = {"stability": 1, "plasticity": 2, "harmonic": 1.2, "arithmetic": 1.5, "harmonic_of_means": 4 / 3}
+    assert found["fixed"]["mean"] == pytest.approx(mean)
+    assert found["relative"]["plasticity"] == [0.5, None]
+    assert found["relative"]["harmonic"][1] is None
+    assert found["relative"]["mean"]["plasticity"] == 0.5
+    assert "propagated" not in found
+    assert content["corollary"]["stability"] == {"median_share": 0.5, "largest_share": 0.5, "violations": 0, "pairs": 1}
+    assert content["corollary"]["plasticity"]["violations"] == 1
+
+
+def test_the_theorem_is_counted_by_rank():
+    row = {"task": "law", "layer": MLP, "r_d": 1, "misalignment": 0.4, "zeta": math.inf, "zeta_spectral": 0.9}
+    rows = [{**row, "violated": False}, {**row, "r_d": 4, "zeta_spectral": 0.1, "violated": True}]
+    first, second = summarise(analysis(theorem=rows))["theorem"]
+    assert (first["r_d"], first["condition_holds"], first["condition_holds_spectral"]) == (1, 0, 1)
+    assert first["median_affinity"] == pytest.approx(0.6)
+    assert (first["violations"], second["violations"]) == (0, 1)
+
+
+def test_affinities_are_summed_up_by_group_with_their_dominance():
+    A = np.array([[[0.8, 0.2], [0.4, 0.6]], [[0.6, 0.0], [0.2, 0.6]]])
+    content = summarise(analysis(affinity=A, affinity_by_rank=A[..., None], ranks=[4]))
+    assert content["affinity"]["all"]["mean"] == pytest.approx(np.array([[0.7, 0.1], [0.3, 0.6]]))
+    assert content["affinity"]["MLP"]["chance"] == 0.25
+    assert content["affinity"]["all"]["dominance"]["diagonal"] == pytest.approx(0.65)
+    assert content["affinity"]["all"]["dominance"]["ratio"] == pytest.approx(3.25)
+    assert content["pairs"][0] == [0, 0]
+    assert content["affinity_by_rank"] == {
+        "ranks": [4],
+        "diagonal": [pytest.approx(0.65)],
+        "off_diagonal": [pytest.approx(0.2)],
+        "chance": [pytest.approx(4 / 12)],
+    }
+
+
+def test_the_sentences_say_what_the_numbers_say():
+    A = np.array([[[0.8, 0.2], [0.4, 0.6]], [[0.6, 0.0], [0.2, 0.6]]])
+    row = {"task": "law", "layer": MLP, "r_d": 1, "misalignment": 0.4, "zeta": math.inf, "zeta_spectral": 0.9}
+    whole = analysis(
+        losses=LOSSES, affinity=A, affinity_by_rank=A[..., None], ranks=[4], theorem=[{**row, "violated": False}]
+    )
+    assert reading(summarise(whole)) == [
+        "The task vectors share 0.30 of their top 4 directions on average; chance would be 0.38. Those that collide "
+        "most are law and code (0.30).",
+        f"They collide most in {ATTENTION} (0.50) and least in {MLP} (0.10).",
+        "The top 4 directions of a layer hold 50 to 70 % of a task vector's energy; 90 % of it takes more than the 2 "
+        "directions that were solved for.",
+        "Data and task vectors: matched pairs have a mean affinity of 0.65, mismatched ones of 0.20; chance would be "
+        "0.38. The largest value is on the diagonal in 2 of 2 rows and 2 of 2 columns; a matched pair is above a "
+        "mismatched one in 100 % of cases.",
+        "Theorem 1: of 1 pairs of a layer and a task, its condition holds with the spectral norm in 1 with r_d = 1, "
+        "and with the paper's bound on the rows in 0 of all. There are 0 violations.",
+        "Losses with fixed inputs, mean over the steps: a (1) has the lowest stability loss, a (2) the lowest "
+        "plasticity loss, and a (1.2) the lowest harmonic mean. A method that changes little has small losses whatever "
+        "it does for accuracy: read them beside ACC and BWT.",
+        "Over the layers of a step, Spearman's rank correlation (rho) of the data-free losses with the measured ones, "
+        "for stability / plasticity, is: a none / none.",
+    ]
+
+
+def test_one_vector_has_nothing_to_collide_with():
+    content = summarise(analysis()) | {"names": ["law"], "overlap": {"all": [[1.0]]}}
+    content["vectors"] = {"law": content["vectors"]["law"]}
+    assert reading(content) == [
+        "There is one task vector, 'law', and nothing that it could collide with.",
+        "The top 4 directions of a layer hold 70 % of a task vector's energy; 90 % of it takes 6 directions in the "
+        "median layer.",
+    ]
+
+
+def test_tables_have_a_row_for_each_layer_and_leave_empty_what_is_not_known(tmp_path):
+    _, files = save_analysis(analysis(losses=LOSSES[:2]), tmp_path)
+    assert files == ["analysis.json", "reading.md", "task_vectors.csv", "overlaps.csv", "losses.csv"]
+    lines = (tmp_path / "task_vectors.csv").read_text().splitlines()
+    assert lines[1] == f"law,{ATTENTION},1.0,0.1,2.0,5,0.6"
+    assert lines[3] == f"code,{ATTENTION},1.0,0.2,1.0,,0.5"
+    assert (tmp_path / "overlaps.csv").read_text().splitlines()[2] == f"{ATTENTION},attention,law,code,0.5"
+    assert (tmp_path / "losses.csv").read_text().splitlines()[1] == f"a,1,law,{ATTENTION},,9.0,,9.0,,9.0,,,,"
