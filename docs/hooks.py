@@ -9,8 +9,8 @@ from latex2mathml.converter import convert
 
 from fusion_bench_nufilt.baselines.rules import RuleConfig
 from fusion_bench_nufilt.continual import ProtocolConfig
+from fusion_bench_nufilt.continual.protocol import DeviceConfig
 from fusion_bench_nufilt.core import FusionConfig
-from fusion_bench_nufilt.core.devices import DeviceConfig
 from fusion_bench_nufilt.core.options import choices
 from fusion_bench_nufilt.core.spectral import SpectralConfig
 from fusion_bench_nufilt.folders import Settings

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.core import FusionConfig
-from fusion_bench_nufilt.core.devices import DeviceConfig
 from fusion_bench_nufilt.core.options import split_options, takes_options
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.layers import TargetConfig, check_model, coverage, merge_other_params, select_layers
@@ -24,7 +23,7 @@ from fusion_bench_nufilt.storage.files import write_text
 from fusion_bench_nufilt.storage.manifest import Manifest
 
 from .algorithm import ContinualMergingAlgorithm
-from .protocol import ProtocolConfig
+from .protocol import DeviceConfig, ProtocolConfig
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     Args:
         layer_method: the name of a method in :data:`fusion_bench_nufilt.methods.METHODS`.
         **kwargs: the options of that method, of :class:`fusion_bench_nufilt.layers.TargetConfig`,
-            :class:`fusion_bench_nufilt.core.devices.DeviceConfig` and
+            :class:`fusion_bench_nufilt.continual.protocol.DeviceConfig` and
             :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
 
     Raises:
@@ -171,7 +170,7 @@ class NufiltContinualMergingAlgorithm(LayerwiseMergingAlgorithm):
     Args:
         **kwargs: the options of :class:`fusion_bench_nufilt.core.FusionConfig`,
             :class:`fusion_bench_nufilt.layers.TargetConfig`,
-            :class:`fusion_bench_nufilt.core.devices.DeviceConfig` and
+            :class:`fusion_bench_nufilt.continual.protocol.DeviceConfig` and
             :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
 
     Raises:

@@ -1,7 +1,11 @@
-"""The settings of the protocol."""
+"""The settings of a run: its protocol, and the devices that it uses."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
+
+import torch
 
 from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.options import check_choices, check_whole
@@ -51,3 +55,38 @@ class ProtocolConfig:
             check_whole(self, "num_merged", least=1)
         if self.resume and not self.save_on_every_step:
             raise ValueError("resume=true needs the checkpoints that save_on_every_step=false does not keep")
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """Where layers are computed.
+
+    Raises:
+        ValueError: the value is neither all nor a list of numbers.
+    """
+
+    devices: Literal["all"] | Sequence[int] | None = options.option(
+        None,
+        "GPUs that compute layers side by side: all, or a list of their numbers. null: the one that the run is on. The "
+        "result is the same.",
+        panel="Machine",
+    )
+
+    def __post_init__(self) -> None:
+        if (numbers := self.devices) is None or numbers == "all":
+            return
+        if not isinstance(numbers, list | tuple) or not numbers or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ValueError(f"devices must be all, or a list of numbers of GPUs such as [0,1], got {numbers!r}")
+
+    def choose(self, otherwise: torch.device) -> list[torch.device]:
+        """Return the devices, which are ``otherwise`` if none are named.
+
+        Raises:
+            ValueError: all GPUs are wanted and there is none.
+        """
+        if self.devices is None:
+            return [otherwise]
+        numbers = range(torch.cuda.device_count()) if self.devices == "all" else self.devices
+        if not numbers:
+            raise ValueError("devices=all: PyTorch sees no GPU; leave devices out")
+        return [torch.device("cuda", int(number)) for number in numbers]

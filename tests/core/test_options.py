@@ -10,8 +10,8 @@ import yaml
 from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual import ProtocolConfig
+from fusion_bench_nufilt.continual.protocol import DeviceConfig
 from fusion_bench_nufilt.core.adapter import SOLVERS
-from fusion_bench_nufilt.core.devices import DeviceConfig
 from fusion_bench_nufilt.core.options import choices
 from fusion_bench_nufilt.layers import TargetConfig
 

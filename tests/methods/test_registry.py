@@ -8,7 +8,7 @@ import yaml
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.continual import ProtocolConfig
-from fusion_bench_nufilt.core.devices import DeviceConfig
+from fusion_bench_nufilt.continual.protocol import DeviceConfig
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.methods import METHODS, find_method
 
