@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from folders import SIZES, make_checkpoints
 
-from fusion_bench_nufilt.cluster import Team
+import fusion_bench_nufilt.cluster
 from fusion_bench_nufilt.core import FusionConfig, fuse_layers
 from fusion_bench_nufilt.core.workers import working_bytes
 from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
@@ -157,20 +157,18 @@ def check(size, folder, nodes, threads):
         files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (folder / out).glob("*.saf*")}
         return time.perf_counter() - begin, files, json.loads((folder / out / "nufilt.json").read_text())
 
-    class Timed(Team):
-        def __init__(self, *arguments):
-            begin = time.perf_counter()
-            super().__init__(*arguments)
-            starts.append(time.perf_counter() - begin)
+    def start(*arguments, begin_workers=fusion_bench_nufilt.cluster._start):
+        begin = time.perf_counter()
+        started = begin_workers(*arguments)
+        starts.append(time.perf_counter() - begin)
+        return started
 
     torch.set_num_threads(threads)
     local, expected, manifest = merge("local")
     busy = sum(report[0]["seconds"] for report in manifest["layers"].values())
     print_header(f"{size} on", "seconds", "of these to start", "of its layers", "simulated", "files equal")
     print(f"| this process, threads: {threads} | {local:.0f} | 0 | {busy:.0f} | | |", flush=True)
-    import fusion_bench_nufilt.folders.ray_engine as module
-
-    module.Team = Timed
+    fusion_bench_nufilt.cluster._start = start
     for number in nodes:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
         for _ in range(number - 1):

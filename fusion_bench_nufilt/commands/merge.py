@@ -17,7 +17,7 @@ from fusion_bench_nufilt.folders.destination import check_disk, check_output
 from fusion_bench_nufilt.folders.forecast import disk_bytes, peak_memory, predict_seconds
 from fusion_bench_nufilt.folders.models import LoraAdapter
 from fusion_bench_nufilt.folders.output import work_folder
-from fusion_bench_nufilt.folders.ray_engine import places
+from fusion_bench_nufilt.folders.ray_engine import cluster_nodes
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.methods import METHODS, find_method
 
@@ -148,7 +148,7 @@ def _costs(plan: Plan, out: Path) -> Iterator[tuple[str, str]]:
     if plan.settings.engine == "local":
         yield "memory", f"{peak_memory(plan) / 1e9:.2f} GB at most"
     else:
-        counts = Counter(place.slots for place in places(plan))
+        counts = Counter(node.slots for node in cluster_nodes(plan))
         workers, cpus = sum(number * each for each, number in counts.items()), " if all CPUs are like this machine's"
         for each, number in counts.items():
             held = f"{peak_memory(plan, each) / 1e9:.2f} GB at most"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fusion_bench_nufilt.folders import Settings
 from fusion_bench_nufilt.folders.output import Output, work_folder
 from tests.conftest import REPO
 from tests.folders.helpers import hashes, merge
@@ -41,7 +42,7 @@ def test_without_ray_the_error_names_the_extra(tmp_path, monkeypatch):
 
 def test_an_address_is_for_a_cluster():
     with pytest.raises(ValueError, match="address 'auto' is for engine=ray"):
-        merge("", settings={"address": "auto"})
+        Settings(address="auto")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def when_computing(do):
 
 def is_computing(process):
     try:
-        return process.name().startswith("ray::Worker.fu")
+        return process.name().startswith("ray::Worker.wo")
     except psutil.NoSuchProcess:
         return False
 
@@ -119,8 +120,8 @@ def test_layers_of_a_node_that_is_removed_are_given_to_others(cluster, stream, c
 def test_a_killed_driver_goes_on_where_it_stopped_and_two_do_not_write_one_folder(cluster, stream, caplog):
     folder, expected = stream
     code = (
-        "import pathlib, sys; from tests.folders import test_cluster\n"
-        "test_cluster.on_cluster(pathlib.Path(sys.argv[1]), 'resumed', sys.argv[2])\n"
+        "import pathlib, sys; from tests.folders import test_ray_engine\n"
+        "test_ray_engine.on_cluster(pathlib.Path(sys.argv[1]), 'resumed', sys.argv[2])\n"
     )
     command = [sys.executable, "-c", code, str(folder), cluster.address]
     driver = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(REPO)})
