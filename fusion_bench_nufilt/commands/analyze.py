@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from fusion_bench_nufilt.analysis.settings import AnalysisConfig
 from fusion_bench_nufilt.compare.overrides import without_method
 from fusion_bench_nufilt.folders import Plan
-from fusion_bench_nufilt.results.write import leave_page
+from fusion_bench_nufilt.results.write import leave_results
 from fusion_bench_nufilt.storage.files import lock_folder
 
 from .options import patterns, takes_options, was_typed
@@ -80,7 +80,7 @@ def analyze(
             else:
                 analysis = _pool(console, modelpool, methods, runs, list(overrides or ()), targets, out, config)
             content, files = save_analysis(analysis, out)
-            files += leave_page(out)
+            files += leave_results(out)
         finally:
             lock.release()
     print("\n".join(content["reading"]))

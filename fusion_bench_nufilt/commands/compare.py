@@ -52,10 +52,7 @@ def compare(
         from fusion_bench_nufilt.compare.run import compare as run_comparison
         from fusion_bench_nufilt.compare.specs import parse_methods, parse_seeds
         from fusion_bench_nufilt.compare.trackers import is_tracker, log_comparison, trackers
-        from fusion_bench_nufilt.results.comparison_files import save_report
-        from fusion_bench_nufilt.results.comparison_tables import as_rich, main_table, task_table
-        from fusion_bench_nufilt.results.matrix import fits_terminal, print_table
-        from fusion_bench_nufilt.results.overhead import overhead_table, printed_overhead
+        from fusion_bench_nufilt.results.comparison import print_comparison
 
         words = list(overrides or ())
         if not preset:
@@ -81,17 +78,9 @@ def compare(
                 address=address,
                 console=console,
             )
-        files = save_report(comparison, out)
+        files = comparison.save(out)
         log_comparison(comparison, loggers, [out / file for file in files if file.endswith(".png")])
-    main = main_table(comparison)
-    per_task = as_rich(task_table(comparison))
-    if fits_terminal(per_task):  # else it is in per_task.md
-        print_table(per_task)
-    print_table(as_rich(main))
-    if preset == "overhead":
-        print_table(as_rich(overhead_table(comparison)))
-        print_table(as_rich(printed_overhead()))
-    print("\n".join(main.notes))
+    print_comparison(out)
     console.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
     if not comparison.finished:
         raise typer.Exit(1)

@@ -1,11 +1,11 @@
-"""`nufilt report`: a page to look at."""
+"""`nufilt report`: the tables, pictures and page of what was run earlier."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fusion_bench_nufilt.results.write import write_page
+from fusion_bench_nufilt.results.write import write_results
 
 from .terminal import terminal
 
@@ -13,6 +13,6 @@ from .terminal import terminal
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run, a comparison or an analysis.")],
 ) -> None:
-    """Make one self-contained page, index.html, of a run, a comparison or an analysis. It opens from disk."""
+    """Make tables, pictures and one self-contained page, index.html, of a run, a comparison or an analysis."""
     with terminal() as console:
-        console.print(f"[bold]{write_page(folder)}[/bold]", highlight=False)
+        console.print(f"[bold]{folder}[/bold]: {', '.join(write_results(folder))}", highlight=False)

@@ -1,47 +1,24 @@
 """Means and standard deviations over the seeds."""
 
-import math
-from collections.abc import Iterable
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fusion_bench_nufilt.continual import METRICS, AccuracyMatrix
-from fusion_bench_nufilt.results.matrix import percent
-from fusion_bench_nufilt.results.metrics import or_none
+from fusion_bench_nufilt.results.metrics import Mean
+from fusion_bench_nufilt.results.write import write_results
+from fusion_bench_nufilt.storage.files import write_text
 
-from .paper import Published, paper_settings, published
+from .paper import Published, paper_settings, printed_tables, published
+from .presets import SENSITIVITY
 from .specs import NEED_DATA, RunSpec
-from .store import References, Run
+from .store import References, Run, references_as_json
 
 _ITERATIONS = ("max_steps", "iter_num", "num_steps")  # what methods call them
-
-
-@dataclass(frozen=True)
-class Mean:
-    """Mean and sample standard deviation (n - 1); NaN without values, and no deviation for fewer than two."""
-
-    mean: float
-    std: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> "Mean":
-        """Of those values that are numbers."""
-        numbers = np.array([value for value in values if not math.isnan(value)])
-        mean = float(numbers.mean()) if numbers.size else math.nan
-        return cls(mean, float(numbers.std(ddof=1)) if numbers.size > 1 else math.nan, numbers.size)
-
-    def percent(self, *, sign: bool = False) -> str:
-        """``75.7 ± 0.3`` of fractions, ``75.7`` of a single one, ``-`` of none."""
-        return percent(self.mean, sign=sign) + ("" if math.isnan(self.std) else f" ± {percent(self.std)}")
-
-    def as_json(self) -> dict[str, float | int | None]:
-        """For JSON, which knows no NaN."""
-        return {"mean": or_none(self.mean), "std": or_none(self.std), "count": self.count}
+_OVERHEAD = ("overhead", "clip-vit-base-patch32_TA8")  # the paper's table of costs, and the models that it is for
 
 
 @dataclass(frozen=True)
@@ -75,21 +52,6 @@ class MethodResult:
         """Seconds of merging all models, without loading and scoring."""
         return Mean.of(sum(run.merge_seconds) for run in self.runs if run.matrix is not None)
 
-    @cached_property
-    def solving_seconds(self) -> Mean:
-        """Seconds of these in the solver; NaN for a method without one."""
-        return Mean.of(run.solving_seconds for run in self.runs if run.solving_seconds is not None)
-
-    @cached_property
-    def memory(self) -> Mean:
-        """Most bytes in use while merging; NaN where that can't be known."""
-        return Mean.of(float(run.memory) for run in self.runs if run.memory is not None)
-
-    @property
-    def parameters(self) -> int | None:
-        """Of the final model, whatever the seed; None if that is not known."""
-        return next((run.parameters for run in self.runs if run.parameters is not None), None)
-
     @property
     def iterations(self) -> int | None:
         """Steps of an optimiser at each merging step; None for a method without one."""
@@ -113,18 +75,17 @@ class MethodResult:
         """Score of a task after the last step. Each order has its own last row; the task is found in it by name."""
         return Mean.of(float(matrix.values[-1, matrix.tasks.index(task)]) for matrix in self.matrices)
 
-    @cached_property
-    def mean_seen(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """``(T,)`` each: mean and deviation, by step, of the mean score of the tasks seen so far.
-
-        Over orders, step t is the mean over t tasks that are not the same t tasks in every order.
-        """
-        means = [Mean.of(column) for column in zip(*(matrix.mean_seen for matrix in self.matrices), strict=True)]
-        return np.array([mean.mean for mean in means]), np.array([mean.std for mean in means])
-
-    def setting(self, key: str) -> Any:
-        """A value of the method's configuration."""
-        return self.runs[0].config.get(key)
+    def as_json(self) -> dict[str, Any]:
+        """Return what ``results.json`` holds of the method."""
+        return {
+            "overrides": list(self.spec.overrides),
+            **{name: mean.as_json() for name, mean in self.metrics.items()},
+            "merging_seconds": self.seconds.as_json(),
+            "iterations": self.iterations,
+            "extra_parameters": self.extra_parameters,
+            "data": self.data,
+            "runs": {str(run.seed): run.as_json() for run in self.runs},
+        }
 
 
 @dataclass(frozen=True)
@@ -146,10 +107,6 @@ class Comparison:
     references: References
     methods: list[MethodResult]
     preset: str | None = None
-
-    def reference(self, label: str) -> float:
-        """Mean score of ``pretrained`` or ``individual`` over the tasks that have one."""
-        return Mean.of(self.references[label].values()).mean
 
     @cached_property
     def published(self) -> dict[str, Published]:
@@ -180,3 +137,42 @@ class Comparison:
                 for key, value in run.environment.items():
                     found.setdefault(key, {})[value] = None
         return {key: " and ".join(values) for key, values in found.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all numbers, and those that the paper prints for the same."""
+        printed = _as_json(self.published)
+        content: dict[str, Any] = {
+            "settings": self.settings,
+            "environment": self.environments,
+            "preset": self.preset,
+            "tasks": self.tasks,
+            "seeds": self.seeds,
+            "references": references_as_json(self.references),
+            "published_percent": {label: printed[label] for label in self.references if label in printed},
+            "methods": {
+                method.spec.label: method.as_json()
+                | {
+                    "final": {task: method.final(task).as_json() for task in self.tasks},
+                    "published_percent": printed.get(method.spec.label, {}),
+                }
+                for method in self.methods
+            },
+        }
+        if self.preset == "sensitivity":
+            content["panels"] = [{**panel._asdict(), "fixed": list(panel.fixed)} for panel in SENSITIVITY]
+        if self.preset == "overhead":
+            content["published_overhead"] = _as_json(printed_tables()[_OVERHEAD])
+        return content
+
+    def save(self, folder: Path) -> list[str]:
+        """Write ``results.json`` and all that is made of it: tables, pictures and the page.
+
+        Returns:
+            The names of the files.
+        """
+        write_text(folder / "results.json", json.dumps(self.as_json(), indent=2))
+        return ["results.json", *write_results(folder)]
+
+
+def _as_json(published: Mapping[str, Published]) -> dict[str, dict[str, Any]]:
+    return {label: {name: number._asdict() for name, number in row.items()} for label, row in published.items()}

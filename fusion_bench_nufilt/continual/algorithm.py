@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from fusion_bench_nufilt.core.options import split_options, takes_options, unknown_option
 from fusion_bench_nufilt.results.matrix import print_matrix, save_matrix
 from fusion_bench_nufilt.results.metrics import AccuracyMatrix
-from fusion_bench_nufilt.results.write import leave_page
+from fusion_bench_nufilt.results.write import leave_results
 from fusion_bench_nufilt.storage.identity import model_digest
 from fusion_bench_nufilt.storage.manifest import Input, Manifest
 from fusion_bench_nufilt.storage.versions import package_versions
@@ -294,6 +294,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         }
         save_matrix(self.matrix, self.folder.path, about)
         last = self.first_step - 1 + len(self.matrix.tasks)
+        leave_results(self.folder.path)
         log_picture(self.fabric.loggers, "accuracy_matrix", self.folder.path / "accuracy_matrix.png", last)
-        leave_page(self.folder.path)
         log.info("accuracy_matrix.json, .csv and .png are in %s", self.folder.path)

@@ -10,9 +10,7 @@ from rich.console import Console
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.demo import demo_folder
-from fusion_bench_nufilt.results.comparison_files import save_report
-from fusion_bench_nufilt.results.comparison_tables import as_rich, main_table
-from fusion_bench_nufilt.results.matrix import print_table
+from fusion_bench_nufilt.results.comparison import print_comparison
 
 # The paper's ranks, 128 and 64 for a width of 768, would filter everything at the demo's width of 128. These have the
 # same ratio to the width.
@@ -44,10 +42,9 @@ def main() -> None:
         overwrite=True,
         console=Console(file=sys.stderr),
     )
-    files = save_report(comparison, arguments.out)
-    table = main_table(comparison)
-    print_table(as_rich(table))
-    print("\n".join([*table.notes, f"{arguments.out}: {', '.join(files)}; {time.perf_counter() - begin:.0f} s in all"]))
+    files = comparison.save(arguments.out)
+    print_comparison(arguments.out)
+    print(f"{arguments.out}: {', '.join(files)}; {time.perf_counter() - begin:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def lines(
     looks = style(among or list(last), names)
     rows += [{"set": name, "mark": place, "words": words} for name, (place, words) in (marks or {}).items()]
     letter, axis = x_axis(x, x_title, x_scale)
-    upwards: Options = {"title": y_title or None, "scale": y_scale or alt.Scale(zero=False, nice=False, padding=12)}
+    upwards: Options = {"title": y_title or None, "scale": y_scale or alt.Scale(zero=False, nice=False, padding=18)}
 
     def draw(part: Rows, title: str | None) -> alt.LayerChart:
         base = alt.Chart().encode(x=alt.X(f"x:{letter}", **axis), color=looks["color"])
@@ -197,13 +197,14 @@ def points(
     rows: Rows = []
     for name, point in series.items():
         row: Options = {"name": name, **point.get("words", {})}
-        for axis in ("x", "y"):
-            extent = clean(point.get(f"{axis}_std")) or 0.0
-            row |= {axis: clean(point[axis]), f"{axis}_low": point[axis] - extent, f"{axis}_high": point[axis] + extent}
+        for side in ("x", "y"):
+            extent = clean(point.get(f"{side}_std")) or 0.0
+            row |= {side: clean(point[side]), f"{side}_low": point[side] - extent, f"{side}_high": point[side] + extent}
         rows.append(row)
-    ends = [padded([row[f"{axis}_{end}"] for row in rows for end in ("low", "high")]) for axis in ("x", "y")]
-    x: Options = {"title": x_title, "scale": alt.Scale(domain=ends[0], nice=False)}
-    y: Options = {"title": y_title, "scale": alt.Scale(domain=ends[1], nice=False)}
+    ends = [padded([row[f"{side}_{end}"] for row in rows for end in ("low", "high")]) for side in ("x", "y")]
+    axis = alt.Axis(grid=background is None)
+    x: Options = {"title": x_title, "scale": alt.Scale(domain=ends[0], nice=False), "axis": axis}
+    y: Options = {"title": y_title, "scale": alt.Scale(domain=ends[1], nice=False), "axis": axis}
     looks = style(among or list(series), list(series))
     words = {key: key for point in series.values() for key in point.get("words", {})}
     base = alt.Chart().encode(color=looks["color"], tooltip=tooltip(name="", **words))

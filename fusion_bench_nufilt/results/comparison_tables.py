@@ -1,156 +1,246 @@
-"""The comparison as tables: for the terminal, Markdown and LaTeX."""
+"""What the tables of a comparison say, read from the content of ``results.json``."""
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from rich.markup import escape
-from rich.table import Table as RichTable
+import pandas as pd
 
-from fusion_bench_nufilt.compare.paper import Published
-from fusion_bench_nufilt.compare.summary import Comparison, Mean
-from fusion_bench_nufilt.continual import METRICS
+from .metrics import METRICS, Mean, percent
+from .tables import Table
 
-_NOTED = "†"  # beside a printed number of which something is to be said below
+Json = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Cell:
-    """A text, and whether it is the best or second best of its column."""
-
-    text: str
-    mark: Literal["", "best", "second"] = ""
+_NOTED = "†"  # beside a printed number about which something is said below the table
+_COSTS = ("iterations", "solving s", "total s", "memory GB", "parameters M")
+_HEADLINE = [name for name, metric in METRICS.items() if metric.headline]
 
 
-@dataclass(frozen=True)
-class Table:
-    """Rows of cells under a header; the first column holds names, the others numbers.
-
-    Args:
-        references: so many rows at the top are not methods but single models.
-        notes: lines below the table.
-    """
-
-    title: str
-    header: list[str]
-    rows: list[list[Cell]]
-    references: int
-    notes: list[str] = field(default_factory=list)
-
-
-def main_table(comparison: Comparison) -> Table:
-    """The headline metrics of every method, mean ± standard deviation over the seeds, beside the paper's numbers."""
-    printed = comparison.published
-    complete = all(len(method.matrices) == len(method.runs) for method in comparison.methods)
-    headline = [name for name, metric in METRICS.items() if metric.headline]
-    columns = {
-        name: _marked(comparison, [method.metrics[name] for method in comparison.methods], sign=METRICS[name].signed)
-        for name in headline
-    }
-    header = ["method", *(text for name in headline for text in (f"{name} %", f"paper {name}"))]
-    header += ["extra params", "data", "merging s", "runs"]
+def main_table(content: Json) -> Table:
+    """Tabulate the headline metrics, mean ± standard deviation over the seeds, beside the paper's numbers."""
+    printed = _published(content)
     rows = [
-        [Cell(label), Cell(f"{100 * comparison.reference(label):.1f}"), _paper(printed.get(label, {}), "ACC")]
-        + [Cell("")] * (len(header) - 3)
-        for label in comparison.references
+        {"method": label, "ACC %": percent(Mean.of(scores.values()).mean), **_printed(printed[label], ["ACC"])}
+        for label, scores in content["references"].items()
     ]
-    for place, method in enumerate(comparison.methods):
-        numbers = printed.get(method.spec.label, {})
-        done = "" if complete else f"{len(method.matrices)}/{len(method.runs)}"
-        measured = [cell for name in headline for cell in (columns[name][place], _paper(numbers, name))]
-        about = (_count(method.extra_parameters), method.data, _seconds(method.seconds), done)
-        rows.append([Cell(method.spec.label), *measured, *map(Cell, about)])
-    title = f"{len(comparison.tasks)} models merged one after another"
-    notes = notes_on(comparison) + _paper_notes(printed, headline)
-    table = Table(title, header, rows, len(comparison.references), notes)
-    return _without_empty_columns(table)
+    complete = all(map(_is_complete, content["methods"].values()))
+    for label, row in content["methods"].items():
+        words = {"method": label}
+        for name in _HEADLINE:
+            words[f"{name} %"] = _measured(row, row.get(name), sign=METRICS[name].signed)
+            words |= _printed(printed[label], [name])
+        words["extra params"] = _millions(row.get("extra_parameters"))
+        words["data"] = row.get("data") or "none"
+        words["merging s"] = _number(Mean.from_json(row["merging_seconds"]).mean)
+        words["runs"] = "" if complete else f"{len(finished(row))}/{len(row['runs'])}"
+        rows.append(words)
+    texts = pd.DataFrame(rows).fillna("")
+    texts = texts.loc[:, ~texts.isin(["", "-", "failed"]).all()]
+    ranks = _ranks(content, {f"{name} %": [row.get(name) for row in content["methods"].values()] for name in _HEADLINE})
+    notes = [*notes_on(content), *_printed_notes(printed, _HEADLINE)]
+    title = f"{len(content['tasks'])} models merged one after another"
+    return Table(title, texts, ranks, len(content["references"]), notes)
 
 
-def task_table(comparison: Comparison) -> Table:
-    """Score of each task after the last step, mean ± standard deviation over the seeds."""
-    columns = [_marked(comparison, [method.final(task) for method in comparison.methods]) for task in comparison.tasks]
+def task_table(content: Json) -> Table:
+    """Tabulate the score of each task after the last step, mean ± standard deviation over the seeds."""
+    tasks, methods, printed = content["tasks"], content["methods"], _published(content)
     rows = [
-        [Cell(label), *(Cell(Mean.of([scores[task]]).percent()) for task in comparison.tasks)]
-        for label, scores in comparison.references.items()
+        {"method": label, **{task: Mean.of([scores[task]]).percent() for task in tasks}}
+        for label, scores in content["references"].items()
     ]
-    for number, method in enumerate(comparison.methods):
-        rows.append([Cell(method.spec.label), *(column[number] for column in columns)])
-    for label, numbers in comparison.published.items():
-        if not numbers.keys().isdisjoint(comparison.tasks):
-            rows.append([Cell(f"{label}, paper"), *(_paper(numbers, task) for task in comparison.tasks)])
-    title = "Score (%) of each task after the last step"
-    notes = notes_on(comparison) + _paper_notes(comparison.published, comparison.tasks)
-    return Table(title, ["method", *comparison.tasks], rows, len(comparison.references), notes)
-
-
-def _marked(comparison: Comparison, means: Sequence[Mean], *, sign: bool = False) -> list[Cell]:
-    """The best and the second best of the methods that finished every seed and need no data; a failed one says so."""
-    compared = [method.data == "none" and len(method.matrices) == len(method.runs) for method in comparison.methods]
-    shown = [round(mean.mean, 3) if ok else math.nan for mean, ok in zip(means, compared, strict=True)]
-    best, second, *_ = [*sorted({value for value in shown if not math.isnan(value)}, reverse=True), None, None]
-    cells = []
-    for method, mean, value in zip(comparison.methods, means, shown, strict=True):
-        text = mean.percent(sign=sign) if method.matrices else "failed"
-        cells.append(Cell(text, "best" if value == best else "second" if value == second else ""))
-    return cells
-
-
-def _paper(numbers: Published, name: str) -> Cell:
-    """The printed value of a metric or a task, in per cent, with its deviation, and a mark if it has a note."""
-    if name not in numbers:
-        return Cell("")
-    signed = name in METRICS and METRICS[name].signed
-    value, deviation, note = numbers[name]
-    text = f"{value:+.1f}" if signed else f"{value:.1f}"
-    return Cell(text + ("" if deviation is None else f" ± {deviation:.1f}") + (_NOTED if note else ""))
-
-
-def _paper_notes(printed: Mapping[str, Published], names: Sequence[str]) -> list[str]:
-    """What is to be said of the printed numbers that are shown."""
-    found = {
-        (label, numbers[name].note): None
+    rows += [
+        {"method": label, **{task: _measured(row, row["final"][task]) for task in tasks}}
+        for label, row in methods.items()
+    ]
+    rows += [
+        {"method": f"{label}, paper", **{task: _printed_text(numbers, task) for task in tasks}}
         for label, numbers in printed.items()
-        for name in names
-        if name in numbers and numbers[name].note
+        if not numbers.keys().isdisjoint(tasks)
+    ]
+    ranks = _ranks(content, {task: [row["final"][task] for row in methods.values()] for task in tasks})
+    notes = [*notes_on(content), *_printed_notes(printed, tasks)]
+    title = "Score (%) of each task after the last step"
+    return Table(title, pd.DataFrame(rows), ranks, len(content["references"]), notes)
+
+
+def overhead_tables(content: Json) -> list[Table]:
+    """Tabulate what merging costs, and what the paper prints for it: of the whole stream, but iterations of each step.
+
+    The total is merging alone, without loading and scoring; subspaces are what is not the solver.
+    """
+    ours = {
+        label: {
+            "iterations": row.get("iterations"),
+            "solving s": _of_runs(row, "solving_seconds").mean,
+            "total s": Mean.from_json(row["merging_seconds"]).mean,
+            "memory GB": _of_runs(row, "memory").mean / 1e9,
+            "parameters M": _of_runs(row, "parameters").mean / 1e6,
+            "ACC %": _measured(row, row["ACC"]),
+        }
+        for label, row in content["methods"].items()
     }
-    return [f"{_NOTED} the paper's {label}: {note}" for label, note in found]
+    keys = ("iterations", "solving_seconds", "total_seconds", "gpu_gigabytes", "parameters_millions")
+    papers = {
+        label: dict(zip(_COSTS, (row[key]["value"] if key in row else None for key in keys), strict=True))
+        | {"ACC %": _printed_text(row, "ACC").rstrip(_NOTED)}
+        for label, row in content.get("published_overhead", {}).items()
+    }
+    memory = "memory: most in use between scorings, with all that stays loaded"
+    another = ["not comparable with seconds and memory of another machine", "subspaces: total - solving, computed here"]
+    printed_for = "The paper's: ViT-B/32, 8 models, ten orders, on a GPU that it does not name"
+    # The total of other methods than NUFILT has more than subspaces in it, and the paper prints it alone.
+    return [
+        _cost_table(f"Cost of merging {len(content['tasks'])} models", ours, list(ours), [*notes_on(content), memory]),
+        _cost_table(printed_for, papers, [label for label in papers if label.startswith("nufilt")], another),
+    ]
 
 
-def _count(number: int | None) -> str:
-    """In millions."""
+def _cost_table(title: str, costs: Mapping[str, Json], with_subspaces: Sequence[str], notes: list[str]) -> Table:
+    frame = pd.DataFrame.from_dict(dict(costs), orient="index")
+    numbers = frame[list(_COSTS)].astype(float)
+    rest = (numbers["total s"] - numbers["solving s"]).where(numbers.index.isin(with_subspaces))
+    numbers.insert(2, "subspaces s", rest)
+    texts = numbers.map(_number).assign(iterations=numbers["iterations"].map(lambda n: _number(n, digits=0)))
+    return Table(title, texts.assign(**{"ACC %": frame["ACC %"]}).reset_index(names="method"), notes=notes)
+
+
+def method_numbers(content: Json) -> pd.DataFrame:
+    """Return the numbers of every method as fractions, seconds and bytes, for ``table.csv``."""
+    rows = []
+    printed = _published(content)
+    for label, row in content["methods"].items():
+        means = {name: Mean.from_json(row.get(name)) for name in (*METRICS, "merging_seconds")}
+        means |= {"solving_seconds": _of_runs(row, "solving_seconds"), "memory_bytes": _of_runs(row, "memory")}
+        known = (run["parameters"] for run in finished(row).values() if run["parameters"] is not None)
+        rows.append(
+            {"method": label}
+            | {f"{name}_{key}": getattr(mean, key) for name, mean in means.items() for key in ("mean", "std")}
+            | {"parameters": next(known, None)}
+            | {key: row.get(key) for key in ("extra_parameters", "data")}
+            | _printed_fractions(printed[label])
+            | {"finished": " ".join(finished(row)), "failed": "; ".join(failures(row))}
+        )
+    references = [
+        {"method": label, "ACC_mean": Mean.of(scores.values()).mean, **_printed_fractions(printed[label])}
+        for label, scores in content["references"].items()
+    ]
+    return pd.DataFrame([*references, *rows], columns=list(rows[0]), dtype=object)
+
+
+def task_numbers(content: Json) -> pd.DataFrame:
+    """Return the score of each task after the last step as a fraction, for ``per_task.csv``."""
+    rows = [
+        {"method": label, **{f"{task}_mean": scores[task] for task in content["tasks"]}}
+        for label, scores in content["references"].items()
+    ]
+    for label, row in content["methods"].items():
+        final = {f"{task}_{key}": row["final"][task][key] for task in content["tasks"] for key in ("mean", "std")}
+        rows.append({"method": label, **final})
+    return pd.DataFrame(rows, columns=list(rows[-1]), dtype=object)
+
+
+def notes_on(content: Json) -> list[str]:
+    """Say where the numbers come from, and what is missing."""
+    seeds, settings = content["seeds"], content["settings"]
+    over = "mean ± standard deviation over " if len(seeds) > 1 else ""
+    notes = [f"{settings['modelpool']}: {len(content['tasks'])} tasks; {over}{_seeds(seeds)}"]
+    if settings.get("overrides"):
+        notes.append(f"with {' '.join(settings['overrides'])}")
+    if content["environment"]:  # there is none where nothing was run
+        notes.append(", ".join(f"{name} {version}" for name, version in content["environment"].items()))
+    runs = [run for row in content["methods"].values() for run in finished(row).values()]
+    last_rows = [dict(zip(run["tasks"], run["accuracy_matrix"][-1], strict=True)) for run in runs]
+    if missing := sorted({task for scores in last_rows for task, score in scores.items() if score is None}):
+        notes.append(f"no score, and not in the means: {', '.join(missing)}")
+    for label, row in content["methods"].items():
+        notes += [f"{label} failed on {_seeds(failed)}: {reason}" for reason, failed in failures(row).items()]
+    return notes
+
+
+def finished(row: Json) -> dict[str, Json]:
+    """Return the runs of a method that did not fail, by seed."""
+    return {seed: run for seed, run in row["runs"].items() if run["accuracy_matrix"] is not None}
+
+
+def _of_runs(row: Json, key: str) -> Mean:
+    return Mean.of(run.get(key) for run in finished(row).values())
+
+
+def failures(row: Json) -> dict[str, list[int]]:
+    """Return reasons, and the seeds on which a method failed for them."""
+    reasons: dict[str, list[int]] = {}
+    for seed, run in row["runs"].items():
+        if run["error"] is not None:
+            reasons.setdefault(run["error"], []).append(int(seed))
+    return reasons
+
+
+def _is_complete(row: Json) -> bool:
+    return len(finished(row)) == len(row["runs"])
+
+
+def _ranks(content: Json, columns: Mapping[str, Sequence[Json | None]]) -> pd.DataFrame:
+    """Rank the methods that finished every seed and need no data; what is shown as equal is equal."""
+    compared = [row.get("data", "none") == "none" and _is_complete(row) for row in content["methods"].values()]
+    index = range(len(content["references"]), len(content["references"]) + len(compared))
+    means = {
+        name: [Mean.from_json(mean).mean if ok else math.nan for mean, ok in zip(means, compared, strict=True)]
+        for name, means in columns.items()
+    }
+    return pd.DataFrame(means, index=index).round(3).rank(method="dense", ascending=False)
+
+
+def _published(content: Json) -> dict[str, Json]:
+    """Return the paper's numbers in per cent, by the names of all rows; empty for a row without any."""
+    references = content.get("published_percent", {})
+    return {label: references.get(label, {}) for label in content["references"]} | {
+        label: row["published_percent"] for label, row in content["methods"].items()
+    }
+
+
+def _printed(row: Json, names: Sequence[str]) -> dict[str, str]:
+    return {f"paper {name}": _printed_text(row, name) for name in names}
+
+
+def _printed_text(row: Json, name: str) -> str:
+    """The printed value of a metric or a task, in per cent, with its deviation, and a mark if it has a note."""
+    if name not in row:
+        return ""
+    sign = "+" if name in METRICS and METRICS[name].signed else ""
+    value, deviation = row[name]["value"], row[name]["deviation"]
+    spread = "" if deviation is None else f" ± {deviation:.1f}"
+    return f"{value:{sign}.1f}{spread}{_NOTED if row[name]['note'] else ''}"
+
+
+def _printed_notes(printed: Mapping[str, Json], names: Sequence[str]) -> list[str]:
+    """What is to be said about the printed numbers that are shown."""
+    notes = (
+        f"{_NOTED} the paper's {label}: {row[name]['note']}"
+        for label, row in printed.items()
+        for name in names
+        if name in row and row[name]["note"]
+    )
+    return list(dict.fromkeys(notes))
+
+
+def _printed_fractions(row: Json) -> Json:
+    values = {f"paper_{name}": row[name]["value"] / 100 if name in row else None for name in ("ACC", "BWT")}
+    return values | {"paper_note": row["ACC"]["note"] if "ACC" in row else None}
+
+
+def _measured(row: Json, mean: Json | None, *, sign: bool = False) -> str:
+    return Mean.from_json(mean).percent(sign=sign) if finished(row) else "failed"
+
+
+def _millions(number: int | None) -> str:
     return "-" if number is None else f"{number / 1e6:.3g} M" if number else "none"
 
 
-def _seconds(mean: Mean) -> str:
-    return "-" if math.isnan(mean.mean) else f"{mean.mean:.1f}"
-
-
-def _without_empty_columns(table: Table) -> Table:
-    kept = [i for i in range(len(table.header)) if any(row[i].text not in ("", "-", "failed") for row in table.rows)]
-    rows = [[row[i] for i in kept] for row in table.rows]
-    return Table(table.title, [table.header[i] for i in kept], rows, table.references, table.notes)
-
-
-def notes_on(comparison: Comparison) -> list[str]:
-    """Where the numbers come from, and what is missing."""
-    seeds, settings = comparison.seeds, comparison.settings
-    notes = [
-        f"{settings['modelpool']}: {len(comparison.tasks)} tasks; "
-        + ("mean ± standard deviation over " if len(seeds) > 1 else "")
-        + _seeds(seeds)
-    ]
-    if settings["overrides"]:
-        notes.append(f"with {' '.join(settings['overrides'])}")
-    if comparison.environments:  # none where nothing was run
-        notes.append(", ".join(f"{name} {version}" for name, version in comparison.environments.items()))
-    if missing := sorted({task for method in comparison.finished for m in method.matrices for task in m.missing}):
-        notes.append(f"no score, and not in the means: {', '.join(missing)}")
-    for method in comparison.methods:
-        for reason, failed in method.failures.items():
-            notes.append(f"{method.spec.label} failed on {_seeds(failed)}: {reason}")
-    return notes
+def _number(number: float, digits: int = 1) -> str:
+    if math.isnan(number):
+        return "-"
+    return f"{number:.{digits}f}" if number >= 0.1 or number == 0 else f"{number:.2g}"
 
 
 def _seeds(numbers: Sequence[int]) -> str:
@@ -163,75 +253,3 @@ def _seeds(numbers: Sequence[int]) -> str:
             ranges.append([number])
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges)
     return f"seed{'s' if len(numbers) > 1 else ''} {text}"
-
-
-# --- renderings ---
-
-
-def as_rich(table: Table) -> RichTable:
-    """For the terminal, without the notes: the best bold, the second best underlined."""
-    rich = RichTable(title=table.title)
-    rich.add_column(table.header[0])
-    for name in table.header[1:]:
-        rich.add_column(escape(name), justify="right", no_wrap=True)
-    styles = {"": "", "best": "[bold]", "second": "[underline]"}
-    for number, row in enumerate(table.rows, 1):
-        last_reference = number == table.references < len(table.rows)
-        rich.add_row(*(styles[cell.mark] + escape(cell.text) for cell in row), end_section=last_reference)
-    return rich
-
-
-def as_markdown(table: Table) -> str:
-    """For GitHub: the best bold, the second best underlined."""
-    marks = {"": "{}", "best": "**{}**", "second": "<ins>{}</ins>"}
-
-    def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-    lines = [
-        line(table.header),
-        line(["---", *["---:"] * (len(table.header) - 1)]),
-        *(line([marks[cell.mark].format(cell.text) for cell in row]) for row in table.rows),
-    ]
-    return "\n".join([f"**{table.title}**", "", *lines, "", *(f"{note}  " for note in table.notes), ""])
-
-
-def as_latex(table: Table) -> str:
-    r"""A ``table`` environment for ``booktabs``: the best ``\textbf``, the second best ``\underline``."""
-    marks: dict[str, Callable[[str], str]] = {
-        "": lambda text: text,
-        "best": lambda text: rf"\textbf{{{text}}}",
-        "second": lambda text: rf"\underline{{{text}}}",
-    }
-    lines = [" & ".join(marks[cell.mark](_latex(cell.text)) for cell in row) + r" \\" for row in table.rows]
-    if 0 < table.references < len(lines):
-        lines.insert(table.references, r"\midrule")
-    return "\n".join(
-        [
-            r"% needs \usepackage{booktabs}",
-            *(f"% {note}" for note in table.notes),
-            r"\begin{table}",
-            r"\centering",
-            rf"\caption{{{_latex(table.title)}. {_latex(table.notes[0])}.}}",
-            rf"\begin{{tabular}}{{l{'r' * (len(table.header) - 1)}}}",
-            r"\toprule",
-            " & ".join(map(_latex, table.header)) + r" \\",
-            r"\midrule",
-            *lines,
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-            "",
-        ]
-    )
-
-
-_LATEX = str.maketrans(
-    {character: f"\\{character}" for character in "&%$#_{}"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    | {"±": r"$\pm$", "λ": r"$\lambda$", _NOTED: r"$^\dagger$"}
-)
-
-
-def _latex(text: str) -> str:
-    return re.sub(r"(?<![\w-])-(?=\d)", "$-$", text.translate(_LATEX))  # a minus sign, not the hyphen of 42-51

@@ -1,23 +1,17 @@
-"""What a continual run leaves behind: a table for the eye, JSON and CSV for programs, a picture."""
+"""The accuracy matrix of a continual run as a table in the terminal, a line of words, and a JSON file."""
 
-import csv
-import io
 import json
 import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from fusion_bench_nufilt.storage.files import atomic_file, write_text
+from fusion_bench_nufilt.storage.files import write_text
 
-from .metrics import METRICS, AccuracyMatrix, or_none
+from .metrics import METRICS, AccuracyMatrix, or_none, percent
 
 
 def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
@@ -64,7 +58,7 @@ def summary(matrix: AccuracyMatrix) -> str:
 
 
 def save_matrix(matrix: AccuracyMatrix, folder: Path, about: dict[str, Any]) -> None:
-    """Write ``accuracy_matrix.json``, ``.csv`` and ``.png``; scores are fractions, missing ones null or empty.
+    """Write ``accuracy_matrix.json``; scores are fractions, and a missing one is null.
 
     Args:
         matrix: the scores.
@@ -79,43 +73,3 @@ def save_matrix(matrix: AccuracyMatrix, folder: Path, about: dict[str, Any]) -> 
         "missing": matrix.missing,
     }
     write_text(folder / "accuracy_matrix.json", json.dumps(content, indent=2))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["step", "merged_task", *matrix.tasks])
-    for step, (task, row) in enumerate(zip(matrix.tasks, matrix.rows(), strict=True), 1):
-        writer.writerow([step, task, *row])
-    write_text(folder / "accuracy_matrix.csv", text.getvalue())
-    with atomic_file(folder / "accuracy_matrix.png") as temporary:
-        plot_matrix(matrix, title=str(about.get("method", ""))).savefig(temporary, dpi=150, format="png")
-
-
-def plot_matrix(matrix: AccuracyMatrix, title: str = "") -> Figure:
-    """A heat map of the accuracy matrix, in per cent."""
-    count = len(matrix.tasks)
-    figure = Figure(figsize=(2.4 + 0.62 * count, 2.0 + 0.46 * count), layout="constrained")
-    axes = figure.add_subplot()
-    image = draw_matrix(axes, matrix)
-    axes.set_xticks(range(count), matrix.tasks, rotation=45, ha="right", rotation_mode="anchor")
-    axes.set_yticks(range(count), [f"{step}  + {task}" for step, task in enumerate(matrix.tasks, 1)])
-    axes.set_xlabel("task")
-    axes.set_ylabel("after merging")
-    axes.set_title(f"{title}\n{summary(matrix)}".strip(), fontsize=11)
-    figure.colorbar(image, ax=axes, label="score (%)")
-    return figure
-
-
-def draw_matrix(axes: Axes, matrix: AccuracyMatrix, fontsize: float = 9) -> AxesImage:
-    """The scores in per cent as colours and numbers, without labels."""
-    image = axes.imshow(100 * matrix.values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-    for (step, task), value in np.ndenumerate(100 * matrix.values):
-        if not math.isnan(value):
-            color = "white" if value < 60 else "black"
-            axes.text(task, step, f"{value:.0f}", ha="center", va="center", color=color, fontsize=fontsize)
-    return image
-
-
-def percent(value: float, *, sign: bool = False) -> str:
-    """A fraction in per cent, with one decimal; ``-`` where there is none."""
-    if math.isnan(value):
-        return "-"
-    return f"{100 * value:+.1f}" if sign else f"{100 * value:.1f}"

@@ -1,8 +1,9 @@
 """The accuracy matrix of a continual run, and what is read off it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,45 @@ from numpy.typing import NDArray
 def or_none(value: float) -> float | None:
     """A value as JSON can hold it: None for NaN, anything else as it is."""
     return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def percent(value: float, *, sign: bool = False) -> str:
+    """Return a fraction as words, in per cent with one decimal; ``-`` where there is none."""
+    if math.isnan(value):
+        return "-"
+    return f"{100 * value:+.1f}" if sign else f"{100 * value:.1f}"
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean and the sample standard deviation (n - 1); NaN without values, and no deviation of fewer than two."""
+
+    mean: float
+    std: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> "Mean":
+        """Return mean and deviation of those values that are numbers."""
+        numbers = np.array([value for value in values if value is not None and not math.isnan(value)])
+        mean = float(numbers.mean()) if numbers.size else math.nan
+        return cls(mean, float(numbers.std(ddof=1)) if numbers.size > 1 else math.nan, numbers.size)
+
+    def percent(self, *, sign: bool = False) -> str:
+        """Return fractions as words such as ``75.7 ± 0.3``, a single one as ``75.7``, and none as ``-``."""
+        return percent(self.mean, sign=sign) + ("" if math.isnan(self.std) else f" ± {percent(self.std)}")
+
+    def as_json(self) -> dict[str, float | int | None]:
+        """Return what :meth:`from_json` reads; JSON knows no NaN."""
+        return {"mean": or_none(self.mean), "std": or_none(self.std), "count": self.count}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any] | None) -> "Mean":
+        """Return the mean that a file holds; one of no values where the file does not have it."""
+        if content is None:
+            return cls.of([])
+        mean, std = (math.nan if content[key] is None else content[key] for key in ("mean", "std"))
+        return cls(mean, std, content["count"])
 
 
 class AccuracyMatrix:

@@ -13,8 +13,10 @@ from typing import Any
 import vl_convert
 from altair.typing import ChartType
 
+from .tables import Table
 from .theme import definition
 
+PAGE = "index.html"
 Value = str | float | int | None
 
 #: Characters that could end a script element, or a line of JavaScript, even inside a string.
@@ -43,8 +45,19 @@ class Page:
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[Value]], digits: int = 3) -> None:
         """Write a table that is sorted by a click on a header."""
+        self._rows(header, ("".join(_cell(value, digits) for value in row) for row in rows))
+
+    def texts(self, table: Table) -> None:
+        """Write a section of a table and its notes: the best of a column bold, the second best underlined."""
+        self.heading(table.title)
+        rows = table.rows("<b>{}</b>", "<u>{}</u>", escape)
+        cells = (f"<td>{row[0]}</td>" + "".join(f'<td class="number">{text}</td>' for text in row[1:]) for row in rows)
+        self._rows(list(table.texts.columns), cells)
+        self.bullets(table.notes)
+
+    def _rows(self, header: Sequence[str], rows: Iterable[str]) -> None:
         head = "".join(f"<th>{escape(name)}</th>" for name in header)
-        body = "".join(f"<tr>{''.join(_cell(value, digits) for value in row)}</tr>" for row in rows)
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
         self.parts.append(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
 
     def chart(self, chart: ChartType) -> None:
@@ -94,7 +107,7 @@ def _vega() -> str:
 
 
 def _cell(value: Value, digits: int) -> str:
-    if value is None:
+    if value is None or value != value:  # NaN
         return '<td class="number" data-value="">-</td>'
     if isinstance(value, str):
         return f"<td>{escape(value)}</td>"

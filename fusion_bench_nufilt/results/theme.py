@@ -36,7 +36,7 @@ THEME: dict[str, Any] = {
 
 def definition(chart: ChartType) -> dict[str, Any]:
     """Return the chart in Vega-Lite's JSON, with the one theme and without the address of the schema."""
-    return {key: value for key, value in chart.to_dict().items() if key != "$schema"} | {"config": THEME}
+    return {key: value for key, value in chart.to_dict(validate=False).items() if key != "$schema"} | {"config": THEME}
 
 
 def save_chart(chart: ChartType, path: Path) -> None:
@@ -138,11 +138,11 @@ def vertical(place: alt.X) -> list[alt.Chart]:
 
 def arranged(rows: Rows, sets: Sequence[str], draw: Draw, panels: int) -> ChartType:
     """Draw one panel for each set, ``panels`` of them in a row, or, for 0, one chart with a menu of the sets."""
+    if len(sets) == 1:
+        return draw(rows, sets[0] if panels else None)
     if panels:
         return alt.concat(*(draw([row for row in rows if row["set"] == name], name) for name in sets), columns=panels)
     chart = draw(rows, None)
-    if len(sets) == 1:
-        return chart
     shown = alt.param("show", value=sets[0], bind=alt.binding_select(options=list(sets), name="show "))
     return chart.add_params(shown).transform_filter("datum.set === show")
 

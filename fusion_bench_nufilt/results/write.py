@@ -1,62 +1,54 @@
-"""From a folder to its page."""
+"""From the folder of a run, a comparison or an analysis to its tables, pictures and page."""
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from fusion_bench_nufilt.storage.files import write_text
-
-from .analysis import ANALYSIS, write_analysis
-from .comparison_page import comparison_page
-from .page import Page
-from .run_page import run_page
+from .analysis import write_analysis
+from .comparison import write_comparison
+from .run import write_run
 
 log = logging.getLogger(__name__)
 
-PAGE = "index.html"
-#: The file that tells what a folder is, and what makes its page.
-KINDS: dict[str, Callable[[Path, Any], Page]] = {
-    "accuracy_matrix.json": run_page,
-    "results.json": comparison_page,
+#: The file that tells what a folder is, and what writes all that is made of it.
+KINDS: dict[str, Callable[[Path], list[str]]] = {
+    "accuracy_matrix.json": write_run,
+    "results.json": write_comparison,
+    "analysis.json": write_analysis,
 }
 
 
-def write_page(folder: Path) -> Path:
-    """Write ``index.html``, which opens from disk and needs no network.
+def write_results(folder: Path) -> list[str]:
+    """Write tables, pictures and ``index.html``, a page that opens from disk and needs no network.
 
     Args:
         folder: what a run, a comparison or an analysis left.
 
+    Returns:
+        The names of the files.
+
     Raises:
-        ValueError: it is none of the three, or its file is damaged; names it.
+        ValueError: the folder is none of the three, or one of its files is damaged; names it.
     """
-    known = (*KINDS, ANALYSIS)
-    name = next((name for name in known if (folder / name).is_file()), None)
+    name = next((name for name in KINDS if (folder / name).is_file()), None)
     if name is None:
         raise ValueError(
-            f"'{folder}' is the folder of no run, comparison or analysis: it has none of {', '.join(known)}"
+            f"'{folder}' is the folder of no run, comparison or analysis: it has none of {', '.join(KINDS)}"
         )
     try:
-        if name == ANALYSIS:
-            write_analysis(folder)
-            return folder / PAGE
-        page = KINDS[name](folder, json.loads((folder / name).read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
+        return KINDS[name](folder)
+    except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"'{folder / name}' is damaged or of another version: {error!r}") from error
-    write_text(folder / PAGE, page.render())
-    return folder / PAGE
 
 
-def leave_page(folder: Path) -> list[str]:
-    """Write the page as a by-product of work that is done: if it can't be written, that is a warning.
+def leave_results(folder: Path) -> list[str]:
+    """Write the same as a by-product of work that is done: if it can't be written, that is a warning.
 
     Returns:
-        The names of what was written.
+        The names of the files.
     """
     try:
-        return [write_page(folder).name]
+        return write_results(folder)
     except Exception as error:
-        log.warning("there is no %s in '%s': %s", PAGE, folder, error)
+        log.warning("there are no tables, pictures and page in '%s': %s", folder, error)
         return []

@@ -15,7 +15,6 @@ from fusion_bench_nufilt.compare.experiment import Experiment
 from fusion_bench_nufilt.compare.presets import preset_specs
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
-from fusion_bench_nufilt.results.comparison_files import save_report
 from tests.test_command_line import TASKS
 
 pytestmark = pytest.mark.usefixtures("demo")
@@ -52,7 +51,7 @@ def test_every_method_runs_on_every_seed_with_heads_made_once(tmp_path, monkeypa
     assert result.tasks == TASKS
     for method in result.methods:
         assert [sorted(run.matrix.tasks) for run in method.runs] == [sorted(TASKS)] * 2
-        assert not any(math.isnan(value) for value in method.mean_seen[0])
+        assert not any(math.isnan(value) for value in method.matrices[0].mean_seen)
     assert {label: sorted(scores) for label, scores in result.references.items()} == {
         "pretrained": sorted(TASKS),
         "individual": sorted(TASKS),
@@ -141,7 +140,7 @@ def test_a_setting_that_a_method_lacks_fails_that_method_alone(tmp_path):
 
 def test_a_methods_own_setting_wins_over_the_shared_one(tmp_path):
     result = run(tmp_path, "nufilt, more=nufilt:max_steps=2", **CHEAP)
-    assert [method.setting("max_steps") for method in result.methods] == [1, 2]
+    assert [method.runs[0].config["max_steps"] for method in result.methods] == [1, 2]
 
 
 def test_results_of_other_settings_are_refused_until_told_otherwise(tmp_path, started):
@@ -236,4 +235,4 @@ def test_a_preset_runs_whole(tmp_path, preset, file):
     specs = preset_specs(preset, "nufilt_demo", [])
     result = compare("nufilt_demo", specs, [42], tmp_path, **CHEAP, preset=preset)
     assert not any(method.failures for method in result.methods)
-    assert file in save_report(result, tmp_path)
+    assert file in result.save(tmp_path)

@@ -2,10 +2,9 @@
 
 import math
 
-import numpy as np
 import pytest
 
-from fusion_bench_nufilt.compare.summary import Mean
+from fusion_bench_nufilt.results.metrics import Mean
 from tests.compare.helpers import SCORES, comparison, failed, finished
 
 
@@ -39,15 +38,6 @@ def test_a_tasks_score_is_found_by_name_whatever_the_order():
     result = method(*runs)
     assert {task: result.final(task).mean for task in SCORES} == pytest.approx(SCORES)
     assert result.final("a").std == pytest.approx(0)
-
-
-def test_scores_by_step_are_means_over_the_tasks_seen():
-    runs = [finished(seed) for seed in (42, 43)]
-    first = [SCORES[run.matrix.tasks[0]] for run in runs]
-    mean, std = method(*runs).mean_seen
-    assert mean[0] == pytest.approx(np.mean(first))
-    assert std[0] == pytest.approx(np.std(first, ddof=1))
-    assert (mean[2], std[2]) == pytest.approx((0.6, 0))
 
 
 def test_failed_runs_are_left_out_and_named_by_reason():

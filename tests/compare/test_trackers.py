@@ -5,7 +5,6 @@ import csv
 import pytest
 
 from fusion_bench_nufilt.compare.trackers import is_tracker, log_comparison, trackers
-from fusion_bench_nufilt.results.comparison_files import save_report
 from tests.compare.helpers import SCORES, comparison, failed, finished
 
 
@@ -14,7 +13,7 @@ def test_tensorboard_gets_every_score_the_means_and_the_pictures(tmp_path):
 
     (logger,) = trackers(["modelpool=nufilt_demo", "fabric/loggers=tensorboard_logger"], tmp_path)
     found = comparison({"one": [finished(42), finished(43, -0.1)], "two": [finished(42), failed(43)]})
-    files = save_report(found, tmp_path)
+    files = found.save(tmp_path)
     log_comparison(found, [logger], [tmp_path / name for name in files if name.endswith(".png")])
     events = EventAccumulator(str(tmp_path))
     events.Reload()

@@ -8,12 +8,11 @@ import numpy as np
 from fusion_bench_nufilt.analysis.files import save_analysis
 from fusion_bench_nufilt.analysis.results import Analysis, Layer, LossRow, VectorRow
 from fusion_bench_nufilt.continual import AccuracyMatrix
-from fusion_bench_nufilt.results.comparison_files import _results
 from fusion_bench_nufilt.results.matrix import save_matrix
 from fusion_bench_nufilt.storage.files import write_text
 from tests.compare.helpers import comparison, finished
 
-TASKS = ["digits", "letters", "</script>"]
+TASKS = ["digits", "letters", '</ScRiPt ><svg onload="document.title=1">']
 LAYERS = [f"encoder.layers.{block}.{part}" for block in (0, 1) for part in ("self_attn.q_proj", "mlp.fc1")]
 
 
@@ -38,7 +37,7 @@ def comparison_folder(folder):
     """Two methods on two orders."""
     folder.mkdir(exist_ok=True)
     runs = {"NUFILT": [finished(seed, -0.1) for seed in (42, 43)], "sum": [finished(seed, -0.2) for seed in (42, 43)]}
-    write_text(folder / "results.json", json.dumps(_results(comparison(runs))))
+    write_text(folder / "results.json", json.dumps(comparison(runs).as_json()))
     return folder
 
 

@@ -1,11 +1,12 @@
 """What the tables say, and how they mark it."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from fusion_bench_nufilt.results.comparison_tables import as_latex, as_markdown, as_rich, main_table, task_table
+from fusion_bench_nufilt.results import comparison_tables as tables
 from tests.compare.helpers import comparison, failed, finished
 
 SEEDS = (42, 43, 44)
@@ -16,9 +17,25 @@ def runs(change, **options):
     return [finished(seed, change, **options) for seed in SEEDS]
 
 
+def main_table(comparison):
+    return tables.main_table(comparison.as_json())
+
+
+def task_table(comparison):
+    return tables.task_table(comparison.as_json())
+
+
 def cells(table):
-    """By name of the row, then of the column."""
-    return {row[0].text: dict(zip(table.header[1:], row[1:], strict=True)) for row in table.rows}
+    """By the name of the row, then of the column: the words, and their rank as ``best``, ``second`` or nothing."""
+    marks = {1: "best", 2: "second"}
+    ranks = table.ranks.reindex_like(table.texts)
+    return {
+        table.texts["method"][row]: {
+            name: SimpleNamespace(text=table.texts[name][row], mark=marks.get(ranks[name][row], ""))
+            for name in table.texts.columns[1:]
+        }
+        for row in table.texts.index
+    }
 
 
 @pytest.fixture
@@ -89,7 +106,7 @@ def test_the_papers_numbers_stand_beside_ours_where_they_are_for_the_same():
     assert table["nufilt"]["paper BWT"].text == "-2.7 ± 0.7"
     changed = cells(main_table(comparison(measured, modelpool=B32, settings=("null_rank=1",))))
     assert [changed[name]["paper ACC"].text for name in measured] == ["", "", ""]
-    assert "paper ACC" not in main_table(comparison(measured)).header
+    assert "paper ACC" not in main_table(comparison(measured)).texts.columns
 
 
 def test_a_printed_number_that_can_not_be_compared_is_marked_and_says_why():
@@ -102,7 +119,7 @@ def test_a_printed_number_that_can_not_be_compared_is_marked_and_says_why():
         "† the paper's task_arithmetic: not comparable but wi",
         "† the paper's adamerging: not comparable but with fo",
     ]
-    assert "77.6$^\\dagger$" in as_latex(table)
+    assert "77.6$^\\dagger$" in table.as_latex()
 
 
 def test_a_printed_number_stands_beside_both_forms_of_a_method():
@@ -140,13 +157,16 @@ def test_a_missing_task_is_a_dash_and_named():
 
 
 def test_markdown(three):
-    text = as_markdown(main_table(three))
-    assert "| best_one | **50.0 ± 0.0** |" in text
-    assert "| good | <ins>45.0 ± 0.0</ins> |" in text
+    text = main_table(three).as_markdown()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert rows[0][:3] == ["method", "ACC %", "BWT %"]
+    assert rows[1][1].endswith(":")  # numbers are on the right
+    assert ["best_one", "**50.0 ± 0.0**"] in [row[:2] for row in rows]
+    assert ["good", "<ins>45.0 ± 0.0</ins>"] in [row[:2] for row in rows]
 
 
 def test_latex_is_escaped_and_marked(three):
-    text = as_latex(main_table(three))
+    text = main_table(three).as_latex()
     assert r"best\_one & \textbf{50.0 $\pm$ 0.0} & \textbf{$-$15.0 $\pm$ 0.0}" in text
     assert r"\underline{45.0 $\pm$ 0.0}" in text
     assert r"some\_pool: 3 tasks; mean $\pm$ standard deviation over seeds 42-44" in text
@@ -156,5 +176,5 @@ def test_latex_is_escaped_and_marked(three):
 
 def test_the_terminal_shows_labels_as_they_are():
     console = Console(file=io.StringIO(), width=120)
-    console.print(as_rich(main_table(comparison({"[bold]x": runs(0)}))))
+    console.print(main_table(comparison({"[bold]x": runs(0)})).as_rich())
     assert "[bold]x" in console.file.getvalue()

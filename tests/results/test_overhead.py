@@ -10,30 +10,35 @@ from fusion_bench_nufilt.compare.presets import preset_specs
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.continual.evaluation import TasksByName
-from fusion_bench_nufilt.results.comparison_files import save_report
-from fusion_bench_nufilt.results.overhead import overhead_table, printed_overhead
+from fusion_bench_nufilt.results.comparison_tables import overhead_tables
 from tests.compare.helpers import CONFIG, comparison, finished
 
 
 def numbers(table):
-    return {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
+    return {label: words for label, *words in table.texts.to_numpy().tolist()}
+
+
+def tables(runs):
+    """Ours, and the paper's."""
+    return map(numbers, overhead_tables(comparison(runs, preset="overhead").as_json()))
 
 
 def test_the_total_is_the_solver_and_the_rest():
     run = replace(finished(42), solving_seconds=0.5, memory=3 * 10**9, parameters=87_500_000)
     without = finished(42, config={**CONFIG, "lora_rank": 0})
-    table = numbers(overhead_table(comparison({"nufilt": [run], "filter": [without]})))
+    table, _ = tables({"nufilt": [run], "filter": [without]})
     assert table["nufilt"] == ["6", "0.5", "2.5", "3.0", "3.0", "87.5", "60.0"]
     assert table["filter"] == ["-", "-", "-", "3.0", "-", "-", "60.0"]
 
 
 def test_iterations_are_those_of_the_method_that_is_run():
     wudi = finished(42, config={"base_method": {"iter_num": 50}})
-    assert numbers(overhead_table(comparison({"wudi": [wudi]})))["wudi"][0] == "50"
+    table, _ = tables({"wudi": [wudi]})
+    assert table["wudi"][0] == "50"
 
 
 def test_the_printed_table_is_the_papers():
-    table = numbers(printed_overhead())
+    _, table = tables({"nufilt": [finished(42)]})
     assert table["nufilt:max_steps=50"] == ["50", "18.4", "120.5", "138.9", "1.8", "87.5", "83.6 ± 0.2"]
     assert table["task_arithmetic"] == ["-", "-", "-", "8.3", "-", "87.5", "67.5 ± 0.0"]
     assert table["wudi"][:4] == ["50", "28.9", "-", "37.7"]
@@ -46,13 +51,14 @@ def test_a_run_says_what_it_cost(tmp_path, demo):
     assert 0 < ours.solving_seconds < sum(ours.merge_seconds)
     assert other.solving_seconds is None
     assert ours.parameters == other.parameters > 0
-    assert {"overhead.md", "overhead.tex"} <= set(save_report(result, tmp_path))
+    assert {"overhead.md", "overhead.tex"} <= set(result.save(tmp_path))
     assert "GPU that it does not name" in (tmp_path / "overhead.md").read_text()
 
 
 def test_the_preset_has_the_data_free_rows_of_the_papers_table():
     rows = {spec.label for spec in preset_specs("overhead", "nufilt_demo", [])}
-    assert rows == numbers(printed_overhead()).keys() - {"adamerging", "lora_wemoe"}
+    _, printed = tables({"nufilt": [finished(42)]})
+    assert rows == printed.keys() - {"adamerging", "lora_wemoe"}
 
 
 class Hungry(TasksByName):

@@ -1,0 +1,112 @@
+"""What a continual run leaves beside ``accuracy_matrix.json``: the scores as CSV, a picture and a page."""
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from altair.typing import ChartType
+from typing_extensions import TypedDict
+
+from fusion_bench_nufilt.storage.files import write_text
+from fusion_bench_nufilt.storage.json_files import read_json
+
+from .charts import bars_by_step, by_depth, heat_maps, lines
+from .matrix import summary
+from .metrics import AccuracyMatrix
+from .names import kind
+from .page import PAGE, Page
+from .theme import save_chart
+
+#: The columns of layers.csv that the explorer shows, and what they are called there.
+QUANTITIES = {
+    "filtered_share": "share of the task vector that the filter took",
+    "overlap": "overlap of new and old subspaces",
+    "loss_before": "data-free loss before the adapter",
+    "loss_after": "data-free loss after it",
+    "task_norm": "norm of the task vector",
+    "merged_norm": "norm of what was merged before",
+}
+SCORES = "accuracy_matrix.json"
+
+
+class Run(TypedDict):
+    """What ``accuracy_matrix.json`` holds of a run."""
+
+    method: str
+    config: dict[str, Any]
+    models: dict[str, Any]
+    versions: dict[str, str]
+    merge_seconds: list[float]
+    tasks: list[str]
+    accuracy_matrix: list[list[float | None]]
+
+
+def write_run(folder: Path) -> list[str]:
+    """Write ``accuracy_matrix.csv``, ``accuracy_matrix.png`` and the page; a score is a fraction in the first.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        ValueError: a file of the run is damaged; names it, and the field.
+    """
+    content = read_json(folder / SCORES, Run, advice="run the method again")
+    if content is None:
+        raise ValueError(f"'{folder}' has no {SCORES}")
+    matrix = AccuracyMatrix.from_rows(content["tasks"], content["accuracy_matrix"])
+    rows = [[step, task, *row] for step, (task, row) in enumerate(zip(matrix.tasks, matrix.rows(), strict=True), 1)]
+    scores = pd.DataFrame(rows, columns=["step", "merged_task", *matrix.tasks])
+    write_text(folder / "accuracy_matrix.csv", scores.to_csv(index=False, lineterminator="\n"))
+    title = f"{content['method']}\n{summary(matrix)}"
+    save_chart(_heat_map(matrix, title, panels=1), folder / "accuracy_matrix.png")
+    write_text(folder / PAGE, _page(content, matrix, _read_layers(folder / "layers.csv")).render())
+    return ["accuracy_matrix.csv", "accuracy_matrix.png", PAGE]
+
+
+def _read_layers(file: Path) -> pd.DataFrame:
+    try:
+        return pd.read_csv(file) if file.is_file() else pd.DataFrame()
+    except ValueError as error:
+        raise ValueError(f"'{file}' is damaged: {' '.join(str(error).split())}") from error
+
+
+def _heat_map(matrix: AccuracyMatrix, title: str, panels: int = 0) -> ChartType:
+    steps = [f"{step} + {task}" for step, task in enumerate(matrix.tasks, 1)]
+    scores = (100 * matrix.values).tolist()
+    words = ("after", "task")
+    return heat_maps({title: scores}, steps, matrix.tasks, words, domain=(0, 100), legend="score (%)", panels=panels)
+
+
+def _page(content: Run, matrix: AccuracyMatrix, layers: pd.DataFrame) -> Page:
+    tasks = matrix.tasks
+    page = Page(f"{content['method']}: {len(tasks)} models merged", summary(matrix))
+    page.heading("Scores after each step (%)")
+    page.chart(_heat_map(matrix, "scores"))
+    page.chart(bars_by_step({"score": (100 * matrix.values).tolist()}, tasks))
+    page.heading("Steps")
+    own, last = (100 * scores for scores in (matrix.values.diagonal(), matrix.values[-1]))
+    seconds = pd.Series(content["merge_seconds"], dtype=float).reindex(range(len(tasks)))
+    columns = [range(1, len(tasks) + 1), tasks, own, last, last - own, seconds]
+    header = ["step", "task", "score right after it", "score at the end", "change", "merging s"]
+    page.table(header, zip(*columns, strict=True), digits=1)
+    if not layers.empty:
+        _layers(page, layers)
+    page.heading("Configuration")
+    page.details("method", content["config"])
+    page.details("models", content["models"])
+    page.details("versions", content["versions"])
+    return page
+
+
+def _layers(page: Page, rows: pd.DataFrame) -> None:
+    """The layer explorer, and means over the layers by step."""
+    steps = [part.set_index("layer") for _, part in rows.groupby("step")]
+    known = {key: title for key, title in QUANTITIES.items() if key in rows}
+    page.heading("Layers")
+    page.words("One point is a layer; hover for its name.")
+    page.chart(by_depth({title: [step[key].to_dict() for step in steps] for key, title in known.items()}))
+    means = rows.assign(kind=rows["layer"].map(kind)).groupby(["kind", "step"])[list(known)].mean()
+    kinds = means.index.unique("kind")
+    curves = {title: {name: means.loc[name, key].tolist() for name in kinds} for key, title in known.items()}
+    page.words("Means over the layers, by step:")
+    page.chart(lines(curves, sorted(rows["step"].unique().tolist()), "step"))

@@ -1,0 +1,81 @@
+"""A table of words, rendered for the terminal, Markdown and LaTeX."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pandas as pd
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of words under a header.
+
+    Args:
+        title: stands above the table.
+        texts: the words; the first column has the names of the rows.
+        ranks: 1 for the best and 2 for the second best cell of a column, for cells that are compared.
+        references: so many rows at the top are not methods but single models.
+        notes: lines below the table.
+    """
+
+    title: str
+    texts: pd.DataFrame
+    ranks: pd.DataFrame = field(default_factory=pd.DataFrame)
+    references: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def rows(self, best: str, second: str, escaped: Callable[[str], str]) -> list[list[str]]:
+        """Return the words, escaped, with the best and second best ones put into templates such as ``**{}**``."""
+        templates = {1.0: best, 2.0: second}
+        ranks = self.ranks.reindex_like(self.texts).to_numpy().tolist()
+        return [
+            [templates.get(rank, "{}").format(escaped(text)) for text, rank in zip(texts, row, strict=True)]
+            for texts, row in zip(self.texts.to_numpy().tolist(), ranks, strict=True)
+        ]
+
+    def as_rich(self) -> RichTable:
+        """Render it for the terminal, without the notes: the best bold, the second best underlined."""
+        rich = RichTable(title=self.title)
+        rich.add_column(self.texts.columns[0])
+        for name in self.texts.columns[1:]:
+            rich.add_column(escape(name), justify="right", no_wrap=True)
+        for number, row in enumerate(self.rows("[bold]{}[/]", "[underline]{}[/]", escape), 1):
+            rich.add_row(*row, end_section=number == self.references < len(self.texts))
+        return rich
+
+    def as_markdown(self) -> str:
+        """Render it for GitHub: the best bold, the second best underlined."""
+        rows = self.rows("**{}**", "<ins>{}</ins>", lambda text: text.replace("|", "\\|"))
+        frame = pd.DataFrame(rows, columns=self.texts.columns)
+        sides = ("left", *["right"] * (frame.shape[1] - 1))
+        text = frame.to_markdown(index=False, disable_numparse=True, colalign=sides)
+        return "\n".join([f"**{self.title}**", "", text, "", *(f"{note}  " for note in self.notes), ""])
+
+    def as_latex(self) -> str:
+        r"""Render it as a ``table`` for ``booktabs``: the best ``\textbf``, the second best ``\underline``."""
+        rows = self.rows(r"\textbf{{{}}}", r"\underline{{{}}}", _latex)
+        frame = pd.DataFrame(rows, columns=[_latex(name) for name in self.texts.columns])
+        text = frame.style.hide(axis="index").to_latex(
+            column_format="l" + "r" * (frame.shape[1] - 1),
+            caption=". ".join([_latex(self.title), *map(_latex, self.notes[:1])]) + ".",
+            position_float="centering",
+            hrules=True,
+        )
+        lines = text.splitlines()
+        if 0 < self.references < len(frame):
+            lines.insert(lines.index(r"\midrule") + 1 + self.references, r"\midrule")
+        return "\n".join([r"% needs \usepackage{booktabs}", *(f"% {note}" for note in self.notes), *lines, ""])
+
+
+_LATEX = str.maketrans(
+    {character: f"\\{character}" for character in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"±": r"$\pm$", "λ": r"$\lambda$", "†": r"$^\dagger$"}
+)
+
+
+def _latex(text: str) -> str:
+    return re.sub(r"(?<![\w-])-(?=\d)", "$-$", text.translate(_LATEX))  # a minus sign, not the hyphen of 42-51

@@ -1,0 +1,56 @@
+"""What a chart says: its data and encodings, as they are in Vega-Lite's JSON."""
+
+
+def _nodes(node):
+    """All objects of a definition, from the outside inwards."""
+    if isinstance(node, dict):
+        yield node
+        for value in node.values():
+            yield from _nodes(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _nodes(value)
+
+
+def spec_of(chart):
+    return chart if isinstance(chart, dict) else chart.to_dict()
+
+
+def rows_of(chart, **fields):
+    """The rows of all its data in which the fields have these values."""
+    spec = spec_of(chart)
+    named = spec.get("datasets", {})
+    found = []
+    for node in _nodes({key: value for key, value in spec.items() if key != "datasets"}):
+        data = node.get("data")
+        if isinstance(data, dict):
+            found += data["values"] if "values" in data else named[data["name"]]
+    return [row for row in found if all(row.get(key) == value for key, value in fields.items())]
+
+
+def parts(chart):
+    """The charts that stand beside or below each other, each with the data of the whole."""
+    spec = spec_of(chart)
+    inner = next(spec[key] for key in ("concat", "hconcat", "vconcat") if key in spec)
+    return [part | {"datasets": spec.get("datasets", {})} for part in inner]
+
+
+def titles(chart):
+    """The titles of the panels; each is a list of lines."""
+    return [part.get("title") for part in parts(chart)]
+
+
+def encodings(chart, channel):
+    """All encodings of a channel, in the order of the layers."""
+    found = (node["encoding"].get(channel) for node in _nodes(spec_of(chart)) if "encoding" in node)
+    return [encoding for encoding in found if encoding is not None]
+
+
+def marks(chart):
+    """The kinds of marks, in the order of the layers."""
+    return [node["mark"]["type"] for node in _nodes(spec_of(chart)) if "mark" in node]
+
+
+def legend(chart):
+    """The names in the legend of colours, in its order."""
+    return next(encoding["legend"]["values"] for encoding in encodings(chart, "color") if encoding.get("legend"))

@@ -1,0 +1,120 @@
+"""What every kind of chart says, and that each becomes a picture."""
+
+import io
+
+import altair as alt
+import pytest
+from PIL import Image
+
+from fusion_bench_nufilt.results import charts
+from fusion_bench_nufilt.results.theme import COLOURS, DASHES, SHAPES, save_chart, style
+from tests.results.charts import encodings, legend, marks, parts, rows_of, titles
+
+NAN = float("nan")
+CURVES = {"one": [1.0, 2.0, 4.0], "two": [3.0, None, 2.0]}
+LAYERS = ["layers.0.self_attn.q", "layers.0.mlp.fc1", "layers.11.mlp.fc1"]
+KINDS = {
+    "heat map": charts.heat_maps({"a": [[1.0, NAN], [0.5, 0.2]]}, ["r", "s"], ["t", "u"], ("row", "column")),
+    "lines": charts.lines({"": CURVES}, [1, 2, 3], "step", "score", heights={"all": 3.5}),
+    "ecdf": charts.ecdf({"a": {"x": [0.2, 0.4]}}, "x", "y", marks={"a": (0.3, "chance")}),
+    "points": charts.points({"m": {"x": 1.0, "y": 2.0, "x_std": 0.5}, "n": {"x": 3.0, "y": 1.0}}, "x", "y"),
+    "bars by step": charts.bars_by_step({"m": [[50.0, None], [40.0, 60.0]]}, ["t", "u"]),
+    "bars": charts.bars([{"name": "m", "value": 5.0, "deviation": 1.0, "text": "5 ± 1", "printed": 4.0}], "ACC"),
+    "by depth": charts.by_depth({"norm": [dict.fromkeys(LAYERS, 1.0)]}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_valid_and_becomes_a_picture_of_its_size(tmp_path, kind):
+    KINDS[kind].to_dict()  # raises where Vega-Lite would not take it
+    save_chart(KINDS[kind], tmp_path / "chart.png")
+    save_chart(KINDS[kind], tmp_path / "chart.pdf")
+    picture = Image.open(io.BytesIO((tmp_path / "chart.png").read_bytes())).convert("L")
+    assert picture.width > 100
+    assert picture.height > 80
+    assert len(picture.getcolors()) > 10  # something is drawn
+    assert (tmp_path / "chart.pdf").read_bytes().startswith(b"%PDF")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chart.pdf", "chart.png"]
+
+
+def test_cells_have_their_numbers_in_black_on_light_and_white_on_dark_colours():
+    chart = charts.heat_maps({"a": [[0.0, 100.0], [46.0, 48.0]]}, ["r", "s"], ["t", "u"], ("row", "column"))
+    colour, number = encodings(chart, "color")
+    assert colour["scale"] == {"scheme": "viridis", "domain": [0.0, 100.0]}
+    assert number["condition"] == {"test": "datum.value < 47.0", "value": "white"}
+    assert encodings(chart, "text")[0]["format"] == ".0f"
+    assert encodings(KINDS["heat map"], "text")[0]["format"] == ".2f"
+
+
+def test_a_cell_without_a_number_is_no_cell_and_keeps_its_row_and_column():
+    assert [(row["row"], row["column"]) for row in rows_of(KINDS["heat map"])] == [("r", "t"), ("s", "t"), ("s", "u")]
+    assert encodings(KINDS["heat map"], "x")[0]["scale"]["domain"] == ["t", "u"]
+
+
+def test_several_sets_are_panels_in_a_picture_and_a_menu_on_a_page():
+    maps = {name: [[1.0]] for name in ("a\nACC 1", "b", "c")}
+    picture = charts.heat_maps(maps, ["r"], ["t"], ("row", "column"), panels=2)
+    assert picture.to_dict()["columns"] == 2
+    assert titles(picture) == [["a", "ACC 1"], ["b"], ["c"]]
+    labels = [[encodings(part, axis)[0].get("axis", "shown") for axis in "xy"] for part in parts(picture)]
+    assert [[axis is not None for axis in axes] for axes in labels] == [[False, True], [True, False], [True, True]]
+    page = charts.heat_maps(maps, ["r"], ["t"], ("row", "column")).to_dict()
+    assert page["params"][0]["bind"]["options"] == list(maps)
+    assert page["transform"] == [{"filter": "datum.set === show"}]
+
+
+def test_a_curve_has_no_point_where_it_has_no_number_and_a_band_where_it_has_a_deviation():
+    chart = charts.lines({"": CURVES}, [1, 2, 3], "step", deviations={"": {"one": [0.5, NAN, 1.0]}})
+    assert [row["x"] for row in rows_of(chart, name="two")] == [1, 3]
+    assert [row.get("low") for row in rows_of(chart, name="one")] == [0.5, None, 3.0]
+    assert marks(chart) == ["area", "line", "point"]
+    assert "area" not in marks(KINDS["lines"])
+
+
+def test_the_legend_is_in_the_order_of_the_last_numbers_where_it_is_ranked():
+    assert legend(charts.lines({"": CURVES}, [1, 2, 3], "step")) == ["one", "two"]
+    swapped = dict(reversed(CURVES.items()))
+    assert legend(charts.lines({"": swapped}, [1, 2, 3], "step", ranked=True)) == ["one", "two"]
+
+
+def test_a_logarithmic_axis_names_every_place():
+    scale = alt.Scale(type="log", base=2)
+    axis = encodings(charts.lines({"": CURVES}, [1, 4, 16], "rank", x_scale=scale), "x")[0]
+    assert axis["scale"] == {"type": "log", "base": 2}
+    assert axis["axis"]["values"] == [1, 4, 16]
+
+
+def test_a_distribution_counts_what_is_at_most_so_large():
+    heights = {row["x"]: row["y"] for row in rows_of(KINDS["ecdf"], name="x")}
+    assert [heights[x] for x in (0.0, 0.195, 0.2, 0.395, 0.4, 1.0)] == [0, 0, 0.5, 0.5, 1, 1]
+    assert [(row["mark"], row["words"]) for row in rows_of(KINDS["ecdf"]) if "mark" in row] == [(0.3, "chance")]
+
+
+def test_a_point_has_its_deviations_and_room_around_it():
+    (point,) = rows_of(KINDS["points"], name="m")
+    assert (point["x_low"], point["x_high"], point["y_low"], point["y_high"]) == (0.5, 1.5, 2.0, 2.0)
+    low, high = encodings(KINDS["points"], "x")[0]["scale"]["domain"]
+    assert low < 0.5
+    assert high > 3
+
+
+def test_a_slider_stands_at_the_last_step():
+    slider = KINDS["bars by step"].to_dict()["params"][0]
+    assert (slider["value"], slider["bind"]["min"], slider["bind"]["max"]) == (2, 1, 2)
+    assert [row["value"] for row in rows_of(KINDS["bars by step"], step=2)] == [40.0, 60.0]
+
+
+def test_layers_of_one_block_stand_beside_each_other_by_kind():
+    first, second, last = rows_of(KINDS["by depth"])
+    assert first["x"] < 0 < second["x"] < 1
+    assert last["x"] - second["x"] == pytest.approx(11)
+    assert (first["kind"], last["kind"]) == ("attention", "MLP")
+
+
+def test_no_two_of_fifty_six_names_look_the_same_and_a_name_looks_the_same_in_every_chart():
+    names = [str(number) for number in range(56)]
+    looks = {channel: style(names, names)[channel].to_dict()["scale"]["range"] for channel in ("color", "shape")}
+    assert len(set(zip(looks["color"], looks["shape"], strict=True))) == len(COLOURS) * len(SHAPES) == 56
+    assert len(DASHES) > 1
+    chart = charts.lines({"": {"5": [1.0]}}, [1], "step", among=names)
+    assert encodings(chart, "color")[0]["scale"]["range"] == looks["color"]
