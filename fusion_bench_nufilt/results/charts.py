@@ -1,8 +1,13 @@
 """Every chart, defined once: the same definition is interactive on a page and still in a PNG or a PDF.
 
-A function takes plain numbers and returns an Altair chart. Where there are several sets of numbers, ``panels`` decides
-how they are shown: 0 makes one chart with a menu to choose a set, for a page; n makes one panel for each set, n of them
-in a row, for a picture. A slider chooses a step on a page; in a picture it stands at the last one.
+A function takes plain numbers and returns an Altair chart. These arguments are the same everywhere:
+
+    panels: where there are several sets of numbers, 0 makes one chart with a menu to choose a set, for a page, and n
+        makes one panel for each set, n of them in a row, for a picture.
+    x_title, y_title: the titles of the axes.
+    among: all names whose place decides on colours and shapes, where a chart has only some of them.
+
+A slider chooses a step on a page; in a picture it stands at the last one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +58,6 @@ def heat_maps(
         words: what rows and columns are.
         domain: the values at the two ends of the colours; by default from 0, or below, to the largest value.
         legend: what the numbers are.
-        panels: 0, or how many panels are in a row.
     """
     cells: Rows = [
         {"set": name, "row": row, "column": column, "value": number}
@@ -110,18 +114,14 @@ def lines(
         sets: for each set, curves by name; a curve has one number for each of ``x``, or fewer, or None where it has no
             point.
         x: the same for all curves: numbers, or words, which stand at equal distances.
-        x_title: the title of the axis.
-        y_title: the title of the axis.
         deviations: half the height of the band around a curve, by set and name.
         heights: dashed horizontal lines, by the words that stand on them.
         marks: for each set, where a dashed vertical line stands, and the words on it.
         x_scale: by default from the first to the last number.
         y_scale: by default from near the smallest number to near the largest.
-        among: all names whose place decides on colours and shapes, if ``sets`` has only some of them.
         ranked: whether the legend is in the order of the last numbers, from the top, instead of that of the names.
         dots: whether there is a point at each number.
         size: width and height of a panel.
-        panels: 0, or how many panels are in a row.
     """
     rows = _points_of(sets, x, deviations or {})
     last = {row["name"]: row["y"] for row in rows}
@@ -161,10 +161,7 @@ def ecdf(
 
     Args:
         sets: for each set, numbers by name.
-        x_title: the title of the axis.
-        y_title: the title of the axis.
         marks: see :func:`lines`.
-        panels: 0, or how many panels are in a row.
     """
     grid = [place / 200 for place in range(201)]
     curves = {
@@ -172,8 +169,8 @@ def ecdf(
         for name, groups in sets.items()
     }
     whole = alt.Scale(domain=[0, 1])
-    options: dict[str, Any] = {"marks": marks, "dots": False, "size": (300, 220), "panels": panels}
-    return lines(curves, grid, x_title, y_title, x_scale=whole, y_scale=whole, **options)
+    look: Options = {"x_scale": whole, "y_scale": whole, "dots": False, "size": (300, 220)}
+    return lines(curves, grid, x_title, y_title, marks=marks, panels=panels, **look)
 
 
 def points(
@@ -188,9 +185,6 @@ def points(
 
     Args:
         series: by name ``x``, ``y`` and, if known, ``x_std``, ``y_std`` and ``words`` (a mapping) for hovering.
-        x_title: the title of the axis.
-        y_title: the title of the axis.
-        among: all names whose place decides on colours and shapes, if ``series`` has only some of them.
         background: given the ends of both axes, returns grey lines as rows with ``x``, ``y``, ``x2``, ``y2``, and the
             ``words`` at the first end.
     """
