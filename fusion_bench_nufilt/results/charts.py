@@ -86,7 +86,7 @@ def heat_maps(
             text=alt.Text("value:Q", format=".2f" if high < 2 else ".0f"),
             color=alt.condition(f"datum.value < {dark}", alt.value("white"), alt.value("black")),
         )
-        return layered([squares, texts], part, alt.Step(cell_size), alt.Step(cell_size), title)
+        return layered([squares, texts], part, (cell_size * len(columns), cell_size * len(rows)), title)
 
     return arranged(cells, names, draw, panels)
 
@@ -144,7 +144,7 @@ def lines(
             shown = tooltip(name="", x=x_title, y=y_title or "value")
             dot = known.mark_point(size=45)
             layers.append(dot.encode(y=alt.Y("y:Q", **upwards), shape=looks["shape"], tooltip=shown))
-        return layered(layers, part, *size, title)
+        return layered(layers, part, size, title)
 
     return arranged(rows, list(sets), draw, panels)
 
@@ -212,7 +212,7 @@ def points(
         grey = alt.Chart(alt.Data(values=background(*ends))).encode(**here)
         text = grey.mark_text(color=GREY, fontSize=9, align="right", baseline="top", dx=-3, dy=3)
         layers = [grey.mark_rule(color="#d4d8de").encode(x2="x2:Q", y2="y2:Q"), text.encode(text="words:N"), *layers]
-    return layered(layers, rows, 520, 380)
+    return layered(layers, rows, (520, 380))
 
 
 def bars_by_step(series: Mapping[str, Matrix], tasks: Sequence[str]) -> ChartType:
@@ -267,7 +267,7 @@ def bars(rows: Sequence[Mapping[str, Any]], title: str, *, labels: bool = True) 
         printed = base.transform_filter("isValid(datum.paper)").transform_calculate(what="'paper'")
         colour = alt.Color("what:N", scale=alt.Scale(domain=["paper"], range=[COLOURS[1]]), title=None)
         layers.append(printed.mark_point(shape="diamond", size=90).encode(x=alt.X("paper:Q"), color=colour))
-    return layered(layers, cleaned, 260, alt.Step(34))
+    return layered(layers, cleaned, (260, 34 * len(cleaned)))
 
 
 def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]]) -> ChartType:
@@ -286,10 +286,12 @@ def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]]) -> ChartType:
             row: Options = {"step": number + 1, "layer": layer, "kind": kind(layer), "x": depth(layer) + aside}
             rows.append(row | {quantity: clean(values[quantity][number][layer]) for quantity in quantities})
     looks = style(kinds, kinds, "kind")
+    deepest = max(map(depth, steps[-1]))
+    axis = alt.Axis(values=list(range(0, deepest + 1, 1 + deepest // 16)), grid=False)
     x_scale = alt.Scale(zero=False, nice=False, padding=12)
     chart = alt.Chart(alt.Data(values=rows)).mark_point(size=55, opacity=0.7)
     chart = chart.encode(
-        x=alt.X("x:Q", title="block", axis=alt.Axis(format="d", tickMinStep=1, grid=False), scale=x_scale),
+        x=alt.X("x:Q", title="block", axis=axis, scale=x_scale),
         y=alt.Y("y:Q", title=quantities[0] if len(quantities) == 1 else None),
         color=looks["color"],
         shape=looks["shape"],

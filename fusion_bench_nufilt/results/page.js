@@ -8,7 +8,8 @@ for (const holder of document.querySelectorAll(".chart")) {
   vegaEmbed(holder, spec, { mode: "vega-lite", actions: false, ast: true, renderer: "svg" });
 }
 
-const valueOf = (row, column) => row.cells[column].dataset.value ?? row.cells[column].textContent;
+// A number without its deviation and its note.
+const valueOf = (row, column) => row.cells[column].dataset.value ?? row.cells[column].textContent.replace(/ ±.*|†/, "");
 
 for (const header of document.querySelectorAll("th")) {
   header.addEventListener("click", () => {

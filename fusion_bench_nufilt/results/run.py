@@ -13,7 +13,7 @@ from fusion_bench_nufilt.storage.json_files import read_json
 from .charts import bars_by_step, by_depth, heat_maps, lines
 from .matrix import summary
 from .metrics import AccuracyMatrix
-from .names import kind
+from .names import kind, layers_by_kind
 from .page import PAGE, Page
 from .theme import save_chart
 
@@ -106,7 +106,7 @@ def _layers(page: Page, rows: pd.DataFrame) -> None:
     page.words("One point is a layer; hover for its name.")
     page.chart(by_depth({title: [step[key].to_dict() for step in steps] for key, title in known.items()}))
     means = rows.assign(kind=rows["layer"].map(kind)).groupby(["kind", "step"])[list(known)].mean()
-    kinds = means.index.unique("kind")
+    kinds = layers_by_kind(rows["layer"])
     curves = {title: {name: means.loc[name, key].tolist() for name in kinds} for key, title in known.items()}
     page.words("Means over the layers, by step:")
     page.chart(lines(curves, sorted(rows["step"].unique().tolist()), "step"))

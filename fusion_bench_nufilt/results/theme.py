@@ -83,9 +83,8 @@ def x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tup
     """Return the type and the options of an axis of numbers, or of words at equal distances."""
     if isinstance(x[0], str):
         return "O", {"title": title, "scale": alt.Scale(domain=list(x)), "sort": None}
-    axis = alt.Axis(tickMinStep=1) if all(isinstance(place, int) for place in x) else alt.Axis()
-    if scale is not None and scale.to_dict().get("type") == "log":
-        axis = alt.Axis(values=[place for place in x if not isinstance(place, str)])
+    whole = [place for place in x if isinstance(place, int)]
+    axis = alt.Axis(values=whole) if len(whole) == len(x) <= 20 else alt.Axis()
     return "Q", {"title": title, "scale": scale or alt.Scale(zero=False, nice=False, padding=8), "axis": axis}
 
 
@@ -106,17 +105,13 @@ def padded(values: Sequence[float]) -> list[float]:
     return [low - room, high + room]
 
 
-def layered(
-    layers: Sequence[alt.Chart], rows: Rows, width: float | alt.Step, height: float | alt.Step, title: str | None = None
-) -> alt.LayerChart:
+def layered(layers: Sequence[alt.Chart], rows: Rows, size: tuple[int, int], title: str | None = None) -> alt.LayerChart:
     """Lay charts over each other; those that bring no data of their own show ``rows``.
 
     A line break in the title begins a new line.
     """
-    data = alt.Data(values=rows)
-    return alt.LayerChart(
-        data=data, layer=list(layers), width=width, height=height, title=title.split("\n") if title else alt.Undefined
-    )
+    above = title.split("\n") if title else alt.Undefined
+    return alt.LayerChart(data=alt.Data(values=rows), layer=list(layers), width=size[0], height=size[1], title=above)
 
 
 def horizontal(heights: Mapping[str, float]) -> list[alt.Chart]:

@@ -34,7 +34,8 @@ def test_the_means_are_those_of_each_kind_of_layer(monkeypatch):
     _layers(Page("", ""), pd.DataFrame(rows, columns=["step", "layer", "overlap"]))
     ((curves, steps, _),) = shown
     assert steps == [1, 2]
-    assert curves == {"overlap of new and old subspaces": {"MLP": [12, 22], "attention": [11, 21]}}
+    assert curves == {"overlap of new and old subspaces": {"attention": [11, 21], "MLP": [12, 22]}}
+    assert list(curves.popitem()[1]) == ["attention", "MLP"]  # as in the explorer, so that the colours are the same
 
 
 def test_damaged_layers_are_named(tmp_path):
