@@ -13,14 +13,14 @@ from fusion_bench_nufilt.storage.files import write_text
 from fusion_bench_nufilt.storage.json_files import read_json
 
 from .charts import by_depth, ecdf, heat_maps, lines
-from .page import Page
+from .page import PAGE, Page
 from .theme import Rows, clean, save_chart, style, tooltip
 
 Json = dict[str, Any]
 Tables = Mapping[str, pd.DataFrame]
 Matrix = list[list[float | None]]
 
-ANALYSIS, PAGE = "analysis.json", "index.html"
+ANALYSIS = "analysis.json"
 _TABLES = ("task_vectors", "losses", "affinity")
 _BOTH = ("stability", "plasticity")
 _LOSSES = {

@@ -20,11 +20,13 @@ from .names import depth, kind, layers_by_kind
 from .theme import (
     COLOURS,
     GREY,
+    Numbers,
     Options,
     Rows,
     arranged,
     by_name,
     clean,
+    curve_points,
     horizontal,
     layered,
     padded,
@@ -35,7 +37,6 @@ from .theme import (
     x_axis,
 )
 
-Numbers = Sequence[float | None]
 Matrix = Sequence[Numbers]
 
 
@@ -123,7 +124,7 @@ def lines(
         dots: whether there is a point at each number.
         size: width and height of a panel.
     """
-    rows = _points_of(sets, x, deviations or {})
+    rows = curve_points(sets, x, deviations or {})
     last = {row["name"]: row["y"] for row in rows}
     names = sorted(last, key=lambda name: -last[name]) if ranked else list(last)
     looks = style(among or list(last), names)
@@ -229,15 +230,18 @@ def bars_by_step(series: Mapping[str, Matrix], tasks: Sequence[str]) -> ChartTyp
         for task, value in zip(tasks, values, strict=True)
         if (number := clean(value)) is not None
     ]
-    chart = alt.Chart(alt.Data(values=rows)).mark_bar()
-    chart = chart.encode(
-        x=alt.X("task:N", **by_name(tasks, None)),
-        xOffset=alt.XOffset("name:N", scale=alt.Scale(domain=list(series))),
-        y=alt.Y("value:Q", title="score (%)", scale=alt.Scale(domain=[0, 100])),
-        color=style(list(series), list(series))["color"],
-        tooltip=tooltip(name="", task="task", value="score (%)"),
+    chart = (
+        alt.Chart(alt.Data(values=rows), width=560, height=300)
+        .mark_bar()
+        .encode(
+            x=alt.X("task:N", **by_name(tasks, None)),
+            xOffset=alt.XOffset("name:N", scale=alt.Scale(domain=list(series))),
+            y=alt.Y("value:Q", title="score (%)", scale=alt.Scale(domain=[0, 100])),
+            color=style(list(series), list(series))["color"],
+            tooltip=tooltip(name="", task="task", value="score (%)"),
+        )
     )
-    return with_slider(chart.properties(width=560, height=300), len(tasks))
+    return with_slider(chart, len(tasks))
 
 
 def bars(rows: Sequence[Mapping[str, Any]], title: str, *, labels: bool = True) -> ChartType:
@@ -257,10 +261,9 @@ def bars(rows: Sequence[Mapping[str, Any]], title: str, *, labels: bool = True) 
             cleaned[-1] |= {"low": value - deviation, "high": value + deviation}
     axis = alt.Y("name:N", **by_name([row["name"] for row in cleaned], None, shown=labels))
     base = alt.Chart().encode(y=axis, tooltip=tooltip(name="", text=title))
-    extent = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
     layers = [
         base.mark_bar(color=COLOURS[0], height=alt.RelativeBandSize(0.6)).encode(x=alt.X("value:Q", title=title)),
-        extent.encode(x=alt.X("low:Q"), x2="high:Q"),
+        base.transform_filter("isValid(datum.low)").mark_rule(size=1.5).encode(x=alt.X("low:Q"), x2="high:Q"),
         base.mark_text(align="left", fontSize=11).encode(x=alt.value(272), text="text:N"),
     ]
     if any(row["paper"] is not None for row in cleaned):
@@ -289,30 +292,17 @@ def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]]) -> ChartType:
     deepest = max(map(depth, steps[-1]))
     axis = alt.Axis(values=list(range(0, deepest + 1, 1 + deepest // 16)), grid=False)
     x_scale = alt.Scale(zero=False, nice=False, padding=12)
-    chart = alt.Chart(alt.Data(values=rows)).mark_point(size=55, opacity=0.7)
-    chart = chart.encode(
-        x=alt.X("x:Q", title="block", axis=axis, scale=x_scale),
-        y=alt.Y("y:Q", title=quantities[0] if len(quantities) == 1 else None),
-        color=looks["color"],
-        shape=looks["shape"],
-        tooltip=tooltip(layer="", y="value"),
-    ).properties(width=560, height=300)
+    chart = (
+        alt.Chart(alt.Data(values=rows), width=560, height=300)
+        .mark_point(size=55, opacity=0.7)
+        .encode(
+            x=alt.X("x:Q", title="block", axis=axis, scale=x_scale),
+            y=alt.Y("y:Q", title=quantities[0] if len(quantities) == 1 else None),
+            color=looks["color"],
+            shape=looks["shape"],
+            tooltip=tooltip(layer="", y="value"),
+        )
+    )
     menu = alt.binding_select(options=quantities, name="show ") if len(quantities) > 1 else alt.Undefined
     chart = chart.add_params(alt.param("quantity", value=quantities[0], bind=menu))
     return with_slider(chart.transform_calculate(y="datum[quantity]"), len(steps))
-
-
-def _points_of(
-    sets: Mapping[str, Mapping[str, Numbers]], x: Sequence[float | str], deviations: Mapping[str, Mapping[str, Numbers]]
-) -> Rows:
-    """Rows of the points of curves, with the ends of the band where there is one."""
-    rows: Rows = []
-    for set_name, curves in sets.items():
-        for name, numbers in curves.items():
-            band = deviations.get(set_name, {}).get(name) or [None] * len(x)
-            for place, number, half in zip(x, numbers, band, strict=False):
-                if (y := clean(number)) is not None:
-                    extent = clean(half)
-                    ends = {} if extent is None else {"low": y - extent, "high": y + extent}
-                    rows.append({"set": set_name, "x": place, "name": name, "y": y, **ends})
-    return rows

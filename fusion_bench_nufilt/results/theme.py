@@ -13,6 +13,7 @@ from fusion_bench_nufilt.storage.files import atomic_file
 
 Rows = list[dict[str, Any]]
 Options = dict[str, Any]
+Numbers = Sequence[float | None]
 Draw = Callable[[Rows, str | None], alt.LayerChart]
 
 #: The colours of Okabe and Ito, which readers with any colour vision can tell apart.
@@ -50,6 +51,22 @@ def save_chart(chart: ChartType, path: Path) -> None:
 def clean(value: float | None) -> float | None:
     """Return a number with six digits, which a chart can show, and None for what is not finite."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
+
+
+def curve_points(
+    sets: Mapping[str, Mapping[str, Numbers]], x: Sequence[float | str], deviations: Mapping[str, Mapping[str, Numbers]]
+) -> Rows:
+    """Return a row for each point of curves, with the ends of the band where there is one."""
+    rows: Rows = []
+    for set_name, curves in sets.items():
+        for name, numbers in curves.items():
+            band = deviations.get(set_name, {}).get(name) or [None] * len(x)
+            for place, number, half in zip(x, numbers, band, strict=False):
+                if (y := clean(number)) is not None:
+                    extent = clean(half)
+                    ends = {} if extent is None else {"low": y - extent, "high": y + extent}
+                    rows.append({"set": set_name, "x": place, "name": name, "y": y, **ends})
+    return rows
 
 
 def style(among: Sequence[str], shown: Sequence[str], field: str = "name") -> Options:
