@@ -1,4 +1,4 @@
-"""What a merging step refuses, before any work."""
+"""The checks that refuse bad input of a merging step before any work."""
 
 from collections.abc import Mapping
 
@@ -53,7 +53,7 @@ def check_adapters(layers: Layers, lora_A: Layers, config: FusionConfig) -> None
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """Return a device, or raise a ValueError that names it if the method was not tried there or it is not there."""
+    """Return a device, or raise a ValueError that names it if it is neither a CPU nor a GPU that PyTorch can use."""
     try:
         where = torch.device(device)
         if where.type not in ("cpu", "cuda"):

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 # Perturbation theory may change a singular vector by this much in the first round and in the second. The error that is
-# left is about the square of the first change, and a tenth of the second, which only spectra need that are steeper than
-# those of fine-tuned models.
+# left is about the square of the first change, or a tenth of the second. A second round is needed only for spectra that
+# are steeper than those of fine-tuned models.
 _LARGEST_CHANGES = 2e-3, 2e-4
 
 
@@ -141,7 +141,7 @@ def _block_iteration(gram: Tensor, rank: int, max_rounds: int = 24) -> Tensor | 
     """Iterate a block of ``2 rank + 16`` vectors with Rayleigh-Ritz, and return it, or None without convergence."""
     d, block = gram.shape[-1], 2 * rank + 16
     # The start is random, so that no eigenvector is missed, and always the same, so that results repeat.
-    cpu = torch.device("cpu")  # The default device may be another.
+    cpu = torch.device("cpu")  # and not the default device, if there is one
     start = torch.randn(d, block, generator=torch.Generator(cpu).manual_seed(0), dtype=torch.float64, device=cpu)
     X = torch.linalg.qr(start).Q.to(gram).expand(*gram.shape[:-2], -1, -1)
     tolerance = 12 * torch.finfo(gram.dtype).eps  # the floor, where rounding takes over, is about 4

@@ -16,12 +16,12 @@ _R = TypeVar("_R")
 def map_layers(
     function: Callable[[_T], _R], items: Sequence[_T], where: torch.device, workers: int | None = None
 ) -> Iterator[_R]:
-    """Yield the results in order, until the last of which products of float32 matrices are exact.
+    """Yield the results in order. Until the last one is taken, products of float32 matrices are exact.
 
     On a CPU, each of torch's threads, or of fewer ``workers``, takes a layer and does its mathematics alone. That beats
     parallel mathematics on one layer (eigenvalue solvers hardly scale), does not stall on a busy machine, and makes the
     result independent of the number of threads, to the last bit. Where torch has one thread, as in such a worker, the
-    caller's thread does everything. On an accelerator it does so too, unless ``workers`` gives each of several devices
+    caller's thread does everything. It also does so on an accelerator, unless ``workers`` gives each of several devices
     a thread of its own.
     """
     threads = torch.get_num_threads() if where.type == "cpu" else workers or 1

@@ -7,8 +7,8 @@ class Family(NamedTuple):
     """One kind of models, and the layers that ``auto`` merges in them."""
 
     name: str
-    mark: str  # A model with a module of such a name is of this family if the pattern finds a layer in it.
-    pattern: str  # It matches the names of the layers to merge.
+    mark: str  # a regular expression for the name of a module that only such models have
+    pattern: str  # a regular expression for the names of the layers to merge
     convolutions: bool = False  # whether convolutions are merged, too
 
 

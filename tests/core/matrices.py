@@ -4,7 +4,7 @@ import torch
 
 
 def matrix_with_spectrum(d_o, d_i, spectrum, seed):
-    """A random matrix ``(d_o, d_i)`` with the given singular values, float64."""
+    """Return a random matrix ``(d_o, d_i)`` with the given singular values, float64."""
     generator = torch.Generator().manual_seed(seed)
     k = len(spectrum)
     U, V = (torch.linalg.qr(torch.randn(d, k, generator=generator, dtype=torch.float64)).Q for d in (d_o, d_i))
@@ -12,7 +12,7 @@ def matrix_with_spectrum(d_o, d_i, spectrum, seed):
 
 
 def random_layer(d_o, d_i, seed, dtype=torch.float64):
-    """Pretrained, merged and task weight of one layer; task vectors are small against the weight and full rank."""
+    """Return the pretrained, merged and task weight of a layer; task vectors have full rank and are small."""
     generator = torch.Generator().manual_seed(seed)
 
     def gaussian(scale):

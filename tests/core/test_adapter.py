@@ -1,4 +1,4 @@
-"""The reduced objective and its Adam iterates against the plain ones, through autograd."""
+"""The reduced objective and its Adam iterates are compared with the plain ones, through autograd."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def problem(shape, projector, seed=0):
 
 
 def plain_loss(tau, filtered, tau_merged, V_t, V_p, A, B):
-    """The two terms as the paper writes them."""
+    """Return the two terms as the paper writes them."""
     after = tau_merged + filtered + tau @ B @ A
     return ((tau - after) @ V_t).square().sum() + ((tau_merged - after) @ V_p).square().sum()
 
@@ -71,7 +71,7 @@ def test_the_initial_a_is_not_changed():
 
 
 def closed_form(shape, projector, ridge, rank=4):
-    """Its problem, A and B, and the losses."""
+    """Return the problem, A and B, and the losses."""
     tau, filtered, *rest = problem(shape, projector)
     stack = [tensor[None] for tensor in (tau, filtered, *rest)]
     if projector == "identity":

@@ -1,4 +1,4 @@
-"""What is refused, and what is not."""
+"""Values that are not finite are found, and finite ones are not mistaken for them."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from fusion_bench_nufilt.core.checks import is_finite
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("extreme", ["max", "min"])
 def test_finite_values_are_finite_even_if_their_sum_is_not(dtype, extreme):
-    """As a causal mask filled with the least number of its dtype."""
+    """A causal mask, for instance, is filled with the least number of its dtype."""
     values = torch.full((64, 64), getattr(torch.finfo(dtype), extreme), dtype=dtype)
     assert is_finite(values)
 

@@ -41,7 +41,7 @@ def test_every_device_is_at_work_and_none_on_two_stacks_at_a_time(monkeypatch):
 
 
 def test_stacks_lie_where_they_are_computed(monkeypatch):
-    """On two meta devices, where an operation on two devices is an error."""
+    """The devices are meta devices, where an operation on two devices is an error."""
     devices, seen = [torch.device("meta"), torch.device("meta")], []
 
     def fuse_stack(theta_0, merged, task, A, config, **_):

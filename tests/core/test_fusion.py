@@ -41,7 +41,7 @@ def close(actual, expected, tolerance=1e-10):
 @pytest.mark.parametrize("null_space", [True, False, "zero"])
 @pytest.mark.parametrize("shape", [(20, 12), (8, 30)])
 def test_the_fused_weight_is_w_plus_tau_times_p_plus_ba(shape, null_space):
-    """Everything recomputed here the long way: full SVD, P formed, both gradients by autograd, torch's Adam."""
+    """Everything is recomputed here the long way: full SVD, P formed, both gradients by autograd, torch's Adam."""
     theta_0, theta, theta_t = random_layer(*shape, seed=3)
     tau, tau_merged = theta_t - theta_0, theta - theta_0
     A = torch.linspace(-0.05, 0.05, 4 * shape[1], dtype=torch.float64).reshape(4, shape[1])
@@ -165,7 +165,7 @@ def test_a_layer_does_not_depend_on_its_company_or_order(solver):
 @pytest.mark.parametrize("n", [1, 2, 7])
 @pytest.mark.parametrize("solver", ["adam", "closed_form"])
 def test_a_layer_in_a_stack_is_the_layer_alone(n, solver, monkeypatch):
-    """As on an accelerator, where layers of a shape are solved together: the same to rounding."""
+    """On an accelerator, layers of a shape are solved together, with the same result to rounding."""
     config = replace(CONFIG, solver=solver, max_steps=5)
     monkeypatch.setattr(fusion, "stack_size", lambda *_: n)
     shapes = {f"layer{number}": (20, 12) for number in range(7)}
@@ -187,7 +187,7 @@ def test_a_stack_is_as_large_as_the_memory_bound_allows():
 
 
 def test_defaults_of_torch_do_not_change_a_bit():
-    """Neither the default dtype nor the default device, with which a script may set up its models."""
+    """A script may set up its models with another default dtype and default device."""
     layer, threads = random_layer(300, 260, seed=0, dtype=torch.float32), torch.get_num_threads()
     before, _ = fuse_one(*layer)
     try:
@@ -259,7 +259,7 @@ def test_progress_hears_of_every_layer_and_reports_come_in_order():
 
 
 def steep_layer():
-    """One on which float32 fails: singular values from 1 to 1e-6."""
+    """Return a layer on which float32 fails, with singular values from 1 to 1e-6."""
     theta_0, _, theta_t = random_layer(40, 40, seed=0)
     theta = theta_0 + matrix_with_spectrum(40, 40, torch.logspace(0, -6, 40).double(), seed=1)
     return theta_0.float() * 0, (theta - theta_0).float(), (theta_t - theta_0).float()
@@ -279,7 +279,7 @@ def test_float64_takes_over_where_float32_is_too_inaccurate_and_says_so_once(cap
 
 
 def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_the_cpu(monkeypatch, caplog):
-    """As one on a device may, on a whole stack."""
+    """A solver on a device may fail on a whole stack."""
     solve, attempts = fusion.fuse_stack, []
 
     def failing(*args, exact_on, **kwargs):
@@ -323,7 +323,7 @@ def test_a_device_that_was_not_tried_or_is_not_there_is_refused(device):
 @pytest.mark.parametrize("solver", ["adam", "closed_form"])
 @pytest.mark.parametrize("shape", [(20, 12), (8, 30), (300, 260)])
 def test_nothing_computed_on_a_device_meets_the_cpu(shape, solver, monkeypatch):
-    """On the meta device, where an operation on two devices is an error. It has no values to decide by: every check
+    """On the meta device, an operation on two devices is an error. It has no values to decide by, so that every check
     holds. The fused optimiser alone has no form there.
     """
     monkeypatch.setattr(torch.Tensor, "__bool__", lambda self: True)
@@ -378,7 +378,7 @@ def test_an_initial_a_of_another_shape_is_refused():
 
 
 def test_the_models_are_free_as_soon_as_they_are_merged():
-    """Without the garbage collector, so that a merge of many layers holds those at work alone."""
+    """They are so without the garbage collector, so that a merge of many layers holds only those at work."""
     models = [{"layer": torch.randn(6, 5)} for _ in range(3)]
     left = [weakref.ref(model["layer"]) for model in models]
     gc.collect()

@@ -20,7 +20,7 @@ def low_rank(d_o, d_i, rank, seed):
 
 
 def both(theta_0, theta, factors, config=CONFIG):
-    """New weight and report from the factors, and from their product."""
+    """Return new weight and report from the factors, and from their product."""
     results = []
     for task in (factors, theta_0 + factors.product()):
         fused, reports = fuse_layers({"w": theta_0}, {"w": theta}, {"w": task}, config, step=2)
@@ -61,7 +61,7 @@ def test_fifty_steps_of_the_papers_setting_agree_to_float_rounding():
 
 
 def test_factors_and_weights_of_several_ranks_may_be_mixed():
-    """Layers of one shape, solved together on an accelerator."""
+    """On an accelerator, layers of one shape are solved together."""
     pretrained, merged, task = (
         {name: random_layer(20, 12, seed)[i] for seed, name in enumerate("abcd")} for i in range(3)
     )

@@ -1,4 +1,4 @@
-"""Singular subspaces against a full SVD."""
+"""Singular subspaces are those of a full SVD."""
 
 import pytest
 import torch

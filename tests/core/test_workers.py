@@ -1,4 +1,4 @@
-"""Layers side by side."""
+"""Laws of layers that are solved side by side."""
 
 import threading
 
@@ -19,7 +19,7 @@ def two_threads():
 
 
 def test_a_worker_s_mathematics_has_one_thread_also_beside_another_merge():
-    """Whose end sets the process's number of threads back while these workers are at work."""
+    """The end of the other merge sets the process's number of threads back while these workers are at work."""
     seen, begun, ended = [], threading.Event(), threading.Event()
 
     def look(number):
@@ -40,7 +40,7 @@ def test_a_worker_s_mathematics_has_one_thread_also_beside_another_merge():
 
 
 def test_a_worker_starts_no_workers():
-    """As `nufilt merge`, which works on a layer per thread, and merges each with `fuse_layers`."""
+    """`nufilt merge` works on a layer per thread, and merges each with `fuse_layers`."""
 
     def threads(_):
         return {threading.get_ident(), *map_layers(lambda _: threading.get_ident(), range(4), CPU)}

@@ -1,4 +1,4 @@
-"""Which layers are merged, and what happens to the rest."""
+"""The choice of the layers that are merged, and what happens to the rest."""
 
 import logging
 from collections import defaultdict
@@ -51,7 +51,7 @@ def test_auto_is_the_projections_of_a_vision_language_model_s_language_model_and
 
 
 def test_auto_finds_the_language_model_also_where_the_model_does_not_name_it():
-    """As in LLaVA's original code: `model.layers` beside `model.vision_tower`."""
+    """LLaVA's original code has `model.layers` beside `model.vision_tower`."""
     model = nn.ModuleDict({"model": llama().model})
     model.model.vision_tower, model.model.mm_projector = clip(), nn.Sequential(nn.Linear(4, 4))
     assert len(names(model)) == 14
@@ -140,7 +140,7 @@ def test_values_that_are_not_finite_are_refused_by_name(value, where):
 
 @pytest.mark.parametrize("other_params", ["pretrained", "first", "mean"])
 def test_a_buffer_of_infinities_is_refused_only_where_it_would_be_written(other_params):
-    """As a causal mask."""
+    """A causal mask is such a buffer."""
     models = clip(), clip()
     for model in models:
         model.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))

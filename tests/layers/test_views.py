@@ -1,4 +1,4 @@
-"""Views against oracles that know nothing of them: the same models with plain linear layers in place of the others."""
+"""Views are tested against oracles without them: the same models with plain linear layers in place of the others."""
 
 from copy import deepcopy
 
@@ -18,13 +18,13 @@ OPTIONS = {"null_rank": 3, "lora_rank": 4, "task_rank": 2, "max_steps": 5, "firs
 
 
 def merge(base, tasks, target_modules):
-    """The merged model."""
+    """Return the merged model."""
     models = {"_pretrained_": base} | {str(number): task for number, task in enumerate(tasks)}
     return NufiltContinualMergingAlgorithm(**OPTIONS, shuffle_order=False, target_modules=target_modules).run(models)
 
 
 def merged_as_linear(name, weights):
-    """What the stream gives for a plain matrix of the same name; ``weights`` are the base's and the tasks'."""
+    """Return what the stream gives for a plain matrix of the same name; ``weights`` are the base's and the tasks'."""
     base, *tasks = [{name: weight.contiguous()} for weight in weights]
     merged, config = base, FusionConfig(**OPTIONS)
     for step, task in enumerate(tasks, 1):
@@ -33,7 +33,7 @@ def merged_as_linear(name, weights):
 
 
 def stream(module):
-    """A base that is not random in a block, and two tasks."""
+    """Return a base with the module in a block, and two tasks."""
     torch.manual_seed(1)
     base = nn.ModuleDict({"blocks": nn.ModuleList([module])})
     for parameter in base.parameters():
@@ -93,7 +93,7 @@ def test_a_convolution_in_another_memory_format_gives_the_same():
 
 
 class Experts(nn.Module):
-    """Fused experts in either orientation: 5 inputs, 3 hidden units."""
+    """Fused experts in either orientation, with 5 inputs and 3 hidden units."""
 
     def __init__(self, transposed, experts=2):
         super().__init__()
