@@ -109,8 +109,11 @@ def test_a_preset_changes_what_it_says_and_nothing_else(preset):
     assert changed.keys() == default.keys()
 
 
+SIZES, TASK_SETS = ("base-patch32", "base-patch16", "large-patch14"), ("TA8", "TALL14", "TALL20")
 POOLS = [
-    f"clip-vit-{m}_{t}" for m in ("base-patch32", "base-patch16", "large-patch14") for t in ("TA8", "TALL14", "TALL20")
+    pytest.param(f"clip-vit-{size}_{tasks}", marks=[pytest.mark.slow] * (i != j))
+    for i, size in enumerate(SIZES)
+    for j, tasks in enumerate(TASK_SETS)
 ]
 
 

@@ -252,9 +252,9 @@ def adapters() -> Iterator[Row]:
     yield said("r that is not that of the tensors", "they do not belong together", r=5)
     yield said("no r pattern for its tensors", "they do not belong together", rank_pattern={"q_proj": 3})
     for field in ("alpha_pattern", "rank_pattern"):
-        yield said(f"{field} that is no expression", f"{field}: .* is no regular expression", **{field: {"q_proj(": 4}})
+        yield said(f"{field} that is no expression", "_pattern: .* is no regular expression", **{field: {"q_proj(": 4}})
         slow = {SLOW: 4}
-        yield said(f"{field} that never ends", f"{field}: .* takes too long", **{field: slow})
+        yield said(f"{field} that never ends", "_pattern: .* takes too long", **{field: slow})
     for field in ("use_dora", "lora_bias", "use_qalora"):
         yield said(field, "merge it into its base with peft", **{field: True})
     for field in ("layer_replication", "target_parameters", "trainable_token_indices"):
@@ -283,6 +283,8 @@ def adapters() -> Iterator[Row]:
 def options() -> Iterator[Row]:
     for words, says in {
         "--null-rank -1": "null_rank must be a whole number >= 0",
+        "--null-rank 1.5": "null_rank must be a whole number >= 0, or a share of the layer's width",
+        "--lora-rank half": "lora_rank must be a number",
         "--lora-rank 1000000000": "lora_rank must be a whole number >= 0 and <= 65536",
         "--max-steps -5": "max_steps must be",
         "--lr 0": "lr must be a number > 0",
@@ -308,6 +310,8 @@ def options() -> Iterator[Row]:
         "--exclude-modules (": "exclude_modules: '\\(' is no regular expression",
         "--target-modules typo": "names no layer",
         "--exclude-modules .*": "leave no layer",
+        "--null-space maybe": "'true'.*'zero'",
+        "--other-params maybe": "'pretrained'.*'mean'",
         "accumulate=bf16": "accumulate must be one of 'stored', 'float32'",
         "no_such_key=3": "there is no option 'no_such_key'",
         "null_rank=abc": "null_rank must be a whole number",
@@ -324,6 +328,7 @@ def options() -> Iterator[Row]:
 def places() -> Iterator[Row]:
     work = ".out.nufilt"
     yield Row("OUT is a file", lambda d: (d / "out").write_text("precious"), "exists: remove it")
+    yield Row("OUT is a file in a dry run", lambda d: (d / "out").touch(), "exists: rem", (*STREAM, "--dry-run"))
     yield Row("OUT is a folder", lambda d: (d / "out").mkdir(), "exists: remove it")
     yield Row("OUT is a dead link", lambda d: (d / "out").symlink_to("nowhere"), "exists: remove it")
     to_task = lambda d: (d / work).symlink_to(d / "task1")  # noqa: E731

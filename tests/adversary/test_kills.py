@@ -22,8 +22,6 @@ from tests.conftest import REPO
 from tests.continual.test_resume import without_times
 from tests.folders.helpers import hashes, merge
 
-MANY = pytest.param(60, marks=pytest.mark.slow)
-
 # One process imports everything, forks a merge that many times and kills it at a random moment; then once to the end.
 KILLER = """
 import os, pathlib, random, signal, sys, time
@@ -67,7 +65,7 @@ for number in range(kills):
 """
 
 
-@pytest.mark.parametrize("kills", [5, MANY])
+@pytest.mark.parametrize("kills", [5, pytest.param(60, marks=pytest.mark.slow)])
 def test_nufilt_merge(good, tmp_path, kills):
     inputs = tmp_path / "inputs"
     shutil.copytree(good, inputs)
@@ -99,8 +97,9 @@ def whole_steps(folder):
     return sum(bool(read_whole_checkpoint(path)) for path in (folder / "checkpoints").glob("merged_model_*"))
 
 
-@pytest.mark.parametrize("kills", [2, MANY])
-def test_fusion_bench(tmp_path, demo, kills):
+@pytest.mark.slow
+def test_fusion_bench(tmp_path, demo):
+    kills = 60
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # so that a new process is at work at once
 

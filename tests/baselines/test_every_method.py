@@ -17,6 +17,7 @@ from fusion_bench_nufilt.compare.specs import NEED_DATA, data_free_methods
 from fusion_bench_nufilt.demo import load_vision_model
 from fusion_bench_nufilt.layers import select_layers
 from tests.baselines.glue import GLUE
+from tests.baselines.test_fusionbench import configured
 from tests.models import clip, finetuned, llama, t5
 
 
@@ -91,8 +92,8 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
 
 
 def config(name):
-    method = f"method={name}" if name == "nufilt" else f"method=continual/{name}"
-    return compose_run([method, *([f"method.{STEPS[name]}=2"] if name in STEPS else [])]).method
+    method = name if name == "nufilt" else f"continual/{name}"
+    return configured(method, *([f"method.{STEPS[name]}=2"] if name in STEPS else []))
 
 
 def clip_with_images(request):
