@@ -3,7 +3,7 @@
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from fusion_bench_nufilt.storage.versions import check_versions, package_version
 log = logging.getLogger(__name__)
 
 Work = Mapping[str, tuple[Any, ...]]  # arguments of a function for each piece, by the name it has in messages
-Results = Iterator[tuple[str, Any]]  # names of pieces, and what the function returned
+Results = Generator[tuple[str, Any], None, None]  # names of pieces, and what the function returned
 Make = Callable[..., Callable[..., Any]]
 
 _START_SECONDS = 300  # a node whose CPUs or GPUs others hold for so long is left out

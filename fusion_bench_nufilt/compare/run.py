@@ -1,7 +1,7 @@
 """Every method on every seed, kept in one folder."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from .display import progress_bars, quiet, steps_bar
 from .experiment import Experiment, reason, run_alone
 from .overrides import key_of, without_method
 from .specs import RunSpec, check_specs
-from .store import Run, Store
+from .store import References, Run, Store
 from .summary import Comparison, MethodResult
 
 log = logging.getLogger(__name__)
@@ -72,41 +72,30 @@ def compare(
     """
     _check(specs, overrides, evaluate, jobs, engine)
     everywhere = [f"modelpool={modelpool}", *overrides]
-    pools = without_method(everywhere)
+    pools = tuple(without_method(everywhere))
     experiment = Experiment(compose_run(pools))
     settings = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
     store = Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)
     with closing(store), quiet(), progress_bars(console) as progress:
-        protocol = [f"++method.evaluate={evaluate}", *_PROTOCOL]
-        configs, wrong = _configure(specs, [*protocol, *everywhere], experiment)
-        if (references := store.load_references()) is None:
-            with steps_bar(progress, "scoring the single models", 1 + len(experiment.tasks)) as on_step:
-                references = experiment.score_single_models(on_step)
-        store.identify(experiment.digests)
-        store.save_references(references)
-        runs = {(spec, seed): Run(seed, {}, {}, error=why) for spec, why in wrong.items() for seed in seeds}
-        missing = {}
-        for seed in seeds:  # all methods of a seed before the next one, so that an interrupt leaves some seeds whole
-            for spec, config in configs.items():
-                seeded = {**config, "seed": seed}
-                if (known := store.load(spec, seed, seeded)) is not None:
-                    runs[spec, seed] = known
-                else:
-                    missing[f"{spec.label}, seed {seed}"] = (spec, seeded)
-        bar = progress.add_task("", total=len(specs) * len(seeds), completed=len(runs))
-        work = {name: (seeded,) for name, (_, seeded) in missing.items()}
+        configs, wrong = _configure(specs, [f"++method.evaluate={evaluate}", *_PROTOCOL, *everywhere], experiment)
+        references = _score_single_models(store, experiment, progress)
+        runs, missing = _known_runs(store, seeds, configs)
+        runs |= {(spec, seed): Run(seed, {}, {}, error=why) for spec, why in wrong.items() for seed in seeds}
+        work = {name: (config,) for name, (_, config) in missing.items()}
         if engine == "ray":
             results = _run_on_cluster(work, pools, address)
         elif jobs > 1:
-            results = run_locally(work, partial(run_alone, tuple(pools)), jobs)
+            results = run_locally(work, partial(run_alone, pools), jobs)
         else:
             results = _run_here(work, experiment, progress)
-        for name, run in results:
-            spec, _ = missing[name]
-            runs[spec, run.seed] = run
-            store.save(spec, run)
-            log.info("%s: %s", name, summary(run.matrix) if run.matrix else run.error)
-            progress.advance(bar)
+        bar = progress.add_task("", total=len(specs) * len(seeds), completed=len(runs))
+        with closing(results):
+            for name, run in results:
+                spec, _ = missing[name]
+                runs[spec, run.seed] = run
+                store.save(spec, run)
+                log.info("%s: %s", name, summary(run.matrix) if run.matrix else run.error)
+                progress.advance(bar)
     methods = [MethodResult(spec, [runs[spec, seed] for seed in seeds]) for spec in specs]
     return Comparison(store.settings, experiment.tasks, list(seeds), references, methods, preset)
 
@@ -145,14 +134,42 @@ def _configure(
     return configs, wrong
 
 
-def _run_here(work: Work, experiment: Experiment, progress: Progress) -> Iterator[tuple[str, Run]]:
+def _score_single_models(store: Store, experiment: Experiment, progress: Progress) -> References:
+    """Return the scores that are kept, or score; refuse a store that is of other models."""
+    if (references := store.load_references()) is None:
+        with steps_bar(progress, "scoring the single models", 1 + len(experiment.tasks)) as on_step:
+            references = experiment.score_single_models(on_step)
+    store.identify(experiment.digests)
+    store.save_references(references)
+    return references
+
+
+def _known_runs(
+    store: Store, seeds: Sequence[int], configs: Mapping[RunSpec, dict[str, Any]]
+) -> tuple[dict[tuple[RunSpec, int], Run], dict[str, tuple[RunSpec, dict[str, Any]]]]:
+    """Return the runs that are kept, and by name the methods and configurations of those that are missing.
+
+    All methods of a seed come before the next seed, so that what is interrupted has some seeds whole.
+    """
+    runs, missing = {}, {}
+    for seed in seeds:
+        for spec, config in configs.items():
+            seeded = {**config, "seed": seed}
+            if (run := store.load(spec, seed, seeded)) is not None:
+                runs[spec, seed] = run
+            else:
+                missing[f"{spec.label}, seed {seed}"] = spec, seeded
+    return runs, missing
+
+
+def _run_here(work: Work, experiment: Experiment, progress: Progress) -> Results:
     for name, (config,) in work.items():
         with steps_bar(progress, name, len(experiment.tasks)) as on_step:
             run = experiment.run(config, on_step)
         yield name, run
 
 
-def _run_on_cluster(work: Work, pools: Sequence[str], address: str | None) -> Results:
+def _run_on_cluster(work: Work, pools: tuple[str, ...], address: str | None) -> Results:
     ray = connect(address)
     nodes = find_nodes(ray, gpus=ray.cluster_resources().get("GPU", 0) >= 1)
-    return run_on_cluster(ray, nodes, work, partial, run_alone, tuple(pools))
+    return run_on_cluster(ray, nodes, work, partial, run_alone, pools)
