@@ -1,4 +1,4 @@
-"""What `fusion_bench` would compose from the same words, and the objects it would make of it."""
+"""The configuration that `fusion_bench` would compose from the same words, and the objects that it would make of it."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ def composing() -> Iterator[None]:
 
 
 def compose_run(overrides: Sequence[str]) -> DictConfig:
-    """What `fusion_bench` composes from these overrides.
+    """Return what `fusion_bench` composes from overrides.
 
     Raises:
         ValueError: they can't be composed.
@@ -42,17 +42,17 @@ def compose_run(overrides: Sequence[str]) -> DictConfig:
 
 @contextmanager
 def config_loader() -> Iterator[Any]:
-    """Hydra's loader of the configs that `fusion_bench` finds."""
+    """Give Hydra's loader of the configs that `fusion_bench` finds."""
     folder = Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config"
     with initialize_config_dir(str(folder), version_base=None):
         yield GlobalHydra.instance().config_loader()
 
 
 def taskpool_config(config: DictConfig) -> DictConfig:
-    """The task pool of a run: the one named, or else the one that the model pool brings along.
+    """Return the task pool of a run: the one that is named, or else the one that the model pool brings along.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is neither.
     """
     named = config.taskpool
     if not str(named.get("_target_", "")).endswith("DummyTaskPool"):
@@ -63,33 +63,33 @@ def taskpool_config(config: DictConfig) -> DictConfig:
 
 
 def make_fabric(config: DictConfig) -> Fabric:
-    """One device, and no logger: runs that share it write no files of their own."""
+    """Make a Fabric with one device and no logger, so that runs that share it write no files of their own."""
     return Fabric(accelerator=config.accelerator, precision=config.precision, devices=1)
 
 
 def make_modelpool(config: DictConfig, fabric: Fabric) -> Any:
-    """The model pool of a composed run."""
+    """Make the model pool of a composed run."""
     return _make(config.modelpool, fabric, load_modelpool_from_config)
 
 
 def make_taskpool(config: DictConfig, fabric: Fabric) -> Any:
-    """The task pool of a composed run, see :func:`taskpool_config`."""
+    """Make the task pool of a composed run, see :func:`taskpool_config`."""
     return _make(taskpool_config(config), fabric, load_taskpool_from_config)
 
 
 def make_method(config: DictConfig, fabric: Fabric) -> Any:
-    """A method, from its part of a composed run."""
+    """Make a method from its part of a composed run."""
     return _make(config, fabric, load_algorithm_from_config)
 
 
 def plain(config: DictConfig) -> Any:
-    """The resolved values, as JSON gives them back."""
+    """Return the resolved values as JSON gives them back."""
     with composing():
         return json.loads(json.dumps(OmegaConf.to_container(config, resolve=True, throw_on_missing=True), default=str))
 
 
 def _make(config: DictConfig, fabric: Fabric, load_v01: Callable[[DictConfig], Any]) -> Any:
-    """As FusionBench's program does it; a config without ``_target_`` is of FusionBench 0.1."""
+    """Make an object as FusionBench's program does; a config without ``_target_`` is of FusionBench 0.1."""
     if "_target_" in config:
         made = instantiate(config, _recursive_=config.get("_recursive_", False))
     else:

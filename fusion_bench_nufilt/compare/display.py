@@ -1,4 +1,4 @@
-"""What is seen of a comparison while it runs."""
+"""What a terminal shows of a comparison while it runs."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class _Nowhere(io.TextIOBase):
-    """Takes all that FusionBench prints; never closed, because log handlers may keep it."""
+    """A stream that drops all that FusionBench prints. It is never closed, because log handlers may keep it."""
 
     def write(self, text: str) -> int:
         return len(text)
@@ -21,7 +21,7 @@ class _Nowhere(io.TextIOBase):
 def quiet() -> Iterator[None]:
     """Silence standard output and error, and FusionBench's log but for errors.
 
-    It prints a bar for every data set, every call it makes, and a summary of every run.
+    FusionBench prints a bar for every data set, every call it makes, and a summary of every run.
     """
     nowhere = _Nowhere()
     chatty = [logging.getLogger(name) for name in ("fusion_bench", "lightning.fabric")]
@@ -37,7 +37,7 @@ def quiet() -> Iterator[None]:
 
 
 def progress_bars(console: Console | None) -> Progress:
-    """Bars on a terminal, nothing elsewhere."""
+    """Make progress bars that are shown on a terminal only."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     shown = console is not None and console.is_terminal
     return Progress(
@@ -52,7 +52,7 @@ def progress_bars(console: Console | None) -> Progress:
 
 @contextlib.contextmanager
 def steps_bar(progress: Progress, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar that is there as long as the steps are; gives what to call with each finished one."""
+    """Show a bar while a block runs, and give the block a function to call with each finished step."""
     bar = progress.add_task(title, total=total)
     try:
         yield lambda step: progress.advance(bar)

@@ -1,4 +1,4 @@
-"""The most memory that merging takes, told apart from scoring."""
+"""The peak memory of merging, without that of scoring."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,9 +14,10 @@ _PROCESS = Path("/proc/self")
 
 
 class PeakMemory:
-    """Highest use of memory since it was last reset.
+    """The peak of the memory in use since it was last reset.
 
-    On a CUDA device, what torch has allocated there; else what the process holds in memory, where Linux tells.
+    On a CUDA device it is the memory that torch has allocated there; elsewhere it is what the process holds in memory,
+    which only Linux tells.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,7 +25,7 @@ class PeakMemory:
         self._known = device.type == "cuda"
 
     def reset(self) -> None:
-        """Forget what was used so far."""
+        """Start anew with the memory that is in use now."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
@@ -33,7 +34,7 @@ class PeakMemory:
             self._known = True
 
     def read(self) -> int | None:
-        """Bytes; None where that can't be known."""
+        """Return the peak in bytes, or None where it can't be known."""
         if not self._known:
             return None
         if self._device.type == "cuda":
@@ -43,11 +44,11 @@ class PeakMemory:
 
 
 class WatchingEvaluator(Evaluator):
-    """Keeps the most memory that was in use between its scorings: that of merging, and of all that stays loaded.
+    """An evaluator that keeps the peak memory between its scorings: that of merging and of what stays loaded.
 
     Args:
-        taskpool: as of :class:`fusion_bench_nufilt.continual.Evaluator`.
-        device: that merges.
+        taskpool: the one of :class:`fusion_bench_nufilt.continual.Evaluator`.
+        device: the device that merges.
     """
 
     peak: int | None  # bytes since the last `watch`; None where that can't be known
@@ -58,7 +59,7 @@ class WatchingEvaluator(Evaluator):
         self.watch()
 
     def watch(self) -> None:
-        """Begin anew."""
+        """Forget the peak so far."""
         self.peak = None
         self._memory.reset()
 

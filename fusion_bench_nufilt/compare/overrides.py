@@ -1,4 +1,4 @@
-"""``KEY=VALUE`` words, read by Hydra's own parser."""
+"""``KEY=VALUE`` words are read by Hydra's own parser."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,10 +9,10 @@ from hydra.errors import HydraException
 
 
 def key_value(word: str) -> tuple[str, Any]:
-    """The key of a word that sets something to one value, and that value.
+    """Return the key of a word that sets something to one value, and that value.
 
     Raises:
-        ValueError: it is something else; names the word.
+        ValueError: the word is of another form; names the word.
     """
     override = _parse(word)
     if override.type is not OverrideType.CHANGE or override.is_sweep_override():
@@ -21,16 +21,16 @@ def key_value(word: str) -> tuple[str, Any]:
 
 
 def key_of(word: str) -> str:
-    """The key of a word of any kind, such as ``+method.x=1`` or ``~taskpool``.
+    """Return the key of a word of any form, such as ``+method.x=1`` or ``~taskpool``.
 
     Raises:
-        ValueError: it is none; names the word.
+        ValueError: the word has no key; names the word.
     """
     return _parse(word).key_or_group
 
 
 def without_method(words: Iterable[str]) -> list[str]:
-    """Those words that do not set an option of the method."""
+    """Return the words that do not set an option of the method."""
     return [word for word in words if not key_of(word).startswith("method.")]
 
 

@@ -19,19 +19,19 @@ _COMPARABLE = ("main", "single", "tasks", "ablation", "flan_t5")
 
 
 class Number(NamedTuple):
-    """A printed number and its deviation over the orders, and what is to be said of it, if anything."""
+    """A printed number, its standard deviation over the orders, and a note on it, which may be empty."""
 
     value: float
     deviation: float | None
     note: str
 
 
-Published = dict[str, Number]  # of one method, by metric or task
+Published = dict[str, Number]  # the numbers of one method, by metric or task
 
 
 @cache
 def printed_tables() -> dict[tuple[str, str], dict[str, Published]]:
-    """All numbers of the paper, by table and model pool, and by method."""
+    """Return all numbers of the paper, by table and model pool, and by method."""
     tables: dict[tuple[str, str], dict[str, Published]] = {}
     with Path(__file__).with_name("published.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -43,12 +43,12 @@ def printed_tables() -> dict[tuple[str, str], dict[str, Published]]:
 
 
 def published(modelpool: str, overrides: Sequence[str], seeds: Sequence[int]) -> dict[str, Published]:
-    """The paper's numbers for a comparison, by method; without those that were printed for another setting.
+    """Return the paper's numbers for a comparison, by method, without those that were printed for another setting.
 
     Args:
-        modelpool: name of the model pool.
-        overrides: those of `fusion_bench` for all methods. Numbers, and thus settings, do not depend on the device.
-        seeds: of the comparison.
+        modelpool: the name of the model pool.
+        overrides: those of `fusion_bench` for all methods; one that chooses a device changes no number.
+        seeds: those of the comparison.
     """
     changing = [override for override in overrides if not override.startswith("fabric.accelerator=")]
     if changing != ([_IN_ORDER] if modelpool == _FLAN_T5 else []):
@@ -67,7 +67,7 @@ def published(modelpool: str, overrides: Sequence[str], seeds: Sequence[int]) ->
 
 
 def paper_settings(modelpool: str) -> dict[str, tuple[str, ...]]:
-    """What the paper sets differently for a model pool than our configs do, by method."""
+    """Return the settings that the paper has for a model pool and our configs do not, by method."""
     smaller = ("scaling_factor=0.1",)  # its lambda for 14 and 20 tasks
     more_tasks = modelpool.endswith(("TALL14", "TALL20"))
     return dict.fromkeys(("task_arithmetic", "ties_merging", "knots_ties"), smaller) if more_tasks else {}

@@ -1,4 +1,4 @@
-"""Comparisons of the paper by name."""
+"""The comparisons of the paper, by name."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
@@ -18,12 +18,12 @@ PAPER = (
     *("lora_wemoe", "wudi", "iso_c", "knots_ties", "tsvm", "opcm", "nufilt"),
 )
 OTHER_FORM = {"ties_merging": "released", "magmax": "paper", "adamerging": "released"}
-"""Of the methods whose formula in the paper is not that of its released code: the one that is not the default."""
+"""The form that is not the default, of methods whose formula in the paper is not that of their released code."""
 OVERHEAD = ("task_arithmetic", "opcm", "wudi", *(f"nufilt:max_steps={steps}" for steps in (25, 50, 100)))
 
 
 class Panel(NamedTuple):
-    """One curve of the paper's sensitivity figure: what it varies, and what it holds fixed."""
+    """One curve of the paper's sensitivity figure, which varies one setting and holds the others fixed."""
 
     symbol: str
     key: str
@@ -42,7 +42,7 @@ SENSITIVITY = (
 
 
 def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_data: bool = False) -> list[RunSpec]:
-    """The rows of a comparison of the paper.
+    """Return the methods of a comparison of the paper.
 
     ``ablation`` has the four rows of the paper's ablation; ``paper`` the methods of its main table, as it sets them,
     by both formulas where there are two, those that need data only ``with_data``; ``sensitivity`` the panels of
@@ -50,7 +50,7 @@ def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_da
     table of costs.
 
     Raises:
-        ValueError: no such preset, or one in which no method needs data.
+        ValueError: there is no such preset, or ``with_data`` is for one in which no method needs data.
     """
     if with_data and name != "paper":
         raise ValueError(f"--with-data goes with --preset paper: no method of '{name}' needs data")
@@ -74,7 +74,7 @@ def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_da
 
 
 def panel_specs(panel: Panel, width: int) -> list[RunSpec]:
-    """The rows of a panel, for models of a width: r_p and r_l are in proportion to it below 768."""
+    """Return the methods of a panel, for models of a width; below 768, r_p and r_l are in proportion to it."""
     values = sorted({rank_for_width(panel.key, value, width) for value in panel.values})
     fixed = {key: rank_for_width(key, value, width) for key, value in panel.fixed.items()}
     rows = []
@@ -86,7 +86,7 @@ def panel_specs(panel: Panel, width: int) -> list[RunSpec]:
 
 
 def rank_for_width(key: str, value: int, width: int) -> int:
-    """A rank of the paper for models of a width: r_p and r_l in proportion to it below 768, rounded down.
+    """Return a rank of the paper for models of a width: r_p and r_l in proportion to it below 768, rounded down.
 
     Args:
         key: the option, such as ``null_rank``; other options are left as they are.

@@ -1,4 +1,4 @@
-"""Which methods and seeds are compared: what the words on the command line mean."""
+"""The methods and seeds of a comparison, from the words of the command line."""
 
 import difflib
 import inspect
@@ -18,20 +18,20 @@ from .overrides import key_value
 
 _GENERIC = ("batch", "stream")  # they run any of FusionBench's methods, and are none by themselves
 NEED_DATA = {"sequential_finetuning": "training", "adamerging": "test", "lora_wemoe": "test"}
-"""Methods that need more than models, and which data: the tasks' training data, or test data without labels."""
+"""Methods that need data beside models: training data of the tasks, or test data without labels."""
 
 _MOST_SEEDS = 1000
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One row of the comparison.
+    """A method with its settings, which is one row of the comparison.
 
     Args:
         label: its name in tables and pictures.
-        overrides: of `fusion_bench`, beyond what all rows share.
-        method: its method by name, without ``continual/``.
-        settings: ``KEY=VALUE`` that differ from the method's configuration; part of the overrides.
+        overrides: those of `fusion_bench` that the other rows do not share.
+        method: the name of the method, without ``continual/``.
+        settings: the ``KEY=VALUE`` words that differ from the method's configuration; they are among the overrides.
     """
 
     label: str
@@ -46,13 +46,13 @@ class RunSpec:
 
 
 def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
-    """Methods from ``[LABEL=]NAME[:KEY=VALUE]…, …``; ``all`` stands for NUFILT and the data-free continual baselines.
+    """Read ``[LABEL=]NAME[:KEY=VALUE]…, …``; ``all`` stands for NUFILT and the data-free continual baselines.
 
     >>> [spec.label for spec in parse_methods("nufilt, NUFILT small=nufilt:null_rank=21:lora_rank=10")]
     ['nufilt', 'NUFILT small']
 
     Raises:
-        ValueError: a method that does not exist (the message lists what there is), or a setting without a value.
+        ValueError: a method does not exist (the message lists what there is), or a setting has no value.
     """
     methods, specs = _MethodConfigs(overrides), []
     for part in _split(text, ","):
@@ -61,7 +61,7 @@ def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
 
 
 def data_free_methods() -> list[str]:
-    """The names that ``all`` stands for."""
+    """Return the names that ``all`` stands for."""
     return _MethodConfigs().data_free()
 
 
@@ -74,7 +74,7 @@ def _spec(text: str, methods: "_MethodConfigs") -> RunSpec:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Parts between separators that are not inside brackets, without blanks around them; empty ones dropped."""
+    """Split a text at separators that are not inside brackets, strip the parts, and drop empty ones."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
@@ -86,7 +86,7 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def check_specs(specs: Sequence[RunSpec]) -> None:
-    """Refuse no rows at all, and rows that could not be told apart in tables or on disk."""
+    """Refuse a comparison without methods, and methods that could not be told apart in tables or on disk."""
     if not specs:
         raise ValueError("there is no method to compare: choose some with --methods or --preset")
     by_file: dict[str, RunSpec] = {}
@@ -96,7 +96,7 @@ def check_specs(specs: Sequence[RunSpec]) -> None:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Seeds from numbers and half-open ranges, ``42``, ``42,45`` or ``42:52`` (42 to 51, the paper's ten orders)."""
+    """Read seeds as numbers and half-open ranges: ``42``, ``42,45`` or ``42:52`` (42 to 51, the paper's ten orders)."""
     seeds: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})(?::(\d{1,10}))?\s*", part)
@@ -124,14 +124,14 @@ class _MethodConfigs:
         self._searchpath = [override for override in overrides if override.startswith("hydra.searchpath")]
 
     def resolve(self, name: str) -> list[str]:
-        """The overrides of `fusion_bench` that choose a method.
+        """Return the overrides of `fusion_bench` that choose a method.
 
         Args:
             name: a continual method, with or without ``continual/``, or a method of FusionBench, which is run
                 continually, see :class:`fusion_bench_nufilt.baselines.BatchMethodBaseline`.
 
         Raises:
-            ValueError: no such method; the message lists what there is.
+            ValueError: there is no such method; the message lists what there is.
         """
         if name in self._names("continual"):
             return [f"method=continual/{name}"]
@@ -146,22 +146,22 @@ class _MethodConfigs:
         return [f"method=continual/{kind}", f"+method@method.base_method={name}"]
 
     def _own_settings(self, name: str) -> list[str]:
-        """What makes a variant of NUFILT what it is: said again, so that overrides for all methods do not undo it."""
+        """Repeat what makes a variant of NUFILT what it is, so that overrides for all methods do not undo it."""
         default, variant = (plain(self.compose([f"method={method}"])) for method in ("nufilt", name))
         return [f"method.{key}={json.dumps(value)}" for key, value in variant.items() if value != default[key]]
 
     def place(self, overrides: Sequence[str], setting: str) -> str:
-        """The override for ``KEY=VALUE``: of the method that was chosen, or else of FusionBench's that it runs."""
+        """Return the override for ``KEY=VALUE``, which may be meant for the method that the chosen one runs."""
         config, (key, _) = self.compose(overrides), key_value(setting)
         inside = config.get("base_method") or {}
         return f"method.base_method.{setting}" if key not in config and key in inside else f"method.{setting}"
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """A method's configuration by itself."""
+        """Return a method's configuration by itself."""
         return compose_run([*overrides, *self._searchpath]).method
 
     def data_free(self) -> list[str]:
-        """The names of NUFILT and of the continual baselines that need no data."""
+        """Return the names of NUFILT and of the continual baselines that need no data."""
         return ["nufilt", *(name for name in self._names("continual") if name not in {*_GENERIC, *NEED_DATA})]
 
     def _names(self, folder: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:

@@ -1,4 +1,4 @@
-"""The comparison's folder: every finished run in a file of its own, so that an interrupted comparison goes on."""
+"""The folder of a comparison, with a file for every finished run, so that an interrupted comparison goes on."""
 
 import json
 import math
@@ -17,27 +17,27 @@ from fusion_bench_nufilt.storage.json_files import read_json
 from .specs import RunSpec
 
 References = dict[str, dict[str, float]]
-"""Scores of the single models, by ``pretrained`` or ``individual`` and by task; NaN where there is none."""
+"""The scores of the single models, by ``pretrained`` or ``individual`` and by task; NaN where there is none."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One method on one seed: its scores, or the reason why there are none."""
+    """The scores of one method on one seed, or the reason why there are none."""
 
     seed: int
-    config: dict[str, Any]  # of the method, resolved
-    environment: dict[str, str]  # versions, device
+    config: dict[str, Any]  # the method's, resolved
+    environment: dict[str, str]  # versions and device
     matrix: AccuracyMatrix | None = None
-    merge_seconds: list[float] = field(default_factory=list)  # by step
-    solving_seconds: float | None = None  # of these, the solver's, for a method that has one
-    memory: int | None = None  # most bytes in use while merging, see WatchingEvaluator
-    parameters: int | None = None  # of the final model
-    extra_parameters: int | None = None  # beyond those of the pretrained model
+    merge_seconds: list[float] = field(default_factory=list)  # one number for each step
+    solving_seconds: float | None = None  # the solver's share of these, for a method that has one
+    memory: int | None = None  # peak bytes while merging, see WatchingEvaluator
+    parameters: int | None = None  # how many the final model has
+    extra_parameters: int | None = None  # how many more than the pretrained model
     error: str | None = None
     traceback: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """What was measured, and with which settings."""
+        """Return what was measured, and with which settings."""
         return {
             "config": self.config,
             "tasks": self.matrix and self.matrix.tasks,
@@ -101,7 +101,7 @@ class Store:
             raise
 
     def identify(self, weights: dict[str, str]) -> None:
-        """Keep the settings and what the models' weights are.
+        """Write the settings and what the models' weights are.
 
         Args:
             weights: the digests of the models, by name.
@@ -130,7 +130,7 @@ class Store:
         """Delete the comparison that the folder holds, and nothing else.
 
         Raises:
-            ValueError: what looks like one has no settings beside it, or those of something else.
+            ValueError: what looks like a comparison has no settings beside it, or those of something else.
         """
         settings = read_json(self._file, _Settings, advice="delete what it belongs to by hand")
         if settings is None and (self.folder / "runs").exists():
@@ -144,10 +144,10 @@ class Store:
         self._references.unlink(missing_ok=True)
 
     def load(self, spec: RunSpec, seed: int, config: dict[str, Any]) -> Run | None:
-        """The finished run of a method on a seed, if there is one; a failed one does not count.
+        """Return the finished run of a method on a seed, or None; a failed run is to be tried again.
 
         Raises:
-            ValueError: it is there under this label, but with another configuration.
+            ValueError: the run under this label has another configuration, or its file is damaged.
         """
         file = self._run_file(spec, seed)
         content = read_json(file, _Saved, _DELETE)
@@ -165,7 +165,7 @@ class Store:
         return Run(seed, config, content["environment"], matrix, content["merge_seconds"], **measured)
 
     def save(self, spec: RunSpec, run: Run) -> None:
-        """Keep a run."""
+        """Write a run to its file."""
         content = {
             "label": spec.label,
             "seed": run.seed,
@@ -178,7 +178,7 @@ class Store:
         write_text(file, json.dumps(content, indent=2))
 
     def load_references(self) -> References | None:
-        """The scores of the single models, if they were taken."""
+        """Return the scores of the single models, or None."""
         if (content := read_json(self._references, dict[str, dict[str, float | None]], _DELETE)) is None:
             return None
         return {
@@ -187,7 +187,7 @@ class Store:
         }
 
     def save_references(self, references: References) -> None:
-        """Keep the scores of the single models."""
+        """Write the scores of the single models."""
         write_text(self._references, json.dumps(references_as_json(references), indent=2))
 
     def _run_file(self, spec: RunSpec, seed: int) -> Path:
@@ -199,12 +199,12 @@ _WAY_OUT = "Choose another folder or label, or delete them with --overwrite"
 
 
 def references_as_json(references: References) -> dict[str, dict[str, float | None]]:
-    """The same, for JSON, which knows no NaN."""
+    """Return the scores for JSON, which knows no NaN."""
     return {label: {task: or_none(value) for task, value in scores.items()} for label, scores in references.items()}
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any], path: tuple[str, ...] = ()) -> str:
-    """The first settings that differ, by name."""
+    """Name the first settings that differ."""
     found = []
     for key in [*there, *(key for key in here if key not in there)]:
         old, new = there.get(key), here.get(key)

@@ -1,4 +1,4 @@
-"""Scores and pictures of a comparison for the trackers that people use: TensorBoard, Weights & Biases, MLflow, …"""
+"""The scores and pictures of a comparison for trackers such as TensorBoard, Weights & Biases and MLflow."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,15 +16,15 @@ from .summary import Comparison
 
 
 def is_tracker(override: str) -> bool:
-    """Whether it names a tracker, or sets something of one: ``fabric/loggers=csv_logger``."""
+    """Tell whether an override names a tracker or sets an option of one, such as ``fabric/loggers=csv_logger``."""
     return key_of(override).replace("/", ".").split(".")[:2] == ["fabric", "loggers"]
 
 
 def trackers(overrides: Sequence[str], folder: Path) -> list[Any]:
-    """Those that the overrides name, with their files in ``folder``; none if they name none.
+    """Make the trackers that the overrides name, with their files in ``folder``.
 
     Raises:
-        ValueError: there is no such tracker, or Hydra, which does not run here, gives it a name.
+        ValueError: there is no such tracker, or it takes its name from Hydra, which does not run here.
     """
     if not any(map(is_tracker, overrides)):
         return []
@@ -38,7 +38,7 @@ def trackers(overrides: Sequence[str], folder: Path) -> list[Any]:
 
 
 def log_comparison(comparison: Comparison, loggers: Sequence[Any], pictures: Sequence[Path]) -> None:
-    """For each method the score of every task after every step, by seed, and at the end the means over the seeds."""
+    """Log the score of every task after every step, for each method and seed, and at the end the means over seeds."""
     last = len(comparison.tasks)
     for logger in loggers:
         for method in comparison.finished:
