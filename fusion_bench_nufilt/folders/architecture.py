@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint hold layers, and what the model calls them, decided without loading it."""
+"""The architecture of a checkpoint: which tensors hold layers, and what the model calls them."""
 
 import logging
 import re
@@ -65,16 +65,16 @@ class Architecture:
             self.views |= {self.slot_of(view): view for view in held}
 
     def slot_of(self, view: View) -> str:
-        """The slot that holds a layer."""
+        """Return the slot that holds a layer."""
         slot = self._slots[view.key]
         return part(slot, view.rows) if slot in self._parts else slot
 
     def parts(self, slot: str) -> list[str]:
-        """The slots of the layers that a parameter holds, if it holds several."""
+        """Return the slots of the layers that a parameter holds, if it holds several."""
         return [part(slot, rows) for rows in self._parts.get(slot, ())]
 
     def shape(self, slot: str) -> tuple[int, ...]:
-        """Shape of a whole parameter."""
+        """Return the shape of a whole parameter."""
         return tuple(self.model.get_parameter(slot).shape)
 
     def split(self, checkpoint: Checkpoint) -> None:
@@ -89,15 +89,15 @@ class Architecture:
         )
 
     def slot(self, key: str) -> str:
-        """The model's first name for the tensor that a checkpoint stores under ``key``."""
+        """Return the model's first name for the tensor that a checkpoint stores under ``key``."""
         return self._slots.get(name := self.module_name(key), name)
 
     def module_name(self, key: str) -> str:
-        """The model's name for a checkpoint's key, renamed as transformers does when it loads one."""
+        """Return the model's name for a checkpoint's key, renamed as transformers does when it loads one."""
         return next((name for name in self._names(key) if name in self._slots), key)
 
     def _names(self, key: str) -> tuple[str, ...]:
-        """What a model may call a checkpoint's key."""
+        """Return what a model may call a checkpoint's key."""
         name = key
         for pattern, replacement in self._renames.items():
             name, found = re.subn(pattern, replacement, name)
@@ -106,7 +106,7 @@ class Architecture:
         return name, f"{self._prefix}.{name}", name.removeprefix(f"{self._prefix}.")
 
     def _unused(self, base: Checkpoint) -> list[str]:
-        """Stored tensors that differ from those of the model in nothing but a number: of layers it does not have."""
+        """Return stored tensors that differ from the model's in nothing but a number: of layers it does not have."""
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
 
         def unnumbered(name: str) -> str:
@@ -123,10 +123,10 @@ class Architecture:
     def layers(
         self, base: Checkpoint, target_modules: str | Sequence[str], exclude_modules: str | Sequence[str] | None
     ) -> list[Layer]:
-        """The layers to merge, in the base's order.
+        """Return the layers to merge, in the base's order.
 
         Raises:
-            ValueError: no layer is chosen, or the checkpoint lacks one that its config promises, has it in another
+            ValueError: No layer is chosen, or the checkpoint lacks one that its config promises, has it in another
                 shape or not as floating-point values, or has more.
         """
         selected = select_layers(self.model, target_modules, exclude_modules)
@@ -157,7 +157,7 @@ class Architecture:
 
 
 def by_slot(architecture: Architecture, checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """A checkpoint's keys by slot, in its own order."""
+    """Return a checkpoint's keys by slot, in its own order."""
     slots: dict[str, list[str]] = {}
     for key in checkpoint.tensors:
         slots.setdefault(architecture.slot(key), []).append(key)
@@ -165,6 +165,7 @@ def by_slot(architecture: Architecture, checkpoint: Checkpoint) -> dict[str, lis
 
 
 def _why_lost(base: Checkpoint) -> str:
+    """Return the probable reason why the weights of layers are missing."""
     quantised = base.config.get("quantization_config")
     if isinstance(quantised, dict):
         method = quantised.get("quant_method", "quantisation")
@@ -173,7 +174,7 @@ def _why_lost(base: Checkpoint) -> str:
 
 
 def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
-    """The model without numbers, and where it is known from."""
+    """Return the model on the meta device, and where it is known from."""
     config = base.config
     if config.get("architectures"):
         import transformers
@@ -190,7 +191,7 @@ def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
 
 
 def _from_names(base: Checkpoint) -> nn.Module:
-    """Linear layers where the checkpoint has matrices that do not look like anything else.
+    """Return a model with a linear layer for every matrix of the checkpoint that does not look like anything else.
 
     Packed projections of an `nn.MultiheadAttention` and fused experts are told by the names of their parameters, and
     GPT-2's transposed layers by the shape of `c_attn`. Convolutions are left alone: a shape does not tell their groups.
@@ -221,7 +222,7 @@ def _from_names(base: Checkpoint) -> nn.Module:
 
 
 def _linear(shape: tuple[int, ...], *, transposed: bool) -> nn.Module:
-    """A linear layer whose weight is stored in this shape."""
+    """Return a linear layer whose weight is stored in this shape."""
     if transposed:
         from transformers.pytorch_utils import Conv1D
 

@@ -1,9 +1,9 @@
-"""A checkpoint folder: which tensors it has, in which files, and everything beside the weights."""
+"""A checkpoint folder: the tensors in its files, and everything beside the weights."""
 
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ _ADAPTER = "adapter_model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WEIGHTS = (*_PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 
-# Numbers of a config.json that the time and memory to build a model grow with.
+# The numbers of a config.json that the time and the memory to build a model grow with.
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|depths?|(encoder|decoder)_layers")
 
 
@@ -38,7 +38,7 @@ class _ModelConfig(TypedDict, total=False):
 
 
 class AdapterConfig(TypedDict, total=False):
-    """What is read of peft's adapter_config.json."""
+    """The fields that are read of peft's adapter_config.json."""
 
     peft_type: str | None
     r: PositiveInt
@@ -70,7 +70,8 @@ class Checkpoint:
         """Read the headers of a folder or, where there is none of this name, of a hub repository.
 
         Raises:
-            ValueError: no such folder or repository, absent or corrupt files, pickled weights; says what to do.
+            ValueError: There is no such folder or repository, files are absent or corrupt, or the weights are pickled;
+                the message says what to do.
         """
         folder = Path(name).expanduser()
         if folder.is_dir():
@@ -110,54 +111,53 @@ class Checkpoint:
 
     @property
     def label(self) -> str:
-        """Its name without the user's folders, for files that are passed on."""
+        """The name without the user's folders, for files that are passed on."""
         return printable(Path(self.name).absolute().name if Path(self.name).expanduser().is_dir() else self.name)
 
     @property
     def files(self) -> list[str]:
-        """Names of the weight files, in order."""
+        """The names of the weight files, in order."""
         return list(dict.fromkeys(info.file for info in self.tensors.values()))
 
     @property
     def paths(self) -> set[Path]:
-        """Where it lies, links followed: its folder, and its weight files, which may be links to elsewhere."""
+        """Where the checkpoint lies: its folder, and its weight files, which may be links to elsewhere."""
         return {self.folder.resolve(), *(file.path.resolve() for file in self._open.values())}
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all tensors."""
         return sum(info.nbytes for info in self.tensors.values())
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json; empty if there is none.
+        """The content of config.json, empty if there is none.
 
         Raises:
-            ValueError: it is damaged, or promises far more layers than there are tensors.
+            ValueError: It is damaged, or promises far more layers than there are tensors.
         """
         path = self.folder / "config.json"
         config: dict[str, Any] = dict(read_json(path, _ModelConfig) or {})
-        most, inside = max(1000, len(self.tensors)), [config]
-        for part in inside:
-            for key, value in part.items():
-                inside += [value] if isinstance(value, dict) else []
-                numbers = value if isinstance(value, list) else [value]
-                if _COUNTS.fullmatch(key) and any(isinstance(number, int) and number > most for number in numbers):
-                    raise ValueError(
-                        f"'{path}', field '{key}': {value} are more than '{self.name}' with its {len(self.tensors)} "
-                        "tensors can have; fetch it again"
-                    )
+        for key, value in _fields(config):
+            numbers = value if isinstance(value, list) else [value]
+            most = max(1000, len(self.tensors))
+            if _COUNTS.fullmatch(key) and any(isinstance(number, int) and number > most for number in numbers):
+                raise ValueError(
+                    f"'{path}', field '{key}': {value} are more than '{self.name}' with its {len(self.tensors)} "
+                    "tensors can have; fetch it again"
+                )
         return config
 
     @cached_property
     def adapter_config(self) -> AdapterConfig:
-        """adapter_config.json, which scales an adapter's update; empty if there is none."""
+        """The content of adapter_config.json, which scales an adapter's update; empty if there is none."""
         return read_json(self.folder / "adapter_config.json", AdapterConfig) or {}
 
     def small_files(self) -> list[Path]:
-        """Configuration, tokenizer, processor, index and whatever else is not weights, relative to the folder.
+        """Return the paths in the folder of configuration, tokenizer, processor, index and all else but weights.
 
         Raises:
-            ValueError: one can't be read, or is a link out of the folder; names it.
+            ValueError: One can't be read, or is a link out of the folder; the message names it.
         """
         found = [path for path in self.folder.iterdir() if not path.name.endswith(_WEIGHTS)]
         found += (self.folder / "additional_chat_templates").glob("*")
@@ -176,16 +176,16 @@ class Checkpoint:
         return [path.relative_to(self.folder) for path in found]
 
     def identity(self) -> list[object]:
-        """What tells this checkpoint from a changed one without reading its weights."""
+        """Return what tells this checkpoint from a changed one without reading its weights."""
         files = [[name, file.stamp, hashlib.sha256(file.header).hexdigest()] for name, file in self._open.items()]
         return [self.label, files, self.adapter_config]
 
     def changed(self) -> bool:
-        """Whether its weights were written to since they were opened."""
+        """Return whether the weights were written to since they were opened."""
         return any(file.changed() for file in self._open.values())
 
     def file(self, key: str) -> TensorFile:
-        """The open file that holds a tensor."""
+        """Return the open file that holds a tensor."""
         return self._open[self.tensors[key].file]
 
     def check_floats(self, keys: Iterable[str]) -> None:
@@ -198,10 +198,10 @@ class Checkpoint:
                 )
 
     def read(self, key: str) -> tuple[Tensor, str]:
-        """A whole floating-point tensor, and the digest of its bytes.
+        """Read a whole tensor; return it and the digest of its bytes.
 
         Raises:
-            ValueError: it has NaN or infinite values; names it.
+            ValueError: It has NaN or infinite values; the message names it.
         """
         tensor = self.file(key).read(self.tensors[key])
         if not is_finite(tensor):
@@ -210,24 +210,32 @@ class Checkpoint:
 
 
 def part(key: str, rows: tuple[int, int]) -> str:
-    """Name of a part of a tensor."""
+    """Return the name of a part of a tensor."""
     return f"{key}[{rows[0]}:{rows[1]}]"
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds a peft adapter."""
+    """Return whether a folder holds a peft adapter."""
     return (folder / "adapter_config.json").is_file() and (folder / _ADAPTER).is_file()
 
 
 def some(names: Iterable[str], at_most: int = 4) -> str:
-    """A few of many names, for a message."""
+    """Return a few of many names, for a message."""
     names = list(names)
     more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
     return ", ".join(f"'{name}'" for name in names[:at_most]) + more
 
 
+def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a configuration and of those in it."""
+    inside = [config]
+    for part in inside:
+        yield from part.items()
+        inside += [value for value in part.values() if isinstance(value, dict)]
+
+
 def _all_tensors(name: str, files: Mapping[str, Mapping[str, TensorInfo]]) -> dict[str, TensorInfo]:
-    """The tensors of all files, each of which must be in one of them."""
+    """Return the tensors of all files, each of which must be in one of them."""
     tensors: dict[str, TensorInfo] = {}
     for file, found in files.items():
         if twice := tensors.keys() & found.keys():
@@ -237,16 +245,16 @@ def _all_tensors(name: str, files: Mapping[str, Mapping[str, TensorInfo]]) -> di
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether the weights of a hub repository, too, are in its snapshot's folder."""
+    """Return whether the weights of a hub repository, too, are in the folder of its snapshot."""
     shards = set(_weight_map(folder).values()) if (folder / INDEX).is_file() else {SINGLE}
     return all((folder / file).is_file() for file in shards)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Files by tensor, as the index has them.
+    """Return the files by tensor, as the index has them.
 
     Raises:
-        ValueError: it is damaged, or names what is no file of weights in this folder.
+        ValueError: The index is damaged, or names what is no file of weights in this folder.
     """
     index = read_json(folder / INDEX, _Index)
     files = index["weight_map"] if index else {}
@@ -257,6 +265,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _weight_files(name: str, folder: Path) -> list[str]:
+    """Return the names of the files that hold the weights of a folder."""
     if is_adapter(folder):
         return [_ADAPTER]
     if (folder / SINGLE).is_file():

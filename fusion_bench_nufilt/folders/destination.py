@@ -1,4 +1,4 @@
-"""Where the result may go."""
+"""The place of the result, which must be free, writable and large enough."""
 
 import os
 import shutil
@@ -21,10 +21,10 @@ def check_disk(plan: Plan, out: Path, already: int = 0) -> None:
 
 
 def check_output(plan: Plan, out: Path) -> bool:
-    """Whether ``out`` is this very merge, finished.
+    """Return whether ``out`` is this very merge, finished.
 
     Raises:
-        ValueError: it is something else, is inside an input or the other way round, or can't be written.
+        ValueError: It is something else, is inside an input or the other way round, or can't be written.
     """
     place, work = out.resolve(), work_folder(out.resolve())
     for checkpoint in plan.models.checkpoints:
@@ -45,5 +45,5 @@ def check_output(plan: Plan, out: Path) -> bool:
 
 
 def _nearest(out: Path) -> Path:
-    """The folder that ``out``, or the first folder on the way to it, is to be made in."""
+    """Return the folder that ``out``, or the first folder on the way to it, is to be made in."""
     return next(parent for parent in out.absolute().parents if parent.exists())

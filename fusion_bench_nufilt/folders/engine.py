@@ -146,7 +146,7 @@ class LayerMerger:
 
 
 class Budget:
-    """Lets threads go on while what they reserved together stays within a bound.
+    """A bound on memory: threads wait until what all of them reserved stays within it.
 
     Args:
         nbytes: the bound; a single reservation above it goes alone.

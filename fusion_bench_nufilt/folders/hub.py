@@ -9,13 +9,13 @@ _ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def small_files(name: str) -> Path:
-    """Folder with a repository's small files, an adapter's weights, and what an earlier run downloaded.
+    """Return a folder with a repository's small files, an adapter's weights, and what an earlier run downloaded.
 
     Args:
         name: ``owner/model``, or ``owner/model@revision``.
 
     Raises:
-        ValueError: no such folder and no such repository.
+        ValueError: There is no such repository.
     """
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError
@@ -31,10 +31,10 @@ def small_files(name: str) -> Path:
 
 
 def headers(name: str, folder: Path) -> dict[str, dict[str, TensorInfo]]:
-    """The tensors of each weight file of the snapshot that :func:`small_files` began.
+    """Return the tensors in each weight file of the snapshot that :func:`small_files` began.
 
     Raises:
-        ValueError: it has no safetensors, or can't be reached.
+        ValueError: The repository has no safetensors, or can't be reached.
     """
     import huggingface_hub
     from huggingface_hub.errors import NotASafetensorsRepoError

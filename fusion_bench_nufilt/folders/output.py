@@ -51,13 +51,13 @@ class Output:
             if out.exists():
                 clear_work_folder(out)
                 raise ValueError(f"'{out}' was made by another process meanwhile")
-            self.done = self._take_up({"run": run, "files": [*headers, *others]}, headers)
+            self.done = self._resume({"run": run, "files": [*headers, *others]}, headers)
         except BaseException:
             self.close()
             raise
 
-    def _take_up(self, head: Record, headers: Mapping[str, tuple[bytes, int]]) -> dict[str, Record]:
-        """What an interrupted run with these inputs and settings finished, by slot, if it is still as it was written.
+    def _resume(self, head: Record, headers: Mapping[str, tuple[bytes, int]]) -> dict[str, Record]:
+        """Return by slot what an interrupted run with these inputs and settings finished and nobody damaged since.
 
         The first line of the journal is the run, with all files that it makes; the others are finished tensors.
         """
@@ -77,7 +77,7 @@ class Output:
         return done
 
     def _refuse_foreign(self, files: Collection[str]) -> None:
-        """Everything in the work folder must be one of ``files``, or the program's own: it will be deleted."""
+        """Refuse a work folder, which will be deleted, with anything but ``files`` and the program's own files."""
         made = [Path("model", file) for file in files]
         known = {*made, *(folder for file in made for folder in file.parents), *map(Path, (LOCK, HOLDER, _JOURNAL))}
         there = {path.relative_to(self.work): path for path in self.work.rglob("*")}
@@ -91,6 +91,7 @@ class Output:
             raise ValueError(f"'{self.work}' holds {some(sorted(foreign))}, which nufilt did not make: move it away")
 
     def _open(self, file: str, header: bytes, size: int) -> int:
+        """Open a weight file of the result, made with its header and in its size if it is not there."""
         path = self.model / file
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -117,7 +118,7 @@ class Output:
         write_at(self._files[file], data, offset)
 
     def record(self, record: Record) -> None:
-        """Note that a tensor is written: its ``slot``, and in ``written`` file, first and last byte, and digest."""
+        """Note that a tensor is written: its ``slot``, and in ``written`` files, first and last bytes, and digests."""
         with self._writing, open(self._journal, "a", encoding="utf-8") as journal:
             journal.write(_lines([record]))
             self.done[record["slot"]] = record
@@ -141,7 +142,7 @@ class Output:
 
 
 def work_folder(out: Path) -> Path:
-    """Where a folder is written before it takes its name."""
+    """Return where a folder is written before it takes its name."""
     return out.parent / f".{out.name}.nufilt"
 
 
@@ -157,10 +158,10 @@ def clear_work_folder(out: Path) -> None:
 
 
 def _claim(work: Path) -> None:
-    """Make the work folder, or take up the one of an earlier run, for this user alone.
+    """Make the work folder, or take that of an earlier run, for this user alone.
 
     Raises:
-        ValueError: it is a link, a file, or belongs to another user, who could have its files written elsewhere.
+        ValueError: It is a link, a file, or belongs to another user, who could have its files written elsewhere.
     """
     try:
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -176,13 +177,13 @@ def _claim(work: Path) -> None:
 
 
 def _lines(records: Iterable[Record]) -> str:
-    """Lines of a journal, each with the digest of its text."""
+    """Return the lines of a journal, each with the digest of its text."""
     texts = [json.dumps(record) for record in records]
     return "".join(f"{_digest(text)} {text}\n" for text in texts)
 
 
 def _read_journal(path: Path) -> list[Record]:
-    """Its records, but for lines that a killed process did not finish, or that were damaged since."""
+    """Return the records of a journal but for lines that a killed process did not finish, or that were damaged."""
     try:
         lines = [line.partition(" ") for line in path.read_text(encoding="utf-8", errors="replace").split("\n")]
     except FileNotFoundError:

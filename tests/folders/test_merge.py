@@ -167,6 +167,7 @@ def twenty_runs(folder, **settings):
     return folder / previous
 
 
+@pytest.mark.slow
 def test_accumulating_in_float32_removes_the_drift_of_twenty_bfloat16_merges(tmp_path):
     models = save_stream(tmp_path, llama(), tasks=20, dtype=torch.bfloat16)
     exact = algorithm({name: model.float() for name, model in models.items()}, lora_rank=0, null_rank=2).state_dict()

@@ -143,6 +143,7 @@ def test_two_processes_do_not_write_the_same_folder(stream):
         merge(stream)
 
 
+@pytest.mark.slow
 def test_control_c_stops_early_and_keeps_what_is_done(stream):
     code = (
         # A shell's background jobs are born deaf to Ctrl-C.
