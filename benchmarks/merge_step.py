@@ -33,8 +33,9 @@ from torch.utils.benchmark import Timer
 from fusion_bench_nufilt.core import FusionConfig, fuse_each
 from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, loop_gram
 from fusion_bench_nufilt.core.projector import null_space_filter
-from fusion_bench_nufilt.core.spectral import SpectralConfig, Votes, accumulate_each, flatten, map_spectrum
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+from fusion_bench_nufilt.core.voting import vote
+from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig
 
 # Convolutions as matrices: in each stage those of the blocks (reducing, 3 x 3, expanding), and the shortcut's.
 RESNET_50: Counter[tuple[int, int]] = Counter()
@@ -58,7 +59,6 @@ METHODS = ("plain", *OURS, "OPCM", "WUDI", "DOP")
 PARTS = ("subspaces", "solve", "fuse")
 DIFFERENCE = "‖ours - plain‖ / ‖τ‖"
 CONFIG = FusionConfig()  # the paper's setting
-SPECTRAL = SpectralConfig()
 NOTES = {
     "steps": "Seconds, float32, medians, all in one run. A model: one layer of every shape (ours: a group) times "
     "their number. A loop of WUDI or DOP is left after {patience:.0f} s, its remaining equal steps added up.",
@@ -123,9 +123,12 @@ def merge(method: str, layers: list[Layer], device: str, config: FusionConfig = 
     if method in OURS:
         *models, lora_A = ({str(number): layer[i] for number, layer in enumerate(layers)} for i in range(4))
         if method == "spectral":
-            votes = {str(number): votes_of(*layer) for number, layer in enumerate(layers)}
-            kappas = dict.fromkeys(votes, SPECTRAL.kappa)
-            yield from (weight for _, weight, _ in accumulate_each(*models, votes, kappas, SPECTRAL.damp))
+            theta_0, votes, theta_t = models
+            spectral = Spectral(SpectralConfig(), list(votes))
+            scalars = {"mean": torch.tensor(1.0), "count": torch.tensor(3)}
+            states = {name: {"votes": value, **scalars} for name, value in votes.items()}
+            added = spectral.add_each(states, theta_0, theta_t, step=4)
+            yield from (spectral.weight(name, state, theta_0[name]) for name, state, _ in added)
         else:
             config = dataclasses.replace(config, solver=SOLVERS[method])
             yield from (weight for _, weight, _ in fuse_each(*models, config, lora_A=lora_A))
@@ -137,22 +140,11 @@ def merge(method: str, layers: list[Layer], device: str, config: FusionConfig = 
             yield from (peer_step(*weights) for *weights, _ in layers)
 
 
-def votes_of(theta_0: Tensor, theta: Tensor, theta_t: Tensor, A: Tensor) -> Votes:
-    """Of the three tasks in a layer, as if they all were as strong as the new one."""
-    return Votes((_spectrum(min(theta.shape))[0] * (theta_t - theta_0).norm()).item(), 3)
-
-
 def prepared(method: str, layers: list[Layer]) -> list[Layer]:
-    """The layers that a method starts from: what spectral accumulation merged has a nearly flat spectrum."""
+    """Return what a method starts from: spectral accumulation has a sum of votes in place of the merged weight."""
     if method != "spectral":
         return layers
-    started = []
-    for theta_0, theta, theta_t, A in layers:
-        strength = SPECTRAL.kappa * votes_of(theta_0, theta, theta_t, A).mean
-        tau_merged = (theta - theta_0).double()
-        X = map_spectrum(tau_merged, lambda s, top=strength: top * flatten((s / s.amax()) ** 3, SPECTRAL.damp))
-        started.append((theta_0, theta_0 + X.to(theta_0), theta_t, A))
-    return started
+    return [(theta_0, vote(theta - theta_0)[0], theta_t, A) for theta_0, theta, theta_t, A in layers]
 
 
 @functools.cache

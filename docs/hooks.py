@@ -12,9 +12,9 @@ from fusion_bench_nufilt.continual import ProtocolConfig
 from fusion_bench_nufilt.continual.protocol import DeviceConfig
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import choices
-from fusion_bench_nufilt.core.spectral import SpectralConfig
 from fusion_bench_nufilt.folders import Settings
 from fusion_bench_nufilt.layers import TargetConfig
+from fusion_bench_nufilt.methods.spectral import SpectralConfig
 
 KINDS = (FusionConfig, SpectralConfig, TargetConfig, DeviceConfig, ProtocolConfig, RuleConfig, Settings)
 # A page says `<!-- options: FusionConfig -->` where a table is to stand.
