@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 
 
 def affinity(V_d: Tensor, V_hat: Tensor) -> Tensor:
-    r""":math:`A = \|\hat V^\top V_d\|_F^2 / r_d`, the mean squared cosine of the principal angles.
+    r"""Return :math:`A = \|\hat V^\top V_d\|_F^2 / r_d`, the mean squared cosine of the principal angles.
 
     Args:
         V_d: top eigenvectors of the data's second moment, ``(..., d_i, r_d)``.
@@ -29,13 +29,13 @@ def affinity(V_d: Tensor, V_hat: Tensor) -> Tensor:
 
 
 def affinity_by_rank(V_d: Tensor, V_hat: Tensor, ranks: Sequence[int]) -> Tensor:
-    """A for r_d = r_v = r, ``(..., len(ranks))``, from bases whose columns are sorted, the most important first."""
+    """Return A for r_d = r_v = r, ``(..., len(ranks))``; the most important column comes first in both bases."""
     squares = (V_hat.mT @ V_d).square()
     return torch.stack([squares[..., :r, :r].sum(dim=(-2, -1)) / r for r in ranks], dim=-1)
 
 
 def chance(rank: int, width: int) -> float:
-    """E A for a random subspace of dimension r_v in d_i dimensions, whatever r_d."""
+    """Return the mean of A for a random subspace of dimension r_v in d_i dimensions, which does not depend on r_d."""
     return min(rank, width) / width
 
 
@@ -55,7 +55,7 @@ class Dominance:
 
 
 def dominance(A: Floats) -> Dominance:
-    """Of affinities ``(layers, T, T)``: rows are whose data, columns whose vector; T > 1."""
+    """Compare matched and mismatched affinities ``(layers, T, T)``: rows are data, columns vectors; T > 1."""
     count = A.shape[-1]
     own = np.diagonal(A, axis1=1, axis2=2)  # (layers, T)
     other = ~np.eye(count, dtype=bool)
@@ -71,11 +71,11 @@ def dominance(A: Floats) -> Dominance:
 
 
 def example_pairs(M: Floats) -> list[tuple[int, int]]:
-    """Pairs (data, vector) to draw the distribution of: a high, a moderate and a low one.
+    """Choose a high, a moderate and a low pair (data, vector), whose distributions are drawn.
 
     They are the largest diagonal entry of the mean matrix, the off-diagonal entry at their 90th percentile, and the
     smallest one.
     """
     best = int(np.diagonal(M).argmax())
     off = sorted((float(M[i, j]), i, j) for i in range(len(M)) for j in range(len(M)) if i != j)
-    return [(best, best), *(off[place][1:] for place in (round(0.9 * (len(off) - 1)), 0) if off)]
+    return [(best, best), *(off[rank][1:] for rank in (round(0.9 * (len(off) - 1)), 0) if off)]

@@ -14,7 +14,7 @@ from .moments import mean_square
 
 @dataclass(frozen=True)
 class TheoremCheck:
-    r"""Measured misalignment 1 - A beside the theorem's bound :math:`\zeta^2`.
+    r"""The measured misalignment 1 - A beside the theorem's bound :math:`\zeta^2`.
 
     ``zeta`` is with the paper's :math:`\sqrt{d_o} \max_k \Psi_k`, ``zeta_spectral`` with :math:`\|E\|_2` in its
     place, which the proof allows. Infinite: the theorem's condition does not hold, and it says nothing.
@@ -31,13 +31,13 @@ class TheoremCheck:
 
 
 def check_theorem(T_0: Tensor, E: Tensor, V_d: Tensor, rank: int) -> TheoremCheck:
-    r"""Theorem 1 for :math:`\tau = T_0 + E`.
+    r"""Evaluate Theorem 1 for :math:`\tau = T_0 + E`.
 
     Args:
         T_0: ``(d_o, d_i)`` of rank r_d, whose row space is spanned by ``V_d``.
-        E: what is left of the task vector.
+        E: the rest of the task vector, ``(d_o, d_i)``.
         V_d: ``(d_i, r_d)``, orthonormal.
-        rank: r_v >= r_d, of the task vector's subspace.
+        rank: the rank r_v >= r_d of the task vector's subspace.
     """
     r_d = V_d.shape[-1]
     sigma = float(torch.linalg.svdvals(T_0 @ V_d)[r_d - 1])
@@ -47,13 +47,13 @@ def check_theorem(T_0: Tensor, E: Tensor, V_d: Tensor, rank: int) -> TheoremChec
 
 
 def split_by_data(tau: Tensor, V_d: Tensor) -> tuple[Tensor, Tensor]:
-    r"""The best :math:`T_0 = \tau V_d V_d^\top` and :math:`E = \tau - T_0` for the data's subspace."""
+    r"""Return the best :math:`T_0 = \tau V_d V_d^\top` for the data's subspace, and :math:`E = \tau - T_0`."""
     T_0 = (tau @ V_d) @ V_d.mT
     return T_0, tau - T_0
 
 
 def corollary_bound(D: Tensor, C: Tensor, V_hat: Tensor) -> tuple[float, float]:
-    r"""Both sides of Corollary 1, divided by the number of inputs, for :math:`D = \rho - \tau`.
+    r"""Return both sides of Corollary 1, divided by the number of inputs, for :math:`D = \rho - \tau`.
 
     .. math:: \operatorname{tr}(D C D^\top)
         \le 2 \lambda_{\max}(C) \|D \hat V\|_F^2 + 2 \|D\|_2^2 \operatorname{tr}((I - \hat V \hat V^\top) C)
@@ -74,7 +74,7 @@ def corollary_bound(D: Tensor, C: Tensor, V_hat: Tensor) -> tuple[float, float]:
 
 
 def spectral_norm(X: Tensor) -> float:
-    """The largest singular value."""
+    """Return the largest singular value."""
     if X.shape[-1] > X.shape[-2]:
         X = X.mT
     return float(torch.linalg.vector_norm(X @ top_eigenvectors(gram_matrix(X), 1)))

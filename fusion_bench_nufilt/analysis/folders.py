@@ -56,7 +56,7 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = la
 
 
 def _update(model: FullModel | Task, slot: str, theta_0: Tensor) -> Tensor:
-    """The update tau of a layer; zero where an adapter leaves the layer as it is."""
+    """Return the update tau of a layer; zero where an adapter leaves the layer as it is."""
     if slot not in model.slots:
         return torch.zeros_like(theta_0)
     weight, _ = model.weight(slot)
@@ -64,5 +64,5 @@ def _update(model: FullModel | Task, slot: str, theta_0: Tensor) -> Tensor:
 
 
 def _unique(labels: Sequence[str]) -> list[str]:
-    """Labels that are all different: two folders of one name are told apart by their numbers."""
+    """Make all labels different: two folders of one name are told apart by their numbers."""
     return [label if labels.count(label) == 1 else f"{label} ({number})" for number, label in enumerate(labels, 1)]

@@ -108,7 +108,7 @@ class LossTracker:
 
 @torch.no_grad()
 def output_distance(a: nn.Module, b: nn.Module, inputs: TaskInputs, layers: Sequence[Layer]) -> dict[str, float]:
-    r"""For each layer :math:`E \|f_l(a; u) - f_l(b; u)\|^2` over the tokens of samples u, of two whole models."""
+    r"""Return :math:`E \|f_l(a; u) - f_l(b; u)\|^2` for each layer of two models, over the tokens of samples u."""
     total = {layer.name: 0.0 for layer in layers}
     count = 0
     modules = [layer.module for layer in layers]

@@ -37,7 +37,7 @@ class Scores(TypedDict):
 
 
 def default_methods(width: int) -> str:
-    """NUFILT, its ablations and three baselines; ranks in proportion to the width, the paper's at 768 and above."""
+    """Name NUFILT, its ablations and three baselines, with the paper's ranks in proportion to the width."""
     r_p, r_l = rank_for_width("null_rank", 128, width), rank_for_width("lora_rank", 64, width)
     ranks = f"null_rank={r_p}:lora_rank={r_l}"
     return (
@@ -94,12 +94,12 @@ class FinishedRun:
     manifest: Manifest  # of its last step
 
     def checkpoint(self, step: int) -> Path:
-        """The folder of a step, from 0."""
+        """Return the folder of a step; the first step is 0."""
         return _checkpoint(self.folder, step)
 
 
 def finished_runs(folders: Sequence[Path]) -> list[FinishedRun]:
-    """Finished runs, labelled with the names of their methods, or of their folders where two are of one method.
+    """Read finished runs, and label them with their methods, or with their folders where two are of one method.
 
     Raises:
         ValueError: a folder is no run with the checkpoints of all its steps; names it.
@@ -125,7 +125,7 @@ def measure_run(
         raise ValueError(
             f"'{run.folder}' is a run of {', '.join(order)}, and the model pool has {', '.join(pool.tasks)}"
         )
-    for name, digest in pool.digests.items():
+    for name, digest in pool.experiment.digests.items():
         if inputs.get(name, {}).get("sha256") != digest:
             raise ValueError(f"'{run.folder}' is a run of other models: '{name}' has other weights there")
     tracker = LossTracker(pool, run.label, _ranks(run.manifest["settings"]), bounds=not result.losses)
@@ -145,7 +145,7 @@ def _checkpoint(folder: Path, step: int) -> Path:
 
 
 def _last_manifest(folder: Path) -> Manifest:
-    """The manifest of a run's last step, once the checkpoints of all steps are found to be whole."""
+    """Return the manifest of a run's last step, once the checkpoints of all steps are found to be whole."""
     if not (first := _checkpoint(folder, 0)).is_dir():
         raise ValueError(
             f"'{folder}' is no log directory of a run with its checkpoints (there is no {first}): run with "
@@ -163,6 +163,6 @@ def _last_manifest(folder: Path) -> Manifest:
 
 
 def _ranks(settings: Mapping[str, Any]) -> FusionConfig:
-    """The method's ranks r_p and r_v, as numbers or shares of the width; those of NUFILT where it has none."""
+    """Return the method's ranks r_p and r_v, as numbers or shares of the width; those of NUFILT where it has none."""
     known = {key: settings[key] for key in ("null_rank", "task_rank") if is_number(settings.get(key))}
     return FusionConfig(**known)

@@ -1,4 +1,4 @@
-r"""Second moments of a layer's inputs, which stand for the data in everything that this room measures.
+r"""The second moments of a layer's inputs, which stand for the data in everything that an analysis measures.
 
 With :math:`C = \frac1N \sum_n x_n x_n^\top`, not centred, :math:`E\|D x\|^2 = \operatorname{tr}(D C D^\top)` for any
 matrix D: once C is recorded, no data is needed any more.
@@ -12,7 +12,7 @@ from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
 
 
 def second_moment(X: Tensor) -> Tensor:
-    r""":math:`C = X^\top X / N`, ``(d_i, d_i)``, of inputs ``(N, d_i)``, one a row."""
+    r"""Return :math:`C = X^\top X / N`, ``(d_i, d_i)``, of inputs ``(N, d_i)``, one in each row."""
     return gram_matrix(X) / len(X)
 
 
@@ -38,7 +38,7 @@ class RunningMoment:
 
 
 def mean_square(D: Tensor, C: Tensor) -> Tensor:
-    r""":math:`E\|D x\|^2 = \operatorname{tr}(D C D^\top)`, ``(...)``.
+    r"""Return :math:`E\|D x\|^2 = \operatorname{tr}(D C D^\top)`, ``(...)``.
 
     Args:
         D: ``(..., d_o, d_i)``.
@@ -48,9 +48,9 @@ def mean_square(D: Tensor, C: Tensor) -> Tensor:
 
 
 def data_subspace(C: Tensor, rank: int) -> Tensor:
-    """V_d: the eigenvectors ``(..., d_i, r_d)`` of the largest eigenvalues, the largest first; 0 beyond the rank of C.
+    """Return V_d, the eigenvectors ``(..., d_i, r_d)`` of the largest eigenvalues of C, the largest first.
 
-    Fewer inputs than ``rank`` cannot span that many directions.
+    Columns beyond the rank of C are zero: fewer inputs than ``rank`` cannot span that many directions.
     """
     V = top_eigenvectors(C, min(rank, C.shape[-1]))
     energy = ((C @ V) * V).sum(dim=-2)

@@ -16,7 +16,6 @@ from fusion_bench_nufilt.core.dtypes import wide_dtype
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.layers import check_model, select_layers
 from fusion_bench_nufilt.layers.views import View
-from fusion_bench_nufilt.storage.identity import model_digest
 
 from .affinity import Floats, affinity, affinity_by_rank
 from .bounds import check_theorem, split_by_data
@@ -77,7 +76,6 @@ class PoolAnalysis:
                 raise ValueError(f"task '{task}' has {len(inputs)} samples, fewer than r_d = {config.data_rank}")
         modules = [layer.module for layer in self.layers]
         self._owner = shared_inputs(self.pretrained, modules, self.inputs[self.tasks[0]])
-        self.digests = {"_pretrained_": model_digest(self.pretrained)}
         self.moments: dict[str, Moments] = {}
 
     @property
@@ -87,7 +85,7 @@ class PoolAnalysis:
 
     @property
     def memory_note(self) -> str:
-        """What recording will take."""
+        """Say how much memory and disk recording will take."""
         needed, owners = memory_of(self.pretrained, self._owner), len(set(self._owner.values()))
         return (
             f"second moments of {owners} inputs of {len(self.layers)} layers, for each of {len(self.tasks)} tasks: at "
@@ -111,7 +109,6 @@ class PoolAnalysis:
         found: list[list[_LayerFindings]] = []  # by task and layer
         for task in self.tasks:
             model = self.load(task)
-            self.digests[task] = model_digest(model)
             self.moments[task] = self._moments(task, model)
             data.append(self._data_subspaces(self.moments[task]))
             found.append(self._examine(task, layer_weights(model, self.views), data[-1]))
@@ -137,7 +134,7 @@ class PoolAnalysis:
         return {task: task_inputs(taskpool, task, samples, seed, keep=keep) for task in self.tasks}
 
     def _moments(self, task: str, model: nn.Module) -> Moments:
-        """The second moments of a task's inputs, recorded now unless they were recorded before."""
+        """Return the second moments of a task's inputs, and record them unless they were recorded before."""
         source, name = (model, task) if self.config.activations == "own" else (self.pretrained, "_pretrained_")
         about = {
             "task": task,
@@ -145,7 +142,7 @@ class PoolAnalysis:
             "samples": len(self.inputs[task]),
             "seed": self.config.seed,
             "layers": [layer.module for layer in self.layers],
-            "weights": self.digests[name],
+            "weights": self.experiment.digests[name],
             "taskpool": self.experiment.settings["taskpool"],
         }
         folder = self.folder / "moments" / task
@@ -178,7 +175,7 @@ class PoolAnalysis:
     def _affinities(
         self, data: list[dict[str, Tensor]], vectors: list[list[TaskVector]], ranks: list[int]
     ) -> tuple[Floats, Floats]:
-        """A, ``(layers, T, T)``, at the ranks of the settings, and ``(layers, T, T, len(ranks))`` for r_d = r_v."""
+        """Return A ``(layers, T, T)`` at the settings' ranks, and ``(layers, T, T, len(ranks))`` for r_d = r_v."""
         count, config = len(self.tasks), self.config
         A = np.zeros((len(self.layers), count, count))
         curve = np.zeros((*A.shape, len(ranks)))
@@ -190,7 +187,7 @@ class PoolAnalysis:
 
 
 def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> tuple[list[Layer], dict[str, View]]:
-    """The linear layers that are merged, and where the model holds them; of an encoder-decoder the encoder's.
+    """Return the linear layers that are merged, and where the model holds them; of an encoder-decoder the encoder's.
 
     Raises:
         ValueError: none of the merged layers is a linear layer by itself.
@@ -207,7 +204,7 @@ def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> tupl
 
 
 def layer_weights(model: nn.Module, views: Mapping[str, View]) -> Weights:
-    """Copies of the merged layers' weights, in float32 at least."""
+    """Copy the merged layers' weights, in float32 at least."""
     weights = {name: view.read(model) for name, view in views.items()}
     return {name: W.to("cpu", wide_dtype(W), copy=True) for name, W in weights.items()}
 

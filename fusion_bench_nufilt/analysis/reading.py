@@ -8,10 +8,10 @@ Json = dict[str, Any]
 
 
 def reading(content: Json) -> list[str]:
-    """A few sentences: which tasks collide and where, how many directions they take, and what the data says.
+    """Write a few sentences: which tasks collide and where, how many directions they take, and what the data says.
 
     Args:
-        content: of ``analysis.json``.
+        content: the content of ``analysis.json``.
     """
     return [*_collisions(content), _spectra(content), *_affinity(content), *_theorem(content), *_methods(content)]
 

@@ -54,17 +54,17 @@ class Moments:
                 raise ValueError(f"'{folder / 'about.json'}' is damaged: no file beside it has the moment of '{owner}'")
 
     def owner(self, layer: str) -> str:
-        """The first layer with the same inputs, such as the query projection for the key and value projections."""
+        """Return the first layer with the same inputs, such as the query projection for those of key and value."""
         return self._owner[layer]
 
     def read(self, layer: str) -> Tensor:
-        """C, ``(d_i, d_i)``, float32."""
+        """Return C, ``(d_i, d_i)``, float32."""
         file = self._files[self._owner[layer]]
         return file.read(file.tensors[self._owner[layer]])
 
 
 def known_moments(folder: Path, about: Mapping[str, Any]) -> Moments | None:
-    """What was recorded earlier, if it is whole and was for the same model, data and layers."""
+    """Return what was recorded earlier, if it is whole and was for the same model, data and layers."""
     try:
         content = read_json(folder / "about.json", Recorded, advice="its moments can be recorded again")
         if content is None or content["about"] != json.loads(json.dumps(about)):
@@ -125,7 +125,7 @@ def _run_and_sum(model: nn.Module, inputs: TaskInputs, layers: Sequence[str]) ->
 
 @torch.no_grad()
 def shared_inputs(model: nn.Module, names: Sequence[str], inputs: TaskInputs) -> dict[str, str]:
-    """For each layer the first one that gets the very same tensor.
+    """Find for each layer the first one that gets the very same tensor.
 
     Args:
         model: the model whose layers are watched.
@@ -151,7 +151,7 @@ def shared_inputs(model: nn.Module, names: Sequence[str], inputs: TaskInputs) ->
 
 
 def memory_of(model: nn.Module, owner: Mapping[str, str]) -> int:
-    """Bytes that recording takes if all layers are recorded at once, beside the model."""
+    """Return the bytes that recording takes beside the model if all layers are recorded at once."""
     return sum(_bytes(model, name) for name in set(owner.values()))
 
 

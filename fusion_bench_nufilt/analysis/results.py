@@ -109,7 +109,7 @@ class Analysis:
         vectors: list[VectorRow],
         task_rank: int,
     ) -> "Analysis":
-        """What the task vectors alone tell, given how they compare in each layer."""
+        """Make the part of an analysis that needs no data, given how the task vectors compare in each layer."""
         return cls(
             about=about,
             tasks=tasks,
@@ -122,5 +122,5 @@ class Analysis:
         )
 
     def group(self, name: str) -> list[int]:
-        """The numbers of the layers of a group."""
+        """Return the numbers of the layers of a group."""
         return [number for number, layer in enumerate(self.layers) if name in ("all", layer.kind)]

@@ -51,7 +51,7 @@ def task_vector(tau: Tensor, rank: int) -> TaskVector:
 
 
 def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Top right singular vectors ``(d_i, rank)`` and singular values, the largest first.
+    """Return the top right singular vectors ``(d_i, rank)`` and the singular values, the largest first.
 
     A layer with both sides above 1024 is not worth its Gram matrix, which takes most of the time of a merge: block
     iteration on the matrix itself, a fixed number of rounds, is exact enough here. For singular values k^-0.4, flatter
@@ -72,10 +72,10 @@ def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def overlap(a: TaskVector, b: TaskVector, rank: int) -> float:
-    """Mean squared cosine of the principal angles between the top ``rank`` directions of two task vectors.
+    """Return the mean squared cosine of the principal angles between the top ``rank`` directions of two task vectors.
 
-    1: they use the same directions of a layer's input, so that merging one disturbs the other; chance is ``rank`` over
-    the layer's width.
+    It is 1 if they use the same directions of a layer's input, so that merging one disturbs the other. By chance it is
+    ``rank`` over the layer's width.
     """
     V, W = a.V[:, :rank], b.V[:, :rank]
     narrow, wide = sorted((V, W), key=lambda basis: int(basis.square().sum().round()))
@@ -96,10 +96,10 @@ def compare(vectors: Sequence[TaskVector], rank: int) -> Comparison:
 
 
 def energy_curves(names: Sequence[str], energies: Sequence[Sequence[Tensor]]) -> dict[str, list[float]]:
-    """Each name's share of the energy in the first 1, 2, … directions: the mean over layers, which are given in turn.
+    """Return the share of each task vector's energy in its first 1, 2, … directions, as the mean over the layers.
 
     Args:
-        names: of the task vectors.
+        names: the names of the task vectors.
         energies: for each layer the energies of all task vectors.
     """
     width = min(len(energy) for layer in energies for energy in layer)

@@ -24,7 +24,7 @@ READINGS = {
 
 
 def summarise(analysis: Analysis) -> Json:
-    """All of an analysis for JSON; what was not measured is left out, and what is not finite is None."""
+    """Return all of an analysis for JSON; what was not measured is left out, and what is not finite is None."""
     groups = {name: analysis.group(name) for name in GROUPS if analysis.group(name)}
     content: Json = {
         "kind": "analysis",
@@ -63,7 +63,7 @@ def summarise(analysis: Analysis) -> Json:
 
 
 def _finite(content: Any) -> Any:
-    """The same with None for every number that is not finite, since JSON has none."""
+    """Replace every number that is not finite by None, since JSON has no such numbers."""
     if isinstance(content, dict):
         return {key: _finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
@@ -84,7 +84,7 @@ def _vectors(analysis: Analysis) -> Json:
 
 
 def _by_layer(analysis: Analysis) -> Json:
-    """For each layer the means over the tasks, or over pairs of them."""
+    """Return for each layer the means over the tasks, or over pairs of them."""
     names = [layer.name for layer in analysis.layers]
     ranks = pd.DataFrame(analysis.vectors).groupby("layer", sort=False)["effective_rank"].mean()
     content: Json = {"effective rank, mean over the tasks": ranks.to_dict()}
@@ -151,7 +151,7 @@ def _method(rows: pd.DataFrame) -> Json:
 
 
 def _losses(rows: pd.DataFrame, columns: list[str]) -> Json:
-    """Layer means by step, their harmonic and arithmetic means, and all that averaged over the steps."""
+    """Return the layer means by step, their harmonic and arithmetic means, and the averages of these over the steps."""
     by_step = rows.groupby("step")[columns].mean().set_axis(["stability", "plasticity"], axis=1)
     by_step["harmonic"] = [harmonic_mean(*pair) for pair in by_step.itertuples(index=False)]
     by_step["arithmetic"] = by_step[["stability", "plasticity"]].mean(axis=1, skipna=False)
@@ -164,9 +164,9 @@ def _losses(rows: pd.DataFrame, columns: list[str]) -> Json:
 
 
 def _correlation(rows: pd.DataFrame, loss: str) -> Json:
-    """Spearman's rank correlation of a loss with its data-free counterpart.
+    """Return Spearman's rank correlation of a loss with its data-free counterpart.
 
-    Over all layers and steps, and over the layers of a step, averaged over the steps where it is defined.
+    It is taken over all layers and steps, and over the layers of a step, averaged over the steps where it is defined.
     """
 
     def of(some: pd.DataFrame) -> float | None:
@@ -177,7 +177,7 @@ def _correlation(rows: pd.DataFrame, loss: str) -> Json:
 
 
 def _corollary(losses: pd.DataFrame) -> Json:
-    """Corollary 1 where it was evaluated: the left side as a share of the right."""
+    """Return the left side of Corollary 1 as a share of the right, where it was evaluated."""
     content: Json = {}
     for loss in ("stability", "plasticity"):
         known = losses[losses[f"{loss}_bound"].astype(float) > 0]

@@ -29,14 +29,14 @@ class LayerLosses:
 
 
 def layer_losses(W_new: Tensor, W_old: Tensor, W_task: Tensor, C_old: Tensor | None, C_task: Tensor) -> LayerLosses:
-    """Both surrogates of a layer for inputs with given second moments.
+    """Return both surrogates of a layer for inputs with given second moments.
 
     Args:
         W_new: the merged weight after the step, ``(d_o, d_i)``.
-        W_old: before it.
-        W_task: of the step's own fine-tuned model.
-        C_old: mean of the old tasks' second moments, ``(d_i, d_i)``; None where there are none.
-        C_task: the step's own task's.
+        W_old: the merged weight before it.
+        W_task: the weight of the step's own fine-tuned model.
+        C_old: the mean of the old tasks' second moments, ``(d_i, d_i)``; None at the first step.
+        C_task: the second moment of the step's own task.
     """
     plasticity = float(mean_square(W_new - W_task, C_task))
     relative_plasticity = _share(plasticity, mean_square(W_task, C_task))
@@ -51,22 +51,22 @@ def _share(part: float, whole: Tensor) -> float | None:
 
 
 def harmonic_mean(a: float, b: float) -> float:
-    """2ab / (a + b); 0 where one is 0, so that a method which ignores the new task, or the old ones, gets 0."""
+    """Return 2ab / (a + b); 0 where one is 0, so that a method which ignores the new task, or the old ones, gets 0."""
     return 2 * a * b / (a + b) if a + b else 0.0
 
 
 def data_free_losses(
     tau_new: Tensor, tau_old: Tensor, tau_task: Tensor, V_p: Tensor, V_t: Tensor
 ) -> tuple[float, float]:
-    r"""The method's own surrogates :math:`\|(\tilde\tau_t - \tilde\tau_{t-1}) V_p\|_F^2` and
+    r"""Return the method's own surrogates :math:`\|(\tilde\tau_t - \tilde\tau_{t-1}) V_p\|_F^2` and
     :math:`\|(\tilde\tau_t - \tau_t) V_t\|_F^2` (Section 4.2): stability and plasticity without data.
 
     Args:
-        tau_new: update of the merged model after the step, ``(d_o, d_i)``.
-        tau_old: before it.
+        tau_new: the update of the merged model after the step, ``(d_o, d_i)``.
+        tau_old: the update before it.
         tau_task: the new task vector.
         V_p: top right singular vectors of ``tau_old``, ``(d_i, r_p)``.
-        V_t: those of ``tau_task``, ``(d_i, r_v)``.
+        V_t: top right singular vectors of ``tau_task``, ``(d_i, r_v)``.
     """
 
     def loss(D: Tensor, V: Tensor) -> float:
@@ -77,7 +77,7 @@ def data_free_losses(
 
 
 def rank_correlation(a: list[float], b: list[float]) -> float | None:
-    """Spearman's rank correlation; None where one of them is constant or there are fewer than three."""
+    """Return Spearman's rank correlation; None where a list is constant or has fewer than three numbers."""
     if len(a) < 3 or len(set(a)) == 1 or len(set(b)) == 1:
         return None
     return float(spearmanr(torch.tensor(a), torch.tensor(b)).statistic)

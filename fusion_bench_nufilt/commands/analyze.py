@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from .options import patterns, takes_options, was_typed
 from .terminal import terminal
 
 Targets = str | list[str]
+without_data = partial(typer.Option, rich_help_panel="Folders, without data")
 
 #: Options that mean nothing where folders are analysed without data.
 NEED_DATA = ("modelpool", "methods", "run", "samples", "propagated", "activations", "seed")
@@ -43,19 +45,11 @@ def analyze(
         list[Path] | None,
         typer.Option(help="Log directory of a finished run on the model pool, in place of methods; repeat it."),
     ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(help="Without data: the pretrained model, a folder or hub name.", rich_help_panel="Folders"),
-    ] = None,
-    task: Annotated[
-        list[str] | None,
-        typer.Option(help="Without data: a fine-tuned model or LoRA adapter; repeat it.", rich_help_panel="Folders"),
-    ] = None,
-    merged: Annotated[
-        str | None, typer.Option(help="Without data: what is merged so far.", rich_help_panel="Folders")
-    ] = None,
+    base: Annotated[str | None, without_data(help="The pretrained model: a folder or hub name.")] = None,
+    task: Annotated[list[str] | None, without_data(help="A fine-tuned model or LoRA adapter; repeat it.")] = None,
+    merged: Annotated[str | None, without_data(help="What is merged so far.")] = None,
     target_modules: Annotated[
-        list[str] | None, typer.Option(help="Layers to look at, as in nufilt merge; default: those that are merged.")
+        list[str] | None, typer.Option(help="Layers to analyse, as in nufilt merge; default: those that are merged.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("outputs/analysis"),
     **options: Any,
@@ -66,19 +60,19 @@ def analyze(
     """
     with terminal() as console:
         out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
-        config, targets = AnalysisConfig(**options), patterns(target_modules) or "auto"
+        config, targets, words = AnalysisConfig(**options), patterns(target_modules) or "auto", list(overrides or ())
         from fusion_bench_nufilt.analysis.files import save_analysis
         from fusion_bench_nufilt.analysis.measure import finished_runs
 
-        _check_words(context, base, task, merged, overrides)
+        _refuse_ignored([name for name in context.params if was_typed(context, name)], words)
         plan = None if base is None else _plan(console, base, task or [], merged, targets)
         runs = finished_runs([folder.expanduser() for folder in run or ()])
         lock = lock_folder(out)
         try:
             if plan is not None:
-                analysis = _folders(console, plan, config)
+                analysis = _folders(plan, config)
             else:
-                analysis = _pool(console, modelpool, methods, runs, list(overrides or ()), targets, out, config)
+                analysis = _pool(console, modelpool, methods, runs, words, targets, out, config)
             content, files = save_analysis(analysis, out)
             files += leave_results(out)
         finally:
@@ -87,24 +81,16 @@ def analyze(
     console.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
 
 
-def _check_words(
-    context: typer.Context, base: str | None, task: list[str] | None, merged: str | None, overrides: list[str] | None
-) -> None:
-    """Refuse what would be ignored.
-
-    Raises:
-        ValueError: names the options that do not go together.
-    """
-    if (base is None) != (not task):
+def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
+    """Refuse options that do not go together, given the names of those that were typed."""
+    if ("base" in typed) != ("task" in typed):
         raise ValueError("--base and --task go together: name the pretrained model and at least one task")
-    if was_typed(context, "run") and was_typed(context, "methods"):
+    if "run" in typed and "methods" in typed:
         raise ValueError("--run and --methods: what is measured is either finished runs or methods to run now")
-    if base is None:
-        if merged is not None:
-            raise ValueError("--merged goes with --base and --task")
-        return
-    ignored = [f"--{name}" for name in NEED_DATA if was_typed(context, name)] + list(overrides or ())
-    if ignored:
+    if "merged" in typed and "base" not in typed:
+        raise ValueError("--merged goes with --base and --task")
+    ignored = [f"--{name}" for name in NEED_DATA if name in typed] + overrides
+    if "base" in typed and ignored:
         raise ValueError(f"{ignored[0]} does not go with --base, which analyses folders without data: leave it out")
 
 
@@ -119,7 +105,7 @@ def _plan(console: Console, base: str, tasks: list[str], merged: str | None, tar
     return plan
 
 
-def _folders(console: Console, plan: Plan, config: AnalysisConfig) -> Any:
+def _folders(plan: Plan, config: AnalysisConfig) -> Any:
     from fusion_bench_nufilt.analysis.folders import analyze_folders
 
     with tqdm(total=len(plan.layers), desc="Analysing layers", disable=None) as bar:
@@ -144,11 +130,10 @@ def _pool(
     from fusion_bench_nufilt.compare.specs import parse_methods
 
     words = [f"modelpool={modelpool}", *overrides]
-    pools = without_method(words)
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("fusion_bench_nufilt.analysis").setLevel(logging.INFO)
     with quiet():
-        pool = PoolAnalysis(Experiment(compose_run(pools)), modelpool, config, out, targets)
+        pool = PoolAnalysis(Experiment(compose_run(without_method(words))), modelpool, config, out, targets)
         console.print(pool.memory_note, highlight=False)
         wanted = "" if runs or methods == "none" else methods or default_methods(pool.width)
         specs = parse_methods(wanted, overrides)
