@@ -125,8 +125,8 @@ def merge(method: str, layers: list[Layer], device: str, config: FusionConfig = 
         if method == "spectral":
             theta_0, votes, theta_t = models
             spectral = Spectral(SpectralConfig(), list(votes))
-            scalars = {"mean": torch.tensor(1.0), "count": torch.tensor(3)}
-            states = {name: {"votes": value, **scalars} for name, value in votes.items()}
+            strengths = {name: (W - theta_0[name]).norm() * _spectrum(min(W.shape))[0] for name, W in theta_t.items()}
+            states = {n: {"votes": votes[n], "mean": strengths[n], "count": torch.tensor(3)} for n in votes}
             added = spectral.add_each(states, theta_0, theta_t, step=4)
             yield from (spectral.weight(name, state, theta_0[name]) for name, state, _ in added)
         else:
