@@ -122,6 +122,7 @@ def _print_plan(console: Console, plan: Plan, out: Path) -> None:
 
 
 def _models(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield the rows about the models."""
     models = plan.models
     yield "base", plan.base.name
     if models.merged is not None:
@@ -133,6 +134,7 @@ def _models(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _tensors(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield the rows about what becomes of the tensors."""
     layers, selection = plan.layers, plan.selection
     coverage, averaged = selection.coverage, len(selection.averaged)
     yield "merged", f"{len(layers)} layers, {layers[0].name} … {layers[-1].name} (known from {selection.origin})"
@@ -144,6 +146,7 @@ def _tensors(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _costs(plan: Plan, out: Path) -> Iterator[tuple[str, str]]:
+    """Yield the rows about what the merge takes."""
     workers, cpus = plan.settings.workers, ""
     if plan.settings.engine == "local":
         yield "memory", f"{peak_memory(plan) / 1e9:.2f} GB at most"

@@ -125,6 +125,7 @@ def check_relation(plan: Plan) -> list[str]:
 
 
 def _relation(base: Checkpoint, model: FullModel, layers: Sequence[Layer]) -> list[str]:
+    """Compare some elements of some layers of a model with the base's."""
     chosen = layers[:: max(1, len(layers) // _SAMPLED_LAYERS)][:_SAMPLED_LAYERS]
     xx = yy = xy = dd = 0.0
     for layer in chosen:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.core.workers import map_layers, stack_size, working_bytes
 from fusion_bench_nufilt.methods import LayerMethod
+from fusion_bench_nufilt.methods.nufilt import BATCH_BYTES
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Layer
@@ -22,8 +23,6 @@ from .state import keeps_state, state_bytes
 
 _T = TypeVar("_T")
 
-# On an accelerator, layers of equal shape are solved together within about this much of its memory.
-_BATCH_BYTES = 4 * 2**30
 # The stack, allocator arena and buffers of matrix products of each worker; measured, rounded up.
 _WORKER_BYTES = 64 * 2**20
 # The width of the sample layer: at this one, the rate is about that of layers of any size.
@@ -58,7 +57,7 @@ def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
         groups[layer.view.shape, plan.dtype(layer)].append(layer)
     for (shape, dtype), group in groups.items():
         wide = max(4, dtype.itemsize)
-        size = stack_size(shape, wide, plan.settings.devices[0], _BATCH_BYTES)
+        size = stack_size(shape, wide, plan.settings.devices[0], BATCH_BYTES)
         if plan.settings.max_memory is not None:
             size = max(1, min(size, layer_budget(plan) // layer_memory(plan, group[0])))
         yield from (group[i : i + size] for i in range(0, len(group), size))
