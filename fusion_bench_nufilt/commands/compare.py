@@ -2,9 +2,10 @@
 
 import logging
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 
 from .terminal import interruptible, terminal
 
@@ -46,41 +47,48 @@ def compare(
     """
     out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
     with terminal() as console:
-        logging.getLogger().setLevel(logging.WARNING)
-        logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
-        from fusion_bench_nufilt.compare.presets import preset_specs
-        from fusion_bench_nufilt.compare.run import compare as run_comparison
-        from fusion_bench_nufilt.compare.specs import parse_methods, parse_seeds
-        from fusion_bench_nufilt.compare.trackers import is_tracker, log_comparison, trackers
-        from fusion_bench_nufilt.results.comparison import print_comparison
-
+        options = {"evaluate": evaluate, "overwrite": overwrite, "jobs": jobs, "engine": engine, "address": address}
         words = list(overrides or ())
-        if not preset:
-            methods = methods or "all"
-        specs = parse_methods(methods, words) if methods else []
-        if preset:
-            specs += preset_specs(preset, modelpool, words, with_data=with_data)
-        elif with_data:
-            raise ValueError("--with-data goes with --preset paper; name other methods that need data with --methods")
-        loggers = trackers(words, out)
-        with interruptible(console, str(out)):
-            comparison = run_comparison(
-                modelpool,
-                specs,
-                parse_seeds(seeds),
-                out,
-                overrides=[word for word in words if not is_tracker(word)],
-                evaluate=evaluate,
-                overwrite=overwrite,
-                preset=preset,
-                jobs=jobs,
-                engine=engine,
-                address=address,
-                console=console,
-            )
-        files = comparison.save(out)
-        log_comparison(comparison, loggers, [out / file for file in files if file.endswith(".png")])
+        comparison, files = _compare(words, methods, preset, with_data, modelpool, seeds, out, console, options)
+    from fusion_bench_nufilt.results.comparison import print_comparison
+
     print_comparison(out)
     console.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
     if not comparison.finished:
         raise typer.Exit(1)
+
+
+def _compare(
+    words: list[str],
+    methods: str | None,
+    preset: str | None,
+    with_data: bool,
+    modelpool: str,
+    seeds: str,
+    out: Path,
+    console: Console,
+    options: dict[str, Any],
+) -> tuple[Any, list[str]]:
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
+    from fusion_bench_nufilt.compare.presets import preset_specs
+    from fusion_bench_nufilt.compare.run import compare as run_comparison
+    from fusion_bench_nufilt.compare.specs import parse_methods, parse_seeds
+    from fusion_bench_nufilt.compare.trackers import is_tracker, log_comparison, trackers
+
+    if not preset:
+        methods = methods or "all"
+    specs = parse_methods(methods, words) if methods else []
+    if preset:
+        specs += preset_specs(preset, modelpool, words, with_data=with_data)
+    elif with_data:
+        raise ValueError("--with-data goes with --preset paper; name other methods that need data with --methods")
+    loggers = trackers(words, out)
+    others = [word for word in words if not is_tracker(word)]
+    with interruptible(console, str(out)):
+        comparison = run_comparison(
+            modelpool, specs, parse_seeds(seeds), out, overrides=others, preset=preset, console=console, **options
+        )
+    files = comparison.save(out)
+    log_comparison(comparison, loggers, [out / file for file in files if file.endswith(".png")])
+    return comparison, files

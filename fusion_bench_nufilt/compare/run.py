@@ -1,7 +1,7 @@
 """Every method on every seed, kept in one folder."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -60,15 +60,12 @@ def compare(
         preset: where the methods come from; kept in the result, for its pictures.
         jobs: how many runs at a time, each in a process with its own models and data, and with a GPU of its own if
             there are so many.
-        engine: local is this machine; ray is a Ray cluster, with a run at a time on every GPU, or on every node of a
-            cluster without GPUs.
+        engine: local is this machine; ray is a Ray cluster, with a run on every GPU, or on every node without GPUs.
         address: the address of the cluster; None: the one that this machine belongs to.
-        console: where progress is shown, if it is a terminal. It must hold on to its stream: ``sys.stderr`` is
-            silenced meanwhile.
+        console: shows progress if it is a terminal; it must hold on to its stream, since ``sys.stderr`` is silenced.
 
     Raises:
-        ValueError: ``out`` holds results of other settings or models, nothing can be scored, or a process of several
-            was killed.
+        ValueError: ``out`` is of other settings or models, nothing can be scored, or a process was killed.
     """
     _check(specs, overrides, evaluate, jobs, engine)
     everywhere = [f"modelpool={modelpool}", *overrides]
@@ -82,20 +79,14 @@ def compare(
         runs, missing = _known_runs(store, seeds, configs)
         runs |= {(spec, seed): Run(seed, {}, {}, error=why) for spec, why in wrong.items() for seed in seeds}
         work = {name: (config,) for name, (_, config) in missing.items()}
-        if engine == "ray":
-            results = _run_on_cluster(work, pools, address)
-        elif jobs > 1:
-            results = run_locally(work, partial(run_alone, pools), jobs)
-        else:
+        if engine == "local" and jobs == 1:
             results = _run_here(work, experiment, progress)
+        else:
+            results = _run_elsewhere(work, pools, jobs, engine, address)
         bar = progress.add_task("", total=len(specs) * len(seeds), completed=len(runs))
-        with closing(results):
-            for name, run in results:
-                spec, _ = missing[name]
-                runs[spec, run.seed] = run
-                store.save(spec, run)
-                log.info("%s: %s", name, summary(run.matrix) if run.matrix else run.error)
-                progress.advance(bar)
+        for spec, run in _save_each(results, missing, store):
+            runs[spec, run.seed] = run
+            progress.advance(bar)
     methods = [MethodResult(spec, [runs[spec, seed] for seed in seeds]) for spec in specs]
     return Comparison(store.settings, experiment.tasks, list(seeds), references, methods, preset)
 
@@ -162,6 +153,17 @@ def _known_runs(
     return runs, missing
 
 
+def _save_each(
+    results: Results, missing: Mapping[str, tuple[RunSpec, dict[str, Any]]], store: Store
+) -> Iterator[tuple[RunSpec, Run]]:
+    with closing(results):
+        for name, run in results:
+            spec, _ = missing[name]
+            store.save(spec, run)
+            log.info("%s: %s", name, summary(run.matrix) if run.matrix else run.error)
+            yield spec, run
+
+
 def _run_here(work: Work, experiment: Experiment, progress: Progress) -> Results:
     for name, (config,) in work.items():
         with steps_bar(progress, name, len(experiment.tasks)) as on_step:
@@ -169,7 +171,9 @@ def _run_here(work: Work, experiment: Experiment, progress: Progress) -> Results
         yield name, run
 
 
-def _run_on_cluster(work: Work, pools: tuple[str, ...], address: str | None) -> Results:
+def _run_elsewhere(work: Work, pools: tuple[str, ...], jobs: int, engine: Engine, address: str | None) -> Results:
+    if engine == "local":
+        return run_locally(work, partial(run_alone, pools), jobs)
     ray = connect(address)
     nodes = find_nodes(ray, gpus=ray.cluster_resources().get("GPU", 0) >= 1)
     return run_on_cluster(ray, nodes, work, partial, run_alone, pools)

@@ -205,7 +205,7 @@ def test_what_can_not_work_for_any_method_is_refused_before_any_work(tmp_path, m
 
 
 def test_nothing_is_printed_meanwhile(tmp_path, capfd):
-    run(tmp_path, "nufilt, weight_average", overrides=[], **CHEAP)
+    run(tmp_path, "nufilt:max_steps=1, weight_average", overrides=[], **CHEAP)
     assert capfd.readouterr() == ("", "")
 
 

@@ -111,13 +111,13 @@ def test_the_ablation_has_the_four_rows_of_the_paper():
 
 def test_the_sensitivity_varies_one_rank_in_each_panel_and_starts_at_none():
     ranks = ("null_rank", "lora_rank", "task_rank")
-    configs = [[compose_run(spec.overrides).method for spec in panel_specs(panel, 768)] for panel in SENSITIVITY]
-    values = [[tuple(config[key] for key in ranks) for config in panel] for panel in configs]
+    panels = [[dict(word.split("=") for word in spec.settings) for spec in panel_specs(p, 768)] for p in SENSITIVITY]
+    values = [[tuple(int(settings[key]) for key in ranks) for settings in panel] for panel in panels]
     assert values[0][:2] + values[0][-1:] == [(0, 0, 0), (8, 0, 0), (768, 0, 0)]
     assert values[1][:2] + values[1][-1:] == [(128, 0, 8), (128, 4, 8), (128, 128, 8)]
     assert values[2][:2] + values[2][-1:] == [(128, 16, 0), (128, 16, 1), (128, 16, 128)]
     assert set(values[3]) == {(128, 64, 8)}
-    assert [config.max_steps for config in configs[3]] == [25, 50, 100]
+    assert [settings["max_steps"] for settings in panels[3]] == ["25", "50", "100"]
 
 
 @pytest.mark.parametrize(("width", "ranks"), [(128, (21, 10)), (768, (128, 64)), (1024, (128, 64))])
