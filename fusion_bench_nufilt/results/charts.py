@@ -1,13 +1,9 @@
 """Every chart, defined once: the same definition is interactive on a page and still in a PNG or a PDF.
 
-A function takes plain numbers and returns an Altair chart. These arguments are the same everywhere:
-
-    panels: where there are several sets of numbers, 0 makes one chart with a menu to choose a set, for a page, and n
-        makes one panel for each set, n of them in a row, for a picture.
-    x_title, y_title: the titles of the axes.
-    among: all names whose place decides on colours and shapes, where a chart has only some of them.
-
-A slider chooses a step on a page; in a picture it stands at the last one.
+Functions take plain numbers. Where there are several sets of them, ``panels`` is 0 for one chart with a menu to choose
+a set, as on a page, or the number of panels in a row, as in a picture. A slider chooses a step on a page; in a picture it
+stands at the last one. ``x_title`` and ``y_title`` are the titles of the axes, and ``among`` has all names whose place
+decides on colours and shapes, where a chart shows only some of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -142,9 +138,8 @@ def lines(
             layers.append(known.mark_area(opacity=0.12).encode(y=alt.Y("low:Q", **upwards), y2="high:Q"))
         layers.append(known.mark_line().encode(y=alt.Y("y:Q", **upwards), strokeDash=looks["strokeDash"]))
         if dots:
-            shown = tooltip(name="", x=x_title, y=y_title or "value")
-            dot = known.mark_point(size=45)
-            layers.append(dot.encode(y=alt.Y("y:Q", **upwards), shape=looks["shape"], tooltip=shown))
+            dot = known.mark_point(size=45).encode(y=alt.Y("y:Q", **upwards), shape=looks["shape"])
+            layers.append(dot.encode(tooltip=tooltip(name="", x=x_title, y=y_title or "value")))
         return layered(layers, part, size, title)
 
     return arranged(rows, list(sets), draw, panels)
@@ -169,8 +164,9 @@ def ecdf(
         name: {label: [sum(v <= x for v in values) / len(values) for x in grid] for label, values in groups.items()}
         for name, groups in sets.items()
     }
-    whole = alt.Scale(domain=[0, 1])
-    look: Options = {"x_scale": whole, "y_scale": whole, "dots": False, "size": (300, 220)}
+    look: Options = {"dots": False, "size": (300, 220)} | dict.fromkeys(
+        ("x_scale", "y_scale"), alt.Scale(domain=[0, 1])
+    )
     return lines(curves, grid, x_title, y_title, marks=marks, panels=panels, **look)
 
 
@@ -279,8 +275,7 @@ def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]]) -> ChartType:
     Args:
         values: for each quantity and step, a number for each layer, the same layers everywhere.
     """
-    quantities = list(values)
-    steps = values[quantities[0]]
+    quantities, steps = list(values), next(iter(values.values()))
     kinds = list(layers_by_kind(steps[-1]))
     rows: Rows = []
     for number, layers in enumerate(steps):
@@ -291,12 +286,11 @@ def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]]) -> ChartType:
     looks = style(kinds, kinds, "kind")
     deepest = max(map(depth, steps[-1]))
     axis = alt.Axis(values=list(range(0, deepest + 1, 1 + deepest // 16)), grid=False)
-    x_scale = alt.Scale(zero=False, nice=False, padding=12)
     chart = (
         alt.Chart(alt.Data(values=rows), width=560, height=300)
         .mark_point(size=55, opacity=0.7)
         .encode(
-            x=alt.X("x:Q", title="block", axis=axis, scale=x_scale),
+            x=alt.X("x:Q", title="block", axis=axis, scale=alt.Scale(zero=False, nice=False, padding=12)),
             y=alt.Y("y:Q", title=quantities[0] if len(quantities) == 1 else None),
             color=looks["color"],
             shape=looks["shape"],
