@@ -1,9 +1,8 @@
 """Every chart, defined once: the same definition is interactive on a page and still in a PNG or a PDF.
 
 Functions take plain numbers. Where there are several sets of them, ``panels`` is 0 for one chart with a menu to choose
-a set, as on a page, or the number of panels in a row, as in a picture. A slider chooses a step on a page; in a picture it
-stands at the last one. ``x_title`` and ``y_title`` are the titles of the axes, and ``among`` has all names whose place
-decides on colours and shapes, where a chart shows only some of them.
+a set, as on a page, or the number of panels in a row, as in a picture. A slider chooses a step on a page; it stands at
+the last one in a picture. ``among`` has all names whose place decides on colours and shapes, where a chart has some.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -283,8 +282,7 @@ def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]]) -> ChartType:
             aside = 0.35 * ((kinds.index(kind(layer)) + 0.5) / len(kinds) - 0.5)  # the kinds stand beside each other
             row: Options = {"step": number + 1, "layer": layer, "kind": kind(layer), "x": depth(layer) + aside}
             rows.append(row | {quantity: clean(values[quantity][number][layer]) for quantity in quantities})
-    looks = style(kinds, kinds, "kind")
-    deepest = max(map(depth, steps[-1]))
+    looks, deepest = style(kinds, kinds, "kind"), max(map(depth, steps[-1]))
     axis = alt.Axis(values=list(range(0, deepest + 1, 1 + deepest // 16)), grid=False)
     chart = (
         alt.Chart(alt.Data(values=rows), width=560, height=300)
