@@ -4,6 +4,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
@@ -52,7 +53,7 @@ class Evaluator:
         elif isinstance(taskpool, V01TaskPool):
             self._scorer = _V01Scorer(taskpool)
         elif isinstance(taskpool, TasksByName):
-            self._scorer = _ByNameScorer(taskpool)
+            self._scorer = _Scorer(taskpool)
         else:
             self._scorer = _WholePoolScorer(taskpool)
         self._warned: set[str] = set()
@@ -94,18 +95,24 @@ def score(result: dict[str, float | None]) -> float:
     return math.nan if value is None else float(value)
 
 
+def names_of(task: str) -> tuple[str, str]:
+    """Return both names of a task: FusionBench calls its Flan-T5 models glue-cola, and their tasks cola."""
+    return task, f"glue-{task}"
+
+
 class _Scorer:
-    """Scores the tasks that a pool has, by name."""
+    """Scores the tasks of a pool that narrows itself."""
 
     def __init__(self, taskpool: Any) -> None:
         self.taskpool = taskpool
 
     def evaluate(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
-        raise NotImplementedError
+        """Return the results of those tasks that the pool has."""
+        return dict(self.taskpool.evaluate(model, tasks))
 
     def others(self, tasks: Sequence[str]) -> list[str]:
         """Return the tasks of the pool that are not among these."""
-        raise NotImplementedError
+        return [name for name in self.taskpool.task_names if not set(names_of(name)) & set(tasks)]
 
 
 class _CLIPVisionScorer(_Scorer):
@@ -124,9 +131,7 @@ class _CLIPVisionScorer(_Scorer):
         if pool.move_to_device:
             classifier = pool.fabric.to_device(classifier)
         results = {}
-        for task in tasks:
-            if task not in pool.test_dataloaders:
-                continue
+        for task in (task for task in tasks if task in pool.test_dataloaders):
             classnames, templates = get_classnames_and_templates(task)
             if task in self._heads:
                 classifier.zeroshot_weights = self._heads[task]
@@ -149,39 +154,14 @@ class _V01Scorer(_Scorer):
 
     def __init__(self, taskpool: V01TaskPool) -> None:
         super().__init__(taskpool)
-        self._tasks: dict[str, Any] = {}
+        self._load = cache(taskpool.load_task)
 
     def evaluate(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
         fabric = getattr(self.taskpool, "fabric", None)
         if fabric is not None:
             model = fabric.setup(model)
-        results = {}
-        for task in tasks:
-            own = next((name for name in self.taskpool.task_names if task in names_of(name)), None)
-            if own is None:
-                continue
-            if own not in self._tasks:
-                self._tasks[own] = self.taskpool.load_task(own)
-            results[task] = self._tasks[own].evaluate(model)
-        return results
-
-    def others(self, tasks: Sequence[str]) -> list[str]:
-        return [name for name in self.taskpool.task_names if not any(task in names_of(name) for task in tasks)]
-
-
-def names_of(task: str) -> tuple[str, str]:
-    """Return both names of a task: FusionBench calls its Flan-T5 models glue-cola, and their tasks cola."""
-    return task, f"glue-{task}"
-
-
-class _ByNameScorer(_Scorer):
-    """Scores by a pool that narrows itself."""
-
-    def evaluate(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
-        return dict(self.taskpool.evaluate(model, tasks))
-
-    def others(self, tasks: Sequence[str]) -> list[str]:
-        return [name for name in self.taskpool.task_names if name not in tasks]
+        own = {name: task for task in self.taskpool.task_names for name in names_of(task)}
+        return {task: self._load(own[task]).evaluate(model) for task in tasks if task in own}
 
 
 class _WholePoolScorer(_Scorer):
