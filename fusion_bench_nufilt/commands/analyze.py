@@ -124,8 +124,7 @@ def _pool(
 ) -> Any:
     from fusion_bench_nufilt.analysis.measure import default_methods, measure_methods, measure_run
     from fusion_bench_nufilt.analysis.pool import PoolAnalysis
-    from fusion_bench_nufilt.compare.configs import compose_run
-    from fusion_bench_nufilt.compare.display import quiet
+    from fusion_bench_nufilt.compare.configs import compose_run, quiet
     from fusion_bench_nufilt.compare.experiment import Experiment
     from fusion_bench_nufilt.compare.specs import parse_methods
 

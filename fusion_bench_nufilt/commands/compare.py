@@ -71,10 +71,10 @@ def _compare(
 ) -> tuple[Any, list[str]]:
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
+    from fusion_bench_nufilt.compare.configs import is_tracker, make_trackers
     from fusion_bench_nufilt.compare.presets import preset_specs
     from fusion_bench_nufilt.compare.run import compare as run_comparison
     from fusion_bench_nufilt.compare.specs import parse_methods, parse_seeds
-    from fusion_bench_nufilt.compare.trackers import is_tracker, log_comparison, trackers
 
     if not preset:
         methods = methods or "all"
@@ -83,12 +83,12 @@ def _compare(
         specs += preset_specs(preset, modelpool, words, with_data=with_data)
     elif with_data:
         raise ValueError("--with-data goes with --preset paper; name other methods that need data with --methods")
-    loggers = trackers(words, out)
+    loggers = make_trackers(words, out)
     others = [word for word in words if not is_tracker(word)]
     with interruptible(console, str(out)):
         comparison = run_comparison(
             modelpool, specs, parse_seeds(seeds), out, overrides=others, preset=preset, console=console, **options
         )
     files = comparison.save(out)
-    log_comparison(comparison, loggers, [out / file for file in files if file.endswith(".png")])
+    comparison.log(loggers, [out / file for file in files if file.endswith(".png")])
     return comparison, files

@@ -1,22 +1,24 @@
 """The configuration that `fusion_bench` would compose from the same words, and the objects that it would make of it."""
 
+import io
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import fusion_bench.constants
-from fusion_bench.compat.method import load_algorithm_from_config
-from fusion_bench.compat.modelpool import load_modelpool_from_config
-from fusion_bench.compat.taskpool import load_taskpool_from_config
 from fusion_bench.utils import instantiate
+from fusion_bench.utils.instantiate_utils import set_print_function_call
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from .overrides import key_of
 
 PROGRAM = "fabric_model_fusion"
 
@@ -62,34 +64,14 @@ def taskpool_config(config: DictConfig) -> DictConfig:
     return bundled
 
 
-def make_fabric(config: DictConfig) -> Fabric:
-    """Make a Fabric with one device and no logger, so that runs that share it write no files of their own."""
-    return Fabric(accelerator=config.accelerator, precision=config.precision, devices=1)
-
-
-def make_modelpool(config: DictConfig, fabric: Fabric) -> Any:
-    """Make the model pool of a composed run."""
-    return _make(config.modelpool, fabric, load_modelpool_from_config)
-
-
-def make_taskpool(config: DictConfig, fabric: Fabric) -> Any:
-    """Make the task pool of a composed run, see :func:`taskpool_config`."""
-    return _make(taskpool_config(config), fabric, load_taskpool_from_config)
-
-
-def make_method(config: DictConfig, fabric: Fabric) -> Any:
-    """Make a method from its part of a composed run."""
-    return _make(config, fabric, load_algorithm_from_config)
-
-
 def plain(config: DictConfig) -> Any:
     """Return the resolved values as JSON gives them back."""
     with composing():
         return json.loads(json.dumps(OmegaConf.to_container(config, resolve=True, throw_on_missing=True), default=str))
 
 
-def _make(config: DictConfig, fabric: Fabric, load_v01: Callable[[DictConfig], Any]) -> Any:
-    """Make an object as FusionBench's program does; a config without ``_target_`` is of FusionBench 0.1."""
+def make(config: DictConfig, fabric: Fabric, load_v01: Callable[[DictConfig], Any]) -> Any:
+    """Make a method or pool as FusionBench's program does; ``load_v01`` reads configs of FusionBench 0.1."""
     if "_target_" in config:
         made = instantiate(config, _recursive_=config.get("_recursive_", False))
     else:
@@ -98,3 +80,50 @@ def _make(config: DictConfig, fabric: Fabric, load_v01: Callable[[DictConfig], A
         if hasattr(made, attribute):
             setattr(made, attribute, fabric)
     return made
+
+
+def is_tracker(override: str) -> bool:
+    """Tell whether an override names a tracker or sets an option of one, such as ``fabric/loggers=csv_logger``."""
+    return key_of(override).replace("/", ".").split(".")[:2] == ["fabric", "loggers"]
+
+
+def make_trackers(overrides: Sequence[str], folder: Path) -> list[Any]:
+    """Make the trackers that the overrides name, with their files in ``folder``.
+
+    Raises:
+        ValueError: there is no such tracker, or it takes its name from Hydra, which does not run here.
+    """
+    if not any(map(is_tracker, overrides)):
+        return []
+    config = compose_run([*overrides, f"path.log_dir='{folder}'"]).fabric.loggers
+    written: Any = OmegaConf.to_container(config)
+    for key, value in written.items():
+        if "${hydra:" in str(value):
+            raise ValueError(f"say fabric.loggers.{key}=NAME: a comparison has no name of its own for the tracker")
+    with composing():
+        return [instantiate(config)]
+
+
+class _Nowhere(io.TextIOBase):
+    """A stream that drops all that FusionBench prints. It is never closed, because log handlers may keep it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence standard output and error, and FusionBench's log but for errors.
+
+    FusionBench prints a bar for every data set, every call it makes, and a summary of every run.
+    """
+    nowhere = _Nowhere()
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("fusion_bench", "lightning.fabric"))}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        with set_print_function_call(False), redirect_stdout(nowhere), redirect_stderr(nowhere):
+            yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)

@@ -3,26 +3,80 @@
 import gc
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
+from fusion_bench.compat.method import load_algorithm_from_config
+from fusion_bench.compat.modelpool import load_modelpool_from_config
+from fusion_bench.compat.taskpool import load_taskpool_from_config
 from omegaconf import DictConfig
 from torch import nn
 
-from fusion_bench_nufilt.continual.evaluation import score
+from fusion_bench_nufilt.continual.evaluation import Evaluator, Report, score
 from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.results.metrics import or_none
 from fusion_bench_nufilt.storage.identity import model_digest
 from fusion_bench_nufilt.storage.versions import package_versions
 
-from .configs import compose_run, make_fabric, make_method, make_modelpool, make_taskpool, plain, taskpool_config
-from .display import quiet
-from .memory import WatchingEvaluator
+from .configs import compose_run, make, plain, quiet, taskpool_config
 from .store import References, Run
 
 OnStep = Callable[[int], Any]
+
+
+class WatchingEvaluator(Evaluator):
+    """An evaluator that keeps the peak memory between its scorings: that of merging and of what stays loaded.
+
+    On a CUDA device it is the memory that torch has allocated there; elsewhere it is what the process holds in memory,
+    which only Linux tells.
+
+    Args:
+        taskpool: the one of :class:`fusion_bench_nufilt.continual.Evaluator`.
+        device: the device that merges.
+    """
+
+    peak: int | None  # bytes since the last `watch`; None where that can't be known
+
+    def __init__(self, taskpool: object, device: torch.device) -> None:
+        super().__init__(taskpool)
+        self._device = device
+        self.watch()
+
+    def watch(self) -> None:
+        """Forget the peak so far."""
+        self.peak = 0 if reset_peak(self._device) else None
+
+    def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
+        if self.peak is not None:
+            self.peak = max(self.peak, read_peak(self._device))
+        try:
+            return super().report(model, tasks, others=others)
+        finally:
+            reset_peak(self._device)
+
+
+def reset_peak(device: torch.device) -> bool:
+    """Let the peak of the memory in use start anew; False where it can't be known."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # which resets the peak, and nothing else
+        return True
+    return False
+
+
+def read_peak(device: torch.device) -> int:
+    """Return the peak of the memory in use, in bytes, since it was last reset."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 class Experiment:
@@ -40,15 +94,22 @@ class Experiment:
 
     @cached_property
     def fabric(self) -> lightning.Fabric:
-        return make_fabric(self._config.fabric)
+        """One device and no logger, so that the runs that share it write no files of their own."""
+        config = self._config.fabric
+        return lightning.Fabric(accelerator=config.accelerator, precision=config.precision, devices=1)
 
     @cached_property
     def modelpool(self) -> Any:
-        return make_modelpool(self._config, self.fabric)
+        return make(self._config.modelpool, self.fabric, load_modelpool_from_config)
 
     @cached_property
     def evaluator(self) -> WatchingEvaluator:
-        return WatchingEvaluator(make_taskpool(self._config, self.fabric), self.fabric.device)
+        taskpool = make(taskpool_config(self._config), self.fabric, load_taskpool_from_config)
+        return WatchingEvaluator(taskpool, self.fabric.device)
+
+    def make_method(self, config: dict[str, Any]) -> Any:
+        """Make a method from its part of a composed run."""
+        return make(DictConfig(config), self.fabric, load_algorithm_from_config)
 
     @property
     def tasks(self) -> list[str]:
@@ -67,13 +128,6 @@ class Experiment:
         return min(view.shape[1] for view in layers.values())
 
     @property
-    def environment(self) -> dict[str, str]:
-        """The versions of the packages, and the device."""
-        device = self.fabric.device
-        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-        return {**package_versions(), "device": kind}
-
-    @property
     def digests(self) -> dict[str, str]:
         """What the weights of every model are; see :func:`fusion_bench_nufilt.storage.identity.model_digest`."""
         merged = ["_merged_"] if getattr(self.modelpool, "has_merged", False) else []
@@ -90,10 +144,10 @@ class Experiment:
     def score_single_models(self, on_step: OnStep) -> References:
         """Score the pretrained model on all T tasks and each fine-tuned one on its own; ``on_step`` gets 0 to T."""
 
-        def scores(name: str, tasks: Sequence[str]) -> dict[str, float]:
+        def scores(name: str, tasks: Sequence[str]) -> dict[str, float | None]:
             with torch.no_grad():
                 report = self.evaluator.report(self._load(name), tasks)
-            return {task: score(report.get(task, {})) for task in tasks}
+            return {task: or_none(score(report.get(task, {}))) for task in tasks}
 
         references: References = {"pretrained": scores("_pretrained_", self.tasks), "individual": {}}
         on_step(0)
@@ -109,17 +163,20 @@ class Experiment:
             config: the method's, with its seed.
             on_step: called with the number of each finished step.
         """
-        about = (config["seed"], config, self.environment)
+        device = self.fabric.device
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        about = (config["seed"], {**package_versions(), "device": kind}, config)
         try:
             lightning.seed_everything(config["seed"], verbose=False)  # some methods draw from the global generators
-            algorithm = make_method(DictConfig(config), self.fabric)
+            algorithm = self.make_method(config)
             self.evaluator.watch()
             merged = algorithm.run(self.modelpool, self.evaluator, on_step=on_step)
             seconds, parameters = algorithm.merge_seconds, num_parameters(merged)
             share = algorithm.solving_share if isinstance(algorithm, LayerwiseMergingAlgorithm) else None
             return Run(
                 *about,
-                algorithm.matrix,
+                algorithm.matrix.tasks,
+                algorithm.matrix.rows(),
                 seconds,
                 solving_seconds=None if share is None else share * sum(seconds),
                 memory=self.evaluator.peak,

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from .configs import compose_run
-from .display import quiet
+from .configs import compose_run, quiet
 from .experiment import Experiment
 from .overrides import without_method
 from .paper import paper_settings

@@ -1,22 +1,20 @@
 """Every method on every seed, kept in one folder."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from omegaconf import DictConfig
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fusion_bench_nufilt.cluster import Results, Work, connect, find_nodes, run_locally, run_on_cluster
 from fusion_bench_nufilt.continual.stream import Evaluate
 from fusion_bench_nufilt.results.matrix import summary
 
-from .configs import compose_run, make_method, plain
-from .display import progress_bars, quiet, steps_bar
+from .configs import compose_run, plain, quiet
 from .experiment import Experiment, reason, run_alone
 from .overrides import key_of, without_method
 from .specs import RunSpec, check_specs
@@ -73,7 +71,7 @@ def compare(
     experiment = Experiment(compose_run(pools))
     settings = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
     store = Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)
-    with closing(store), quiet(), progress_bars(console) as progress:
+    with closing(store), quiet(), _progress_bars(console) as progress:
         configs, wrong = _configure(specs, [f"++method.evaluate={evaluate}", *_PROTOCOL, *everywhere], experiment)
         references = _score_single_models(store, experiment, progress)
         runs, missing = _known_runs(store, seeds, configs)
@@ -115,7 +113,7 @@ def _configure(
     for spec in specs:
         try:
             config = plain(compose_run([*overrides, *spec.overrides]).method)
-            make_method(DictConfig(config), experiment.fabric)
+            experiment.make_method(config)
             configs[spec] = config
         except Exception as error:  # whatever a method's constructor raises
             wrong[spec] = reason(error)
@@ -128,7 +126,7 @@ def _configure(
 def _score_single_models(store: Store, experiment: Experiment, progress: Progress) -> References:
     """Return the scores that are kept, or score; refuse a store that is of other models."""
     if (references := store.load_references()) is None:
-        with steps_bar(progress, "scoring the single models", 1 + len(experiment.tasks)) as on_step:
+        with _steps_bar(progress, "scoring the single models", 1 + len(experiment.tasks)) as on_step:
             references = experiment.score_single_models(on_step)
     store.identify(experiment.digests)
     store.save_references(references)
@@ -166,7 +164,7 @@ def _save_each(
 
 def _run_here(work: Work, experiment: Experiment, progress: Progress) -> Results:
     for name, (config,) in work.items():
-        with steps_bar(progress, name, len(experiment.tasks)) as on_step:
+        with _steps_bar(progress, name, len(experiment.tasks)) as on_step:
             run = experiment.run(config, on_step)
         yield name, run
 
@@ -177,3 +175,28 @@ def _run_elsewhere(work: Work, pools: tuple[str, ...], jobs: int, engine: Engine
     ray = connect(address)
     nodes = find_nodes(ray, gpus=ray.cluster_resources().get("GPU", 0) >= 1)
     return run_on_cluster(ray, nodes, work, partial, run_alone, pools)
+
+
+def _progress_bars(console: Console | None) -> Progress:
+    """Make progress bars that are shown on a terminal only."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=console is None or not console.is_terminal,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+
+@contextmanager
+def _steps_bar(progress: Progress, title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar while a block runs, and give the block a function to call with each finished step."""
+    bar = progress.add_task(title, total=total)
+    try:
+        yield lambda step: progress.advance(bar)
+    finally:
+        progress.remove_task(bar)

@@ -1,21 +1,23 @@
 """Means and standard deviations over the seeds."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fusion_bench_nufilt.continual import METRICS, AccuracyMatrix
-from fusion_bench_nufilt.results.metrics import Mean
+from fusion_bench_nufilt.continual.trackers import log_picture
+from fusion_bench_nufilt.results.metrics import Mean, or_none
 from fusion_bench_nufilt.results.write import write_results
 from fusion_bench_nufilt.storage.files import write_text
 
 from .paper import Published, paper_settings, printed_tables, published
 from .presets import SENSITIVITY
 from .specs import NEED_DATA, RunSpec
-from .store import References, Run, references_as_json
+from .store import References, Run
 
 _ITERATIONS = ("max_steps", "iter_num", "num_steps")  # what methods call them
 _OVERHEAD = ("overhead", "clip-vit-base-patch32_TA8")  # the paper's table of costs, and the models that it is for
@@ -61,30 +63,25 @@ class MethodResult:
         places = (config, config.get("base_method") or {})
         return next((place[key] for place in places for key in _ITERATIONS if key in place), None)
 
-    @property
-    def extra_parameters(self) -> int | None:
-        """Of the final model, beyond those of the pretrained one, whatever the seed; None if that is not known."""
-        return next((run.extra_parameters for run in self.runs if run.extra_parameters is not None), None)
-
-    @property
-    def data(self) -> str:
-        """What it needs beside models: ``none``, ``training`` or ``test`` (without labels)."""
-        return NEED_DATA.get(self.spec.method, "none")
-
     def final(self, task: str) -> Mean:
         """Score of a task after the last step. Each order has its own last row; the task is found in it by name."""
         return Mean.of(float(matrix.values[-1, matrix.tasks.index(task)]) for matrix in self.matrices)
 
     def as_json(self) -> dict[str, Any]:
         """Return what ``results.json`` holds of the method."""
+        extra = (run.extra_parameters for run in self.runs if run.extra_parameters is not None)  # whatever the seed
+        elsewhere = ("seed", "environment", "traceback")
         return {
             "overrides": list(self.spec.overrides),
             **{name: mean.as_json() for name, mean in self.metrics.items()},
             "merging_seconds": self.seconds.as_json(),
             "iterations": self.iterations,
-            "extra_parameters": self.extra_parameters,
-            "data": self.data,
-            "runs": {str(run.seed): run.as_json() for run in self.runs},
+            "extra_parameters": next(extra, None),
+            "data": NEED_DATA.get(self.spec.method, "none"),
+            "runs": {
+                str(run.seed): {key: value for key, value in asdict(run).items() if key not in elsewhere}
+                for run in self.runs
+            },
         }
 
 
@@ -147,7 +144,7 @@ class Comparison:
             "preset": self.preset,
             "tasks": self.tasks,
             "seeds": self.seeds,
-            "references": references_as_json(self.references),
+            "references": self.references,
             "published_percent": {label: printed[label] for label in self.references if label in printed},
             "methods": {
                 method.spec.label: method.as_json()
@@ -172,6 +169,25 @@ class Comparison:
         """
         write_text(folder / "results.json", json.dumps(self.as_json(), indent=2))
         return ["results.json", *write_results(folder)]
+
+    def log(self, loggers: Sequence[Any], pictures: Sequence[Path]) -> None:
+        """Give trackers all scores of every method and seed by step, and at the last one the means and the pictures."""
+        by_step: dict[int, dict[str, float | None]] = defaultdict(dict)
+        for method in self.finished:
+            for run in method.runs:
+                for step, row in enumerate(run.accuracy_matrix or (), 1):
+                    names = (f"{method.spec.label}/seed {run.seed}/{task}" for task in run.tasks or ())
+                    by_step[step] |= zip(names, row, strict=True)
+            means = {f"{method.spec.label}/{name}": or_none(mean.mean) for name, mean in method.metrics.items()}
+            by_step[len(self.tasks)] |= means
+        for step, scores in by_step.items():
+            known = {name: score for name, score in scores.items() if score is not None}
+            for logger in loggers if known else ():
+                logger.log_metrics(known, step=step)
+        for picture in pictures:
+            log_picture(loggers, picture.stem, picture, len(self.tasks))
+        for logger in loggers:
+            logger.finalize("success")
 
 
 def _as_json(published: Mapping[str, Published]) -> dict[str, dict[str, Any]]:

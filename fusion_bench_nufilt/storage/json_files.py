@@ -1,8 +1,9 @@
 """Every JSON file that is read is checked against a schema, and an error names the file and the field."""
 
 import json
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -17,7 +18,8 @@ def read_json(path: Path, kind: type[_T], advice: str = "fetch it again") -> _T 
 
     Args:
         path: the file.
-        kind: the type that it must be of, such as ``dict[str, str]`` or a ``TypedDict``; further fields are allowed.
+        kind: the type that it must be of, such as ``dict[str, str]`` or a ``TypedDict``, or a dataclass that is made of
+            it; further fields are allowed.
         advice: what to do about a damaged file.
 
     Raises:
@@ -47,21 +49,20 @@ def parse_json(text: bytes, kind: type[_T]) -> _T:
 
 
 def checked(content: Any, kind: type[_T]) -> _T:
-    """Return a content unchanged if it is of a type; this is for content that was not read from JSON, such as YAML.
+    """Return a content unchanged if it is of a type, or the dataclass that it is of, from JSON or YAML.
 
     Raises:
         ValueError: names the first field that is missing or of another type.
     """
     try:
-        TypeAdapter(kind).validate_python(content, strict=True)
+        valid: _T = TypeAdapter(kind).validate_python(content, strict=not is_dataclass(kind))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what = f"{first['msg'][0].lower()}{first['msg'][1:]}, got {_short(first['input'])}"
         raise ValueError(f"field '{'.'.join(map(str, first['loc']))}': {what}" if first["loc"] else what) from error
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    valid: _T = content
-    return valid
+    return valid if is_dataclass(kind) else cast("_T", content)
 
 
 def _short(value: object) -> str:

@@ -19,11 +19,11 @@ def finished(seed, change=0.0, scores=SCORES, **fields):
     for step in (1, 2, 3):
         seen = matrix.tasks[:step]
         matrix.record(step, {task: scores[task] + change * (step - 1 - i) for i, task in enumerate(seen)})
-    return replace(Run(seed, CONFIG, ENVIRONMENT, matrix, [1.0, 2.0]), **fields)
+    return replace(Run(seed, ENVIRONMENT, CONFIG, matrix.tasks, matrix.rows(), [1.0, 2.0]), **fields)
 
 
 def failed(seed, reason="ValueError: no"):
-    return Run(seed, {}, ENVIRONMENT, error=reason)
+    return Run(seed, ENVIRONMENT, {}, error=reason)
 
 
 def comparison(runs, modelpool="some_pool", overrides=(), evaluate="every_step", preset=None, settings=()):

@@ -186,7 +186,7 @@ def test_the_task_pool_that_is_named_wins(tmp_path):
     overrides = [*QUICK, "taskpool=nufilt_demo", "~taskpool.test_datasets.digits"]
     result = run(tmp_path, "nufilt", overrides=overrides, **CHEAP)
     assert result.methods[0].matrices[0].missing == ["digits"]
-    assert math.isnan(result.references["individual"]["digits"])
+    assert result.references["individual"]["digits"] is None
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,17 @@ import csv
 
 import pytest
 
-from fusion_bench_nufilt.compare.trackers import is_tracker, log_comparison, trackers
+from fusion_bench_nufilt.compare.configs import is_tracker, make_trackers
 from tests.compare.helpers import SCORES, comparison, failed, finished
 
 
 def test_tensorboard_gets_every_score_the_means_and_the_pictures(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (logger,) = trackers(["modelpool=nufilt_demo", "fabric/loggers=tensorboard_logger"], tmp_path)
+    (logger,) = make_trackers(["modelpool=nufilt_demo", "fabric/loggers=tensorboard_logger"], tmp_path)
     found = comparison({"one": [finished(42), finished(43, -0.1)], "two": [finished(42), failed(43)]})
     files = found.save(tmp_path)
-    log_comparison(found, [logger], [tmp_path / name for name in files if name.endswith(".png")])
+    found.log([logger], [tmp_path / name for name in files if name.endswith(".png")])
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     scalars = set(events.Tags()["scalars"])
@@ -27,8 +27,8 @@ def test_tensorboard_gets_every_score_the_means_and_the_pictures(tmp_path):
 
 
 def test_csv_has_a_row_for_each_step(tmp_path):
-    (logger,) = trackers(["fabric/loggers=csv_logger"], tmp_path)
-    log_comparison(comparison({"one": [finished(42)]}), [logger], [])
+    (logger,) = make_trackers(["fabric/loggers=csv_logger"], tmp_path)
+    comparison({"one": [finished(42)]}).log([logger], [])
     with (tmp_path / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert float(rows[-1]["one/ACC"]) == pytest.approx(0.6)
@@ -36,10 +36,10 @@ def test_csv_has_a_row_for_each_step(tmp_path):
 
 
 def test_only_what_names_a_tracker_makes_one(tmp_path):
-    assert trackers(["modelpool=nufilt_demo", "fabric.precision=32"], tmp_path) == []
+    assert make_trackers(["modelpool=nufilt_demo", "fabric.precision=32"], tmp_path) == []
     assert is_tracker("fabric.loggers.name=x")
     assert not is_tracker("fabric.precision=32")
     with pytest.raises(ValueError, match="fabric/loggers/nothing"):
-        trackers(["fabric/loggers=nothing"], tmp_path)
+        make_trackers(["fabric/loggers=nothing"], tmp_path)
     with pytest.raises(ValueError, match=r"say fabric\.loggers\.project=NAME"):
-        trackers(["fabric/loggers=wandb_logger"], tmp_path)
+        make_trackers(["fabric/loggers=wandb_logger"], tmp_path)
