@@ -12,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fusion_bench_nufilt.cluster import Results, Work, connect, find_nodes, run_locally, run_on_cluster
 from fusion_bench_nufilt.continual.stream import Evaluate
-from fusion_bench_nufilt.results.matrix import summary
 
 from .configs import compose_run, plain, quiet
 from .experiment import Experiment, reason, run_alone
@@ -158,7 +157,7 @@ def _save_each(
         for name, run in results:
             spec, _ = missing[name]
             store.save(spec, run)
-            log.info("%s: %s", name, summary(run.matrix) if run.matrix else run.error)
+            log.info("%s: %s", name, run.matrix.summary() if run.matrix else run.error)
             yield spec, run
 
 

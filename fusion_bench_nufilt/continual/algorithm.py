@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.core.options import split_options, takes_options, unknown_option
-from fusion_bench_nufilt.results.matrix import print_matrix, save_matrix
 from fusion_bench_nufilt.results.metrics import AccuracyMatrix
+from fusion_bench_nufilt.results.tables import print_matrix
 from fusion_bench_nufilt.results.write import leave_results
 from fusion_bench_nufilt.storage.identity import model_digest
 from fusion_bench_nufilt.storage.manifest import Input, Manifest
@@ -292,7 +292,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             "merge_seconds": self.merge_seconds,
             "versions": package_versions(),
         }
-        save_matrix(self.matrix, self.folder.path, about)
+        self.matrix.save(self.folder.path, about)
         last = self.first_step - 1 + len(self.matrix.tasks)
         leave_results(self.folder.path)
         log_picture(self.fabric.loggers, "accuracy_matrix", self.folder.path / "accuracy_matrix.png", last)

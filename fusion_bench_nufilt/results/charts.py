@@ -11,7 +11,7 @@ from typing import Any
 import altair as alt
 from altair.typing import ChartType
 
-from .names import depth, kind, layers_by_kind
+from .names import depth, kind
 from .theme import (
     COLOURS,
     GREY,
@@ -275,7 +275,7 @@ def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]]) -> ChartType:
         values: for each quantity and step, a number for each layer, the same layers everywhere.
     """
     quantities, steps = list(values), next(iter(values.values()))
-    kinds = list(layers_by_kind(steps[-1]))
+    kinds = list(dict.fromkeys(map(kind, steps[-1])))
     rows: Rows = []
     for number, layers in enumerate(steps):
         for layer in layers:

@@ -1,12 +1,16 @@
-"""The accuracy matrix of a continual run, and what is read off it."""
+"""The accuracy matrix of a continual run, what is read off it, and its JSON file."""
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fusion_bench_nufilt.storage.files import write_text
 
 
 def or_none(value: float) -> float | None:
@@ -82,6 +86,11 @@ class AccuracyMatrix:
             self.values[step - 1, self.tasks.index(task)] = score
 
     @property
+    def steps(self) -> list[str]:
+        """The steps as words, such as ``1 + mnist``."""
+        return [f"{step} + {task}" for step, task in enumerate(self.tasks, 1)]
+
+    @property
     def missing(self) -> list[str]:
         """Tasks that have no final score."""
         return [task for task, score in zip(self.tasks, self.values[-1], strict=True) if math.isnan(score)]
@@ -90,19 +99,39 @@ class AccuracyMatrix:
         """Every metric of :data:`METRICS` by name; NaN where it could not be measured."""
         return {name: metric.of(self) for name, metric in METRICS.items()}
 
+    def summary(self) -> str:
+        """The headline metrics in one line, in per cent, saying what is missing."""
+        texts = [
+            f"{name} {percent(value, sign=METRICS[name].signed)}"
+            for name, value in self.metrics().items()
+            if METRICS[name].headline and not math.isnan(value)
+        ]
+        line, missing = "   ".join(texts) or "no score", self.missing
+        if missing and len(missing) < len(self.tasks):
+            measured = len(self.tasks) - len(missing)
+            line += f"   ({measured} of {len(self.tasks)} tasks; no score for {', '.join(missing)})"
+        return line
+
+    def save(self, folder: Path, about: dict[str, Any]) -> None:
+        """Write ``accuracy_matrix.json``; scores are fractions, and a missing one is null.
+
+        Args:
+            folder: an existing folder.
+            about: what else a reader needs to know (method, seed, versions); goes into the JSON file.
+        """
+        metrics = {name: or_none(value) for name, value in self.metrics().items()}
+        scores = {"tasks": self.tasks, "accuracy_matrix": self.rows(), **metrics, "missing": self.missing}
+        write_text(folder / "accuracy_matrix.json", json.dumps({**about, **scores}, indent=2))
+
     @property
     def acc(self) -> float:
         r"""ACC :math:`= \operatorname{mean}_i a_i(\theta_T)` over the tasks that have a final score, else NaN."""
-        final = self.values[-1]
-        measured = final[~np.isnan(final)]
-        return float(measured.mean()) if measured.size else math.nan
+        return _mean_of_measured(self.values[-1])
 
     @property
     def plasticity(self) -> float:
         r"""Mean score of each task right after its own step, :math:`\operatorname{mean}_i a_i(\theta_i)`, else NaN."""
-        own = np.diagonal(self.values)
-        measured = own[~np.isnan(own)]
-        return float(measured.mean()) if measured.size else math.nan
+        return _mean_of_measured(np.diagonal(self.values))
 
     @property
     def mean_seen(self) -> NDArray[np.float64]:
@@ -129,9 +158,12 @@ class AccuracyMatrix:
     @property
     def bwt(self) -> float:
         r"""BWT :math:`= \frac{1}{T-1} \sum_{i<T} [a_i(\theta_T) - a_i(\theta_i)]` of tasks with both, else NaN."""
-        changes = self.values[-1, :-1] - np.diagonal(self.values)[:-1]
-        measured = changes[~np.isnan(changes)]
-        return float(measured.mean()) if measured.size else math.nan
+        return _mean_of_measured((self.values[-1] - np.diagonal(self.values))[:-1])
+
+
+def _mean_of_measured(values: NDArray[np.float64]) -> float:
+    measured = values[~np.isnan(values)]
+    return float(measured.mean()) if measured.size else math.nan
 
 
 @dataclass(frozen=True)

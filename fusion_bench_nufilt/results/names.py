@@ -1,7 +1,6 @@
 """What the name of a layer says about its place in the model."""
 
 import re
-from collections.abc import Iterable
 
 
 def kind(layer: str) -> str:
@@ -13,11 +12,3 @@ def depth(layer: str) -> int:
     """Return the number of the layer's block, which is the first number in its name; 0 where there is none."""
     found = re.search(r"(?:^|\.)(\d+)\.", layer)
     return int(found[1]) if found else 0
-
-
-def layers_by_kind(layers: Iterable[str]) -> dict[str, list[str]]:
-    """Group the names of layers into ``attention`` and ``MLP``, as far as there are any."""
-    kinds: dict[str, list[str]] = {}
-    for layer in layers:
-        kinds.setdefault(kind(layer), []).append(layer)
-    return kinds

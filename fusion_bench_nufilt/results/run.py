@@ -11,9 +11,8 @@ from fusion_bench_nufilt.storage.files import write_text
 from fusion_bench_nufilt.storage.json_files import read_json
 
 from .charts import bars_by_step, by_depth, heat_maps, lines
-from .matrix import summary
 from .metrics import AccuracyMatrix
-from .names import kind, layers_by_kind
+from .names import kind
 from .page import PAGE, Page
 from .theme import save_chart
 
@@ -57,7 +56,7 @@ def write_run(folder: Path) -> list[str]:
     rows = [[step, task, *row] for step, (task, row) in enumerate(zip(matrix.tasks, matrix.rows(), strict=True), 1)]
     scores = pd.DataFrame(rows, columns=["step", "merged_task", *matrix.tasks])
     write_text(folder / "accuracy_matrix.csv", scores.to_csv(index=False, lineterminator="\n"))
-    title = f"{content['method']}\n{summary(matrix)}"
+    title = f"{content['method']}\n{matrix.summary()}"
     save_chart(_heat_map(matrix, title, panels=1), folder / "accuracy_matrix.png")
     write_text(folder / PAGE, _page(content, matrix, _read_layers(folder / "layers.csv")).render())
     return ["accuracy_matrix.csv", "accuracy_matrix.png", PAGE]
@@ -71,15 +70,14 @@ def _read_layers(file: Path) -> pd.DataFrame:
 
 
 def _heat_map(matrix: AccuracyMatrix, title: str, panels: int = 0) -> ChartType:
-    steps = [f"{step} + {task}" for step, task in enumerate(matrix.tasks, 1)]
+    look: Any = {"domain": (0, 100), "legend": "score (%)", "panels": panels}
     scores = (100 * matrix.values).tolist()
-    words = ("after", "task")
-    return heat_maps({title: scores}, steps, matrix.tasks, words, domain=(0, 100), legend="score (%)", panels=panels)
+    return heat_maps({title: scores}, matrix.steps, matrix.tasks, ("after", "task"), **look)
 
 
 def _page(content: Run, matrix: AccuracyMatrix, layers: pd.DataFrame) -> Page:
     tasks = matrix.tasks
-    page = Page(f"{content['method']}: {len(tasks)} models merged", summary(matrix))
+    page = Page(f"{content['method']}: {len(tasks)} models merged", matrix.summary())
     page.heading("Scores after each step (%)")
     page.chart(_heat_map(matrix, "scores"))
     page.chart(bars_by_step({"score": (100 * matrix.values).tolist()}, tasks))
@@ -106,7 +104,7 @@ def _layers(page: Page, rows: pd.DataFrame) -> None:
     page.words("One point is a layer; hover for its name.")
     page.chart(by_depth({title: [step[key].to_dict() for step in steps] for key, title in known.items()}))
     means = rows.assign(kind=rows["layer"].map(kind)).groupby(["kind", "step"])[list(known)].mean()
-    kinds = layers_by_kind(rows["layer"])
+    kinds = rows["layer"].map(kind).unique()  # in the order of the explorer, so that the colours are the same
     curves = {title: {name: means.loc[name, key].tolist() for name in kinds} for key, title in known.items()}
     page.words("Means over the layers, by step:")
     page.chart(lines(curves, sorted(rows["step"].unique().tolist()), "step"))

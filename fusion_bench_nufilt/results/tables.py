@@ -5,8 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pandas as pd
+from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table as RichTable
+
+from .metrics import AccuracyMatrix, percent
 
 
 @dataclass(frozen=True)
@@ -79,3 +83,35 @@ _LATEX = str.maketrans(
 
 def _latex(text: str) -> str:
     return re.sub(r"(?<![\w-])-(?=\d)", "$-$", text.translate(_LATEX))  # a minus sign, not the hyphen of 42-51
+
+
+def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
+    """Print the accuracy matrix and its headline metrics in per cent; rows are steps and columns tasks, as merged."""
+    table = RichTable(title=title, caption=matrix.summary())
+    table.add_column("after step")
+    for number, task in enumerate(matrix.tasks, 1):
+        # Twenty names do not fit beside each other; the rows say which number is which.
+        table.add_column(task if len(matrix.tasks) <= 8 else str(number), justify="right", no_wrap=True)
+    for step, task in enumerate(matrix.tasks, 1):
+        row = map(percent, matrix.values[step - 1])
+        table.add_row(f"{step} {task}", *row, style="bold" if step == len(matrix.tasks) else "")
+    print_table(table)
+
+
+def print_table(table: RichTable) -> None:
+    """Print a table to standard output, whole also where that is no terminal."""
+    console = Console()
+    if not console.is_terminal:  # a pipe has no width of its own, and a cropped table is of no use
+        console = Console(width=_width(table))
+    console.print(table)
+
+
+def fits_terminal(table: RichTable) -> bool:
+    """Would :func:`print_table` show all of it?"""
+    console = Console()
+    return not console.is_terminal or _width(table) <= console.width
+
+
+def _width(table: RichTable) -> int:
+    console = Console()
+    return Measurement.get(console, console.options.update(max_width=1000), table).maximum

@@ -12,7 +12,7 @@ from torch import nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
 from fusion_bench_nufilt.continual.evaluation import score
-from fusion_bench_nufilt.results.matrix import print_matrix, save_matrix
+from fusion_bench_nufilt.results.tables import print_matrix
 from tests.results.test_metrics import matrix
 
 TASKS = ["a", "b", "c", "d"]
@@ -158,7 +158,7 @@ def test_the_matrix_is_printed_whole_with_acc_and_bwt(capsys):
 
 
 def test_the_file_holds_fractions_and_no_value_where_nothing_was_measured(tmp_path):
-    save_matrix(matrix([[0.9], [math.nan, 0.7], [0.6, 0.65]]), tmp_path, {"method": "m", "seed": 1})
+    matrix([[0.9], [math.nan, 0.7], [0.6, 0.65]]).save(tmp_path, {"method": "m", "seed": 1})
     content = json.loads((tmp_path / "accuracy_matrix.json").read_text(), parse_constant=lambda word: pytest.fail(word))
     assert content["accuracy_matrix"] == [[0.9, None, None], [None, 0.7, None], [0.6, 0.65, None]]
     assert (content["seed"], content["tasks"], content["missing"]) == (1, ["a", "b", "c"], ["c"])

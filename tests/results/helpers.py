@@ -8,7 +8,6 @@ import numpy as np
 from fusion_bench_nufilt.analysis.files import save_analysis
 from fusion_bench_nufilt.analysis.results import Analysis, Layer, LossRow, VectorRow
 from fusion_bench_nufilt.continual import AccuracyMatrix
-from fusion_bench_nufilt.results.matrix import save_matrix
 from fusion_bench_nufilt.storage.files import write_text
 from tests.compare.helpers import comparison, finished
 
@@ -24,7 +23,7 @@ def run_folder(folder):
     matrix.record(2, {"digits": 0.8, "letters": 0.7})
     matrix.record(3, {"digits": 0.75, "letters": 0.65})
     about = {"method": "NUFILT", "config": {"null_rank": 8}, "models": {}, "merge_seconds": [0.1, 0.2, 0.3]}
-    save_matrix(matrix, folder, {**about, "versions": {"torch": "2.13.0"}})
+    matrix.save(folder, {**about, "versions": {"torch": "2.13.0"}})
     with (folder / "layers.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", "task", "layer", "filtered_share", "overlap", "loss_after"])

@@ -8,7 +8,7 @@ import pytest
 
 from fusion_bench_nufilt.compare.presets import SENSITIVITY, panel_specs
 from fusion_bench_nufilt.compare.summary import MethodResult
-from fusion_bench_nufilt.results.comparison_charts import charts_of
+from fusion_bench_nufilt.results.comparison import charts_of
 from fusion_bench_nufilt.results.write import write_results
 from tests.compare.helpers import CONFIG, comparison, failed, finished
 from tests.results.charts import legend, parts, rows_of, titles
