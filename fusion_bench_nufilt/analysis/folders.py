@@ -10,7 +10,7 @@ from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.core.dtypes import widened
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.folders import Plan
-from fusion_bench_nufilt.folders.models import FullModel, Task
+from fusion_bench_nufilt.folders.models import FullModel
 
 from .results import Analysis, Layer, VectorRow
 from .spectra import Comparison, compare, task_vector
@@ -29,11 +29,11 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = la
         task_rank: how many directions are compared.
         on_layer: called after each layer.
     """
-    for checkpoint in plan.models.checkpoints:
+    for checkpoint in plan.checkpoints:
         checkpoint.fetch()
-    tasks = _unique([task.checkpoint.label for task in plan.models.tasks])
-    names = tasks if plan.models.merged is None else [*tasks, "merged so far"]
-    models = plan.models.tasks if plan.models.merged is None else [*plan.models.tasks, plan.models.merged]
+    tasks = _unique([task.checkpoint.label for task in plan.tasks])
+    names = tasks if plan.merged is None else [*tasks, "merged so far"]
+    models = plan.tasks if plan.merged is None else [*plan.tasks, plan.merged]
     shapes = [plan.base.tensors[each.keys[0]].shape for each in plan.layers]
     layers = [Layer(each.name, (shape[0], shape[1])) for each, shape in zip(plan.layers, shapes, strict=True)]
 
@@ -55,7 +55,7 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = la
     return Analysis.of_vectors(about, tasks, names, layers, [comparison for comparison, _ in found], rows, task_rank)
 
 
-def _update(model: FullModel | Task, slot: str, theta_0: Tensor) -> Tensor:
+def _update(model: FullModel, slot: str, theta_0: Tensor) -> Tensor:
     """Return the update tau of a layer; zero where an adapter leaves the layer as it is."""
     if slot not in model.slots:
         return torch.zeros_like(theta_0)

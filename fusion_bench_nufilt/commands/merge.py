@@ -13,11 +13,11 @@ from rich.table import Table
 
 from fusion_bench_nufilt.core.options import split_options
 from fusion_bench_nufilt.folders import Plan, Settings, merge_folders, plan_merge
-from fusion_bench_nufilt.folders.destination import check_disk, check_output
+from fusion_bench_nufilt.folders.engine import cluster_nodes
 from fusion_bench_nufilt.folders.forecast import disk_bytes, peak_memory, predict_seconds
+from fusion_bench_nufilt.folders.merge import check_disk, check_output
 from fusion_bench_nufilt.folders.models import LoraAdapter
 from fusion_bench_nufilt.folders.output import work_folder
-from fusion_bench_nufilt.folders.ray_engine import cluster_nodes
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.methods import METHODS, find_method
 
@@ -123,26 +123,24 @@ def _print_plan(console: Console, plan: Plan, out: Path) -> None:
 
 def _models(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield the rows about the models."""
-    models = plan.models
     yield "base", plan.base.name
-    if models.merged is not None:
-        exact = models.state is not None and plan.method.state_is_weight
-        yield "merged so far", f"{models.merged.checkpoint.name}{', layers in float32' if exact else ''}"
-    for number, task in enumerate(models.tasks, plan.first_step):
+    if plan.merged is not None:
+        exact = plan.state is not None and plan.method.state_is_weight
+        yield "merged so far", f"{plan.merged.checkpoint.name}{', layers in float32' if exact else ''}"
+    for number, task in enumerate(plan.tasks, plan.first_step):
         kind = "LoRA adapter" if isinstance(task, LoraAdapter) else "model"
         yield f"step {number}", f"{task.checkpoint.name} ({kind})"
 
 
 def _tensors(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield the rows about what becomes of the tensors."""
-    layers, selection = plan.layers, plan.selection
-    coverage, averaged = selection.coverage, len(selection.averaged)
-    yield "merged", f"{len(layers)} layers, {layers[0].name} … {layers[-1].name} (known from {selection.origin})"
-    yield "", f"{coverage.merged[1]:.1%} of all elements"
-    if coverage.left_out:
-        yield "not merged", f"matrices in blocks: {coverage.names_left_out}"
+    layers, averaged = plan.layers, len(plan.averaged)
+    yield "merged", f"{len(layers)} layers, {layers[0].name} … {layers[-1].name} (known from {plan.origin})"
+    yield "", f"{plan.coverage.merged[1]:.1%} of all elements"
+    if plan.coverage.left_out:
+        yield "not merged", f"matrices in blocks: {plan.coverage.names_left_out}"
     yield "averaged", f"{averaged} tensors (other_params={plan.targets.other_params})"
-    yield "copied", f"{len(selection.others) - averaged} tensors, bit by bit"
+    yield "copied", f"{len(plan.others) - averaged} tensors, bit by bit"
 
 
 def _costs(plan: Plan, out: Path) -> Iterator[tuple[str, str]]:

@@ -1,8 +1,7 @@
 """Merging checkpoint folders of any size, without loading a model."""
 
 from .merge import merge_folders
-from .plan import Plan
+from .plan import Plan, Settings
 from .preflight import plan_merge
-from .settings import Settings
 
 __all__ = ["Plan", "Settings", "merge_folders", "plan_merge"]

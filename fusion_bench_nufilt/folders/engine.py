@@ -1,15 +1,21 @@
-"""The layers of a merge: read, merged and handed on to be written, several at a time within a bound of memory."""
+"""The layers of a merge: read, merged and handed on to be written, several at a time within a bound of memory.
+
+They are merged in this process or on the nodes of a Ray cluster; this process alone writes. On NFS, two clients that
+write neighbouring tensors of a file can damage each other's, so that a file has one writer.
+"""
 
 import ctypes
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.cluster import Node, connect, find_nodes, run_on_cluster
 from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.core.checks import is_finite
 from fusion_bench_nufilt.core.devices import DevicePool
@@ -18,6 +24,7 @@ from fusion_bench_nufilt.methods import State
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, digest, raw
 
 from .architecture import Layer
+from .checkpoint import some
 from .forecast import layer_budget, layer_memory
 from .output import Record
 from .plan import Plan
@@ -25,12 +32,13 @@ from .state import keeps_state, read_state, state_layout, state_to_keep
 
 #: What is done with a merged layer: its record, and the bytes for each range in the record's ``written``.
 Write = Callable[[Record, Sequence[memoryview]], None]
+_Merged = list[tuple[Record, list[numpy.ndarray]]]  # layers, and their bytes in arrays, which Ray moves without a copy
 
 # From malloc.h: the size above which blocks are mapped by themselves.
 _M_MMAP_THRESHOLD = -3
 
 
-@dataclass
+@dataclasses.dataclass
 class _Work:
     """A layer that is being merged."""
 
@@ -62,7 +70,7 @@ class LayerMerger:
         needed = sum(layer_memory(self.plan, layer) for layer in layers)
         with self._budget.reserve(needed), self._devices.free() as device:
             works = {layer.name: self._start(layer) for layer in layers}
-            for number in range(len(self.plan.models.tasks)):
+            for number in range(len(self.plan.tasks)):
                 self._add_task(number, works, device)
             for layer in layers:
                 work = works.pop(layer.name)
@@ -85,15 +93,15 @@ class LayerMerger:
 
     def _weight_so_far(self, work: _Work, kept: State) -> Tensor:
         """Return the merged weight before the first task, in the dtype that it is kept in."""
-        layer, merged, so_far = work.layer, self.plan.models.merged, work.theta_0
+        layer, merged, so_far = work.layer, self.plan.merged, work.theta_0
         if merged is not None:
-            weight, work.record["read"]["merged"] = merged.weight(layer.slot)
+            weight, work.record["read"]["merged"] = merged.checkpoint.read(merged.keys[layer.slot])
             so_far = layer.view.matrix(weight)
-        if self.plan.models.state is not None and kept:
+        if self.plan.state is not None and kept:
             exact = layer.view.matrix(kept["weight"])
             if not torch.equal(exact.to(so_far.dtype), so_far):
                 raise ValueError(
-                    f"'{self.plan.models.state.checkpoint.name}' does not belong to the weights beside it: "
+                    f"'{self.plan.state.checkpoint.name}' does not belong to the weights beside it: "
                     f"'{layer.name}' differs; remove it if the weights are right"
                 )
             so_far = exact
@@ -102,7 +110,7 @@ class LayerMerger:
 
     def _add_task(self, number: int, works: dict[str, _Work], device: torch.device) -> None:
         """Add a task of the plan to the states of the layers that it changes; an adapter may leave some alone."""
-        task, step = self.plan.models.tasks[number], self.plan.first_step + number
+        task, step = self.plan.tasks[number], self.plan.first_step + number
         theta_t: dict[str, Tensor | LowRank] = {}
         for name, work in works.items():
             if work.layer.slot in task.slots:
@@ -179,3 +187,43 @@ def _return_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
+
+
+def cluster_nodes(plan: Plan) -> list[Node]:
+    """Return the nodes of the plan's cluster with a layer at a time for each CPU, or all of its GPUs with one each."""
+    found = find_nodes(connect(plan.settings.address), gpus=not plan.settings.on_cpu)
+    return [node._replace(slots=node.cpus) for node in found] if plan.settings.on_cpu else found
+
+
+def merge_on_cluster(plan: Plan, batches: Sequence[list[Layer]], write: Write) -> Iterator[None]:
+    """Merge batches of layers on the nodes of the plan's cluster, write each layer here, and yield for each batch."""
+    ray, nodes = connect(plan.settings.address), cluster_nodes(plan)
+    work = {f"layer '{layers[0].slot}'": ([layer.slot for layer in layers],) for layers in batches}
+    for _, merged in run_on_cluster(ray, nodes, work, _make_merger, plan):
+        for record, pieces in merged:
+            write(record, [piece.data for piece in pieces])
+        yield
+
+
+def _make_merger(plan: Plan) -> Callable[[Sequence[str]], _Merged]:
+    """Return what merges the layers in some slots on a node, which must have the driver's files."""
+    if other := plan.changed():
+        raise ValueError(
+            f"it has other files of {some(other)} than the driver: put them on a file system that all nodes share, "
+            "or copy them with their times (rsync -a)"
+        )
+    settings = dataclasses.replace(plan.settings, engine="local", address=None)
+    merger = LayerMerger(dataclasses.replace(plan, settings=settings))
+    layers = {layer.slot: layer for layer in plan.layers}
+
+    def merge(slots: Sequence[str]) -> _Merged:
+        torch.set_num_threads(1)  # in this thread; as on one machine, a layer is computed by one
+        merged: _Merged = []
+
+        def keep(record: Record, pieces: Sequence[memoryview]) -> None:
+            merged.append((record, [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]))
+
+        merger.merge_batch([layers[slot] for slot in slots], keep)
+        return merged
+
+    return merge

@@ -17,7 +17,7 @@ from fusion_bench_nufilt.methods.nufilt import BATCH_BYTES
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Layer
-from .models import Task
+from .models import FullModel
 from .plan import Plan
 from .state import keeps_state, state_bytes
 
@@ -37,14 +37,14 @@ def process_memory(workers: int) -> int:
 def layer_memory(plan: Plan, layer: Layer) -> int:
     """Return the bytes held while a layer is merged: its weights and its state as they are read, and working memory."""
     dtype, shape = plan.dtype(layer), layer.view.shape
-    task = max(_itemsize(task, layer.slot) for task in plan.models.tasks)
+    task = max(_itemsize(task, layer.slot) for task in plan.tasks)
     stored = (dtype.itemsize + task) * math.prod(shape)
     stored += state_bytes(plan, layer) if keeps_state(plan) else dtype.itemsize * math.prod(shape)
     wide = max(plan.method.itemsize, dtype.itemsize)
     return stored + (working_bytes(shape, wide) if plan.settings.on_cpu else 0)
 
 
-def _itemsize(task: Task, slot: str) -> int:
+def _itemsize(task: FullModel, slot: str) -> int:
     """Return the bytes per element of a task's weight; the factors of a LoRA are too thin to count."""
     key = task.keys.get(slot)
     return 0 if key is None else FLOATS[task.checkpoint.tensors[key].dtype].itemsize
@@ -100,13 +100,13 @@ def predict_seconds(plan: Plan, workers: int) -> float:
         plan: the merge.
         workers: how many layers are worked on at a time.
     """
-    first_whole = plan.models.merged is None and plan.method.takes_first_whole
-    computed = plan.models.tasks[int(first_whole) :]
+    first_whole = plan.merged is None and plan.method.takes_first_whole
+    computed = plan.tasks[int(first_whole) :]
     flops = 0.0
     for layer in plan.layers:
         ranks = [task.rank(layer.slot) for task in computed if layer.slot in task.slots]
         flops += plan.method.flops(layer.view.shape, ranks)
-    read = sum(checkpoint.nbytes for checkpoint in plan.models.checkpoints)
+    read = sum(checkpoint.nbytes for checkpoint in plan.checkpoints)
     per_flop, per_byte = _rates(plan.method, plan.layers[0].name, plan.settings.workers)
     return (flops * per_flop + (read + disk_bytes(plan)) * per_byte) * plan.settings.workers / workers
 

@@ -16,13 +16,13 @@ from .plan import Plan
 def run_identity(plan: Plan) -> str:
     """Return a digest of all that the result depends on: an interrupted run goes on only if nothing of it changed."""
     content = {
-        "models": [checkpoint.identity() for checkpoint in plan.models.checkpoints],
+        "models": [checkpoint.identity() for checkpoint in plan.checkpoints],
         "before": [plan.before.get("mean_counts"), plan.before.get("state")],
         "settings": {key: value for key, value in settings(plan).items() if key != "device"},
         "device": plan.settings.devices[0].type,
         "first step": plan.first_step,
         "layers": sorted(layer.name for layer in plan.layers),
-        "averaged": sorted(plan.selection.averaged),
+        "averaged": sorted(plan.averaged),
         "versions": package_versions(),
     }
     return combined_digest((key, json.dumps(value)) for key, value in content.items())
@@ -40,19 +40,19 @@ def nufilt_json(plan: Plan, records: Sequence[Record], run: str) -> str:
         entry["sha256"] = combined_digest((record["slot"], record["read"].get(source)) for record in records)
     names = {layer.slot: layer.name for layer in plan.layers}
     counts = {record["slot"]: record["mean_count"] for record in records if "mean_count" in record}
-    averaged = len(plan.selection.averaged)
+    averaged = len(plan.averaged)
     content = {
         "method": plan.method.label,
         "step": plan.last_step,
         "tasks": plan.names,
         "inputs": inputs,
         "settings": settings(plan),
-        "coverage": plan.selection.coverage.as_dict(),
-        "linear_layers_known_from": plan.selection.origin,
+        "coverage": plan.coverage.as_dict(),
+        "linear_layers_known_from": plan.origin,
         "tensors": {
             "merged": len(plan.layers),
             "averaged": averaged,
-            "copied": len(plan.selection.others) - averaged,
+            "copied": len(plan.others) - averaged,
         },
         "sha256": combined_digest((record["slot"], [entry[3] for entry in record["written"]]) for record in records),
         "run": run,
@@ -68,13 +68,13 @@ def nufilt_json(plan: Plan, records: Sequence[Record], run: str) -> str:
 
 def _inputs(plan: Plan) -> dict[str, dict[str, Any]]:
     """Return the names of the models, by what they are in the merge."""
-    models = plan.models
+
     inputs: dict[str, dict[str, Any]] = {"base": {"name": plan.base.label}}
-    if models.merged is not None:
-        inputs["merged"] = {"name": models.merged.checkpoint.label}
-    if models.state is not None:
-        inputs["state"] = {"name": models.state.checkpoint.label}
-    for number, task in enumerate(models.tasks):
+    if plan.merged is not None:
+        inputs["merged"] = {"name": plan.merged.checkpoint.label}
+    if plan.state is not None:
+        inputs["state"] = {"name": plan.state.checkpoint.label}
+    for number, task in enumerate(plan.tasks):
         inputs[f"task {number}"] = {"name": task.checkpoint.label, "kind": type(task).__name__}
     return inputs
 
@@ -91,7 +91,7 @@ def settings(plan: Plan) -> dict[str, Any]:
 
 def _labelled(plan: Plan, text: str) -> str:
     """Return a message without the folders of the user."""
-    for checkpoint in plan.models.checkpoints:
+    for checkpoint in plan.checkpoints:
         text = text.replace(f"'{checkpoint.name}'", f"'{checkpoint.label}'")
     return text
 

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -12,18 +13,17 @@ import torch
 
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.storage.files import MANIFEST
-from fusion_bench_nufilt.storage.manifest import STATE_FILE
+from fusion_bench_nufilt.storage.manifest import STATE_FILE, read_manifest
 
 from .architecture import Layer
 from .checkpoint import some
-from .checks import check_relation
-from .destination import check_disk, check_output
-from .engine import LayerMerger
+from .engine import LayerMerger, merge_on_cluster
 from .forecast import batches, disk_bytes
 from .manifest import model_card, nufilt_json, run_identity
 from .others import write_other
-from .output import Output, clear_work_folder
+from .output import Output, clear_work_folder, work_folder
 from .plan import Plan
+from .preflight import check_relation
 from .state import keeps_state, state_layout
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         with closing(Output(out, run, _headers(plan), files)) as output:
             check_disk(plan, out, already=output.nbytes_done)
             _merge(plan, output, progress or (lambda done, total: None))
-            if changed := [checkpoint.name for checkpoint in plan.models.checkpoints if checkpoint.changed()]:
+            if changed := plan.changed():
                 raise ValueError(
                     f"{some(changed)} was changed during the run: run the same command again, it starts anew"
                 )
@@ -73,10 +73,43 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
     return out
 
 
+def check_disk(plan: Plan, out: Path, already: int = 0) -> None:
+    """Refuse a disk that can't take the result; ``already`` bytes of it are there."""
+    folder = _nearest(out)
+    free = shutil.disk_usage(folder).free + already
+    if (needed := disk_bytes(plan)) > free:
+        raise ValueError(f"the result takes {needed / 1e9:.1f} GB and '{folder}' has {free / 1e9:.1f} GB left")
+
+
+def check_output(plan: Plan, out: Path) -> bool:
+    """Return whether ``out`` is this very merge, finished; refuse any other place that is not free and writable."""
+    place, work = out.resolve(), work_folder(out.resolve())
+    for checkpoint in plan.checkpoints:
+        for path in checkpoint.paths:
+            if path in (place, *place.parents):
+                raise ValueError(f"'{out}' is inside '{checkpoint.name}', which is not written to: name another folder")
+            if work in (path, *path.parents):
+                raise ValueError(f"'{checkpoint.name}' is inside '{work}', where '{out}' is to grow: move it elsewhere")
+    if out.exists() or out.is_symlink():
+        here = not any(checkpoint.remote for checkpoint in plan.checkpoints)
+        if here and (read_manifest(out) or {}).get("run") == run_identity(plan):
+            return True
+        raise ValueError(f"'{out}' exists: remove it or name another folder")
+    folder = _nearest(out)
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"'{out}' can't be made: '{folder}' is no folder that can be written to")
+    return False
+
+
+def _nearest(out: Path) -> Path:
+    """Return the folder that ``out``, or the first folder on the way to it, is to be made in."""
+    return next(parent for parent in out.absolute().parents if parent.exists())
+
+
 def _fetch(plan: Plan) -> None:
     """Download the weights that are still on the hub, and warn about what they then say of the models."""
-    if any(checkpoint.remote for checkpoint in plan.models.checkpoints):
-        for checkpoint in plan.models.checkpoints:
+    if any(checkpoint.remote for checkpoint in plan.checkpoints):
+        for checkpoint in plan.checkpoints:
             checkpoint.fetch()
         new = [text for text in check_relation(plan) if text not in plan.warnings]
         plan.warnings += new
@@ -86,11 +119,11 @@ def _fetch(plan: Plan) -> None:
 
 def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -> None:
     """Merge the layers and write the other tensors, but for those that an earlier run finished."""
-    done, total = output.done, len(plan.layers) + len(plan.selection.others)
+    done, total = output.done, len(plan.layers) + len(plan.others)
     if done:
         log.info("going on: %d of %d tensors are done", len(done), total)
     layers = list(batches(plan, [layer for layer in plan.layers if layer.slot not in done]))
-    others = [slot for slot in plan.selection.others if slot not in done]
+    others = [slot for slot in plan.others if slot not in done]
     merged = _merge_layers(plan, layers, output)
     written = map_layers(lambda slot: write_other(plan, slot, output), others, torch.device("cpu"))
     for _ in chain(merged, written):
@@ -100,8 +133,6 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
 def _merge_layers(plan: Plan, layers: list[list[Layer]], output: Output) -> Iterator[None]:
     if plan.settings.engine == "local":
         return LayerMerger(plan).merge(layers, output.add)
-    from .ray_engine import merge_on_cluster
-
     return merge_on_cluster(plan, layers, output.add)
 
 
@@ -123,6 +154,6 @@ def _write_small_files(plan: Plan, output: Output, run: str) -> None:
     for path in plan.base.small_files():
         (output.model / path).parent.mkdir(exist_ok=True)
         shutil.copyfile(plan.base.folder / path, output.model / path)
-    slots = [layer.slot for layer in plan.layers] + list(plan.selection.others)
+    slots = [layer.slot for layer in plan.layers] + list(plan.others)
     (output.model / MANIFEST).write_text(nufilt_json(plan, [output.done[slot] for slot in slots], run))
     (output.model / CARD).write_text(model_card(plan))

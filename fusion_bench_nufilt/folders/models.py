@@ -47,8 +47,8 @@ class FullModel:
         }
         self.slots = {slot: checkpoint.tensors[key].shape for slot, key in self.keys.items()}
 
-    def weight(self, slot: str) -> tuple[Tensor, str]:
-        """Read a whole tensor; return it and its digest."""
+    def weight(self, slot: str) -> tuple[Tensor | LowRank, str]:
+        """Read a whole tensor, or the factors of a layer's update; return it and the digest of what was read."""
         return self.checkpoint.read(self.keys[slot])
 
     def rank(self, slot: str) -> int | None:
@@ -69,17 +69,10 @@ class FullModel:
         del self.keys[slot], self.slots[slot]
 
 
-class LoraAdapter:
+class LoraAdapter(FullModel):
     r"""A peft LoRA adapter: :math:`\theta_t = \theta_0 + s\,B A` for its targets, whole tensors for `modules_to_save`.
 
-    It has the attributes and the methods of :class:`FullModel`.
-
-    Args:
-        checkpoint: the adapter's folder.
-        architecture: the base's.
-
-    Raises:
-        ValueError: The adapter is no LoRA, or of a kind that is not B A added to the weight; the message names it.
+    An adapter of another kind is refused. What it neither changes nor brings is the base's.
     """
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
@@ -152,9 +145,8 @@ class LoraAdapter:
         return next((values[key] for key in values if matches(rf"(.*\.)?({key})", module, of=of)), default)
 
     def weight(self, slot: str) -> tuple[Tensor | LowRank, str]:
-        """Read a whole tensor, or the factors of a layer's update; return it and the digest of what was read."""
         if slot in self.keys:
-            return self.checkpoint.read(self.keys[slot])
+            return super().weight(slot)
         key_a, key_b, scaling = self.pairs[slot]
         (a, digest_a), (b, digest_b) = self.checkpoint.read(key_a), self.checkpoint.read(key_b)
         wide = wide_dtype(a)
@@ -168,8 +160,7 @@ class LoraAdapter:
 
     def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
         if slot in self.keys:
-            key = self.keys[slot]
-            return self.checkpoint.file(key).elements(self.checkpoint.tensors[key], start, stop)
+            return super().elements(slot, start, stop, theta_0)
         if slot not in self.pairs:
             return theta_0
         update, _ = self.weight(slot)
@@ -188,10 +179,7 @@ class LoraAdapter:
         self.pairs.pop(slot, None)
 
 
-Task = FullModel | LoraAdapter
-
-
-def open_task(name: str, architecture: Architecture) -> Task:
+def open_task(name: str, architecture: Architecture) -> FullModel:
     """Open a task by folder or hub name: a whole model, or a peft adapter."""
     checkpoint = Checkpoint.open(name)
     return (LoraAdapter if is_adapter(checkpoint.folder) else FullModel)(checkpoint, architecture)

@@ -12,7 +12,7 @@ from fusion_bench_nufilt.core.checks import is_finite
 from fusion_bench_nufilt.layers import running_mean
 from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, FLOATS, raw
 
-from .models import Task
+from .models import FullModel
 from .output import Output, Record
 from .plan import Plan
 
@@ -32,7 +32,7 @@ def write_other(plan: Plan, slot: str, output: Output) -> None:
     """
     read: _Digests = defaultdict(hashlib.sha256)
     record: Record = {"slot": slot, "written": [], "reports": []}
-    for key in plan.selection.others[slot]:
+    for key in plan.others[slot]:
         info, sha, finite = plan.base.tensors[key], hashlib.sha256(), True
         offset = info.start
         for piece in _pieces(plan, slot, key, read):
@@ -46,14 +46,14 @@ def write_other(plan: Plan, slot: str, output: Output) -> None:
             log.warning(NOT_FINITE, key)
         record["written"].append((info.file, info.start, info.stop, sha.hexdigest()))
     record["read"] = {source: sha.hexdigest() for source, sha in read.items()}
-    if slot in plan.selection.averaged:
+    if slot in plan.averaged:
         record["mean_count"] = _count_before(plan, slot) + len(_tasks_in_mean(plan, slot))
     output.record(record)
 
 
-def _tasks_in_mean(plan: Plan, slot: str) -> dict[str, Task]:
+def _tasks_in_mean(plan: Plan, slot: str) -> dict[str, FullModel]:
     """Return the tasks that have a tensor in the base's shape, as far as ``other_params`` takes them."""
-    tasks = plan.models.tasks[:1] if plan.targets.other_params == "first" else plan.models.tasks
+    tasks = plan.tasks[:1] if plan.targets.other_params == "first" else plan.tasks
     return {f"task {number}": task for number, task in enumerate(tasks) if task.has(slot)}
 
 
@@ -64,8 +64,8 @@ def _count_before(plan: Plan, slot: str) -> int:
 
 def _pieces(plan: Plan, slot: str, key: str, read: _Digests) -> Iterator[Tensor]:
     """Yield the new tensor, flattened, piece by piece, and take the digests of what is read."""
-    info, base, merged = plan.base.tensors[key], plan.base.file(key), plan.models.merged
-    averaged = slot in plan.selection.averaged
+    info, base, merged = plan.base.tensors[key], plan.base.file(key), plan.merged
+    averaged = slot in plan.averaged
     if info.dtype not in FLOATS or not (averaged or merged):
         for piece in base.chunks(info):
             read["base"].update(raw(piece))

@@ -1,5 +1,6 @@
 """Planning a merge: the models are opened, and must pass all checks before anything large is read."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,17 @@ from fusion_bench_nufilt.storage.manifest import STATE_FILE, Manifest, read_mani
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from . import hub
-from .architecture import Architecture, Layer, by_slot
-from .checkpoint import Checkpoint, is_adapter
-from .checks import check_memory, check_merged, check_relation, check_tasks
-from .models import FullModel, open_task
-from .plan import Models, Plan, Selection
-from .settings import Settings
+from .architecture import Architecture, by_slot
+from .checkpoint import Checkpoint, is_adapter, some
+from .forecast import layer_memory, process_memory
+from .manifest import settings as options_of
+from .models import FullModel, LoraAdapter, open_task
+from .plan import Plan, Settings
 from .state import check_state_tensors
+
+# A fine-tuned model stays close to its base; models trained apart have a cosine of about zero.
+_LEAST_COSINE, _MOST_CHANGE = 0.9, 0.5
+_SAMPLED_LAYERS, _SAMPLED_ELEMENTS = 8, 2**20
 
 
 def plan_merge(
@@ -53,81 +58,179 @@ def plan_merge(
         raise ValueError("there is no task to merge")
     if settings.step not in (None, 1) and merged is None:
         raise ValueError(f"step {settings.step} needs the merged model that holds the tasks before it: name it")
-    architecture, theta_0 = _open_base(base)
-    layers = architecture.layers(theta_0.checkpoint, targets.target_modules, targets.exclude_modules)
-    so_far = None if merged is None else _open_merged(merged, architecture)
-    before = (so_far and read_manifest(so_far.checkpoint.folder)) or Manifest()
-    first_step = _first_step(settings, so_far, before)
-    found = kind(options, [layer.name for layer in layers], settings.seed)
-    exact = not kind.state_is_weight or settings.accumulate == "float32"
-    state = _open_state(so_far, architecture) if so_far is not None and exact else None
+    checkpoint = _open("base", base, "name the model that it was trained on")
+    checkpoint.small_files()  # refuses those that can't be copied
+    architecture = Architecture(checkpoint)
+    pretrained = FullModel(checkpoint, architecture)
+    layers = architecture.layers(checkpoint, targets.target_modules, targets.exclude_modules)
+    before, so_far, state = Manifest(), None, None
+    if merged is not None:
+        so_far = FullModel(_open("merged model", merged, "give it as a --task"), architecture)
+        before = read_manifest(so_far.checkpoint.folder) or before
+        if not kind.state_is_weight or settings.accumulate == "float32":
+            state = _open_state(so_far.checkpoint, architecture)
+    chosen = {layer.slot for layer in layers}
     plan = Plan(
-        models=Models(theta_0, so_far, state, [open_task(task, architecture) for task in tasks]),
-        selection=_select(architecture, theta_0.checkpoint, layers, targets, first_step),
-        method=found,
+        pretrained=pretrained,
+        merged=so_far,
+        state=state,
+        tasks=[open_task(task, architecture) for task in tasks],
+        layers=layers,
+        others={slot: tuple(keys) for slot, keys in by_slot(architecture, checkpoint).items() if slot not in chosen},
+        coverage=coverage(architecture.model, {layer.name: layer.view for layer in layers}, targets),
+        origin=architecture.origin,
+        method=kind(options, [layer.name for layer in layers], settings.seed),
         targets=targets,
         settings=settings,
         before=before,
-        first_step=first_step,
-        warnings=[],
+        first_step=_first_step(settings, merged, before),
     )
-    plan.warnings += [
-        *check_merged(plan),
-        *check_tasks(plan, architecture),
-        *check_state_tensors(plan),
-        *check_relation(plan),
-    ]
-    check_memory(plan)
+    _check(plan, architecture)
     return plan
 
 
-def _open_base(name: str) -> tuple[Architecture, FullModel]:
-    """Open the base, and tell its architecture."""
+def _open(what: str, name: str, advice: str) -> Checkpoint:
     checkpoint = Checkpoint.open(name)
     if is_adapter(checkpoint.folder):
-        raise ValueError(f"the base '{name}' is an adapter: name the model that it was trained on")
-    checkpoint.small_files()
-    architecture = Architecture(checkpoint)
-    return architecture, FullModel(checkpoint, architecture)
+        raise ValueError(f"the {what} '{name}' is an adapter: {advice}")
+    return checkpoint
 
 
-def _open_merged(name: str, architecture: Architecture) -> FullModel:
-    """Open what is merged so far."""
-    checkpoint = Checkpoint.open(name)
-    if is_adapter(checkpoint.folder):
-        raise ValueError(f"the merged model '{name}' is an adapter: give it as a --task")
-    return FullModel(checkpoint, architecture)
-
-
-def _open_state(merged: FullModel, architecture: Architecture) -> FullModel | None:
+def _open_state(merged: Checkpoint, architecture: Architecture) -> FullModel | None:
     """Open what the method kept beside the merged model, if it kept anything; one of the hub is downloaded."""
-    name, folder = merged.checkpoint.name, merged.checkpoint.folder
-    if not Path(name).expanduser().is_dir():
-        folder = hub.download(name, folder, [STATE_FILE])
+    folder = merged.folder
+    if not Path(merged.name).expanduser().is_dir():
+        folder = hub.download(merged.name, folder, [STATE_FILE])
     kept = (folder / STATE_FILE).parent
     return FullModel(Checkpoint.from_folder(str(kept), kept), architecture) if kept.is_dir() else None
 
 
-def _first_step(settings: Settings, merged: FullModel | None, before: Manifest) -> int:
+def _first_step(settings: Settings, merged: str | None, before: Manifest) -> int:
     """Return the number of the first task in the stream."""
     if settings.step is not None or merged is None:
         return settings.step or 1
     if "step" not in before:
         raise ValueError(
-            f"'{merged.checkpoint.name}' has no {MANIFEST} that tells how many tasks it holds: say with --step which "
-            "number the new one has"
+            f"'{merged}' has no {MANIFEST} that tells how many tasks it holds: say with --step which number the new "
+            "one has"
         )
     return before["step"] + 1
 
 
-def _select(
-    architecture: Architecture, base: Checkpoint, layers: list[Layer], targets: TargetConfig, first_step: int
-) -> Selection:
-    """Decide what becomes of each of the base's tensors."""
-    base.check_floats(key for layer in layers for key in layer.keys)
-    chosen = {layer.slot for layer in layers}
-    others = {slot: tuple(keys) for slot, keys in by_slot(architecture, base).items() if slot not in chosen}
-    changed = targets.other_params == "mean" or (targets.other_params == "first" and first_step == 1)
-    averaged = {slot for slot, keys in others.items() if changed and base.tensors[keys[0]].dtype in FLOATS}
-    covered = coverage(architecture.model, {layer.name: layer.view for layer in layers}, targets)
-    return Selection(layers, others, averaged, covered, architecture.origin)
+def _check(plan: Plan, architecture: Architecture) -> None:
+    """Refuse models that do not fit together, and a bound of the memory that is too low; note all warnings."""
+    plan.base.check_floats(key for layer in plan.layers for key in layer.keys)
+    if plan.merged is not None:
+        plan.warnings += _check_merged(plan, plan.merged)
+    plan.warnings += _check_stream(plan)
+    for task in plan.tasks:
+        plan.warnings += _check_task(plan, task, architecture)
+    plan.warnings += [*check_state_tensors(plan), *check_relation(plan)]
+    bound = plan.settings.max_memory
+    needed = process_memory(plan.settings.workers) + max(layer_memory(plan, layer) for layer in plan.layers)
+    if bound is not None and needed > bound:
+        raise ValueError(
+            f"max_memory of {bound / 1e9:.2f} GB is below the {needed / 1e9:.2f} GB that the largest layer needs by "
+            "itself"
+        )
+
+
+def _check_merged(plan: Plan, merged: FullModel) -> list[str]:
+    """Refuse a merged model whose keys or shapes are not the base's; return a warning of changed settings."""
+    name, base = merged.checkpoint.name, plan.pretrained
+    for slot, shape in base.slots.items():
+        if merged.slots.get(slot) != shape:
+            raise ValueError(
+                f"the merged model '{name}' was not made from the base '{plan.base.name}': '{slot}' is "
+                f"{merged.slots.get(slot)} there and {shape} in the base"
+            )
+    floats = (slot for slot, key in base.keys.items() if plan.base.tensors[key].dtype in FLOATS)
+    merged.checkpoint.check_floats(merged.keys[slot] for slot in floats)
+    now, before = json.loads(json.dumps(options_of(plan))), plan.before.get("settings", {})
+    compared = [key for key in now if key in before and key not in ("accumulate", "device")]
+    changed = [f"{key} was {before[key]!r}, is {now[key]!r}" for key in compared if before[key] != now[key]]
+    return [f"settings differ from those that '{name}' was made with: {'; '.join(changed)}"] if changed else []
+
+
+def _check_stream(plan: Plan) -> list[str]:
+    """Return warnings of too few layers, and of tasks in the folder of an earlier one, however that was spelled."""
+    folders = [task.checkpoint.folder.resolve() for task in plan.tasks]
+    twice = [task.checkpoint.name for i, task in enumerate(plan.tasks) if folders[i] in folders[:i]]
+    warnings = [plan.coverage.warning] if plan.coverage.warning else []
+    return [*warnings, f"{some(twice)} comes more than once in the stream"] if twice else warnings
+
+
+def _check_task(plan: Plan, task: FullModel, architecture: Architecture) -> list[str]:
+    """Refuse a task that comes from another base, lacks a layer or is quantised; return what deserves a warning."""
+    name, base, chosen = task.checkpoint.name, plan.pretrained.slots, {layer.slot for layer in plan.layers}
+    warnings = _check_shapes(plan, task, architecture, chosen)
+    lost = [slot for slot in base if slot in chosen and slot not in task.slots]
+    if not isinstance(task, LoraAdapter) and lost:
+        raise ValueError(f"model '{name}' lacks layer '{lost[0]}' {base[lost[0]]} of the base, one of {len(lost)}")
+    if len(lost) == len(chosen):
+        raise ValueError(f"adapter '{name}' changes none of the {len(lost)} layers to merge, only {some(task.slots)}")
+    task.checkpoint.check_floats(key for slot, key in task.keys.items() if slot in chosen | plan.averaged)
+    if extra := [slot for slot in task.slots if slot not in base]:
+        warnings.append(f"'{name}' has {len(extra)} tensors that the base lacks, ignored: {some(extra)}")
+    if absent := sorted(slot for slot in plan.averaged if not task.has(slot)):
+        warnings.append(f"'{name}' is left out of the mean of {some(absent)}")
+    outside = [slot for slot in task.pairs if slot not in chosen] if isinstance(task, LoraAdapter) else []
+    if outside and plan.targets.other_params == "pretrained":
+        warnings.append(f"adapter '{name}' also changes {some(outside)}: ignored")
+    return warnings
+
+
+def _check_shapes(plan: Plan, task: FullModel, architecture: Architecture, chosen: set[str]) -> list[str]:
+    """Refuse a task whose tensors have other shapes than the base's, or have it ignore those that may be kept."""
+    name, kept = task.checkpoint.name, []
+    for slot, shape in task.slots.items():
+        parts = architecture.parts(slot)  # of a tensor that was not split, since it has another shape
+        expected = architecture.shape(slot) if parts else plan.pretrained.slots.get(slot)
+        if expected is None:
+            if isinstance(task, LoraAdapter) and slot in task.pairs:
+                raise ValueError(f"adapter '{name}' is for another base: '{plan.base.name}' has no '{slot}'")
+        elif shape != expected:
+            outside = chosen.isdisjoint([slot, *parts])
+            if not outside or plan.targets.on_shape_mismatch == "error":
+                hint = "; --on-shape-mismatch keep-base leaves it as it is in the base" if outside else ""
+                raise ValueError(
+                    f"model '{name}', tensor '{slot}': shape {shape} differs from {expected} of the base "
+                    f"'{plan.base.name}': it comes from another base, or its vocabulary was changed{hint}"
+                )
+            kept.append(slot)
+    for slot in kept:
+        task.ignore(slot)
+    return [f"'{name}': kept from the base because of their shape: {some(kept)}"] if kept else []
+
+
+def check_relation(plan: Plan) -> list[str]:
+    """Return warnings, with the evidence, where samples of the weights say that a model was not made from the base."""
+    models = [model for model in (plan.merged, plan.state, *plan.tasks) if type(model) is FullModel]
+    here = [model for model in models if not (model.checkpoint.remote or plan.base.remote)]
+    return [text for model in here for text in _relation(plan, model)]
+
+
+def _relation(plan: Plan, model: FullModel) -> list[str]:
+    """Compare some elements of some layers of a model with the base's."""
+    base, layers = plan.base, plan.layers
+    chosen = layers[:: max(1, len(layers) // _SAMPLED_LAYERS)][:_SAMPLED_LAYERS]
+    xx = yy = xy = dd = 0.0
+    for layer in chosen:
+        if not model.has(layer.slot):
+            continue
+        info = base.tensors[layer.keys[0]]
+        count = min(info.numel, _SAMPLED_ELEMENTS)
+        x = base.file(layer.keys[0]).elements(info, 0, count).double()
+        y = model.elements(layer.slot, 0, count, x).double()
+        xx, yy, xy, dd = xx + float(x @ x), yy + float(y @ y), xy + float(x @ y), dd + float((y - x) @ (y - x))
+    if not xx * yy > 0:
+        return []
+    cosine, change = xy / (xx * yy) ** 0.5, (dd / xx) ** 0.5
+    if cosine < _LEAST_COSINE or change > _MOST_CHANGE:
+        return [
+            f"'{model.checkpoint.name}' looks as if it was made from another base than '{base.name}': "
+            f"over {len(chosen)} layers their weights have cosine {cosine:.3f}, ||tau|| / ||theta_0|| is {change:.2f}"
+        ]
+    if dd == 0:
+        return [f"'{model.checkpoint.name}' does not differ from the base in the {len(chosen)} layers looked at"]
+    return []

@@ -48,11 +48,11 @@ def read_state(plan: Plan, layer: Layer) -> tuple[State, str]:
     Raises:
         ValueError: It is not what that merge wrote; the message names the file and the tensor.
     """
-    kept, state, digests = plan.models.state, {}, ""
+    kept, state, digests = plan.state, {}, ""
     for name, (key, _) in state_tensors(plan, layer).items():
         slot = layer.slot if plan.method.state_is_weight else key
         if kept is not None and slot in kept.keys:
-            state[name], found = kept.weight(slot)
+            state[name], found = kept.checkpoint.read(kept.keys[slot])
             check_state(plan.before, key, found, kept.checkpoint.file(kept.keys[slot]).path)
             digests += found
     return state, digests
@@ -84,9 +84,9 @@ def check_state_tensors(plan: Plan) -> list[str]:
         ValueError: A tensor has another shape or dtype, or the state is not of these layers and the method needs it;
             the message names the model and the tensor.
     """
-    if plan.models.merged is None:
+    if plan.merged is None:
         return []
-    name, method, kept = plan.models.merged.checkpoint.name, plan.method, plan.models.state
+    name, method, kept = plan.merged.checkpoint.name, plan.method, plan.state
     missing, known = [], set()
     for layer in plan.layers:
         for key, like in state_tensors(plan, layer).values():

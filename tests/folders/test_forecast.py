@@ -53,10 +53,10 @@ def test_the_state_counts_in_memory_and_on_the_disk(stream):
 
 
 def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeypatch):
-    monkeypatch.setattr("fusion_bench_nufilt.folders.settings.check_devices", torch.device)  # as if there was one
+    monkeypatch.setattr("fusion_bench_nufilt.folders.plan.check_devices", torch.device)  # as if there was one
     # What this process takes by itself grows while tests run.
     monkeypatch.setattr(forecast, "process_memory", lambda workers: 10**9)
-    monkeypatch.setattr("fusion_bench_nufilt.folders.checks.process_memory", lambda workers: 10**9)
+    monkeypatch.setattr("fusion_bench_nufilt.folders.preflight.process_memory", lambda workers: 10**9)
     free = plan(stream, settings={"device": "cuda"})
 
     def held(planned):
