@@ -1,8 +1,9 @@
 """`nufilt merge`: checkpoint folders of any size."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,7 @@ from .recipe import MODELS, gather
 from .terminal import interruptible, shown, terminal
 
 KINDS = (*dict.fromkeys(method.Options for method in METHODS.values()), TargetConfig, Settings)
+_model_option = partial(typer.Option, rich_help_panel="Models")
 
 
 @takes_options(*KINDS)
@@ -39,21 +41,13 @@ def merge(
             "win over it. KEY=VALUE is another way to write an option, such as null_rank=64.",
         ),
     ] = None,
-    base: Annotated[
-        str | None, typer.Option(help="Pretrained model: folder or hub name.", rich_help_panel="Models")
-    ] = None,
+    base: Annotated[str | None, _model_option(help="Pretrained model: folder or hub name.")] = None,
     tasks: Annotated[
         list[str] | None,
-        typer.Option(
-            "--task",
-            help="Fine-tuned model or peft LoRA adapter; repeat it for a stream.",
-            rich_help_panel="Models",
-        ),
+        _model_option("--task", help="Fine-tuned model or peft LoRA adapter; repeat it for a stream."),
     ] = None,
-    merged: Annotated[
-        str | None, typer.Option(help="What is merged so far, to add to it.", rich_help_panel="Models")
-    ] = None,
-    out: Annotated[str | None, typer.Option(help="Folder to make.", rich_help_panel="Models")] = None,
+    merged: Annotated[str | None, _model_option(help="What is merged so far, to add to it.")] = None,
+    out: Annotated[str | None, _model_option(help="Folder to make.")] = None,
     method: Annotated[
         Literal[tuple(METHODS)],  # type: ignore[valid-type]
         typer.Option(
@@ -82,9 +76,11 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
     if recipe.get("max_memory") is not None:
         recipe["max_memory"] = as_bytes(recipe["max_memory"])
     method = recipe.pop("method", "nufilt")
-    (options, targets, settings), models = options_of(method, recipe)
-    names = models["base"], models["tasks"], models.get("merged")
-    plan = plan_merge(*names, options, targets, settings, method=method)
+    kind = find_method(method)
+    options, models = split_options((kind.Options, TargetConfig, Settings), {**kind.targets, **recipe})
+    if foreign := [name for name in models if name not in MODELS]:
+        raise ValueError(f"'{foreign[0]}' is not an option of method={method}")
+    plan = plan_merge(models["base"], models["tasks"], models.get("merged"), *options, method=method)
     return plan, Path(models["out"]).expanduser()  # the shell leaves the ~ of --out=~/merged as it is
 
 
@@ -98,31 +94,18 @@ def _run(console: Console, plan: Plan, out: Path) -> None:
     console.print(f"[bold]{shown(str(out))}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
 
 
-def options_of(method: str, recipe: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the method's options, the targets and the settings of folders that a recipe says, and its models.
-
-    Raises:
-        ValueError: There is no such method, or an option is another method's.
-    """
-    kind = find_method(method)
-    found, models = split_options((kind.Options, TargetConfig, Settings), {**kind.targets, **recipe})
-    if foreign := [name for name in models if name not in MODELS]:
-        raise ValueError(f"'{foreign[0]}' is not an option of method={method}")
-    return found, models
-
-
 def _print_plan(console: Console, plan: Plan, out: Path) -> None:
     """Print what will be done and what it takes."""
     table = Table(show_header=False, box=None, title="Plan", title_justify="left")
-    for key, value in [*_models(plan), *_tensors(plan), *_costs(plan, out)]:
+    for key, value in [*_contents(plan), *_costs(plan, out)]:
         table.add_row(key, shown(value))
     console.print(table)
     for warning in plan.warnings:
         console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
 
 
-def _models(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the rows about the models."""
+def _contents(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield the rows about the models, and about what becomes of the tensors."""
     yield "base", plan.base.name
     if plan.merged is not None:
         exact = plan.state is not None and plan.method.state_is_weight
@@ -130,10 +113,6 @@ def _models(plan: Plan) -> Iterator[tuple[str, str]]:
     for number, task in enumerate(plan.tasks, plan.first_step):
         kind = "LoRA adapter" if isinstance(task, LoraAdapter) else "model"
         yield f"step {number}", f"{task.checkpoint.name} ({kind})"
-
-
-def _tensors(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the rows about what becomes of the tensors."""
     layers, averaged = plan.layers, len(plan.averaged)
     yield "merged", f"{len(layers)} layers, {layers[0].name} … {layers[-1].name} (known from {plan.origin})"
     yield "", f"{plan.coverage.merged[1]:.1%} of all elements"

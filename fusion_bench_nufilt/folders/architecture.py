@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -79,14 +80,9 @@ class Architecture:
 
     def split(self, checkpoint: Checkpoint) -> None:
         """Split the tensors of a checkpoint that hold several layers; those of another shape stay whole."""
-        slots = {key: self.slot(key) for key in checkpoint.tensors}
-        checkpoint.split(
-            {
-                key: self._parts[slot]
-                for key, slot in slots.items()
-                if slot in self._parts and checkpoint.tensors[key].shape == self.shape(slot)
-            }
-        )
+        slots = {key: slot for key in checkpoint.tensors if (slot := self.slot(key)) in self._parts}
+        whole = (key for key, slot in slots.items() if checkpoint.tensors[key].shape == self.shape(slot))
+        checkpoint.split({key: self._parts[slots[key]] for key in whole})
 
     def slot(self, key: str) -> str:
         """Return the model's first name for the tensor that a checkpoint stores under ``key``."""
@@ -108,27 +104,16 @@ class Architecture:
     def _unused(self, base: Checkpoint) -> list[str]:
         """Return stored tensors that differ from the model's in nothing but a number: of layers it does not have."""
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-
-        def unnumbered(name: str) -> str:
-            return re.sub(r"\.\d+\.", ".#.", name)
-
+        unnumbered = partial(re.sub, r"\.\d+\.", ".#.")
         known = set(map(unnumbered, self._slots))
         unknown = (key for key in base.tensors if self.module_name(key) not in self._slots)
-        return [
-            key
-            for key in unknown
-            if known.intersection(map(unnumbered, self._names(key))) and not any(re.search(i, key) for i in ignored)
-        ]
+        alike = (key for key in unknown if known.intersection(map(unnumbered, self._names(key))))
+        return [key for key in alike if not any(re.search(pattern, key) for pattern in ignored)]
 
     def layers(
         self, base: Checkpoint, target_modules: str | Sequence[str], exclude_modules: str | Sequence[str] | None
     ) -> list[Layer]:
-        """Return the layers to merge, in the base's order.
-
-        Raises:
-            ValueError: No layer is chosen, or the checkpoint lacks one that its config promises, has it in another
-                shape or not as floating-point values, or has more.
-        """
+        """Return the layers to merge, in the base's order; refuse a base whose weights and config do not fit."""
         selected = select_layers(self.model, target_modules, exclude_modules)
         chosen = {self.slot_of(view): name for name, view in selected.items()}
         stored = by_slot(self, base)
@@ -165,7 +150,6 @@ def by_slot(architecture: Architecture, checkpoint: Checkpoint) -> dict[str, lis
 
 
 def _why_lost(base: Checkpoint) -> str:
-    """Return the probable reason why the weights of layers are missing."""
     quantised = base.config.get("quantization_config")
     if isinstance(quantised, dict):
         method = quantised.get("quant_method", "quantisation")
@@ -196,6 +180,8 @@ def _from_names(base: Checkpoint) -> nn.Module:
     Packed projections of an `nn.MultiheadAttention` and fused experts are told by the names of their parameters, and
     GPT-2's transposed layers by the shape of `c_attn`. Convolutions are left alone: a shape does not tell their groups.
     """
+    from transformers.pytorch_utils import Conv1D
+
     root = nn.Module()
     packing = [info.shape for key, info in base.tensors.items() if _GPT2.fullmatch(key)]
     like_gpt2 = any(shape[1:] == (3 * shape[0],) for shape in packing)
@@ -214,18 +200,11 @@ def _from_names(base: Checkpoint) -> nn.Module:
         if packed:
             module.register_parameter(last, nn.Parameter(torch.empty(info.shape, device="meta")))
             continue
-        linear = _linear(info.shape, transposed=like_gpt2 and last.startswith("c_"))
+        rows, columns = info.shape
+        with torch.device("meta"):
+            transposed = like_gpt2 and last.startswith("c_")
+            linear = Conv1D(columns, rows) if transposed else nn.Linear(columns, rows, bias=False)
         module.add_module(last, linear)
         if _HEAD.fullmatch(path):
             root.get_output_embeddings = lambda head=linear: head  # type: ignore[assignment]
     return root
-
-
-def _linear(shape: tuple[int, ...], *, transposed: bool) -> nn.Module:
-    """Return a linear layer whose weight is stored in this shape."""
-    if transposed:
-        from transformers.pytorch_utils import Conv1D
-
-        with torch.device("meta"):
-            return Conv1D(shape[1], shape[0])
-    return nn.Linear(shape[1], shape[0], bias=False, device="meta")

@@ -56,42 +56,41 @@ class Checkpoint:
     Args:
         name: how the user named it, for messages.
         folder: where its small files are, and its weights unless they are still on the hub.
-        tensors: by key.
-        remote: the weights are on the hub; :meth:`fetch` downloads them.
+        files: the tensors of each weight file, by key.
+        opened: the weight files; none while they are on the hub, from where :meth:`fetch` downloads them.
     """
 
-    def __init__(self, name: str, folder: Path, tensors: Mapping[str, TensorInfo], *, remote: bool = False) -> None:
-        self.name, self.folder, self.tensors, self.remote = name, folder, dict(tensors), remote
-        self._open: dict[str, TensorFile] = {}
+    def __init__(self, name: str, folder: Path, files: hub.Files, opened: dict[str, TensorFile] | None = None) -> None:
+        self.name, self.folder, self.remote = name, folder, opened is None
+        self.tensors: dict[str, TensorInfo] = {}
+        self._open = opened or {}
         self._parts: Mapping[str, Parts] = {}
+        for file, found in files.items():
+            if twice := self.tensors.keys() & found.keys():
+                raise ValueError(
+                    f"'{name}' has {some(sorted(twice))} in '{file}' and in another file: remove one of them"
+                )
+            self.tensors |= found
 
     @classmethod
     def open(cls, name: str) -> "Checkpoint":
-        """Read the headers of a folder or, where there is none of this name, of a hub repository.
-
-        Raises:
-            ValueError: There is no such folder or repository, files are absent or corrupt, or the weights are pickled;
-                the message says what to do.
-        """
+        """Read the headers of a folder or, where there is none of this name, of a hub repository."""
         folder = Path(name).expanduser()
-        if folder.is_dir():
-            return cls.from_folder(name, folder)
-        folder = hub.small_files(name)
-        if is_adapter(folder) or _has_weights(folder):
-            return cls.from_folder(name, folder)
-        files = hub.headers(name, folder)
-        return cls(name, folder, _all_tensors(name, files), remote=True)
+        if not folder.is_dir():
+            folder = hub.small_files(name)
+            shards = set(_weight_map(folder).values()) or {SINGLE}
+            if not is_adapter(folder) and not all((folder / file).is_file() for file in shards):
+                return cls(name, folder, hub.headers(name, folder))
+        return cls.from_folder(name, folder)
 
     @classmethod
     def from_folder(cls, name: str, folder: Path) -> "Checkpoint":
         """Read the headers of a folder."""
         files = {file: TensorFile(folder / file) for file in _weight_files(name, folder)}
-        checkpoint = cls(name, folder, _all_tensors(name, {file: opened.tensors for file, opened in files.items()}))
-        checkpoint._open = files
-        if (folder / INDEX).is_file():
-            promised = (key for key, file in _weight_map(folder).items() if file in files)
-            if lost := sorted(key for key in promised if key not in checkpoint.tensors):
-                raise ValueError(f"'{name}': {INDEX} names tensors that its files lack: {some(lost)}; fetch it again")
+        checkpoint = cls(name, folder, {file: opened.tensors for file, opened in files.items()}, files)
+        promised = {key for key, file in _weight_map(folder).items() if file in files}
+        if lost := sorted(promised - checkpoint.tensors.keys()):
+            raise ValueError(f"'{name}': {INDEX} names tensors that its files lack: {some(lost)}; fetch it again")
         return checkpoint
 
     def fetch(self) -> None:
@@ -131,16 +130,12 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The content of config.json, empty if there is none.
-
-        Raises:
-            ValueError: It is damaged, or promises far more layers than there are tensors.
-        """
+        """The content of config.json, empty if there is none; one that promises far too many layers is refused."""
         path = self.folder / "config.json"
         config: dict[str, Any] = dict(read_json(path, _ModelConfig) or {})
+        most = max(1000, len(self.tensors))
         for key, value in _fields(config):
             numbers = value if isinstance(value, list) else [value]
-            most = max(1000, len(self.tensors))
             if _COUNTS.fullmatch(key) and any(isinstance(number, int) and number > most for number in numbers):
                 raise ValueError(
                     f"'{path}', field '{key}': {value} are more than '{self.name}' with its {len(self.tensors)} "
@@ -154,11 +149,7 @@ class Checkpoint:
         return read_json(self.folder / "adapter_config.json", AdapterConfig) or {}
 
     def small_files(self) -> list[Path]:
-        """Return the paths in the folder of configuration, tokenizer, processor, index and all else but weights.
-
-        Raises:
-            ValueError: One can't be read, or is a link out of the folder; the message names it.
-        """
+        """Return the paths in the folder of all but weights; one unreadable or a link out of the folder is refused."""
         found = [path for path in self.folder.iterdir() if not path.name.endswith(_WEIGHTS)]
         found += (self.folder / "additional_chat_templates").glob("*")
         if self.files != [SINGLE]:
@@ -198,11 +189,7 @@ class Checkpoint:
                 )
 
     def read(self, key: str) -> tuple[Tensor, str]:
-        """Read a whole tensor; return it and the digest of its bytes.
-
-        Raises:
-            ValueError: It has NaN or infinite values; the message names it.
-        """
+        """Read a whole tensor, all of whose values must be finite; return it and the digest of its bytes."""
         tensor = self.file(key).read(self.tensors[key])
         if not is_finite(tensor):
             raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")
@@ -234,28 +221,8 @@ def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         inside += [value for value in part.values() if isinstance(value, dict)]
 
 
-def _all_tensors(name: str, files: Mapping[str, Mapping[str, TensorInfo]]) -> dict[str, TensorInfo]:
-    """Return the tensors of all files, each of which must be in one of them."""
-    tensors: dict[str, TensorInfo] = {}
-    for file, found in files.items():
-        if twice := tensors.keys() & found.keys():
-            raise ValueError(f"'{name}' has {some(sorted(twice))} in '{file}' and in another file: remove one of them")
-        tensors |= found
-    return tensors
-
-
-def _has_weights(folder: Path) -> bool:
-    """Return whether the weights of a hub repository, too, are in the folder of its snapshot."""
-    shards = set(_weight_map(folder).values()) if (folder / INDEX).is_file() else {SINGLE}
-    return all((folder / file).is_file() for file in shards)
-
-
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Return the files by tensor, as the index has them.
-
-    Raises:
-        ValueError: The index is damaged, or names what is no file of weights in this folder.
-    """
+    """Return the files by tensor as the index has them, none without an index; files elsewhere are refused."""
     index = read_json(folder / INDEX, _Index)
     files = index["weight_map"] if index else {}
     # Any other name may be that of a file that comes with the weights, or lies elsewhere.
@@ -270,8 +237,7 @@ def _weight_files(name: str, folder: Path) -> list[str]:
         return [_ADAPTER]
     if (folder / SINGLE).is_file():
         return [SINGLE]
-    if (folder / INDEX).is_file():
-        files = sorted(set(_weight_map(folder).values()))
+    if files := sorted(set(_weight_map(folder).values())):
         if absent := [file for file in files if not (folder / file).is_file()]:
             raise ValueError(f"'{name}': {INDEX} names shards that are not there: {some(absent)}; fetch them")
         return files

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy
 import torch
@@ -57,15 +58,7 @@ class LayerMerger:
         self._kept = state_layout(plan)[1] if keeps_state(plan) else {}
         _return_freed_memory()
 
-    def merge(self, batches: Sequence[list[Layer]], write: Write) -> Iterator[None]:
-        """Merge batches of layers, write each layer as it is finished, and yield once for each batch."""
-
-        def merge(layers: list[Layer]) -> None:
-            self.merge_batch(layers, write)
-
-        return map_layers(merge, batches, self.plan.settings.devices[0], self.plan.settings.workers)
-
-    def merge_batch(self, layers: list[Layer], write: Write) -> None:
+    def merge(self, layers: list[Layer], write: Write) -> None:
         """Merge all tasks into some layers of one shape, and write each layer."""
         needed = sum(layer_memory(self.plan, layer) for layer in layers)
         with self._budget.reserve(needed), self._devices.free() as device:
@@ -130,10 +123,7 @@ class LayerMerger:
             works[name].record["reports"].append({"step": step, **report})
 
     def _finish(self, work: _Work, device: torch.device) -> list[memoryview]:
-        """Return the bytes of a layer's state, if that is kept, and of its weight wherever the base has it.
-
-        Their places and digests go into the record.
-        """
+        """Return the bytes of a layer's state, if kept, and of its weights; their places go into the record."""
         base, layer, method = self.plan.base, work.layer, self.plan.method
 
         def weigh(state: State) -> Tensor:
@@ -189,6 +179,12 @@ def _return_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
 
 
+def merge_here(plan: Plan, batches: Sequence[list[Layer]], write: Write) -> Iterator[None]:
+    """Merge batches of layers in this process, write each layer as it is finished, and yield for each batch."""
+    merge = partial(LayerMerger(plan).merge, write=write)
+    return map_layers(merge, batches, plan.settings.devices[0], plan.settings.workers)
+
+
 def cluster_nodes(plan: Plan) -> list[Node]:
     """Return the nodes of the plan's cluster with a layer at a time for each CPU, or all of its GPUs with one each."""
     found = find_nodes(connect(plan.settings.address), gpus=not plan.settings.on_cpu)
@@ -223,7 +219,7 @@ def _make_merger(plan: Plan) -> Callable[[Sequence[str]], _Merged]:
         def keep(record: Record, pieces: Sequence[memoryview]) -> None:
             merged.append((record, [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]))
 
-        merger.merge_batch([layers[slot] for slot in slots], keep)
+        merger.merge([layers[slot] for slot in slots], keep)
         return merged
 
     return merge

@@ -17,7 +17,6 @@ from fusion_bench_nufilt.methods.nufilt import BATCH_BYTES
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Layer
-from .models import FullModel
 from .plan import Plan
 from .state import keeps_state, state_bytes
 
@@ -37,17 +36,12 @@ def process_memory(workers: int) -> int:
 def layer_memory(plan: Plan, layer: Layer) -> int:
     """Return the bytes held while a layer is merged: its weights and its state as they are read, and working memory."""
     dtype, shape = plan.dtype(layer), layer.view.shape
-    task = max(_itemsize(task, layer.slot) for task in plan.tasks)
-    stored = (dtype.itemsize + task) * math.prod(shape)
+    # The factors of a LoRA are too thin to count.
+    full = [task.checkpoint.tensors[task.keys[layer.slot]] for task in plan.tasks if layer.slot in task.keys]
+    stored = (dtype.itemsize + max((FLOATS[info.dtype].itemsize for info in full), default=0)) * math.prod(shape)
     stored += state_bytes(plan, layer) if keeps_state(plan) else dtype.itemsize * math.prod(shape)
     wide = max(plan.method.itemsize, dtype.itemsize)
     return stored + (working_bytes(shape, wide) if plan.settings.on_cpu else 0)
-
-
-def _itemsize(task: FullModel, slot: str) -> int:
-    """Return the bytes per element of a task's weight; the factors of a LoRA are too thin to count."""
-    key = task.keys.get(slot)
-    return 0 if key is None else FLOATS[task.checkpoint.tensors[key].dtype].itemsize
 
 
 def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
@@ -64,20 +58,14 @@ def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
 
 
 def layer_budget(plan: Plan, workers: int | None = None) -> int:
-    """Return the bytes that all layers in work may take together.
-
-    Args:
-        plan: the merge.
-        workers: how many batches of layers are worked on at a time; by default those of this process.
-    """
+    """Return the bytes that all layers in work may take together; by default they are in work in this process."""
     workers = workers or plan.settings.workers
-    if plan.settings.max_memory is not None:
-        return plan.settings.max_memory - process_memory(workers)
-    return _largest(plan, workers)
+    bound = plan.settings.max_memory
+    return _largest(plan, workers) if bound is None else bound - process_memory(workers)
 
 
 def peak_memory(plan: Plan, workers: int | None = None) -> int:
-    """Predict the peak of a process's resident memory in bytes; the arguments are those of :func:`layer_budget`."""
+    """Predict the peak of a process's resident memory in bytes, by default of this process."""
     workers = workers or plan.settings.workers
     return process_memory(workers) + min(_largest(plan, workers), layer_budget(plan, workers))
 
@@ -94,18 +82,11 @@ def disk_bytes(plan: Plan) -> int:
 
 
 def predict_seconds(plan: Plan, workers: int) -> float:
-    """Estimate how long the merge takes on CPUs like this machine's, as busy as they are now.
-
-    Args:
-        plan: the merge.
-        workers: how many layers are worked on at a time.
-    """
+    """Estimate how long the merge takes with so many CPUs like this machine's, as busy as they are now."""
     first_whole = plan.merged is None and plan.method.takes_first_whole
     computed = plan.tasks[int(first_whole) :]
-    flops = 0.0
-    for layer in plan.layers:
-        ranks = [task.rank(layer.slot) for task in computed if layer.slot in task.slots]
-        flops += plan.method.flops(layer.view.shape, ranks)
+    ranks = {layer: [task.rank(layer.slot) for task in computed if layer.slot in task.slots] for layer in plan.layers}
+    flops = sum(plan.method.flops(layer.view.shape, of) for layer, of in ranks.items())
     read = sum(checkpoint.nbytes for checkpoint in plan.checkpoints)
     per_flop, per_byte = _rates(plan.method, plan.layers[0].name, plan.settings.workers)
     return (flops * per_flop + (read + disk_bytes(plan)) * per_byte) * plan.settings.workers / workers

@@ -1,28 +1,26 @@
 """Checkpoints on the Hugging Face hub: headers by range requests first, weights when they are needed."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from fusion_bench_nufilt.storage.tensors import TensorInfo
 
+Files = Mapping[str, Mapping[str, TensorInfo]]  # the tensors of each weight file, by key
+
 _SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*"]
-_ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def small_files(name: str) -> Path:
     """Return a folder with a repository's small files, an adapter's weights, and what an earlier run downloaded.
 
-    Args:
-        name: ``owner/model``, or ``owner/model@revision``.
-
-    Raises:
-        ValueError: There is no such repository.
+    ``name`` is ``owner/model``, or ``owner/model@revision``.
     """
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError
 
     repository, _, revision = name.partition("@")
     try:
-        small = [*_SMALL, *_ADAPTER]
+        small = [*_SMALL, "adapter_model.safetensors"]
         return Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=small))
     except HFValidationError as error:
         raise ValueError(f"'{name}' is neither a folder nor the name of a hub repository") from error
@@ -30,12 +28,8 @@ def small_files(name: str) -> Path:
         raise ValueError(f"'{name}' is no folder, and the hub can't give it: {error}") from error
 
 
-def headers(name: str, folder: Path) -> dict[str, dict[str, TensorInfo]]:
-    """Return the tensors in each weight file of the snapshot that :func:`small_files` began.
-
-    Raises:
-        ValueError: The repository has no safetensors, or can't be reached.
-    """
+def headers(name: str, folder: Path) -> Files:
+    """Return the tensors in each weight file of the snapshot that :func:`small_files` began."""
     import huggingface_hub
     from huggingface_hub.errors import NotASafetensorsRepoError
 
@@ -62,7 +56,5 @@ def download(name: str, folder: Path, files: list[str]) -> Path:
     import huggingface_hub
 
     repository, _, _ = name.partition("@")
-    index = "model.safetensors.index.json"
-    return Path(
-        huggingface_hub.snapshot_download(repository, revision=folder.name, allow_patterns=[*_SMALL, *files, index])
-    )
+    wanted = [*_SMALL, *files]
+    return Path(huggingface_hub.snapshot_download(repository, revision=folder.name, allow_patterns=wanted))

@@ -34,10 +34,17 @@ def nufilt_json(plan: Plan, records: Sequence[Record], run: str) -> str:
     ``sha256`` of an input is over the digests of the tensors that were read of it, by name: it does not depend on
     how they are spread over files. Of an adapter's averaged tensors, the full ones count. That of the result likewise.
     """
-    inputs = _inputs(plan)
-    for source, entry in inputs.items():
-        entry["tensors_read"] = sum(source in record["read"] for record in records)
-        entry["sha256"] = combined_digest((record["slot"], record["read"].get(source)) for record in records)
+    models = {"base": plan.pretrained, "merged": plan.merged, "state": plan.state}
+    models |= {f"task {number}": task for number, task in enumerate(plan.tasks)}
+    inputs: dict[str, dict[str, Any]] = {}
+    for source, model in models.items():
+        if model is not None:
+            inputs[source] = {
+                "name": model.checkpoint.label,
+                **({"kind": type(model).__name__} if source.startswith("task") else {}),
+                "tensors_read": sum(source in record["read"] for record in records),
+                "sha256": combined_digest((record["slot"], record["read"].get(source)) for record in records),
+            }
     names = {layer.slot: layer.name for layer in plan.layers}
     counts = {record["slot"]: record["mean_count"] for record in records if "mean_count" in record}
     averaged = len(plan.averaged)
@@ -64,19 +71,6 @@ def nufilt_json(plan: Plan, records: Sequence[Record], run: str) -> str:
         "layers": {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names},
     }
     return json.dumps(content, indent=1)
-
-
-def _inputs(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return the names of the models, by what they are in the merge."""
-
-    inputs: dict[str, dict[str, Any]] = {"base": {"name": plan.base.label}}
-    if plan.merged is not None:
-        inputs["merged"] = {"name": plan.merged.checkpoint.label}
-    if plan.state is not None:
-        inputs["state"] = {"name": plan.state.checkpoint.label}
-    for number, task in enumerate(plan.tasks):
-        inputs[f"task {number}"] = {"name": task.checkpoint.label, "kind": type(task).__name__}
-    return inputs
 
 
 def settings(plan: Plan) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
@@ -15,9 +15,8 @@ from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.storage.files import MANIFEST
 from fusion_bench_nufilt.storage.manifest import STATE_FILE, read_manifest
 
-from .architecture import Layer
 from .checkpoint import some
-from .engine import LayerMerger, merge_on_cluster
+from .engine import merge_here, merge_on_cluster
 from .forecast import batches, disk_bytes
 from .manifest import model_card, nufilt_json, run_identity
 from .others import write_other
@@ -124,16 +123,10 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
         log.info("going on: %d of %d tensors are done", len(done), total)
     layers = list(batches(plan, [layer for layer in plan.layers if layer.slot not in done]))
     others = [slot for slot in plan.others if slot not in done]
-    merged = _merge_layers(plan, layers, output)
+    merge = merge_here if plan.settings.engine == "local" else merge_on_cluster
     written = map_layers(lambda slot: write_other(plan, slot, output), others, torch.device("cpu"))
-    for _ in chain(merged, written):
+    for _ in chain(merge(plan, layers, output.add), written):
         progress(len(done), total)
-
-
-def _merge_layers(plan: Plan, layers: list[list[Layer]], output: Output) -> Iterator[None]:
-    if plan.settings.engine == "local":
-        return LayerMerger(plan).merge(layers, output.add)
-    return merge_on_cluster(plan, layers, output.add)
 
 
 def _headers(plan: Plan) -> dict[str, tuple[bytes, int]]:

@@ -30,12 +30,7 @@ _REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class FullModel:
-    """A whole checkpoint, addressed by slot.
-
-    Attributes:
-        slots: the shapes of the tensors that it changes or brings.
-        keys: its checkpoint's keys of the slots that it has in full.
-    """
+    """A whole checkpoint: ``slots`` are the shapes of what it changes or brings, ``keys`` those that it has in full."""
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.checkpoint = checkpoint
@@ -52,7 +47,7 @@ class FullModel:
         return self.checkpoint.read(self.keys[slot])
 
     def rank(self, slot: str) -> int | None:
-        """Return the rank of a layer's update where it is given by factors, which it is not here."""
+        """Return the rank of a layer's update where it is given by factors."""
         return None
 
     def has(self, slot: str) -> bool:
@@ -78,7 +73,7 @@ class LoraAdapter(FullModel):
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.checkpoint = checkpoint
         self.config: Mapping[str, Any] = checkpoint.adapter_config
-        self._check_kind()
+        _check_kind(checkpoint)
         architecture.split(checkpoint)
         self._transposed = {slot for slot, view in architecture.views.items() if view.transposed}
         self.pairs: dict[str, tuple[str, str, float]] = {}  # key of A, key of B, scaling
@@ -100,20 +95,6 @@ class LoraAdapter(FullModel):
                 unknown.append(key)
         if unknown:
             raise ValueError(f"adapter '{checkpoint.name}': {some(unknown)}: no LoRA of a linear layer")
-
-    def _check_kind(self) -> None:
-        """Refuse an adapter that is not B A added to the weights of the base."""
-        config, name = self.config, self.checkpoint.name
-        if config.get("peft_type") != "LORA":
-            raise ValueError(f"adapter '{name}' is of type {config.get('peft_type')}: only LORA can be merged")
-        for key, kind in _REFUSED.items():
-            if config.get(key):
-                raise ValueError(f"adapter '{name}' uses {kind}: merge it into its base with peft, give that folder")
-        if str(config.get("init_lora_weights", True)).startswith(_REFUSED_INITS):
-            raise ValueError(
-                f"adapter '{name}' was initialised with {config['init_lora_weights']}, which changes the base as well: "
-                "save it with peft's path_initial_model_for_weight_conversion"
-            )
 
     def _add_pair(self, slot: str, module: str, key_a: str) -> None:
         """Note the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of a layer's update, and their scaling."""
@@ -177,6 +158,22 @@ class LoraAdapter(FullModel):
         del self.slots[slot]
         self.keys.pop(slot, None)
         self.pairs.pop(slot, None)
+
+
+def _check_kind(checkpoint: Checkpoint) -> None:
+    """Refuse an adapter that is not B A added to the weights of the base."""
+    config: Mapping[str, Any] = checkpoint.adapter_config
+    name = checkpoint.name
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"adapter '{name}' is of type {config.get('peft_type')}: only LORA can be merged")
+    for key, kind in _REFUSED.items():
+        if config.get(key):
+            raise ValueError(f"adapter '{name}' uses {kind}: merge it into its base with peft, give that folder")
+    if str(config.get("init_lora_weights", True)).startswith(_REFUSED_INITS):
+        raise ValueError(
+            f"adapter '{name}' was initialised with {config['init_lora_weights']}, which changes the base as well: "
+            "save it with peft's path_initial_model_for_weight_conversion"
+        )
 
 
 def open_task(name: str, architecture: Architecture) -> FullModel:

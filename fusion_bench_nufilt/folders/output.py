@@ -27,17 +27,14 @@ class Output:
     """A folder beside ``out`` that takes its place when it is finished.
 
     Weight files have the base's headers, so every tensor's place is known from the start: tensors are written in any
-    order, by any thread. A journal says which are done, and the digest of their bytes.
+    order, by any thread. A journal says which are done, and the digest of their bytes. It is an error if another
+    process writes the same folder, or the one beside it holds what this program did not put there.
 
     Args:
         out: the folder to make.
         run: identifies inputs and settings; what another run left is thrown away.
         headers: header and size in bytes of each weight file, by its path in the folder.
         others: paths in the folder of the files that are written beside the weights.
-
-    Raises:
-        ValueError: another process is writing the same folder, or has done so, or the folder beside ``out`` holds
-            what this program did not put there.
     """
 
     def __init__(self, out: Path, run: str, headers: Mapping[str, tuple[bytes, int]], others: Collection[str]) -> None:
@@ -71,7 +68,7 @@ class Output:
         write_text(self._journal, _lines([head, *records]))
         for file, (header, size) in headers.items():
             self._files[file] = self._open(file, header, size)
-        done = {record["slot"]: record for record in records if self._holds(record["written"])}
+        done = {record["slot"]: record for record in records if self._holds(record)}
         if damaged := len(records) - len(done):
             log.warning("%d tensors of '%s' were damaged since they were written: made again", damaged, self.work)
         return done
@@ -82,12 +79,8 @@ class Output:
         known = {*made, *(folder for file in made for folder in file.parents), *map(Path, (LOCK, HOLDER, _JOURNAL))}
         there = {path.relative_to(self.work): path for path in self.work.rglob("*")}
         temporary = f".{_JOURNAL}-"  # of a process that was killed
-        foreign = [
-            str(name)
-            for name, path in there.items()
-            if path.is_symlink() or not (name in known or name.name.startswith((temporary, f".{HOLDER}-")))
-        ]
-        if foreign:
+        known |= {name for name in there if name.name.startswith((temporary, f".{HOLDER}-"))}
+        if foreign := [str(name) for name, path in there.items() if path.is_symlink() or name not in known]:
             raise ValueError(f"'{self.work}' holds {some(sorted(foreign))}, which nufilt did not make: move it away")
 
     def _open(self, file: str, header: bytes, size: int) -> int:
@@ -99,8 +92,8 @@ class Output:
         write_at(descriptor, memoryview(header), 0)
         return descriptor
 
-    def _holds(self, written: Iterable[tuple[str, int, int, str]]) -> bool:
-        return all(file_digest(self._files[file], start, stop) == sha for file, start, stop, sha in written)
+    def _holds(self, record: Record) -> bool:
+        return all(file_digest(self._files[file], start, stop) == sha for file, start, stop, sha in record["written"])
 
     @property
     def nbytes_done(self) -> int:
@@ -160,8 +153,7 @@ def clear_work_folder(out: Path) -> None:
 def _claim(work: Path) -> None:
     """Make the work folder, or take that of an earlier run, for this user alone.
 
-    Raises:
-        ValueError: It is a link, a file, or belongs to another user, who could have its files written elsewhere.
+    It must be no link and of no other user, who could have its files written elsewhere.
     """
     try:
         work.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -43,11 +43,7 @@ def state_layout(plan: Plan) -> tuple[bytes, dict[str, TensorInfo]]:
 
 
 def read_state(plan: Plan, layer: Layer) -> tuple[State, str]:
-    """Read the state that an earlier merge kept of a layer, empty if it kept none, and the digest of what was read.
-
-    Raises:
-        ValueError: It is not what that merge wrote; the message names the file and the tensor.
-    """
+    """Read the state that an earlier merge kept of a layer, empty if it kept none, and the digest of what was read."""
     kept, state, digests = plan.state, {}, ""
     for name, (key, _) in state_tensors(plan, layer).items():
         slot = layer.slot if plan.method.state_is_weight else key
@@ -59,11 +55,7 @@ def read_state(plan: Plan, layer: Layer) -> tuple[State, str]:
 
 
 def state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:
-    """Return the tensors of a layer's state by their keys in the file, in the shapes and dtypes that it has for them.
-
-    Raises:
-        ValueError: The method changed a shape or dtype; the message names the layer.
-    """
+    """Return the tensors of a layer's state by their keys in the file, whose shapes and dtypes they must have."""
     if plan.method.state_is_weight:
         state = {"weight": layer.view.part(state["weight"]).to(torch.float32)}
     tensors = {}
@@ -78,16 +70,11 @@ def state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:
 
 
 def check_state_tensors(plan: Plan) -> list[str]:
-    """Compare the state beside the merged model with what the method goes on from; return warnings.
-
-    Raises:
-        ValueError: A tensor has another shape or dtype, or the state is not of these layers and the method needs it;
-            the message names the model and the tensor.
-    """
+    """Refuse a state beside the merged model from which the method can't go on; return warnings."""
     if plan.merged is None:
         return []
     name, method, kept = plan.merged.checkpoint.name, plan.method, plan.state
-    missing, known = [], set()
+    before, missing, known = plan.before.get("settings", {}), [], set()
     for layer in plan.layers:
         for key, like in state_tensors(plan, layer).values():
             slot = layer.slot if method.state_is_weight else key
@@ -97,14 +84,13 @@ def check_state_tensors(plan: Plan) -> list[str]:
             else:
                 _check_tensor(kept, slot, like)
     if method.state_is_weight:
-        before = plan.before.get("settings", {}).get("accumulate", "stored")
-        if before == "float32" and plan.settings.accumulate == "stored":
+        if before.get("accumulate") == "float32" and plan.settings.accumulate == "stored":
             return [f"'{name}' has the merged layers in float32; --accumulate float32 goes on from there"]
         if keeps_state(plan) and missing and plan.before:
             return [f"'{name}' does not have all merged layers in float32: going on from the rounded ones"]
         return []
     others = [] if kept is None else sorted(kept.keys.keys() - known)
-    if missing or others or plan.before.get("settings", {}).get("method", method.name) != method.name:
+    if missing or others or before.get("method", method.name) != method.name:
         what = f"no '{missing[0]}'" if missing else f"'{others[0]}'" if others else "that of another method"
         raise ValueError(
             f"the merged model '{name}' has {what} in {STATE_FILE}: {method.label} goes on from its own merges of the "
@@ -114,7 +100,6 @@ def check_state_tensors(plan: Plan) -> list[str]:
 
 
 def _check_tensor(kept: FullModel, slot: str, like: Tensor) -> None:
-    """Refuse a tensor that has another shape or dtype than the method keeps of this base."""
     found, shape = kept.checkpoint.tensors[kept.keys[slot]], tuple(like.shape)
     if (found.dtype, found.shape) != (dtype_name(like), shape):
         raise ValueError(
