@@ -22,6 +22,7 @@ _NOT_LINEAR = re.compile(r"(^|[._])(wte|wpe|shared|ln\w*|\w*embed\w*|\w*norm\w*|
 # Parameters that hold several layers, and how many dimensions they have.
 _PACKED = {"in_proj_weight": 2, "gate_up_proj": 3, "down_proj": 3}
 _GPT2 = re.compile(r"(.*\.)?attn\.c_attn\.weight")  # (d, 3d) where the layers are transposed
+_NOT_TOGETHER = "weights and config do not belong together"
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
 
 
@@ -124,17 +125,20 @@ class Architecture:
                 if (shape := base.tensors[key].shape) != self.shape(whole):
                     raise ValueError(
                         f"model '{base.name}', tensor '{key}': shape {shape} differs from {self.shape(whole)}, which "
-                        "its config.json promises: weights and config do not belong together"
+                        f"its config.json promises: {_NOT_TOGETHER}"
                     )
         if lost := sorted(chosen.keys() - stored.keys()):
+            quantised = base.config.get("quantization_config")
+            method = isinstance(quantised, dict) and quantised.get("quant_method", "quantisation")
+            stored_by = f"its weights are stored by {method}; name the model that it was quantised from"
             raise ValueError(
                 f"model '{base.name}' lacks the weight of {len(lost)} layers that its config.json promises, "
-                f"'{lost[0]}' first: {_why_lost(base)}"
+                f"'{lost[0]}' first: {stored_by if method else _NOT_TOGETHER}"
             )
         if unused := self._unused(base):
             raise ValueError(
                 f"model '{base.name}' stores {len(unused)} tensors of layers that its config.json does not have, "
-                f"'{unused[0]}' first: weights and config do not belong together"
+                f"'{unused[0]}' first: {_NOT_TOGETHER}"
             )
         return [
             Layer(chosen[slot], slot, tuple(keys), self.views[slot]) for slot, keys in stored.items() if slot in chosen
@@ -147,14 +151,6 @@ def by_slot(architecture: Architecture, checkpoint: Checkpoint) -> dict[str, lis
     for key in checkpoint.tensors:
         slots.setdefault(architecture.slot(key), []).append(key)
     return slots
-
-
-def _why_lost(base: Checkpoint) -> str:
-    quantised = base.config.get("quantization_config")
-    if isinstance(quantised, dict):
-        method = quantised.get("quant_method", "quantisation")
-        return f"its weights are stored by {method}; name the model that it was quantised from"
-    return "weights and config do not belong together"
 
 
 def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:

@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
 from pydantic import FiniteFloat, PositiveInt
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -17,11 +19,10 @@ from fusion_bench_nufilt.storage.files import MANIFEST, printable
 from fusion_bench_nufilt.storage.json_files import read_json
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorFile, TensorInfo, digest
 
-from . import hub
-
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _ADAPTER = "adapter_model.safetensors"
+_SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*"]
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WEIGHTS = (*_PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 
@@ -47,6 +48,7 @@ class AdapterConfig(TypedDict, total=False):
     alpha_pattern: dict[str, FiniteFloat] | None
 
 
+_Files = Mapping[str, Mapping[str, TensorInfo]]  # the tensors of each weight file, by key
 Parts = Sequence[tuple[int, int]]  # first and last row of each part of a tensor
 
 
@@ -60,10 +62,10 @@ class Checkpoint:
         opened: the weight files; none while they are on the hub, from where :meth:`fetch` downloads them.
     """
 
-    def __init__(self, name: str, folder: Path, files: hub.Files, opened: dict[str, TensorFile] | None = None) -> None:
+    def __init__(self, name: str, folder: Path, files: _Files, opened: dict[str, TensorFile] | None = None) -> None:
         self.name, self.folder, self.remote = name, folder, opened is None
         self.tensors: dict[str, TensorInfo] = {}
-        self._open = opened or {}
+        self.opened = opened or {}
         self._parts: Mapping[str, Parts] = {}
         for file, found in files.items():
             if twice := self.tensors.keys() & found.keys():
@@ -77,10 +79,10 @@ class Checkpoint:
         """Read the headers of a folder or, where there is none of this name, of a hub repository."""
         folder = Path(name).expanduser()
         if not folder.is_dir():
-            folder = hub.small_files(name)
+            folder = _hub_folder(name)
             shards = set(_weight_map(folder).values()) or {SINGLE}
             if not is_adapter(folder) and not all((folder / file).is_file() for file in shards):
-                return cls(name, folder, hub.headers(name, folder))
+                return cls(name, folder, _hub_headers(name, folder))
         return cls.from_folder(name, folder)
 
     @classmethod
@@ -96,8 +98,8 @@ class Checkpoint:
     def fetch(self) -> None:
         """Download the weights if they are still on the hub."""
         if self.remote:
-            local = self.from_folder(self.name, hub.download(self.name, self.folder, self.files))
-            self.folder, self.tensors, self._open, self.remote = local.folder, local.tensors, local._open, False
+            local = self.from_folder(self.name, download(self.name, self.folder, self.files))
+            self.folder, self.tensors, self.opened, self.remote = local.folder, local.tensors, local.opened, False
             self.split(self._parts)
 
     def split(self, parts: Mapping[str, Parts]) -> None:
@@ -121,7 +123,7 @@ class Checkpoint:
     @property
     def paths(self) -> set[Path]:
         """Where the checkpoint lies: its folder, and its weight files, which may be links to elsewhere."""
-        return {self.folder.resolve(), *(file.path.resolve() for file in self._open.values())}
+        return {self.folder.resolve(), *(file.path.resolve() for file in self.opened.values())}
 
     @property
     def nbytes(self) -> int:
@@ -168,16 +170,16 @@ class Checkpoint:
 
     def identity(self) -> list[object]:
         """Return what tells this checkpoint from a changed one without reading its weights."""
-        files = [[name, file.stamp, hashlib.sha256(file.header).hexdigest()] for name, file in self._open.items()]
+        files = [[name, file.stamp, hashlib.sha256(file.header).hexdigest()] for name, file in self.opened.items()]
         return [self.label, files, self.adapter_config]
 
     def changed(self) -> bool:
         """Return whether the weights were written to since they were opened."""
-        return any(file.changed() for file in self._open.values())
+        return any(file.changed() for file in self.opened.values())
 
     def file(self, key: str) -> TensorFile:
         """Return the open file that holds a tensor."""
-        return self._open[self.tensors[key].file]
+        return self.opened[self.tensors[key].file]
 
     def check_floats(self, keys: Iterable[str]) -> None:
         """Refuse tensors that are to be computed with and are not floating point, by name."""
@@ -252,3 +254,43 @@ def _weight_files(name: str, folder: Path) -> list[str]:
             "load it with transformers where you trust it, then model.save_pretrained(folder, safe_serialization=True)"
         )
     raise ValueError(f"'{name}' holds no safetensors file")
+
+
+def _hub_folder(name: str) -> Path:
+    """Return a folder with a repository's small files, an adapter's weights, and what an earlier run downloaded.
+
+    ``name`` is ``owner/model``, or ``owner/model@revision``.
+    """
+    repository, _, revision = name.partition("@")
+    small = [*_SMALL, _ADAPTER]
+    try:
+        return Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=small))
+    except HFValidationError as error:
+        raise ValueError(f"'{name}' is neither a folder nor the name of a hub repository") from error
+    except Exception as error:  # no network, no such repository, no right to it: one answer, with the cause
+        raise ValueError(f"'{name}' is no folder, and the hub can't give it: {error}") from error
+
+
+def _hub_headers(name: str, folder: Path) -> _Files:
+    """Return the tensors in each weight file of the snapshot that :func:`_hub_folder` began."""
+    try:
+        # The snapshot's folder is named after its commit: headers and weights are of the same version.
+        metadata = huggingface_hub.get_safetensors_metadata(name.partition("@")[0], revision=folder.name)
+    except NotASafetensorsRepoError as error:
+        raise ValueError(
+            f"'{name}' on the hub holds no safetensors; pickled weights run code when opened and are refused. "
+            "Convert it with https://huggingface.co/spaces/safetensors/convert"
+        ) from error
+    except Exception as error:
+        raise ValueError(f"'{name}': the hub can't give the headers of its weights: {error}") from error
+    files: dict[str, dict[str, TensorInfo]] = {}
+    for file, content in metadata.files_metadata.items():
+        found = content.tensors.items()
+        files[file] = {key: TensorInfo(file, str(t.dtype), tuple(t.shape), *t.data_offsets) for key, t in found}
+    return files
+
+
+def download(name: str, folder: Path, files: list[str]) -> Path:
+    """Download weight files into the snapshot that :func:`_hub_folder` began; interrupted downloads go on."""
+    wanted = [*_SMALL, *files]
+    return Path(huggingface_hub.snapshot_download(name.partition("@")[0], revision=folder.name, allow_patterns=wanted))

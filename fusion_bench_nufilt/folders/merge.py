@@ -1,26 +1,33 @@
-"""Merging checkpoint folders tensor by tensor: no model is ever loaded."""
+"""Merging checkpoint folders tensor by tensor: no model is ever loaded.
 
+The merged folder says what it is: ``nufilt.json`` to programs, a model card to people.
+"""
+
+import dataclasses
 import errno
+import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.storage.files import MANIFEST
+from fusion_bench_nufilt.storage.identity import combined_digest
 from fusion_bench_nufilt.storage.manifest import STATE_FILE, read_manifest
+from fusion_bench_nufilt.storage.versions import package_versions
 
 from .checkpoint import some
 from .engine import merge_here, merge_on_cluster
 from .forecast import batches, disk_bytes
-from .manifest import model_card, nufilt_json, run_identity
-from .others import write_other
-from .output import Output, clear_work_folder, work_folder
+from .others import NOT_FINITE, write_other
+from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
 from .preflight import check_relation
 from .state import keeps_state, state_layout
@@ -51,7 +58,7 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         clear_work_folder(out)  # the run may have been killed before it cleaned up
         return out
     _fetch(plan)
-    run, files = run_identity(plan), [*map(str, plan.base.small_files()), MANIFEST, CARD]
+    run, files = _run_identity(plan), [*map(str, plan.base.small_files()), MANIFEST, CARD]
     try:
         with closing(Output(out, run, _headers(plan), files)) as output:
             check_disk(plan, out, already=output.nbytes_done)
@@ -91,7 +98,7 @@ def check_output(plan: Plan, out: Path) -> bool:
                 raise ValueError(f"'{checkpoint.name}' is inside '{work}', where '{out}' is to grow: move it elsewhere")
     if out.exists() or out.is_symlink():
         here = not any(checkpoint.remote for checkpoint in plan.checkpoints)
-        if here and (read_manifest(out) or {}).get("run") == run_identity(plan):
+        if here and (read_manifest(out) or {}).get("run") == _run_identity(plan):
             return True
         raise ValueError(f"'{out}' exists: remove it or name another folder")
     folder = _nearest(out)
@@ -110,10 +117,10 @@ def _fetch(plan: Plan) -> None:
     if any(checkpoint.remote for checkpoint in plan.checkpoints):
         for checkpoint in plan.checkpoints:
             checkpoint.fetch()
-        new = [text for text in check_relation(plan) if text not in plan.warnings]
-        plan.warnings += new
-        for text in new:
-            log.warning("%s", text)
+        for text in check_relation(plan):
+            if text not in plan.warnings:
+                plan.warnings.append(text)
+                log.warning("%s", text)
 
 
 def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -> None:
@@ -131,11 +138,7 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
 
 def _headers(plan: Plan) -> dict[str, tuple[bytes, int]]:
     """Return header and size of every weight file of the result: the base's, and that of the state."""
-    headers = {}
-    for key, info in plan.base.tensors.items():
-        if info.file not in headers:
-            file = plan.base.file(key)
-            headers[info.file] = file.header, file.path.stat().st_size
+    headers = {name: (file.header, file.stamp[0]) for name, file in plan.base.opened.items()}
     if keeps_state(plan):
         header, tensors = state_layout(plan)
         headers[STATE_FILE] = header, max(info.stop for info in tensors.values())
@@ -148,5 +151,95 @@ def _write_small_files(plan: Plan, output: Output, run: str) -> None:
         (output.model / path).parent.mkdir(exist_ok=True)
         shutil.copyfile(plan.base.folder / path, output.model / path)
     slots = [layer.slot for layer in plan.layers] + list(plan.others)
-    (output.model / MANIFEST).write_text(nufilt_json(plan, [output.done[slot] for slot in slots], run))
-    (output.model / CARD).write_text(model_card(plan))
+    (output.model / MANIFEST).write_text(_nufilt_json(plan, [output.done[slot] for slot in slots], run))
+    (output.model / CARD).write_text(_model_card(plan))
+
+
+def _run_identity(plan: Plan) -> str:
+    """Return a digest of all that the result depends on: an interrupted run goes on only if nothing of it changed."""
+    content = {
+        "models": [checkpoint.identity() for checkpoint in plan.checkpoints],
+        "before": [plan.before.get("mean_counts"), plan.before.get("state")],
+        "settings": {key: value for key, value in plan.options().items() if key != "device"},
+        "device": plan.settings.devices[0].type,
+        "first step": plan.first_step,
+        "layers": sorted(layer.name for layer in plan.layers),
+        "averaged": sorted(plan.averaged),
+        "versions": package_versions(),
+    }
+    return combined_digest((key, json.dumps(value)) for key, value in content.items())
+
+
+def _nufilt_json(plan: Plan, records: Sequence[Record], run: str) -> str:
+    """Return the manifest.
+
+    ``sha256`` of an input is over the digests of the tensors that were read of it, by name: it does not depend on
+    how they are spread over files. Of an adapter's averaged tensors, the full ones count. That of the result likewise.
+    """
+    models = {"base": plan.pretrained, "merged": plan.merged, "state": plan.state}
+    models |= {f"task {number}": task for number, task in enumerate(plan.tasks)}
+    inputs: dict[str, dict[str, Any]] = {}
+    for source, model in models.items():
+        if model is not None:
+            inputs[source] = {
+                "name": model.checkpoint.label,
+                **({"kind": type(model).__name__} if source.startswith("task") else {}),
+                "tensors_read": sum(source in record["read"] for record in records),
+                "sha256": combined_digest((record["slot"], record["read"].get(source)) for record in records),
+            }
+    names = {layer.slot: layer.name for layer in plan.layers}
+    counts = {record["slot"]: record["mean_count"] for record in records if "mean_count" in record}
+    averaged, warnings = len(plan.averaged), plan.warnings
+    for checkpoint in plan.checkpoints:  # without the folders of the user
+        warnings = [text.replace(f"'{checkpoint.name}'", f"'{checkpoint.label}'") for text in warnings]
+    content = {
+        "method": plan.method.label,
+        "step": plan.last_step,
+        "tasks": plan.names,
+        "inputs": inputs,
+        "settings": plan.options(),
+        "coverage": plan.coverage.as_dict(),
+        "linear_layers_known_from": plan.origin,
+        "tensors": {
+            "merged": len(plan.layers),
+            "averaged": averaged,
+            "copied": len(plan.others) - averaged,
+        },
+        "sha256": combined_digest((record["slot"], [entry[3] for entry in record["written"]]) for record in records),
+        "run": run,
+        "versions": package_versions(),
+        "warnings": warnings + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],
+        "mean_counts": {slot: count for slot, count in counts.items() if count != plan.last_step},
+        "state": {key: sha for record in records for key, sha in record.get("state", {}).items()},
+        "layers": {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names},
+    }
+    return json.dumps(content, indent=1)
+
+
+def _model_card(plan: Plan) -> str:
+    """Return README.md of the merged folder."""
+    method, names = plan.method, plan.names
+    stream = "\n".join(f"{number}. {name}" for number, name in enumerate(names, 1))
+    options = {**dataclasses.asdict(method.options), "seed": plan.settings.seed}
+    shown = ", ".join(f"{key} {value}" for key, value in options.items())
+    hub_name = plan.base.label.partition("@")[0]
+    base = f"base_model: {json.dumps(hub_name)}\n" if "/" in hub_name else ""  # the hub refuses a folder's name
+    rest = {"pretrained": "are the base's", "first": "are the first task's", "mean": "are averaged over the tasks"}
+    return f"""---
+{base}library_name: transformers
+tags: [merge, model-merging, nufilt]
+---
+
+# {len(names)} model{"s" if len(names) > 1 else ""} merged with {method.label}
+
+Made from {plan.base.label} by {method.citation},
+without data and without training, of these models in this order:
+
+{stream}
+
+{len(plan.layers)} layers were merged ({shown}); all other tensors {rest[plan.targets.other_params]}. `nufilt.json` has
+every setting, digests of all inputs and a report for every layer of the last merge. To merge one more model into this
+one:
+
+    nufilt merge --method {method.name} --base {plan.base.label} --merged THIS_FOLDER --task NEW --out OUT
+"""

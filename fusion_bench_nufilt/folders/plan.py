@@ -1,8 +1,9 @@
 """How folders are merged, what a merge reads, and what it will do."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -104,7 +105,6 @@ class Plan:
     targets: TargetConfig
     settings: Settings
     before: Manifest  # of what is merged so far; empty if it has none
-    first_step: int
     warnings: list[str] = field(default_factory=list)
 
     @cached_property
@@ -135,6 +135,11 @@ class Plan:
         return [*self.before.get("tasks", []), *(task.checkpoint.label for task in self.tasks)]
 
     @property
+    def first_step(self) -> int:
+        """The number of the first task in the stream, from 1."""
+        return self.settings.step or self.before.get("step", 0) + 1
+
+    @property
     def last_step(self) -> int:
         """The number of tasks that the result holds."""
         return self.first_step + len(self.tasks) - 1
@@ -142,3 +147,12 @@ class Plan:
     def dtype(self, layer: Layer) -> torch.dtype:
         """Return the base's dtype of a layer."""
         return FLOATS[self.base.tensors[layer.keys[0]].dtype]
+
+    def options(self) -> dict[str, Any]:
+        """Return all options of the merge by name, the method's among them."""
+        return {
+            "method": self.method.name,
+            **dataclasses.asdict(self.method.options),
+            **dataclasses.asdict(self.targets),
+            **{key: getattr(self.settings, key) for key in ("seed", "accumulate", "device")},
+        }

@@ -11,11 +11,9 @@ from fusion_bench_nufilt.storage.files import MANIFEST
 from fusion_bench_nufilt.storage.manifest import STATE_FILE, Manifest, read_manifest
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
-from . import hub
 from .architecture import Architecture, by_slot
-from .checkpoint import Checkpoint, is_adapter, some
+from .checkpoint import Checkpoint, download, is_adapter, some
 from .forecast import layer_memory, process_memory
-from .manifest import settings as options_of
 from .models import FullModel, LoraAdapter, open_task
 from .plan import Plan, Settings
 from .state import check_state_tensors
@@ -83,7 +81,6 @@ def plan_merge(
         targets=targets,
         settings=settings,
         before=before,
-        first_step=_first_step(settings, merged, before),
     )
     _check(plan, architecture)
     return plan
@@ -100,21 +97,9 @@ def _open_state(merged: Checkpoint, architecture: Architecture) -> FullModel | N
     """Open what the method kept beside the merged model, if it kept anything; one of the hub is downloaded."""
     folder = merged.folder
     if not Path(merged.name).expanduser().is_dir():
-        folder = hub.download(merged.name, folder, [STATE_FILE])
+        folder = download(merged.name, folder, [STATE_FILE])
     kept = (folder / STATE_FILE).parent
     return FullModel(Checkpoint.from_folder(str(kept), kept), architecture) if kept.is_dir() else None
-
-
-def _first_step(settings: Settings, merged: str | None, before: Manifest) -> int:
-    """Return the number of the first task in the stream."""
-    if settings.step is not None or merged is None:
-        return settings.step or 1
-    if "step" not in before:
-        raise ValueError(
-            f"'{merged}' has no {MANIFEST} that tells how many tasks it holds: say with --step which number the new "
-            "one has"
-        )
-    return before["step"] + 1
 
 
 def _check(plan: Plan, architecture: Architecture) -> None:
@@ -122,7 +107,11 @@ def _check(plan: Plan, architecture: Architecture) -> None:
     plan.base.check_floats(key for layer in plan.layers for key in layer.keys)
     if plan.merged is not None:
         plan.warnings += _check_merged(plan, plan.merged)
-    plan.warnings += _check_stream(plan)
+    if plan.coverage.warning:
+        plan.warnings.append(plan.coverage.warning)
+    folders = [task.checkpoint.folder.resolve() for task in plan.tasks]
+    if twice := [task.checkpoint.name for i, task in enumerate(plan.tasks) if folders[i] in folders[:i]]:
+        plan.warnings.append(f"{some(twice)} comes more than once in the stream")
     for task in plan.tasks:
         plan.warnings += _check_task(plan, task, architecture)
     plan.warnings += [*check_state_tensors(plan), *check_relation(plan)]
@@ -138,6 +127,11 @@ def _check(plan: Plan, architecture: Architecture) -> None:
 def _check_merged(plan: Plan, merged: FullModel) -> list[str]:
     """Refuse a merged model whose keys or shapes are not the base's; return a warning of changed settings."""
     name, base = merged.checkpoint.name, plan.pretrained
+    if plan.settings.step is None and "step" not in plan.before:
+        raise ValueError(
+            f"'{name}' has no {MANIFEST} that tells how many tasks it holds: say with --step which number the new "
+            "one has"
+        )
     for slot, shape in base.slots.items():
         if merged.slots.get(slot) != shape:
             raise ValueError(
@@ -146,18 +140,10 @@ def _check_merged(plan: Plan, merged: FullModel) -> list[str]:
             )
     floats = (slot for slot, key in base.keys.items() if plan.base.tensors[key].dtype in FLOATS)
     merged.checkpoint.check_floats(merged.keys[slot] for slot in floats)
-    now, before = json.loads(json.dumps(options_of(plan))), plan.before.get("settings", {})
+    now, before = json.loads(json.dumps(plan.options())), plan.before.get("settings", {})
     compared = [key for key in now if key in before and key not in ("accumulate", "device")]
     changed = [f"{key} was {before[key]!r}, is {now[key]!r}" for key in compared if before[key] != now[key]]
     return [f"settings differ from those that '{name}' was made with: {'; '.join(changed)}"] if changed else []
-
-
-def _check_stream(plan: Plan) -> list[str]:
-    """Return warnings of too few layers, and of tasks in the folder of an earlier one, however that was spelled."""
-    folders = [task.checkpoint.folder.resolve() for task in plan.tasks]
-    twice = [task.checkpoint.name for i, task in enumerate(plan.tasks) if folders[i] in folders[:i]]
-    warnings = [plan.coverage.warning] if plan.coverage.warning else []
-    return [*warnings, f"{some(twice)} comes more than once in the stream"] if twice else warnings
 
 
 def _check_task(plan: Plan, task: FullModel, architecture: Architecture) -> list[str]:
