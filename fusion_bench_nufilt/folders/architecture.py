@@ -43,10 +43,7 @@ class Architecture:
     and several names may share one weight. A *slot* is the first of the model's names for a weight; a key that the
     model does not know is its own slot. Where a parameter holds several layers (packed attention projections, fused
     experts), each part is a slot, and :meth:`split` makes each part a tensor of its own: it is then read, merged or
-    copied, and written by itself.
-
-    Args:
-        base: the checkpoint whose config.json tells the architecture.
+    copied, and written by itself. The config.json of ``base`` tells the architecture.
     """
 
     def __init__(self, base: Checkpoint) -> None:

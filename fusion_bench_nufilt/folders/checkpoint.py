@@ -55,11 +55,8 @@ Parts = Sequence[tuple[int, int]]  # first and last row of each part of a tensor
 class Checkpoint:
     """A model in safetensors, as headers until a tensor is asked for.
 
-    Args:
-        name: how the user named it, for messages.
-        folder: where its small files are, and its weights unless they are still on the hub.
-        files: the tensors of each weight file, by key.
-        opened: the weight files; none while they are on the hub, from where :meth:`fetch` downloads them.
+    ``name`` is how the user named it, and ``folder`` has its small files. There are no ``opened`` files while the
+    weights are still on the hub, from where :meth:`fetch` downloads them.
     """
 
     def __init__(self, name: str, folder: Path, files: _Files, opened: dict[str, TensorFile] | None = None) -> None:

@@ -71,17 +71,14 @@ class LayerMerger:
 
     def _start(self, layer: Layer) -> _Work:
         """Read a layer of the base, and the state that it is in before the first task of this merge."""
-        plan = self.plan
-        weight, sha = plan.base.read(layer.keys[0])
-        theta_0 = layer.view.matrix(weight)
-        work = _Work(layer, theta_0, {}, {"slot": layer.slot, "read": {"base": sha}, "reports": []})
-        kept, digests = read_state(plan, layer)
-        if kept:
-            work.record["read"]["state"] = digests
-        if plan.method.state_is_weight:
+        weight, sha = self.plan.base.read(layer.keys[0])
+        kept, digests = read_state(self.plan, layer)
+        read = {"base": sha, "state": digests} if kept else {"base": sha}
+        work = _Work(layer, layer.view.matrix(weight), kept, {"slot": layer.slot, "read": read, "reports": []})
+        if self.plan.method.state_is_weight:
             work.state = {"weight": self._weight_so_far(work, kept)}
-        else:
-            work.state = kept or plan.method.start(layer.name, theta_0)
+        elif not kept:
+            work.state = self.plan.method.start(layer.name, work.theta_0)
         return work
 
     def _weight_so_far(self, work: _Work, kept: State) -> Tensor:
@@ -144,11 +141,7 @@ class LayerMerger:
 
 
 class Budget:
-    """A bound on memory: threads wait until what all of them reserved stays within it.
-
-    Args:
-        nbytes: the bound; a single reservation above it goes alone.
-    """
+    """A bound on memory: threads wait until what all reserved stays within it; a larger reservation goes alone."""
 
     def __init__(self, nbytes: int) -> None:
         self._bound, self._used = nbytes, 0
@@ -214,12 +207,8 @@ def _make_merger(plan: Plan) -> Callable[[Sequence[str]], _Merged]:
 
     def merge(slots: Sequence[str]) -> _Merged:
         torch.set_num_threads(1)  # in this thread; as on one machine, a layer is computed by one
-        merged: _Merged = []
-
-        def keep(record: Record, pieces: Sequence[memoryview]) -> None:
-            merged.append((record, [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]))
-
-        merger.merge([layers[slot] for slot in slots], keep)
-        return merged
+        merged: list[tuple[Record, Sequence[memoryview]]] = []
+        merger.merge([layers[slot] for slot in slots], lambda *layer: merged.append(layer))
+        return [(record, [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]) for record, pieces in merged]
 
     return merge

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -63,10 +62,8 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         with closing(Output(out, run, _headers(plan), files)) as output:
             check_disk(plan, out, already=output.nbytes_done)
             _merge(plan, output, progress or (lambda done, total: None))
-            if changed := plan.changed():
-                raise ValueError(
-                    f"{some(changed)} was changed during the run: run the same command again, it starts anew"
-                )
+            if changed := some(plan.changed()):
+                raise ValueError(f"{changed} was changed during the run: run the same command again, it starts anew")
             _write_small_files(plan, output, run)
             output.finish()
     except OSError as error:
@@ -178,15 +175,16 @@ def _nufilt_json(plan: Plan, records: Sequence[Record], run: str) -> str:
     """
     models = {"base": plan.pretrained, "merged": plan.merged, "state": plan.state}
     models |= {f"task {number}": task for number, task in enumerate(plan.tasks)}
-    inputs: dict[str, dict[str, Any]] = {}
-    for source, model in models.items():
-        if model is not None:
-            inputs[source] = {
-                "name": model.checkpoint.label,
-                **({"kind": type(model).__name__} if source.startswith("task") else {}),
-                "tensors_read": sum(source in record["read"] for record in records),
-                "sha256": combined_digest((record["slot"], record["read"].get(source)) for record in records),
-            }
+    inputs = {
+        source: {
+            "name": model.checkpoint.label,
+            **({"kind": type(model).__name__} if source.startswith("task") else {}),
+            "tensors_read": sum(source in record["read"] for record in records),
+            "sha256": combined_digest((record["slot"], record["read"].get(source)) for record in records),
+        }
+        for source, model in models.items()
+        if model is not None
+    }
     names = {layer.slot: layer.name for layer in plan.layers}
     counts = {record["slot"]: record["mean_count"] for record in records if "mean_count" in record}
     averaged, warnings = len(plan.averaged), plan.warnings
@@ -200,11 +198,7 @@ def _nufilt_json(plan: Plan, records: Sequence[Record], run: str) -> str:
         "settings": plan.options(),
         "coverage": plan.coverage.as_dict(),
         "linear_layers_known_from": plan.origin,
-        "tensors": {
-            "merged": len(plan.layers),
-            "averaged": averaged,
-            "copied": len(plan.others) - averaged,
-        },
+        "tensors": {"merged": len(plan.layers), "averaged": averaged, "copied": len(plan.others) - averaged},
         "sha256": combined_digest((record["slot"], [entry[3] for entry in record["written"]]) for record in records),
         "run": run,
         "versions": package_versions(),

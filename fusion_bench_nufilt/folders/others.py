@@ -16,21 +16,17 @@ from .models import FullModel
 from .output import Output, Record
 from .plan import Plan
 
-_Digests = dict[str, Any]  # of what was read, by model
-
 log = logging.getLogger(__name__)
+
+_Digests = defaultdict[str, Any]  # of what was read, by model
 
 #: What is said of a tensor outside the merged layers, which stays the base's.
 NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the result"
 
 
 def write_other(plan: Plan, slot: str, output: Output) -> None:
-    """Write a tensor outside the merged layers wherever the base has it, a bounded number of bytes at a time.
-
-    Raises:
-        ValueError: A task's values, or their mean, can't be held; the message names the model and the tensor.
-    """
-    read: _Digests = defaultdict(hashlib.sha256)
+    """Write a tensor outside the merged layers wherever the base has it, a bounded number of bytes at a time."""
+    read = _Digests(hashlib.sha256)
     record: Record = {"slot": slot, "written": [], "reports": []}
     for key in plan.others[slot]:
         info, sha, finite = plan.base.tensors[key], hashlib.sha256(), True
@@ -47,19 +43,16 @@ def write_other(plan: Plan, slot: str, output: Output) -> None:
         record["written"].append((info.file, info.start, info.stop, sha.hexdigest()))
     record["read"] = {source: sha.hexdigest() for source, sha in read.items()}
     if slot in plan.averaged:
-        record["mean_count"] = _count_before(plan, slot) + len(_tasks_in_mean(plan, slot))
+        count, tasks = _in_mean(plan, slot)
+        record["mean_count"] = count + len(tasks)
     output.record(record)
 
 
-def _tasks_in_mean(plan: Plan, slot: str) -> dict[str, FullModel]:
-    """Return the tasks that have a tensor in the base's shape, as far as ``other_params`` takes them."""
+def _in_mean(plan: Plan, slot: str) -> tuple[int, dict[str, FullModel]]:
+    """Return the number of models in the mean before this merge, without the base, and the tasks that come to it."""
     tasks = plan.tasks[:1] if plan.targets.other_params == "first" else plan.tasks
-    return {f"task {number}": task for number, task in enumerate(tasks) if task.has(slot)}
-
-
-def _count_before(plan: Plan, slot: str) -> int:
-    """Return the number of models in the mean of what is merged so far; the base is not one of them."""
-    return plan.before.get("mean_counts", {}).get(slot, plan.first_step - 1)
+    having = {f"task {number}": task for number, task in enumerate(tasks) if task.has(slot)}
+    return plan.before.get("mean_counts", {}).get(slot, plan.first_step - 1), having
 
 
 def _pieces(plan: Plan, slot: str, key: str, read: _Digests) -> Iterator[Tensor]:
@@ -85,8 +78,8 @@ def _pieces(plan: Plan, slot: str, key: str, read: _Digests) -> Iterator[Tensor]
 
 def _mean(plan: Plan, slot: str, between: tuple[int, int], theta_0: Tensor, so_far: Tensor, read: _Digests) -> Tensor:
     """Return the mean over the tasks of some elements, given the base's and the mean before them."""
-    value = so_far
-    for count, (source, task) in enumerate(_tasks_in_mean(plan, slot).items(), _count_before(plan, slot) + 1):
+    value, (count_before, tasks) = so_far, _in_mean(plan, slot)
+    for count, (source, task) in enumerate(tasks.items(), count_before + 1):
         new = task.elements(slot, *between, theta_0)
         read[source].update(raw(new))
         if not is_finite(new):

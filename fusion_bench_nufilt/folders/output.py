@@ -28,13 +28,9 @@ class Output:
 
     Weight files have the base's headers, so every tensor's place is known from the start: tensors are written in any
     order, by any thread. A journal says which are done, and the digest of their bytes. It is an error if another
-    process writes the same folder, or the one beside it holds what this program did not put there.
-
-    Args:
-        out: the folder to make.
-        run: identifies inputs and settings; what another run left is thrown away.
-        headers: header and size in bytes of each weight file, by its path in the folder.
-        others: paths in the folder of the files that are written beside the weights.
+    process writes the same folder, or the one beside it holds what this program did not put there. What was left by
+    another ``run``, which stands for inputs and settings, is thrown away. ``headers`` are those of the weight files,
+    with their sizes in bytes; ``others`` are the paths of the files beside them.
     """
 
     def __init__(self, out: Path, run: str, headers: Mapping[str, tuple[bytes, int]], others: Collection[str]) -> None:

@@ -23,11 +23,7 @@ _option = partial(option, panel="Machine")
 
 @dataclass(frozen=True)
 class Settings:
-    """How folders are merged; the method has settings of its own.
-
-    Raises:
-        ValueError: A value is out of its range; the message names the option.
-    """
+    """How folders are merged; the method has settings of its own. A value out of its range is a ValueError."""
 
     seed: int = _option(42, "Seed of the adapters' initialisation.", panel="Method")
     step: int | None = _option(

@@ -45,8 +45,7 @@ def plan_merge(
         method: the method's name in :data:`fusion_bench_nufilt.methods.METHODS`.
 
     Raises:
-        ValueError: There is no such method, or a model does not fit; the message names the model and the tensor, and
-            says what to do.
+        ValueError: There is no such method, or a model does not fit; the message names it, and says what to do.
     """
     kind, settings = find_method(method), settings or Settings()
     options, targets = options or kind.Options(), targets or TargetConfig(**kind.targets)
