@@ -28,8 +28,7 @@ from .architecture import Layer
 from .checkpoint import some
 from .forecast import layer_budget, layer_memory
 from .output import Record
-from .plan import Plan
-from .state import keeps_state, read_state, state_layout, state_to_keep
+from .plan import Plan, keeps_state, read_state, state_layout, state_to_keep
 
 #: What is done with a merged layer: its record, and the bytes for each range in the record's ``written``.
 Write = Callable[[Record, Sequence[memoryview]], None]

@@ -17,8 +17,7 @@ from fusion_bench_nufilt.methods.nufilt import BATCH_BYTES
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Layer
-from .plan import Plan
-from .state import keeps_state, state_bytes
+from .plan import Plan, keeps_state, state_bytes
 
 _T = TypeVar("_T")
 

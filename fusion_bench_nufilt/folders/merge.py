@@ -27,9 +27,8 @@ from .engine import merge_here, merge_on_cluster
 from .forecast import batches, disk_bytes
 from .others import NOT_FINITE, write_other
 from .output import Output, Record, clear_work_folder, work_folder
-from .plan import Plan
+from .plan import Plan, keeps_state, state_layout
 from .preflight import check_relation
-from .state import keeps_state, state_layout
 
 log = logging.getLogger(__name__)
 

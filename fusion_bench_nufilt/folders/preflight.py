@@ -15,8 +15,7 @@ from .architecture import Architecture, by_slot
 from .checkpoint import Checkpoint, download, is_adapter, some
 from .forecast import layer_memory, process_memory
 from .models import FullModel, LoraAdapter, open_task
-from .plan import Plan, Settings
-from .state import check_state_tensors
+from .plan import Plan, Settings, check_state_tensors
 
 # A fine-tuned model stays close to its base; models trained apart have a cosine of about zero.
 _LEAST_COSINE, _MOST_CHANGE = 0.9, 0.5
