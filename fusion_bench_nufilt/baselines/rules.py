@@ -74,40 +74,6 @@ class Step:
     scale: float  # lambda
 
 
-def at_once(s: Step) -> nn.Module:
-    r""":math:`M(\theta_0; \tilde\tau / \lambda, \tau_t)`."""
-    return s.merge(s.theta_0, shifted(s.theta_0, s.theta, s.theta_0, 1 / s.scale), s.theta_t)
-
-
-def add(s: Step) -> nn.Module:
-    r""":math:`\theta + M(\theta_0; \tilde\tau, \tau_t) - \theta_0`."""
-    return shifted(s.theta, s.merge(s.theta_0, s.theta, s.theta_t), s.theta_0)
-
-
-def add_running(s: Step) -> nn.Module:
-    r""":math:`\theta + \lambda T_t` with :math:`\lambda T_t = M(\theta_0; T_{t-1}, \tau_t) - \theta_0`.
-
-    :math:`T_{t-1}` is the difference of the last two merged models, so that nothing else has to be kept.
-    """
-    running = shifted(s.theta_0, s.theta, s.before, 1 / s.scale)
-    return shifted(s.theta, s.merge(s.theta_0, running, s.theta_t), s.theta_0)
-
-
-def restart(s: Step) -> nn.Module:
-    r""":math:`M(\theta_0; \tau_t)`, which drops the models merged so far."""
-    return s.merge(s.theta_0, s.theta_t)
-
-
-def on_top(s: Step) -> nn.Module:
-    r""":math:`M(\theta; \tau_t)`."""
-    return s.merge(s.theta, shifted(s.theta, s.theta_t, s.theta_0))
-
-
-RULES: dict[str, Callable[[Step], nn.Module]] = {
-    rule.__name__: rule for rule in (at_once, add, add_running, restart, on_top)
-}
-
-
 @torch.no_grad()
 def shifted(theta: nn.Module, to: nn.Module, base: nn.Module, scale: float = 1) -> nn.Module:
     r"""Return a new model :math:`\theta + s (\theta_{to} - \theta_{base})`, rounded once to the weights' dtype."""
@@ -122,3 +88,16 @@ def shifted(theta: nn.Module, to: nn.Module, base: nn.Module, scale: float = 1) 
             values[key] = value.to(wide) + scale * difference
     model.load_state_dict(values, strict=False)
     return model
+
+
+RULES: dict[RuleName, Callable[[Step], nn.Module]] = {
+    "at_once": lambda s: s.merge(s.theta_0, shifted(s.theta_0, s.theta, s.theta_0, 1 / s.scale), s.theta_t),
+    "add": lambda s: shifted(s.theta, s.merge(s.theta_0, s.theta, s.theta_t), s.theta_0),
+    # The method's own last result is the difference of the last two merged models, so that nothing else is kept.
+    "add_running": lambda s: shifted(
+        s.theta, s.merge(s.theta_0, shifted(s.theta_0, s.theta, s.before, 1 / s.scale), s.theta_t), s.theta_0
+    ),
+    "restart": lambda s: s.merge(s.theta_0, s.theta_t),
+    "on_top": lambda s: s.merge(s.theta, shifted(s.theta, s.theta_t, s.theta_0)),
+}
+"""The formulas of :class:`RuleConfig`."""

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -13,39 +13,22 @@ from yaml import YAMLError
 
 from fusion_bench_nufilt.compare.overrides import key_value
 from fusion_bench_nufilt.core.options import unknown_option
-from fusion_bench_nufilt.storage.json_files import Count, checked, parse_json
+from fusion_bench_nufilt.storage.json_files import checked, parse_json
+from fusion_bench_nufilt.storage.manifest import Manifest
 
 MODELS = ("base", "tasks", "merged", "out")
 _TASK = re.compile(r"task (0|[1-9]\d{0,5})")
 
 
-class _Settings(TypedDict, total=False):
-    """The dataclasses of the options check all other settings."""
-
-    method: str | None
-    seed: int
-
-
-class _Recipe(_Settings, total=False):
-    """A recipe file. Settings may stand under ``settings`` or beside the models."""
+class _Recipe(TypedDict, total=False):
+    """A recipe file. Settings may stand under ``settings`` or beside the models; their dataclasses check them."""
 
     base: str | None
     tasks: Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
     merged: str | None
     out: str | None
-    settings: _Settings | None
-
-
-class _Input(TypedDict):
-    name: str
-
-
-class _Result(TypedDict):
-    """The fields of a result's ``nufilt.json`` that say how to make it again."""
-
-    inputs: dict[str, _Input]
-    step: Count
-    settings: NotRequired[_Settings]
+    method: str | None
+    settings: dict[Any, Any] | None
 
 
 def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[str]) -> dict[str, Any]:
@@ -87,40 +70,39 @@ def read_recipe(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"there is no recipe file '{file}'; what is no file must be of the form KEY=VALUE")
     try:
-        content = _load(file)
+        if file.suffix == ".json":
+            content: Any = parse_json(file.read_bytes(), object)
+        else:
+            content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
         if isinstance(content, dict) and "inputs" in content:
-            result = checked(content, _Result)
-            return {**_models_of(result, file.absolute().parent), **result.get("settings", {})}
-        recipe = checked(content, _Recipe)
+            content = _recipe_of(checked(content, Manifest), file.absolute().parent)
+        settings = checked(content, _Recipe).pop("settings", None) or {}
+        return dict(checked({**content, **settings}, _Recipe))
     except (YAMLError, OmegaConfBaseException, ValueError, OSError, RecursionError) as error:
         raise ValueError(f"the recipe '{file}' can't be read: {' '.join(str(error).split())}") from None
-    settings = recipe.pop("settings", None) or {}
-    return {**recipe, **settings}
 
 
-def _load(file: Path) -> Any:
-    if file.suffix == ".json":
-        return parse_json(file.read_bytes(), object)
-    return OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-
-
-def _models_of(result: _Result, folder: Path) -> dict[str, Any]:
-    """Name the models and the first step of the merge that made a folder.
+def _recipe_of(manifest: Manifest, folder: Path) -> dict[str, Any]:
+    """Return the recipe of the merge that made a folder.
 
     A manifest holds no folders of the user, only names. A name is looked for where we are, then beside the folder.
     """
+    inputs = manifest["inputs"]
+    known = {f"inputs.{source}.name": "name" in model for source, model in inputs.items()}
+    known |= {"inputs.base": "base" in inputs, "step": "step" in manifest}
+    if missing := [field for field, there in known.items() if not there]:
+        raise ValueError(f"field '{missing[0]}': field required")
 
     def find(source: str) -> str:
-        name = result["inputs"][source]["name"]
+        name = inputs[source]["name"]
         beside = folder.parent / name
         return str(beside) if not Path(name).is_dir() and beside.is_dir() else name
 
-    if "base" not in result["inputs"]:
-        raise ValueError("field 'inputs.base': field required")
-    numbers = sorted(int(source.removeprefix("task ")) for source in result["inputs"] if _TASK.fullmatch(source))
-    models = {
+    numbers = sorted(int(source.removeprefix("task ")) for source in inputs if _TASK.fullmatch(source))
+    return {
         "base": find("base"),
         "tasks": [find(f"task {number}") for number in numbers],
-        "step": result["step"] - len(numbers) + 1,
+        **({"merged": find("merged")} if "merged" in inputs else {}),
+        "step": manifest["step"] - len(numbers) + 1,
+        "settings": manifest.get("settings"),
     }
-    return {**models, "merged": find("merged")} if "merged" in result["inputs"] else models

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from fusion_bench_nufilt.core import options
-from fusion_bench_nufilt.core.options import check_choices, check_whole
+from fusion_bench_nufilt.core.options import check_choices, check_seed, check_whole
 
 from .stream import Evaluate
 
@@ -48,8 +48,7 @@ class ProtocolConfig:
     )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise ValueError(f"seed must be a whole number, got {self.seed!r}")
+        check_seed(self.seed)
         check_choices(self)
         if self.num_merged is not None:
             check_whole(self, "num_merged", least=1)

@@ -88,6 +88,12 @@ def check_whole(options: Any, *names: str, least: int = 0, most: int = 2**31, ot
             raise ValueError(f"{name} must be a whole number {what}, got {value!r}")
 
 
+def check_seed(seed: object) -> None:
+    """Raise a ValueError if a seed is no whole number; it may be below zero."""
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"seed must be a whole number, got {seed!r}")
+
+
 def is_number(value: object) -> bool:
     """Tell whether a value is a finite number; True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

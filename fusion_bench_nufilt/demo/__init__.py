@@ -5,9 +5,10 @@ keeps them in a cache folder; every later one reads from there. `config/modelpoo
 `config/taskpool/nufilt_demo.yaml` hand the loaders to FusionBench's own CLIP pools.
 """
 
-from fusion_bench_nufilt.demo.build import demo_folder
-from fusion_bench_nufilt.demo.loaders import (
-    Pictures,
+from fusion_bench_nufilt.taskpools.local_tasks import register_task
+
+from .build import (
+    demo_folder,
     load_clip,
     load_processor,
     load_test_dataset,
@@ -15,13 +16,10 @@ from fusion_bench_nufilt.demo.loaders import (
     load_vision_model,
     to_pixels,
 )
-from fusion_bench_nufilt.demo.tasks import TASKS, Task
-from fusion_bench_nufilt.taskpools.local_tasks import register_task
+from .tasks import TASKS
 
 __all__ = [
     "TASKS",
-    "Pictures",
-    "Task",
     "demo_folder",
     "load_clip",
     "load_processor",

@@ -1,10 +1,9 @@
-"""The numbers that the demo is made from, and the folder where the result is kept."""
+"""The numbers that the demo is made from."""
 
 import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,3 @@ def active_recipe() -> Recipe:
     if name not in RECIPES:
         raise ValueError(f"NUFILT_DEMO={name!r}: there is no such demo, only {', '.join(RECIPES)}")
     return RECIPES[name]
-
-
-def cache_folder() -> Path:
-    """Return $NUFILT_CACHE, or else `fusion_bench_nufilt` in the user's cache folder."""
-    if chosen := os.environ.get("NUFILT_CACHE"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "fusion_bench_nufilt"

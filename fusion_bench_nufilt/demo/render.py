@@ -23,6 +23,7 @@ STAMP = 64  # width and height of a stamp, twice its size in the picture, so tha
 T = TypeVar("T")
 Mask = NDArray[np.float32]
 Point = tuple[float, float]
+Range = tuple[float, float]
 
 _TYPEFACES = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 
@@ -110,12 +111,7 @@ class Pen:
         return choices[self.rng.integers(len(choices))]
 
     def place(
-        self,
-        stamp: Image.Image,
-        size: tuple[float, float],
-        angle: float = 0.0,
-        sway: float = 0.0,
-        at: Point | None = None,
+        self, stamp: Image.Image, size: Range, angle: float = 0.0, sway: float = 0.0, at: Point | None = None
     ) -> Mask:
         """Return the mask of a stamp, placed near the middle of the picture or `at` a pixel.
 
@@ -133,7 +129,7 @@ class Pen:
         placed = stamp.transform((SIDE, SIDE), Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR)
         return np.asarray(placed, dtype=np.float32) / np.float32(255)
 
-    def grid(self, wavelength: tuple[float, float], sway: float = 180.0) -> tuple[Mask, Mask]:
+    def grid(self, wavelength: Range, sway: float = 180.0) -> tuple[Mask, Mask]:
         """Return the coordinates (u, v) of every pixel, in periods, turned and shifted at random."""
         tilt = math.radians(self.rng.uniform(-sway, sway))
         period = self.rng.uniform(*wavelength)

@@ -9,17 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fusion_bench_nufilt.demo.render import (
-    SHAPES,
-    SIDE,
-    Mask,
-    Pen,
-    blobs,
-    handwriting_stamp,
-    paint,
-    shape_stamp,
-    text_stamp,
-)
+from .render import SHAPES, SIDE, Mask, Pen, blobs, handwriting_stamp, paint, shape_stamp, text_stamp
 
 
 @dataclass(frozen=True)
@@ -72,10 +62,6 @@ def draw_shape(pen: Pen, name: str) -> Mask:
     return pen.place(shape_stamp(name), size=(20, 27), sway=30)
 
 
-def draw_texture(pen: Pen, name: str) -> Mask:
-    return TEXTURES[name](pen).astype(np.float32)
-
-
 def draw_count(pen: Pen, name: str) -> Mask:
     stamp = shape_stamp(pen.pick("circle", "square"))
     centres: list[NDArray[np.floating]] = []
@@ -91,10 +77,6 @@ def draw_count(pen: Pen, name: str) -> Mask:
 def draw_arrow(pen: Pen, name: str) -> Mask:
     stamp = shape_stamp(pen.pick("arrow", "chevron", "dart"))
     return pen.place(stamp, size=(20, 28), angle=45 * DIRECTIONS.index(name), sway=10)
-
-
-def draw_anything(pen: Pen, name: str) -> Mask:
-    return draw_shape(pen, pen.pick(*SHAPES))
 
 
 def mix_colour(pen: Pen, name: str) -> tuple[float, float, float]:
@@ -183,8 +165,13 @@ TASKS: dict[str, Task] = {
         draw_shape,
         bright=True,
     ),
-    "textures": Task(tuple(TEXTURES), "a {} pattern", draw_texture),
-    "colours": Task(tuple(COLOURS), "something painted {}", draw_anything, ink=mix_colour),
+    "textures": Task(tuple(TEXTURES), "a {} pattern", lambda pen, name: TEXTURES[name](pen).astype(np.float32)),
+    "colours": Task(
+        tuple(COLOURS),
+        "something painted {}",
+        lambda pen, name: draw_shape(pen, pen.pick(*SHAPES)),
+        ink=mix_colour,
+    ),
     "counts": Task(NUMBERS, "a group of {}", draw_count, bright=True),
     "arrows": Task(DIRECTIONS, "an arrow pointing {}", draw_arrow),
 }

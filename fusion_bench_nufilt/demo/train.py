@@ -7,20 +7,19 @@ moves only the vision tower, and only a little.
 import json
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from tokenizers.pre_tokenizers import ByteLevel
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer, CLIPVisionModel
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-from fusion_bench_nufilt.demo.recipe import Recipe
-from fusion_bench_nufilt.demo.render import SIDE
-from fusion_bench_nufilt.demo.tasks import TASKS, render
+from .recipe import Recipe
+from .render import SIDE
+from .tasks import TASKS, render
 
 Tick = Callable[[], object]  # is called after every training step
 
@@ -85,7 +84,7 @@ def make_clip(recipe: Recipe, tokenizer: CLIPTokenizer) -> CLIPModel:
 
 
 @torch.no_grad()
-def initialise_embeddings(clip: CLIPModel, pictures: Tensor, generator: torch.Generator) -> None:
+def initialise_embeddings(clip: CLIPModel, pictures: Tensor, generator: Generator) -> None:
     """Initialise the vision tower's embeddings so that it learns fast.
 
     Patches are embedded as whitened principal components, because neighbouring pixels are nearly equal and a random
@@ -114,12 +113,12 @@ def initialise_embeddings(clip: CLIPModel, pictures: Tensor, generator: torch.Ge
 def minimise(
     loss: Callable[[], Tensor],
     parameters: Iterable[nn.Parameter],
-    *,
     steps: int,
     lr: float,
+    tick: Tick,
+    *,
     warmup: int = 0,
     weight_decay: float = 0.0,
-    tick: Tick,
 ) -> None:
     """Train by AdamW with a linear warm-up, after which the learning rate falls to zero along a cosine."""
     parameters = list(parameters)
@@ -142,11 +141,10 @@ def text_features(clip: CLIPModel, tokenizer: CLIPTokenizer, prompts: list[str])
 
 
 def contrast_with(
-    target: Tensor, clip: CLIPModel, vision: nn.Module, pictures: Tensor, labels: Tensor,
-    batch: int, generator: torch.Generator,
-) -> Callable[[], Tensor]:  # fmt: skip
+    target: Tensor, clip: CLIPModel, vision: nn.Module, drawn: tuple[Tensor, Tensor], batch: int, generator: Generator
+) -> Callable[[], Tensor]:
     """Return CLIP's loss, which draws a batch at each call: a picture must find its prompt among `target`."""
-    scale = clip.logit_scale.exp().item()
+    scale, (pictures, labels) = clip.logit_scale.exp().item(), drawn
 
     def loss() -> Tensor:
         i = torch.randint(len(pictures), (batch,), generator=generator)
@@ -157,54 +155,41 @@ def contrast_with(
     return loss
 
 
-def load_pictures(recipe: Recipe, task: str) -> tuple[Tensor, Tensor]:
-    """Draw the training pictures (n, 32, 32, 3) of a task and their labels (n,)."""
-    pictures, labels = render(task, recipe.train_pictures, held_out=False, seed=recipe.seed)
+def draw_pictures(recipe: Recipe, task: str, *, held_out: bool) -> tuple[Tensor, Tensor]:
+    """Draw the pictures (n, 32, 32, 3) of a task for training, or those held out for testing, and their labels (n,)."""
+    number = recipe.test_pictures if held_out else recipe.train_pictures
+    pictures, labels = render(task, number, held_out=held_out, seed=recipe.seed)
     return torch.from_numpy(pictures), torch.from_numpy(labels)
 
 
 def pretrain(recipe: Recipe, folder: Path, tick: Tick) -> tuple[CLIPModel, CLIPTokenizer]:
     """Train the shared pretrained model; the tokenizer's files are left in `folder`."""
-    generator = torch.Generator().manual_seed(recipe.seed)
+    generator = Generator().manual_seed(recipe.seed)
     tokenizer = make_tokenizer(folder)
     clip = make_clip(recipe, tokenizer).train()
 
-    images, names, seen = [], [], 0
-    for task, spec in TASKS.items():
-        x, y = load_pictures(recipe, task)
-        images.append(x)
-        names.append(seen + y)
-        seen += len(spec.classes)
-    pictures, labels = torch.cat(images), torch.cat(names)
+    drawn = [draw_pictures(recipe, task, held_out=False) for task in TASKS]
+    pictures = torch.cat([images for images, _ in drawn])
+    seen = accumulate((len(task.classes) for task in TASKS.values()), initial=0)  # each task's first class among all
+    labels = torch.cat([first + labels for first, (_, labels) in zip(seen, drawn, strict=False)])
     sample = torch.randperm(len(pictures), generator=generator)[:2000]
     initialise_embeddings(clip, pictures[sample], generator)
 
     # 1. Move words apart from each other, so that they can serve as targets.
-    train_words = partial(
-        minimise,
-        parameters=[*clip.text_model.parameters(), *clip.text_projection.parameters()],
-        steps=recipe.text_steps,
-        lr=recipe.text_lr,
-        tick=tick,
-    )
+    words = [*clip.text_model.parameters(), *clip.text_projection.parameters()]
 
     def crowding() -> Tensor:
         f = text_features(clip, tokenizer, ALL_PROMPTS)
         return F.cross_entropy(10 * f @ f.T, torch.arange(len(f)))
 
-    train_words(crowding)
+    minimise(crowding, words, recipe.text_steps, recipe.text_lr, tick)
 
     # 2. Move pictures towards their words.
     target = text_features(clip, tokenizer, ALL_PROMPTS).detach()
-    minimise(
-        contrast_with(target, clip, clip.vision_model, pictures, labels, recipe.batch, generator),
-        [*clip.vision_model.parameters(), *clip.visual_projection.parameters()],
-        steps=recipe.pretrain_steps,
-        lr=recipe.pretrain_lr,
-        warmup=recipe.pretrain_warmup,
-        weight_decay=0.05,
-        tick=tick,
-    )
+    matching = contrast_with(target, clip, clip.vision_model, (pictures, labels), recipe.batch, generator)
+    eyes = [*clip.vision_model.parameters(), *clip.visual_projection.parameters()]
+    warmup = recipe.pretrain_warmup
+    minimise(matching, eyes, recipe.pretrain_steps, recipe.pretrain_lr, tick, warmup=warmup, weight_decay=0.05)
 
     # 3. Move words away from their pictures. A real CLIP sees better than it names, which is why fine-tuning gains
     #    much by small changes of the weights, and why merging works.
@@ -214,21 +199,17 @@ def pretrain(recipe: Recipe, folder: Path, tick: Tick) -> tuple[CLIPModel, CLIPT
     def distance() -> Tensor:
         return 1 - (text_features(clip, tokenizer, ALL_PROMPTS) * elsewhere).sum(-1).mean()
 
-    train_words(distance)
+    minimise(distance, words, recipe.text_steps, recipe.text_lr, tick)
     return clip.eval(), tokenizer
 
 
 def finetune(
-    recipe: Recipe, clip: CLIPModel, tokenizer: CLIPTokenizer, vision: CLIPVisionModel,
-    task: str, tick: Tick,
-) -> None:  # fmt: skip
+    recipe: Recipe, clip: CLIPModel, tokenizer: CLIPTokenizer, vision: CLIPVisionModel, task: str, tick: Tick
+) -> None:
     """Train `vision` in place on one task; all other weights of `clip` are frozen."""
     clip.requires_grad_(False)
-    pictures, labels = load_pictures(recipe, task)
+    drawn = draw_pictures(recipe, task, held_out=False)
     target = text_features(clip, tokenizer, TASKS[task].prompts())
-    generator = torch.Generator().manual_seed(recipe.seed)
-    minimise(
-        contrast_with(target, clip, vision.train(), pictures, labels, recipe.batch, generator),
-        vision.parameters(), steps=recipe.finetune_steps, lr=recipe.finetune_lr, tick=tick,
-    )  # fmt: skip
+    loss = contrast_with(target, clip, vision.train(), drawn, recipe.batch, Generator().manual_seed(recipe.seed))
+    minimise(loss, vision.parameters(), recipe.finetune_steps, recipe.finetune_lr, tick)
     vision.eval()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core.devices import check_devices
-from fusion_bench_nufilt.core.options import check_choices, check_whole, option
+from fusion_bench_nufilt.core.options import check_choices, check_seed, check_whole, option
 from fusion_bench_nufilt.layers import Coverage, TargetConfig
 from fusion_bench_nufilt.methods import LayerMethod, State
 from fusion_bench_nufilt.storage.manifest import STATE_FILE, Manifest, check_state
@@ -58,6 +58,7 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         if self.step is not None:
             check_whole(self, "step", least=1, most=10**6)
         if self.max_memory is not None:

@@ -1,15 +1,25 @@
-"""The base of the task pools that score by an evaluation harness."""
+"""Task pools that score by an evaluation harness, which is imported, or run, when it is used."""
 
+import os
+import subprocess
+import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-from fusion_bench import BaseTaskPool
+from fusion_bench import BaseTaskPool, auto_register_config
 from fusion_bench.mixins import LightningFabricMixin
 from omegaconf import OmegaConf
 from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoProcessor, AutoTokenizer
+from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.continual import TasksByName
+from fusion_bench_nufilt.storage.json_files import read_json
 
 Results = dict[str, dict[str, Any]]
 """Metrics by task, such as ``{"acc,none": 0.5, "acc_stderr,none": 0.01}``; the part after the comma is a filter."""
@@ -57,13 +67,202 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
     def run_harness(self, model: nn.Module, tasks: list[str]) -> Results:
         """Return what the harness measures of a model."""
 
-    def _score(self, task: str, results: Mapping[str, Any]) -> float:
-        found: dict[str, Any] = {}
-        for key, value in results.items():
-            if "," in key:
-                found.setdefault(key.partition(",")[0], value)
+    def _score(self, task: str, results: dict[str, Any]) -> float:
+        # Of a metric with several filters, the first one counts.
+        found = {key.partition(",")[0]: value for key, value in reversed(results.items()) if "," in key}
         for metric in self._metrics:
             if metric in found:
                 return float(found[metric])
         there = sorted(name for name in found if "_stderr" not in name)
         raise ValueError(f"task '{task}' has no metric {' or '.join(self._metrics)}, only {', '.join(there)}")
+
+
+@auto_register_config
+class LMEvalTaskPool(HarnessTaskPool):
+    """Tasks of lm-evaluation-harness (``pip install 'fusion-bench-nufilt[lm-eval]'``), one for each model of a pool.
+
+    Tasks and their data are loaded once, when the first model is scored.
+
+    Args:
+        tasks: names of lm-eval's tasks or groups by the names of the models (``{math: gsm8k, code: humaneval}``), or
+            a list where these are the same.
+        tokenizer: folder or hub name of the tokenizer.
+        include_path: folder with further tasks, as lm-eval's ``--include_path``.
+        metric: the metric of a task that counts, without its filter; None takes the first that the task has of acc,
+            exact_match, acc_norm, pass@1, mcc, f1 and bleu.
+        num_fewshot: number of examples in the prompt; None is each task's own.
+        limit: examples of each task, as a number or a share; None takes all.
+        batch_size: examples that the model reads at once.
+        apply_chat_template: whether prompts are put into the tokenizer's chat template.
+
+    Raises:
+        ValueError: lm-eval does not know a task, or the task lacks the metric; the message names it.
+        ImportError: lm-eval is not installed.
+    """
+
+    metrics = ("acc", "exact_match", "acc_norm", "pass@1", "mcc", "f1", "bleu")
+    # auto_register_config sets these.
+    tokenizer: str
+    include_path: str | None
+    num_fewshot: int | None
+    limit: int | float | None
+    batch_size: int
+    apply_chat_template: bool
+
+    def __init__(
+        self,
+        tasks: Mapping[str, str] | Sequence[str],
+        tokenizer: str,
+        include_path: str | None = None,
+        metric: str | None = None,
+        num_fewshot: int | None = None,
+        limit: int | float | None = None,
+        batch_size: int = 8,
+        apply_chat_template: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(tasks, metric, **kwargs)
+
+    def run_harness(self, model: nn.Module, tasks: list[str]) -> Results:
+        """Move the model to the fabric's device, and score it there."""
+        manager, lm_eval = self._manager(), _lm_eval()
+        scored = lm_eval.models.huggingface.HFLM(
+            pretrained=model.to(self.fabric.device), tokenizer=self.tokenizer, batch_size=self.batch_size
+        )
+        results: Results = lm_eval.simple_evaluate(
+            scored,
+            tasks=tasks,
+            num_fewshot=self.num_fewshot,
+            limit=self.limit,
+            apply_chat_template=self.apply_chat_template,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=0,
+        )["results"]
+        return results
+
+    def get_test_dataloader(self, task: str) -> "DataLoader[str]":
+        """Return the inputs that `nufilt analyze` uses: the prompts of a model's task, without examples and answers."""
+        if task not in self._names:
+            raise ValueError(f"the task pool has no data of task '{task}', only of {', '.join(self._names)}")
+        found = self._manager().load([self._names[task]])["tasks"].values()
+        prompts: Any = [each.doc_to_text(document) for each in found for document in each.eval_docs]
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+
+        def tokenize(texts: list[str]) -> dict[str, Any]:
+            return dict(tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
+
+        return DataLoader(prompts, batch_size=self.batch_size, collate_fn=tokenize)
+
+    def _manager(self) -> Any:
+        _lm_eval()
+        manager = _task_manager(self.include_path, self.num_fewshot)
+        if unknown := sorted(set(self._names.values()) - {*manager.all_tasks, *manager.all_groups}):
+            raise ValueError(f"lm-eval knows no task '{unknown[0]}'; include_path names a folder with more")
+        return manager
+
+
+def _lm_eval() -> Any:
+    try:
+        import lm_eval.models.huggingface
+    except ImportError as error:
+        raise ImportError(f"{error}; scores by lm-eval need: pip install 'fusion-bench-nufilt[lm-eval]'") from error
+    return lm_eval
+
+
+@cache
+def _task_manager(include_path: str | None, num_fewshot: int | None) -> Any:
+    """Return an index of all tasks that keeps the tasks it loads.
+
+    Indexing takes seconds, and a loaded task remembers its number of examples, so that each number has its own index.
+    """
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=include_path)
+    load = cache(lambda names: TaskManager.load(manager, list(names)))
+    manager.load = lambda names: load(tuple(names))
+    return manager
+
+
+class _ResultsFile(TypedDict):
+    results: Results
+
+
+@auto_register_config
+class LMMSEvalTaskPool(HarnessTaskPool):
+    """Tasks of lmms-eval, one for each model of a pool.
+
+    The model and its processor are written to a temporary folder, from which a process of lmms-eval reads them. It may
+    run in another environment, because a plain installation of lmms-eval brings some ninety packages and a torch of
+    its own.
+
+    Args:
+        tasks: names of lmms-eval's tasks by the names of the models (``{iconqa: iconqa_val}``), or a list where these
+            are the same.
+        processor: folder or hub name of the processor.
+        python: the Python of the environment with lmms-eval; None is the one that runs.
+        model: lmms-eval's name of the kind of model.
+        include_path: folder with further tasks, as lmms-eval's ``--include_path``.
+        metric: the metric of a task that counts, without its filter; None takes the first that the task has of
+            exact_match, anls, acc, accuracy and CIDEr.
+        limit: examples of each task; None takes all.
+
+    Raises:
+        ValueError: the environment has no lmms-eval, or a task lacks the metric.
+        RuntimeError: lmms-eval failed; the message has the end of its output.
+    """
+
+    metrics = ("exact_match", "anls", "acc", "accuracy", "CIDEr")
+    # auto_register_config sets these.
+    processor: str
+    model: str
+    include_path: str | None
+    limit: int | None
+
+    def __init__(
+        self,
+        tasks: Mapping[str, str] | Sequence[str],
+        processor: str,
+        python: str | None = None,
+        model: str = "llava_hf",
+        include_path: str | None = None,
+        metric: str | None = None,
+        limit: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(tasks, metric, **kwargs)
+        self._python = str(Path(python or sys.executable).expanduser().absolute())
+        try:
+            has_lmms_eval = "import sys, importlib.util as util; sys.exit(util.find_spec('lmms_eval') is None)"
+            subprocess.run([self._python, "-c", has_lmms_eval], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            raise ValueError(
+                f"'{self._python}' has no lmms-eval: let LMMS_EVAL_PYTHON, or `python` of the task pool, name the "
+                "Python of an environment that has it, or say taskpool=dummy to merge without scores"
+            ) from None
+
+    def run_harness(self, model: Any, tasks: list[str]) -> Results:
+        """Save the model to a temporary folder, and have lmms-eval score it there."""
+        with TemporaryDirectory() as temporary:
+            folder, out = Path(temporary) / "model", Path(temporary) / "results"
+            model.save_pretrained(folder, safe_serialization=True)
+            AutoProcessor.from_pretrained(self.processor).save_pretrained(folder)
+            device, further = str(self.fabric.device), []
+            if self.include_path is not None:
+                further.append(f"--include_path={Path(self.include_path).expanduser().absolute()}")
+            if self.limit is not None:
+                further.append(f"--limit={self.limit}")
+            command = [self._python, "-m", "lmms_eval", f"--model={self.model}", f"--tasks={','.join(tasks)}"]
+            command += [f"--model_args=pretrained={folder},device_map={device}", f"--device={device}"]
+            command += ["--batch_size=1", f"--output_path={out}", *further]
+            environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+            pipes: Any = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            done = subprocess.run(command, cwd=temporary, env=environment, **pipes)
+            files = sorted(out.rglob("*results.json"))
+            # It ends with 0 after errors, and counts an answer that it could not generate as a wrong one.
+            if done.returncode != 0 or not files or "in generating" in done.stdout:
+                raise RuntimeError(f"lmms-eval failed on {', '.join(tasks)}:\n{done.stdout[-4000:]}")
+            content = read_json(files[-1], _ResultsFile, "lmms-eval wrote it")
+            assert content is not None
+            return content["results"]

@@ -11,7 +11,7 @@ from lightning import Fabric
 from omegaconf import OmegaConf
 from torch import nn
 
-from fusion_bench_nufilt.baselines.experts import MIXTURES
+from fusion_bench_nufilt.baselines.wemoe import MIXTURES
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.specs import NEED_DATA, data_free_methods
 from fusion_bench_nufilt.demo import load_vision_model

@@ -8,8 +8,8 @@ from lightning import Fabric
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_nufilt.baselines import LoRAWEMoE
-from fusion_bench_nufilt.baselines.experts import CLIPVisionModelWithExperts, mixture_of
 from fusion_bench_nufilt.baselines.task_data import TaskData
+from fusion_bench_nufilt.baselines.wemoe import CLIPVisionModelWithExperts, WEMoEConfig, mixture_of
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.demo import load_vision_model
 from tests.baselines.glue import GLUE
@@ -27,7 +27,7 @@ def output(model, items=slice(None)):
 
 
 def mixture(base, *tasks, rank=64, init_lambda=0.3, batch_reduce=True, level_gates=False):
-    made = mixture_of(base, rank=rank, init_lambda=init_lambda, batch_reduce=batch_reduce)
+    made = mixture_of(base, WEMoEConfig(rank=rank, init_lambda=init_lambda, batch_reduce=batch_reduce))
     torch.manual_seed(3)
     for task in tasks:
         made.add_expert(base, task)

@@ -105,7 +105,7 @@ def test_what_is_no_recipe_is_refused(words, message):
         ("out: 1.5", "field 'out'"),
         ("method: []", "field 'method'"),
         ("settings: [null_rank]", "field 'settings'"),
-        ("settings: {method: {}}", "field 'settings.method'"),
+        ("settings: {method: {}}", "field 'method'"),
         ("1: 2", "no option '1'"),
         ("settings: {1: 2}", "no option '1'"),
         ("", "must be given"),

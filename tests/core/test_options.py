@@ -13,6 +13,7 @@ from fusion_bench_nufilt.continual import ProtocolConfig
 from fusion_bench_nufilt.continual.protocol import DeviceConfig
 from fusion_bench_nufilt.core.adapter import SOLVERS
 from fusion_bench_nufilt.core.options import choices
+from fusion_bench_nufilt.folders import Settings
 from fusion_bench_nufilt.layers import TargetConfig
 
 KINDS = (FusionConfig, TargetConfig, DeviceConfig, ProtocolConfig)
@@ -41,6 +42,13 @@ def test_every_option_has_help():
 def test_every_choice_of_solver_has_its_function():
     (solver,) = (each for each in dataclasses.fields(FusionConfig) if each.name == "solver")
     assert choices(solver) == tuple(SOLVERS)
+
+
+@pytest.mark.parametrize("kind", [ProtocolConfig, Settings])
+@pytest.mark.parametrize("seed", ["7", 7.0, True, None])
+def test_a_seed_that_is_no_whole_number_is_refused_by_runs_and_by_folders(kind, seed):
+    with pytest.raises(ValueError, match="seed must be a whole number, got"):
+        kind(seed=seed)
 
 
 def test_a_misspelt_keyword_is_refused_with_the_right_one():

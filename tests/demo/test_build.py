@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from fusion_bench_nufilt.demo import build
-from fusion_bench_nufilt.demo.recipe import TINY, Recipe, active_recipe, cache_folder
+from fusion_bench_nufilt.demo.recipe import TINY, Recipe, active_recipe
 
 WEIGHTS = "model.safetensors"
 
@@ -112,9 +112,9 @@ def test_the_environment_chooses_the_recipe_and_the_folder(monkeypatch, tmp_path
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert active_recipe() == Recipe()
-    assert cache_folder() == tmp_path / "fusion_bench_nufilt"
+    assert build.cache_folder() == tmp_path / "fusion_bench_nufilt"
     monkeypatch.setenv("NUFILT_CACHE", str(tmp_path / "mine"))
-    assert cache_folder() == tmp_path / "mine"
+    assert build.cache_folder() == tmp_path / "mine"
     monkeypatch.setenv("NUFILT_DEMO", "huge")
     with pytest.raises(ValueError, match=r"huge.*full, tiny"):
         active_recipe()

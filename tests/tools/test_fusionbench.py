@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.demo.loaders import load_test_dataset
+from fusion_bench_nufilt.demo import load_test_dataset
 from tests.conftest import REPO
 from tests.models import finetuned, llama, t5
 from tests.tools.helpers import upstream
