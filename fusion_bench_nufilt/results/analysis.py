@@ -240,9 +240,7 @@ def _page(content: Content, tables: Tables) -> Page:
         page.heading("Theorem 1")
         page.words("In how many pairs of a layer and a task its condition holds, and how high the affinity is.")
         page.table([key.replace("_", " ") for key in rows[0]], [list(row.values()) for row in rows])
-    page.heading("Configuration")
-    page.details("analysis", content["about"])
-    page.details("versions", content.get("versions", {}))
+    page.configuration({"analysis": content["about"], "versions": content.get("versions", {})})
     return page
 
 

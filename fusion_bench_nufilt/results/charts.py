@@ -15,11 +15,13 @@ from .names import depth, kind
 from .theme import (
     COLOURS,
     GREY,
+    Matrix,
     Numbers,
     Options,
     Rows,
     arranged,
     by_name,
+    cells,
     clean,
     curve_points,
     horizontal,
@@ -31,8 +33,6 @@ from .theme import (
     with_slider,
     x_axis,
 )
-
-Matrix = Sequence[Numbers]
 
 
 def heat_maps(
@@ -49,20 +49,12 @@ def heat_maps(
 
     Args:
         maps: matrices by name, all of one shape. A line break in a name begins a new line of a panel's title.
-        rows: the labels of the rows, from the top.
-        columns: the labels of the columns.
-        words: what rows and columns are.
+        rows: the labels of the rows, from the top; ``columns`` those of the columns.
+        words: what rows and columns are; ``legend`` is what the numbers are.
         domain: the values at the two ends of the colours; by default from 0, or below, to the largest value.
-        legend: what the numbers are.
     """
-    cells: Rows = [
-        {"set": name, "row": row, "column": column, "value": number}
-        for name, matrix in maps.items()
-        for row, values in zip(rows, matrix, strict=True)
-        for column, value in zip(columns, values, strict=True)
-        if (number := clean(value)) is not None
-    ]
-    values = [cell["value"] for cell in cells]
+    numbers = cells(maps, rows, columns, ("set", "row", "column"))
+    values = [cell["value"] for cell in numbers]
     low, high = domain or (min([0.0, *values]), max(values, default=1.0))
     dark = low + 0.47 * (high - low)  # white is read better on the colours below, black on those above
     cell_size, font_size = (34, 10) if len(columns) <= 10 else (24, 8)
@@ -84,7 +76,7 @@ def heat_maps(
         )
         return layered([squares, texts], part, (cell_size * len(columns), cell_size * len(rows)), title)
 
-    return arranged(cells, names, draw, panels)
+    return arranged(numbers, names, draw, panels)
 
 
 def lines(
@@ -152,20 +144,14 @@ def ecdf(
     marks: Mapping[str, tuple[float | str, str]] | None = None,
     panels: int = 0,
 ) -> ChartType:
-    """Draw the empirical distributions of numbers from 0 to 1.
-
-    Args:
-        sets: for each set, numbers by name.
-        marks: see :func:`lines`.
-    """
+    """Draw the empirical distributions of numbers from 0 to 1, by set and name; for ``marks`` see :func:`lines`."""
     grid = [place / 200 for place in range(201)]
     curves = {
         name: {label: [sum(v <= x for v in values) / len(values) for x in grid] for label, values in groups.items()}
         for name, groups in sets.items()
     }
-    look: Options = {"dots": False, "size": (300, 220)} | dict.fromkeys(
-        ("x_scale", "y_scale"), alt.Scale(domain=[0, 1])
-    )
+    scale = alt.Scale(domain=[0, 1])
+    look: Options = {"x_scale": scale, "y_scale": scale, "dots": False, "size": (300, 220)}
     return lines(curves, grid, x_title, y_title, marks=marks, panels=panels, **look)
 
 
@@ -214,17 +200,9 @@ def points(
 def bars_by_step(series: Mapping[str, Matrix], tasks: Sequence[str]) -> ChartType:
     """Draw the scores of all tasks, one bar for each series, after the step that a slider chooses.
 
-    Args:
-        series: by name matrices whose rows are steps and whose columns are tasks, in per cent.
-        tasks: in merging order.
+    The matrices have a row for each step and a column for each of ``tasks``, in merging order, in per cent.
     """
-    rows = [
-        {"step": step, "task": task, "name": name, "value": number}
-        for name, matrix in series.items()
-        for step, values in enumerate(matrix, 1)
-        for task, value in zip(tasks, values, strict=True)
-        if (number := clean(value)) is not None
-    ]
+    rows = cells(series, range(1, len(tasks) + 1), tasks, ("name", "step", "task"))
     chart = (
         alt.Chart(alt.Data(values=rows), width=560, height=300)
         .mark_bar()
@@ -271,8 +249,7 @@ def bars(rows: Sequence[Mapping[str, Any]], title: str, *, labels: bool = True) 
 def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]]) -> ChartType:
     """Draw one point for each layer over its block; a menu chooses the quantity, and a slider the step.
 
-    Args:
-        values: for each quantity and step, a number for each layer, the same layers everywhere.
+    ``values`` has, for each quantity and step, a number for each layer, the same layers everywhere.
     """
     quantities, steps = list(values), next(iter(values.values()))
     kinds = list(dict.fromkeys(map(kind, steps[-1])))

@@ -70,12 +70,9 @@ def read_results(folder: Path) -> Json:
 
 
 def write_comparison(folder: Path) -> list[str]:
-    """Write tables, pictures and the page, each whole or not at all; a picture that would say nothing is left out.
+    """Write tables, pictures and the page, each whole or not at all, and return the names of the files.
 
-    Scores are per cent in ``.md``, ``.tex``, pictures and page, fractions in ``.json`` and ``.csv``.
-
-    Returns:
-        The names of the files.
+    A picture that would say nothing is left out. Scores are fractions in ``.json`` and ``.csv``, elsewhere per cent.
     """
     content = read_results(folder)
     texts = {}
@@ -132,19 +129,15 @@ def _page(content: Json) -> Page:
         page.chart(bars_by_step(scores, next(iter(matrices.values())).tasks))
     for table in (task_table(content), *overhead_tables(content)):
         page.texts(table)
-    page.heading("Configuration")
-    page.details("settings", content["settings"])
-    page.details("methods", {label: row["overrides"] for label, row in content["methods"].items()})
-    page.details("versions", content["environment"])
+    overrides = {label: row["overrides"] for label, row in content["methods"].items()}
+    page.configuration({"settings": content["settings"], "methods": overrides, "versions": content["environment"]})
     return page
 
 
 def charts_of(content: Json, *, panels: bool) -> dict[str, ChartType]:
-    """Draw all that there are numbers for, and return the charts by the names of their pictures.
+    """Draw all that ``results.json`` has numbers for, and return the charts by the names of their pictures.
 
-    Args:
-        content: of ``results.json``.
-        panels: whether sets stand side by side, as in a picture, or are chosen from a menu, as on a page.
+    With ``panels``, sets stand side by side, as in a picture; without, a menu chooses one, as on a page.
     """
     done = {label: row for label, row in content["methods"].items() if finished(row)}
     charts: dict[str, ChartType] = {}
@@ -181,24 +174,20 @@ def _accuracy_per_step(content: Json, done: Mapping[str, Json]) -> ChartType:
 
     Over several orders, step t is a mean over t tasks that are not the same t tasks in every order.
     """
-    means = {}
+    means, deviations, references = {}, {}, content["references"].items()
     for label, row in done.items():
         matrices = list(_matrices(row).values())
-        means[label] = [Mean.of(column) for column in zip(*(matrix.mean_seen for matrix in matrices), strict=True)]
-    x: list[Any] = list(range(1, len(content["tasks"]) + 1))
-    if len(content["seeds"]) == 1 and len(x) <= 10:  # the order is one, and that of the last method too
-        x = matrices[0].steps
-    deviations = {label: [100 * mean.std for mean in each] for label, each in means.items()}
+        steps = [Mean.of(scores) for scores in zip(*(matrix.mean_seen for matrix in matrices), strict=True)]
+        means[label] = [100 * mean.mean for mean in steps]
+        deviations[label] = [100 * mean.std for mean in steps]
+    one_order = len(content["seeds"]) == 1 and len(steps) <= 10
     return lines(
-        {"": {label: [100 * mean.mean for mean in each] for label, each in means.items()}},
-        x,
+        {"": means},
+        matrices[0].steps if one_order else range(1, len(steps) + 1),
         "models merged",
         "mean score on the tasks seen so far (%)",
         deviations={"": deviations} if len(done) <= _MOST_BANDS else None,
-        heights={
-            f"{label}, all tasks": 100 * Mean.of(scores.values()).mean
-            for label, scores in content["references"].items()
-        },
+        heights={f"{label}, all tasks": 100 * Mean.of(scores.values()).mean for label, scores in references},
         among=list(content["methods"]),
         ranked=True,
         size=(620, 380),
@@ -259,20 +248,19 @@ def _ablation(content: Json, name: str) -> ChartType:
 
 def _sensitivity(panels: list[Json], done: Mapping[str, Json]) -> ChartType:
     """ACC (above) and BWT (below) over what each panel varies; a dashed line marks the method's own value."""
-    usual = _config(done["steps 50"]) if "steps 50" in done else {}
+    configs = {label: next(iter(finished(row).values()))["config"] for label, row in done.items()}  # of any run
     symbols = {panel["key"]: panel["symbol"] for panel in panels}
     rows: dict[str, list[ChartType]] = {"ACC": [], "BWT": []}
     for panel in panels:
         symbol, key = panel["symbol"], panel["key"]
-        curve = [row for label, row in done.items() if label.startswith(f"{symbol} ")]
+        curve = [label for label in done if label.startswith(f"{symbol} ")]
         if not curve:
             continue
-        configs = [_config(row) for row in curve]
-        values = [str(config[key]) for config in configs]
-        title = ", ".join(f"{symbols[name]} = {configs[0][name]}" for name in panel["fixed"])
-        own = str(usual.get(key))
+        values = [str(configs[label][key]) for label in curve]
+        title = ", ".join(f"{symbols[name]} = {configs[curve[0]][name]}" for name in panel["fixed"])
+        own = str(configs.get("steps 50", {}).get(key))
         for name, charts in rows.items():
-            means = [Mean.from_json(row[name]) for row in curve]
+            means = [Mean.from_json(done[label][name]) for label in curve]
             charts.append(
                 lines(
                     {title: {name: [100 * mean.mean for mean in means]}},
@@ -286,8 +274,3 @@ def _sensitivity(panels: list[Json], done: Mapping[str, Json]) -> ChartType:
                 )
             )
     return alt.vconcat(*(alt.hconcat(*charts).resolve_scale(y="shared") for charts in rows.values()))
-
-
-def _config(row: Json) -> Json:
-    """The settings of a method, from any of its runs that did not fail."""
-    return dict(next(iter(finished(row).values()))["config"])

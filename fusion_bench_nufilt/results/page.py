@@ -70,10 +70,12 @@ class Page:
             f'<div class="wide"><div class="chart"></div><script type="application/json">{data}</script></div>'
         )
 
-    def details(self, title: str, content: Any) -> None:
-        """Write what only some readers want to see, folded away: anything JSON can hold."""
-        text = json.dumps(content, indent=2, ensure_ascii=False)
-        self.parts.append(f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>")
+    def configuration(self, contents: dict[str, Any]) -> None:
+        """Write a section of what only some readers want to see, folded away by title: anything JSON can hold."""
+        self.heading("Configuration")
+        for title, content in contents.items():
+            text = json.dumps(content, indent=2, ensure_ascii=False)
+            self.parts.append(f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>")
 
     def render(self) -> str:
         """Return the whole page, with scripts and styles inside; the browser runs no others."""
@@ -99,11 +101,8 @@ class Page:
 @cache
 def _vega() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script; made once, since that takes seconds."""
-    return (
-        vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-        .replace("</script", "<\\/script")
-        .replace("<!--", "<\\!--")
-    )
+    script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
 def _cell(value: Value, digits: int) -> str:
@@ -111,9 +110,6 @@ def _cell(value: Value, digits: int) -> str:
         return '<td class="number" data-value="">-</td>'
     if isinstance(value, str):
         return f"<td>{escape(value)}</td>"
-    text = str(value) if isinstance(value, int) else _rounded(value, digits)
+    form = ".2e" if 0 < abs(value) < 10**-digits else f".{digits}f"
+    text = str(value) if isinstance(value, int) else f"{value:{form}}"
     return f'<td class="number" data-value="{value}">{text}</td>'
-
-
-def _rounded(value: float, digits: int) -> str:
-    return f"{value:.2e}" if 0 < abs(value) < 10**-digits else f"{value:.{digits}f}"

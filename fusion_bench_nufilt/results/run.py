@@ -41,10 +41,7 @@ class Run(TypedDict):
 
 
 def write_run(folder: Path) -> list[str]:
-    """Write ``accuracy_matrix.csv``, ``accuracy_matrix.png`` and the page; a score is a fraction in the first.
-
-    Returns:
-        The names of the files.
+    """Write ``accuracy_matrix.csv``, with fractions, ``accuracy_matrix.png`` and the page, and return their names.
 
     Raises:
         ValueError: a file of the run is damaged; names it, and the field.
@@ -56,8 +53,8 @@ def write_run(folder: Path) -> list[str]:
     rows = [[step, task, *row] for step, (task, row) in enumerate(zip(matrix.tasks, matrix.rows(), strict=True), 1)]
     scores = pd.DataFrame(rows, columns=["step", "merged_task", *matrix.tasks])
     write_text(folder / "accuracy_matrix.csv", scores.to_csv(index=False, lineterminator="\n"))
-    title = f"{content['method']}\n{matrix.summary()}"
-    save_chart(_heat_map(matrix, title, panels=1), folder / "accuracy_matrix.png")
+    picture = _heat_map(matrix, f"{content['method']}\n{matrix.summary()}", panels=1)
+    save_chart(picture, folder / "accuracy_matrix.png")
     write_text(folder / PAGE, _page(content, matrix, _read_layers(folder / "layers.csv")).render())
     return ["accuracy_matrix.csv", "accuracy_matrix.png", PAGE]
 
@@ -89,10 +86,7 @@ def _page(content: Run, matrix: AccuracyMatrix, layers: pd.DataFrame) -> Page:
     page.table(header, zip(*columns, strict=True), digits=1)
     if not layers.empty:
         _layers(page, layers)
-    page.heading("Configuration")
-    page.details("method", content["config"])
-    page.details("models", content["models"])
-    page.details("versions", content["versions"])
+    page.configuration({"method": content["config"], "models": content["models"], "versions": content["versions"]})
     return page
 
 

@@ -14,6 +14,7 @@ from fusion_bench_nufilt.storage.files import atomic_file
 Rows = list[dict[str, Any]]
 Options = dict[str, Any]
 Numbers = Sequence[float | None]
+Matrix = Sequence[Numbers]
 Draw = Callable[[Rows, str | None], alt.LayerChart]
 
 #: The colours of Okabe and Ito, which readers with any colour vision can tell apart.
@@ -53,6 +54,17 @@ def clean(value: float | None) -> float | None:
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
+def cells(maps: Mapping[str, Matrix], rows: Sequence[Any], columns: Sequence[str], keys: tuple[str, str, str]) -> Rows:
+    """Return a row for each number in matrices by name, with its map, row and column under ``keys``."""
+    return [
+        {**dict(zip(keys, (name, row, column), strict=True)), "value": number}
+        for name, matrix in maps.items()
+        for row, values in zip(rows, matrix, strict=True)
+        for column, value in zip(columns, values, strict=True)
+        if (number := clean(value)) is not None
+    ]
+
+
 def curve_points(
     sets: Mapping[str, Mapping[str, Numbers]], x: Sequence[float | str], deviations: Mapping[str, Mapping[str, Numbers]]
 ) -> Rows:
@@ -70,12 +82,9 @@ def curve_points(
 
 
 def style(among: Sequence[str], shown: Sequence[str], field: str = "name") -> Options:
-    """Return the encodings ``color``, ``shape`` and ``strokeDash``, which share one legend.
+    """Return the encodings ``color``, ``shape`` and ``strokeDash`` of a field, which share one legend.
 
-    Args:
-        among: all names; the place of a name among them decides how it looks.
-        shown: the names in the legend, in its order.
-        field: the field of the data that holds the name.
+    The place of a name ``among`` all names decides how it looks; the legend has those that are ``shown``, in order.
     """
     numbers = range(len(among))
     ranges: dict[str, tuple[Any, list[Any]]] = {
@@ -107,12 +116,9 @@ def x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tup
 
 def tooltip(**fields: str) -> list[alt.Tooltip]:
     """Return what is shown where the pointer is: fields and their titles; ``x``, ``y`` and ``value`` are numbers."""
-    numbers: Options = {"type": "quantitative", "format": ".4g"}
-    words: Options = {"type": "nominal"}
-    return [
-        alt.Tooltip(field, title=title, **(numbers if field in ("y", "value") else words))
-        for field, title in fields.items()
-    ]
+    number: Options = {"type": "quantitative", "format": ".4g"}
+    looks = [number if field in ("y", "value") else {"type": "nominal"} for field in fields]
+    return [alt.Tooltip(field, title=fields[field], **look) for field, look in zip(fields, looks, strict=True)]
 
 
 def padded(values: Sequence[float]) -> list[float]:
@@ -123,10 +129,7 @@ def padded(values: Sequence[float]) -> list[float]:
 
 
 def layered(layers: Sequence[alt.Chart], rows: Rows, size: tuple[int, int], title: str | None = None) -> alt.LayerChart:
-    """Lay charts over each other; those that bring no data of their own show ``rows``.
-
-    A line break in the title begins a new line.
-    """
+    """Lay charts over each other; those without data of their own show ``rows``. The title may have several lines."""
     above = title.split("\n") if title else alt.Undefined
     return alt.LayerChart(data=alt.Data(values=rows), layer=list(layers), width=size[0], height=size[1], title=above)
 

@@ -19,22 +19,15 @@ KINDS: dict[str, Callable[[Path], list[str]]] = {
 
 
 def write_results(folder: Path) -> list[str]:
-    """Write tables, pictures and ``index.html``, a page that opens from disk and needs no network.
-
-    Args:
-        folder: what a run, a comparison or an analysis left.
-
-    Returns:
-        The names of the files.
+    """Write tables, pictures and ``index.html``, which opens from disk, and return the names of the files.
 
     Raises:
         ValueError: the folder is none of the three, or one of its files is damaged; names it.
     """
     name = next((name for name in KINDS if (folder / name).is_file()), None)
     if name is None:
-        raise ValueError(
-            f"'{folder}' is the folder of no run, comparison or analysis: it has none of {', '.join(KINDS)}"
-        )
+        names = ", ".join(KINDS)
+        raise ValueError(f"'{folder}' is the folder of no run, comparison or analysis: it has none of {names}")
     try:
         return KINDS[name](folder)
     except (KeyError, TypeError, IndexError) as error:
@@ -42,11 +35,7 @@ def write_results(folder: Path) -> list[str]:
 
 
 def leave_results(folder: Path) -> list[str]:
-    """Write the same as a by-product of work that is done: if it can't be written, that is a warning.
-
-    Returns:
-        The names of the files.
-    """
+    """Write the same as a by-product of work that is done: if it can't be written, that is a warning."""
     try:
         return write_results(folder)
     except Exception as error:
