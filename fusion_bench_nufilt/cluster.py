@@ -42,7 +42,7 @@ def run_locally(work: Work, do: Callable[..., Any], processes: int) -> Results:
 
 
 def assign_gpus(processes: int) -> list[str | None]:
-    """For process i the GPU i modulo n of n, by its name for CUDA_VISIBLE_DEVICES."""
+    """Give process i the GPU i modulo n of n, by its name for CUDA_VISIBLE_DEVICES."""
     visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
     names = visible.split(",") if visible else list(map(str, range(count)))
     return [names[i % count] if count else None for i in range(processes)]
@@ -68,7 +68,7 @@ class Node(NamedTuple):
 
 
 def connect(address: str | None) -> Any:
-    """Ray, connected to the cluster at an address; None is the one that this machine belongs to, or a new one on it.
+    """Connect Ray to the cluster at an address; None is the one that this machine belongs to, or a new one on it.
 
     Raises:
         ValueError: Ray is not installed, or there is no cluster; says what to do.
@@ -87,7 +87,7 @@ def connect(address: str | None) -> Any:
 
 
 def find_nodes(ray: Any, *, gpus: bool) -> list[Node]:
-    """All nodes with CPUs, or all GPUs of all nodes; refuses a cluster without."""
+    """Return all nodes with CPUs, or all GPUs of all nodes; refuse a cluster without."""
     kind, found = "GPU" if gpus else "CPU", []
     for node in ray.nodes():
         if (number := int(node["Resources"].get(kind, 0))) and node["Alive"]:
@@ -170,7 +170,7 @@ def run_on_cluster(ray: Any, nodes: Sequence[Node], work: Work, make: Make, *arg
 
 
 def _start(ray: Any, nodes: Sequence[Node], make: Make, arguments: Sequence[Any]) -> dict[str, tuple[Any, Node]]:
-    """Actors that are ready, by their ids, and their nodes."""
+    """Return the actors that are ready, by their ids, and their nodes."""
     starting, ready = {}, {}
     shared = [ray.put(argument) for argument in arguments]
     for node in nodes:

@@ -157,12 +157,7 @@ class Experiment:
         return references
 
     def run(self, config: dict[str, Any], on_step: OnStep = lambda step: None) -> Run:
-        """Merge the stream with one method on one seed; if it fails, that is the result.
-
-        Args:
-            config: the method's, with its seed.
-            on_step: called with the number of each finished step.
-        """
+        """Merge the stream with a method's configuration, which has the seed; if it fails, that is the result."""
         device = self.fabric.device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         about = (config["seed"], {**package_versions(), "device": kind}, config)
@@ -191,12 +186,7 @@ class Experiment:
 
 
 def run_alone(overrides: tuple[str, ...], config: dict[str, Any]) -> Run:
-    """Run a method in a process of its own, which keeps the models and data of the first run for the next ones.
-
-    Args:
-        overrides: those of `fusion_bench` that choose the model pool and the task pool.
-        config: see :meth:`Experiment.run`.
-    """
+    """Run a method in a process of its own, which keeps the models and data that the overrides choose."""
     with quiet():
         return _experiment(overrides).run(config)
 

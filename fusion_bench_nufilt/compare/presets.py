@@ -85,12 +85,9 @@ def panel_specs(panel: Panel, width: int) -> list[RunSpec]:
 
 
 def rank_for_width(key: str, value: int, width: int) -> int:
-    """Return a rank of the paper for models of a width: r_p and r_l in proportion to it below 768, rounded down.
+    """Return an option, ``value`` in the paper at width 768, for models whose narrowest layer has d_i = ``width``.
 
-    Args:
-        key: the option, such as ``null_rank``; other options are left as they are.
-        value: its value for models of width 768.
-        width: d_i of the narrowest layer.
+    Below 768, r_p and r_l are in proportion to the width, rounded down; no rank is above it.
     """
     if key in ("null_rank", "lora_rank") and value:
         return width if value == _WIDTH else max(1, value * min(width, _WIDTH) // _WIDTH)

@@ -76,10 +76,8 @@ def compare(
         runs, missing = _known_runs(store, seeds, configs)
         runs |= {(spec, seed): Run(seed, {}, {}, error=why) for spec, why in wrong.items() for seed in seeds}
         work = {name: (config,) for name, (_, config) in missing.items()}
-        if engine == "local" and jobs == 1:
-            results = _run_here(work, experiment, progress)
-        else:
-            results = _run_elsewhere(work, pools, jobs, engine, address)
+        alone = engine == "local" and jobs == 1
+        results = _run_here(work, experiment, progress) if alone else _run_apart(work, pools, jobs, engine, address)
         bar = progress.add_task("", total=len(specs) * len(seeds), completed=len(runs))
         for spec, run in _save_each(results, missing, store):
             runs[spec, run.seed] = run
@@ -168,7 +166,7 @@ def _run_here(work: Work, experiment: Experiment, progress: Progress) -> Results
         yield name, run
 
 
-def _run_elsewhere(work: Work, pools: tuple[str, ...], jobs: int, engine: Engine, address: str | None) -> Results:
+def _run_apart(work: Work, pools: tuple[str, ...], jobs: int, engine: Engine, address: str | None) -> Results:
     if engine == "local":
         return run_locally(work, partial(run_alone, pools), jobs)
     ray = connect(address)
@@ -193,7 +191,7 @@ def _progress_bars(console: Console | None) -> Progress:
 
 @contextmanager
 def _steps_bar(progress: Progress, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar while a block runs, and give the block a function to call with each finished step."""
+    """Show a bar while a block runs, which gets a function to call with each finished step."""
     bar = progress.add_task(title, total=total)
     try:
         yield lambda step: progress.advance(bar)

@@ -25,19 +25,12 @@ _MOST_SEEDS = 1000
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A method with its settings, which is one row of the comparison.
+    """A method with its settings, which is one row of the comparison."""
 
-    Args:
-        label: its name in tables and pictures.
-        overrides: those of `fusion_bench` that the other rows do not share.
-        method: the name of the method, without ``continual/``.
-        settings: the ``KEY=VALUE`` words that differ from the method's configuration; they are among the overrides.
-    """
-
-    label: str
-    overrides: tuple[str, ...]
-    method: str
-    settings: tuple[str, ...] = ()
+    label: str  # its name in tables and pictures
+    overrides: tuple[str, ...]  # those of `fusion_bench` that the other rows do not share
+    method: str  # its name, without ``continual/``
+    settings: tuple[str, ...] = ()  # the ``KEY=VALUE`` words among the overrides
 
     @property
     def safe_label(self) -> str:
@@ -56,21 +49,13 @@ def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
     """
     methods, specs = _MethodConfigs(overrides), []
     for part in _split(text, ","):
-        specs += [_spec(name, methods) for name in methods.data_free()] if part == "all" else [_spec(part, methods)]
+        for row in methods.data_free() if part == "all" else [part]:
+            head, *settings = _split(row, ":")
+            label, _, name = (word.strip() for word in head.rpartition("="))
+            chosen = methods.resolve(name)
+            placed = (methods.place(chosen, setting) for setting in settings)
+            specs.append(RunSpec(label or row, (*chosen, *placed), name.removeprefix("continual/"), tuple(settings)))
     return specs
-
-
-def data_free_methods() -> list[str]:
-    """Return the names that ``all`` stands for."""
-    return _MethodConfigs().data_free()
-
-
-def _spec(text: str, methods: "_MethodConfigs") -> RunSpec:
-    head, *settings = _split(text, ":")
-    label, _, name = (part.strip() for part in head.rpartition("="))
-    overrides = methods.resolve(name)
-    placed = (methods.place(overrides, setting) for setting in settings)
-    return RunSpec(label or text, (*overrides, *placed), name.removeprefix("continual/"), tuple(settings))
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -106,33 +91,19 @@ def parse_seeds(text: str) -> list[int]:
         if end <= first:
             raise ValueError(f"seeds '{part}': the range is empty; its end is not part of it")
         if end - first > _MOST_SEEDS:
-            raise ValueError(
-                f"seeds '{part}' are {end - first}, more than the {_MOST_SEEDS} that a comparison may have"
-            )
+            raise ValueError(f"seeds '{part}' are {end - first}, more than the {_MOST_SEEDS} of a comparison")
         seeds += range(first, end)
     return list(dict.fromkeys(seeds))
 
 
 class _MethodConfigs:
-    """The method configs that `fusion_bench` would find.
-
-    Args:
-        overrides: those of `fusion_bench`; only a ``hydra.searchpath`` among them matters.
-    """
+    """The method configs that `fusion_bench` would find; of its overrides only ``hydra.searchpath`` matters."""
 
     def __init__(self, overrides: Sequence[str] = ()) -> None:
         self._searchpath = [override for override in overrides if override.startswith("hydra.searchpath")]
 
     def resolve(self, name: str) -> list[str]:
-        """Return the overrides of `fusion_bench` that choose a method.
-
-        Args:
-            name: a continual method, with or without ``continual/``, or a method of FusionBench, which is run
-                continually, see :class:`fusion_bench_nufilt.baselines.BatchMethodBaseline`.
-
-        Raises:
-            ValueError: there is no such method; the message lists what there is.
-        """
+        """Return the overrides of `fusion_bench` that choose a continual method, or one of its own to be run so."""
         if name in self._names("continual"):
             return [f"method=continual/{name}"]
         folder, _, file = name.rpartition("/")
@@ -165,8 +136,8 @@ class _MethodConfigs:
         return ["nufilt", *(name for name in self._names("continual") if name not in {*_GENERIC, *NEED_DATA})]
 
     def _names(self, folder: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
-        group = f"method/{folder}" if folder else "method"
         with config_loader() as loader:
+            group = f"method/{folder}".rstrip("/")
             return list(loader.get_group_options(group, kind, PROGRAM, self._searchpath))
 
     def _tree(self, folder: str = "") -> Iterator[str]:

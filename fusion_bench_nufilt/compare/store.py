@@ -84,24 +84,18 @@ class Store:
             raise
 
     def identify(self, weights: dict[str, str]) -> None:
-        """Write the settings and what the models' weights are.
-
-        Args:
-            weights: the digests of the models, by name.
+        """Write the settings and the digests of the models' weights, by name.
 
         Raises:
             ValueError: the folder holds results of models with other weights; names one.
         """
         if self._there is not None:
             if (known := self._there.get("weights")) is None:
-                raise ValueError(
-                    f"{self.folder} was made by an older version, which did not keep what the models' weights were. "
-                    f"{_WAY_OUT}"
-                )
+                why = "was made by an older version, which did not keep what the models' weights were"
+                raise ValueError(f"{self.folder} {why}. {_WAY_OUT}")
             if other := [name for name in {**known, **weights} if known.get(name) != weights.get(name)]:
-                raise ValueError(
-                    f"{self.folder} holds results of other models: '{other[0]}' has other weights there. {_WAY_OUT}"
-                )
+                why = f"holds results of other models: '{other[0]}' has other weights there"
+                raise ValueError(f"{self.folder} {why}. {_WAY_OUT}")
         self.settings = {**self.settings, "weights": weights}
         write_text(self._file, json.dumps(self.settings, indent=2))
 

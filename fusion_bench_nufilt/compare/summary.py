@@ -25,7 +25,7 @@ _OVERHEAD = ("overhead", "clip-vit-base-patch32_TA8")  # the paper's table of co
 
 @dataclass(frozen=True)
 class MethodResult:
-    """One method on all seeds. The seeds differ in the order of the tasks; what is averaged over them is said below."""
+    """One method on all seeds, which differ in the order of the tasks."""
 
     spec: RunSpec
     runs: list[Run]  # by seed
@@ -87,23 +87,14 @@ class MethodResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that tables and pictures are made of.
+    """All that tables and pictures are made of."""
 
-    Args:
-        settings: model pool, overrides, models, …, as in ``compare.json``.
-        tasks: in the model pool's order.
-        seeds: of the comparison.
-        references: scores of the single models.
-        methods: in the order in which they were asked for.
-        preset: that the methods come from, if any.
-    """
-
-    settings: dict[str, Any]
-    tasks: list[str]
+    settings: dict[str, Any]  # model pool, overrides, models, …, as in ``compare.json``
+    tasks: list[str]  # in the model pool's order
     seeds: list[int]
     references: References
-    methods: list[MethodResult]
-    preset: str | None = None
+    methods: list[MethodResult]  # in the order in which they were asked for
+    preset: str | None = None  # that the methods come from, if any
 
     @cached_property
     def published(self) -> dict[str, Published]:
@@ -162,11 +153,7 @@ class Comparison:
         return content
 
     def save(self, folder: Path) -> list[str]:
-        """Write ``results.json`` and all that is made of it: tables, pictures and the page.
-
-        Returns:
-            The names of the files.
-        """
+        """Write ``results.json`` and the tables, pictures and page that are made of it; return the files' names."""
         write_text(folder / "results.json", json.dumps(self.as_json(), indent=2))
         return ["results.json", *write_results(folder)]
 

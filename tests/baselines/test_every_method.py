@@ -13,7 +13,7 @@ from torch import nn
 
 from fusion_bench_nufilt.baselines.wemoe import MIXTURES
 from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.compare.specs import NEED_DATA, data_free_methods
+from fusion_bench_nufilt.compare.specs import NEED_DATA, parse_methods
 from fusion_bench_nufilt.demo import load_vision_model
 from fusion_bench_nufilt.layers import select_layers
 from tests.baselines.glue import GLUE
@@ -31,7 +31,7 @@ class Plain(nn.Module):
 
 
 FAMILIES = {"clip": clip, "t5": t5, "llama": llama, "plain": Plain}
-NAMES = [*data_free_methods(), *NEED_DATA]
+NAMES = [*(spec.method for spec in parse_methods("all")), *NEED_DATA]
 NO_IMAGES = "needs a CLIPVisionModelTaskPool"
 REFUSED = {
     ("nufilt", "plain"): "name its layers, or say all-linear",
