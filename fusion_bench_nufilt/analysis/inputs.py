@@ -1,14 +1,17 @@
-"""The samples that a FusionBench task pool has for a model to run on."""
+"""Runs models on the samples of a FusionBench task pool, and hands out what their layers get and give."""
 
 import inspect
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
+from transformers import PreTrainedModel
 
 
 class TaskInputs:
@@ -103,3 +106,50 @@ def _check_known(taskpool: Any, task: str, known: list[str]) -> None:
         raise ValueError(
             f"the task pool {type(taskpool).__name__} has no data of task '{task}', only of {', '.join(known)}"
         )
+
+
+@contextmanager
+def watched_layers(
+    model: nn.Module, names: Sequence[str], receive: Callable[[str, Tensor, Tensor], None]
+) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Call ``receive`` with the name, the very input and the output of each of these layers whenever the model runs.
+
+    Yields:
+        A function that returns those rows ``(n, d)`` of an input or output ``(..., d)`` that are no padding. What is
+        padding says the ``attention_mask`` of the transformer that is running, in a model that may hold several.
+    """
+    mask: Tensor | None = None  # 1 for a token, 0 for padding
+
+    def note_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal mask
+        if "attention_mask" in kwargs:
+            given = kwargs["attention_mask"]
+            mask = given if isinstance(given, Tensor) and given.dim() == 2 else None
+
+    def hand_out(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        receive(name, args[0], output)
+
+    def tokens(X: Tensor) -> Tensor:
+        if mask is not None and mask.shape == X.shape[:-1]:
+            return X[mask.bool()]
+        return X.flatten(0, -2)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                stack.callback(module.register_forward_pre_hook(note_mask, with_kwargs=True).remove)
+        for name in names:
+            stack.callback(model.get_submodule(name).register_forward_hook(partial(hand_out, name)).remove)
+        yield tokens
+
+
+@contextmanager
+def layer_outputs(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """Yield a dictionary that holds, after each forward pass, the outputs ``(n, d_o)`` of the layers."""
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str, X: Tensor, Y: Tensor) -> None:
+        outputs[name] = tokens(Y)
+
+    with watched_layers(model, names, keep) as tokens:
+        yield outputs

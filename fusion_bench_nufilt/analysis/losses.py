@@ -12,8 +12,7 @@ from fusion_bench_nufilt.core.subspace import right_singular_basis
 from fusion_bench_nufilt.core.workers import map_layers
 
 from .bounds import corollary_bound
-from .hooks import layer_outputs
-from .inputs import TaskInputs
+from .inputs import TaskInputs, layer_outputs
 from .pool import PoolAnalysis, layer_weights
 from .results import Layer, LossRow
 from .surrogates import data_free_losses, layer_losses

@@ -7,34 +7,12 @@ matrix D: once C is recorded, no data is needed any more.
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.dtypes import widened
 from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
 
 
 def second_moment(X: Tensor) -> Tensor:
     r"""Return :math:`C = X^\top X / N`, ``(d_i, d_i)``, of inputs ``(N, d_i)``, one in each row."""
     return gram_matrix(X) / len(X)
-
-
-class RunningMoment:
-    """The second moment of inputs that come in batches, summed in float64.
-
-    Args:
-        width: d_i.
-    """
-
-    def __init__(self, width: int) -> None:
-        self._sum, self.count = torch.zeros(width, width, dtype=torch.float64), 0
-
-    def add(self, X: Tensor) -> None:
-        """Take in a batch ``(n, d_i)``; its own product is formed in float32 at least."""
-        self._sum += gram_matrix(widened(X))
-        self.count += len(X)
-
-    @property
-    def mean(self) -> Tensor:
-        """C, ``(d_i, d_i)``, float64."""
-        return self._sum / max(self.count, 1)
 
 
 def mean_square(D: Tensor, C: Tensor) -> Tensor:

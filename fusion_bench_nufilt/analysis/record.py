@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
+from fusion_bench_nufilt.core.dtypes import widened
+from fusion_bench_nufilt.core.subspace import gram_matrix
 from fusion_bench_nufilt.storage.files import atomic_file, write_text
 from fusion_bench_nufilt.storage.json_files import Count, read_json
 from fusion_bench_nufilt.storage.tensors import TensorFile
 
-from .hooks import layer_inputs, padding_mask
-from .inputs import TaskInputs
-from .moments import RunningMoment
+from .inputs import TaskInputs, watched_layers
 
 log = logging.getLogger(__name__)
 
@@ -99,28 +99,30 @@ def record_moments(
     (folder / "about.json").unlink(missing_ok=True)
     files: dict[str, str] = {}
     for number, group in enumerate(_groups(model, sorted(set(owner.values())), max_memory)):
-        moments = _run_and_sum(model, inputs, group)
+        moments, tokens = _run_and_sum(model, inputs, group)
         file = f"moments-{number}.safetensors"
         with atomic_file(folder / file) as temporary:
-            save_file({name: moment.mean.float() for name, moment in moments.items()}, temporary)
+            save_file(moments, temporary)
         files |= dict.fromkeys(group, file)
-        tokens = max(moment.count for moment in moments.values())
     content: Recorded = {"about": dict(about), "owner": dict(owner), "files": files, "tokens": tokens}
     write_text(folder / "about.json", json.dumps(content))
     return Moments(folder, content)
 
 
-def _run_and_sum(model: nn.Module, inputs: TaskInputs, layers: Sequence[str]) -> dict[str, RunningMoment]:
-    """Run the model on the samples, and sum the moments of some of its layers."""
-    moments = {name: RunningMoment(_width(model, name)) for name in layers}
-    with padding_mask(model) as mask:
+def _run_and_sum(model: nn.Module, inputs: TaskInputs, layers: Sequence[str]) -> tuple[dict[str, Tensor], int]:
+    """Run the model on the samples; return C, float32, for some of its layers, and the number of tokens."""
+    widths = {name: _width(model, name) for name in layers}
+    sums = {name: torch.zeros(width, width, dtype=torch.float64) for name, width in widths.items()}
+    counts = dict.fromkeys(layers, 0)
 
-        def add(name: str, X: Tensor) -> None:
-            moments[name].add(mask.tokens(X).cpu())
+    def add(name: str, X: Tensor, _: Tensor) -> None:
+        rows = widened(tokens(X).cpu())
+        sums[name] += gram_matrix(rows)
+        counts[name] += len(rows)
 
-        with layer_inputs(model, layers, add):
-            inputs.run(model)
-    return moments
+    with watched_layers(model, layers, add) as tokens:
+        inputs.run(model)
+    return {name: (total / max(counts[name], 1)).float() for name, total in sums.items()}, max(counts.values())
 
 
 @torch.no_grad()
@@ -139,11 +141,11 @@ def shared_inputs(model: nn.Module, names: Sequence[str], inputs: TaskInputs) ->
     held: list[Tensor] = []  # so that no two tensors have the same address in turn
     owner: dict[str, str] = {}
 
-    def receive(name: str, X: Tensor) -> None:
+    def receive(name: str, X: Tensor, _: Tensor) -> None:
         held.append(X)
         owner.setdefault(name, first.setdefault(id(X), name))
 
-    with layer_inputs(model, names, receive):
+    with watched_layers(model, names, receive):
         inputs.run_one(model)
     if lost := [name for name in names if name not in owner]:
         raise ValueError(f"{len(lost)} layers get no input from the task's data, '{lost[0]}' first")

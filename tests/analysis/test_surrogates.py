@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusion_bench_nufilt.analysis.moments import RunningMoment, mean_square, second_moment
+from fusion_bench_nufilt.analysis.moments import mean_square, second_moment
 from fusion_bench_nufilt.analysis.surrogates import (
     LayerLosses,
     data_free_losses,
@@ -72,15 +72,6 @@ def test_the_data_free_losses_sum_to_the_loss_that_the_method_reports(draw, lora
     losses = data_free_losses(fused["layer"] - pretrained, tau_old, tau_task, V_p, V_t)
 
     assert sum(losses) == pytest.approx(reports["layer"].loss_after, rel=1e-6)
-
-
-def test_a_running_moment_is_the_moment_of_all_inputs_at_once(draw):
-    X, running = draw(101, D_I), RunningMoment(D_I)
-    for batch in (X[:1], X[1:60], X[60:60], X[60:]):
-        running.add(batch)
-
-    assert running.count == 101
-    assert torch.allclose(running.mean, second_moment(X))
 
 
 def test_mean_square_takes_many_layers_at_once(draw):
