@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_nufilt.analysis.inputs import TaskInputs
-from fusion_bench_nufilt.analysis.moments import second_moment
 from fusion_bench_nufilt.analysis.pool import merged_layers
 from fusion_bench_nufilt.analysis.record import record_moments, shared_inputs
 from fusion_bench_nufilt.analysis.spectra import task_vector
@@ -58,7 +57,8 @@ def losses(rounds: int, config: CLIPVisionConfig) -> None:
     d, wide = config.hidden_size, config.intermediate_size
     shapes = ([(d, d)] * 4 + [(wide, d)]) * config.num_hidden_layers
     layers = {shape: make_layer(shape, 0, "cpu")[:3] for shape in set(shapes)}
-    C = second_moment(torch.randn(2 * d, d))
+    X = torch.randn(2 * d, d)
+    C = X.mT @ X / len(X)
 
     def measured(shape: tuple[int, int]) -> None:
         theta_0, theta, theta_t = layers[shape]

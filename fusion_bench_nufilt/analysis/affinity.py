@@ -1,31 +1,30 @@
-"""Subspace affinity of the tasks' data and their task vectors (paper, Section 3.4)."""
+r"""Subspace affinity of the tasks' data and their task vectors (paper, Section 3.4).
+
+It is :math:`A = \|\hat V^\top V_d\|_F^2 / r_d`, the mean squared cosine of the principal angles, for the r_d directions
+V_d of a task's data and the r_v >= r_d directions of a task vector. By chance it is r_v over d_i.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fusion_bench_nufilt.core.subspace import subspace_affinity
+from fusion_bench_nufilt.core.subspace import top_eigenvectors
 
 Floats = NDArray[np.float64]
 
 
-def affinity(V_d: Tensor, V_hat: Tensor) -> Tensor:
-    r"""Return :math:`A = \|\hat V^\top V_d\|_F^2 / r_d`, the mean squared cosine of the principal angles.
+def data_subspace(C: Tensor, rank: int) -> Tensor:
+    """Return V_d, the eigenvectors ``(..., d_i, r_d)`` of a second moment, that of the largest eigenvalue first.
 
-    Args:
-        V_d: top eigenvectors of the data's second moment, ``(..., d_i, r_d)``.
-        V_hat: top right singular vectors of a task vector, ``(..., d_i, r_v)``.
-
-    Raises:
-        ValueError: r_d > r_v, where A could not reach 1.
+    Columns beyond the rank of C are zero: fewer inputs than ``rank`` cannot span that many directions.
     """
-    if V_d.shape[-1] > V_hat.shape[-1]:
-        raise ValueError(f"r_d must not exceed r_v, got r_d = {V_d.shape[-1]} and r_v = {V_hat.shape[-1]}")
-    return subspace_affinity(V_d, V_hat)
+    V = top_eigenvectors(C, min(rank, C.shape[-1]))
+    energy = ((C @ V) * V).sum(dim=-2)
+    cutoff = C.shape[-1] * torch.finfo(C.dtype).eps * energy.amax(dim=-1, keepdim=True)
+    return V * (energy > cutoff)[..., None, :]
 
 
 def affinity_by_rank(V_d: Tensor, V_hat: Tensor, ranks: Sequence[int]) -> Tensor:
@@ -34,40 +33,31 @@ def affinity_by_rank(V_d: Tensor, V_hat: Tensor, ranks: Sequence[int]) -> Tensor
     return torch.stack([squares[..., :r, :r].sum(dim=(-2, -1)) / r for r in ranks], dim=-1)
 
 
-def chance(rank: int, width: int) -> float:
-    """Return the mean of A for a random subspace of dimension r_v in d_i dimensions, which does not depend on r_d."""
-    return min(rank, width) / width
+def dominance(A: Floats) -> dict[str, float]:
+    """Say how far matched affinities stand above mismatched ones.
 
+    Args:
+        A: ``(layers, T, T)``, rows are data, columns vectors; T > 1.
 
-@dataclass(frozen=True)
-class Dominance:
-    """How far matched pairs stand above mismatched ones."""
-
-    diagonal: float  # mean over tasks and layers
-    off_diagonal: float
-    rows: int  # how many rows of the mean matrix have their largest value on the diagonal
-    columns: int
-    matched_above: float  # P(matched > mismatched in the same row or column) over layers
-
-    @property
-    def ratio(self) -> float:
-        return self.diagonal / self.off_diagonal if self.off_diagonal else float("inf")
-
-
-def dominance(A: Floats) -> Dominance:
-    """Compare matched and mismatched affinities ``(layers, T, T)``: rows are data, columns vectors; T > 1."""
+    Returns:
+        ``diagonal`` and ``off_diagonal``, means over tasks and layers, and their ``ratio``; how many ``rows`` and
+        ``columns`` of the mean matrix have their largest value on the diagonal; and ``matched_above``, how often
+        matched is above mismatched in the same row or column of a layer.
+    """
     count = A.shape[-1]
     own = np.diagonal(A, axis1=1, axis2=2)  # (layers, T)
     other = ~np.eye(count, dtype=bool)
     M = A.mean(axis=0)
     above = np.stack([own[:, :, None] > A, own[:, None, :] > A])
-    return Dominance(
-        diagonal=float(own.mean()),
-        off_diagonal=float(A[:, other].mean()),
-        rows=int((M.argmax(axis=1) == np.arange(count)).sum()),
-        columns=int((M.argmax(axis=0) == np.arange(count)).sum()),
-        matched_above=float(above[..., other].mean()),
-    )
+    matched, mismatched = float(own.mean()), float(A[:, other].mean())
+    return {
+        "diagonal": matched,
+        "off_diagonal": mismatched,
+        "rows": int((M.argmax(axis=1) == np.arange(count)).sum()),
+        "columns": int((M.argmax(axis=0) == np.arange(count)).sum()),
+        "matched_above": float(above[..., other].mean()),
+        "ratio": matched / mismatched if mismatched else float("inf"),
+    }
 
 
 def example_pairs(M: Floats) -> list[tuple[int, int]]:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.subspace import gram_matrix, right_singular_basis, top_eigenvectors
+from fusion_bench_nufilt.core.subspace import gram_matrix, right_singular_basis, subspace_affinity, top_eigenvectors
 
-from .affinity import affinity
-from .moments import mean_square
+from .surrogates import mean_square
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ def check_theorem(T_0: Tensor, E: Tensor, V_d: Tensor, rank: int) -> TheoremChec
     r_d = V_d.shape[-1]
     sigma = float(torch.linalg.svdvals(T_0 @ V_d)[r_d - 1])
     rows = math.sqrt(len(E)) * float(torch.linalg.vector_norm(E, dim=-1).max())
-    A = float(affinity(V_d, right_singular_basis(T_0 + E, rank)))
+    A = float(subspace_affinity(V_d, right_singular_basis(T_0 + E, rank)))
     return TheoremCheck(1 - A, _zeta(sigma, rows), _zeta(sigma, spectral_norm(E)))
 
 

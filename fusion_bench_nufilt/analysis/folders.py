@@ -12,8 +12,8 @@ from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.folders import Plan
 from fusion_bench_nufilt.folders.models import FullModel
 
-from .results import Analysis, Layer, VectorRow
-from .spectra import Comparison, compare, task_vector
+from .results import Analysis, Layer, LayerVectors
+from .spectra import task_vector
 
 #: Directions that are solved for in each layer: enough for the curve of the energy, few enough for 7B models.
 DIRECTIONS = 32
@@ -37,22 +37,17 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = la
     shapes = [plan.base.tensors[each.keys[0]].shape for each in plan.layers]
     layers = [Layer(each.name, (shape[0], shape[1])) for each, shape in zip(plan.layers, shapes, strict=True)]
 
-    def examine(number: int) -> tuple[Comparison, list[VectorRow]]:
+    def examine(number: int) -> LayerVectors:
         planned, layer = plan.layers[number], layers[number]
         theta_0 = widened(plan.base.read(planned.keys[0])[0])
         vectors = [task_vector(_update(model, planned.slot, theta_0), max(DIRECTIONS, task_rank)) for model in models]
-        rows = [
-            VectorRow.of(name, layer, vector, theta_0, task_rank) for name, vector in zip(names, vectors, strict=True)
-        ]
-        return compare(vectors, task_rank), rows
+        return LayerVectors.of(names, layer, vectors, theta_0, task_rank)
 
     found = []
     for result in map_layers(examine, range(len(layers)), torch.device("cpu")):
         found.append(result)
         on_layer()
-    about = {"base": plan.base.label, "tasks": tasks}
-    rows = [row for _, rows in found for row in rows]
-    return Analysis.of_vectors(about, tasks, names, layers, [comparison for comparison, _ in found], rows, task_rank)
+    return Analysis.of_vectors({"base": plan.base.label, "tasks": tasks}, tasks, names, layers, found, task_rank)
 
 
 def _update(model: FullModel, slot: str, theta_0: Tensor) -> Tensor:

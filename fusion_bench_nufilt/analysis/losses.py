@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,15 +48,16 @@ class LossTracker:
         """
         layers = self._pool.layers
         new, theirs = layer_weights(merged, self._pool.views), layer_weights(own, self._pool.views)
+        propagated: dict[str, dict[str, float]] = {}
+        if self._model_before is not None:
+            propagated = self._propagated(task, self._model_before, merged, own)
+            self._model_before = deepcopy(merged)
 
         def measure(layer: Layer) -> LossRow:
-            return self._measure(layer, task, new[layer.name], theirs[layer.name])
+            extra = {name: losses[layer.name] for name, losses in propagated.items()}
+            return self._measure(layer, task, new[layer.name], theirs[layer.name], extra)
 
-        rows = list(map_layers(measure, layers, torch.device("cpu")))
-        if self._model_before is not None:
-            rows = self._propagate(rows, task, self._model_before, merged, own)
-            self._model_before = deepcopy(merged)
-        self.rows += rows
+        self.rows += map_layers(measure, layers, torch.device("cpu"))
         self._seen.append(task)
         self._weights_before = new
         moments = self._pool.moments[task]
@@ -64,14 +66,17 @@ class LossTracker:
             mean = self._C_old.setdefault(owner, torch.zeros_like(C))
             mean += (C - mean) / len(self._seen)
 
-    def _measure(self, layer: Layer, task: str, W_new: Tensor, W_task: Tensor) -> LossRow:
+    def _measure(self, layer: Layer, task: str, W_new: Tensor, W_task: Tensor, extra: dict[str, Any]) -> LossRow:
         moments = self._pool.moments[task]
         W_0, W_old = self._pool.weights[layer.name], self._weights_before[layer.name]
         C_task, C_old = moments.read(layer.module), self._C_old.get(moments.owner(layer.module))
         tau_old, tau_task, ranks = W_old - W_0, W_task - W_0, self._config.ranks(W_0.shape[1])
         V_p, V_t = right_singular_basis(tau_old, ranks.null), right_singular_basis(tau_task, ranks.task)
         stability, plasticity = data_free_losses(W_new - W_0, tau_old, tau_task, V_p, V_t)
-        row = LossRow(
+        if self._bounds and C_old is not None:
+            extra["stability_bound"] = corollary_bound(W_new - W_old, C_old, V_p)[1]
+            extra["plasticity_bound"] = corollary_bound(W_new - W_task, C_task, V_t)[1]
+        return LossRow(
             method=self._method,
             step=len(self._seen) + 1,
             task=task,
@@ -79,30 +84,19 @@ class LossTracker:
             **asdict(layer_losses(W_new, W_old, W_task, C_old, C_task)),
             data_free_stability=stability if self._seen else None,
             data_free_plasticity=plasticity,
-        )
-        if not self._bounds or C_old is None:
-            return row
-        return replace(
-            row,
-            stability_bound=corollary_bound(W_new - W_old, C_old, V_p)[1],
-            plasticity_bound=corollary_bound(W_new - W_task, C_task, V_t)[1],
+            **extra,
         )
 
-    def _propagate(
-        self, rows: list[LossRow], task: str, before: nn.Module, merged: nn.Module, own: nn.Module
-    ) -> list[LossRow]:
-        """Add the losses for which each model's layers get that model's own inputs."""
+    def _propagated(
+        self, task: str, before: nn.Module, merged: nn.Module, own: nn.Module
+    ) -> dict[str, dict[str, float]]:
+        """Return the losses for which each model's layers get that model's own inputs, by name and layer."""
         layers = self._pool.layers
-        plasticity = output_distance(merged, own, self._inputs[task], layers)
-        moved = [output_distance(merged, before, self._inputs[old], layers) for old in self._seen]
-        return [
-            replace(
-                row,
-                propagated_plasticity=plasticity[row.layer],
-                propagated_stability=sum(each[row.layer] for each in moved) / len(moved) if moved else None,
-            )
-            for row in rows
-        ]
+        losses = {"propagated_plasticity": output_distance(merged, own, self._inputs[task], layers)}
+        if moved := [output_distance(merged, before, self._inputs[old], layers) for old in self._seen]:
+            means = {layer.name: sum(each[layer.name] for each in moved) / len(moved) for layer in layers}
+            losses["propagated_stability"] = means
+        return losses
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from fusion_bench_nufilt.compare.experiment import Experiment
 from fusion_bench_nufilt.core.dtypes import wide_dtype
+from fusion_bench_nufilt.core.subspace import subspace_affinity
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.layers import check_model, select_layers
 from fusion_bench_nufilt.layers.views import View
 
-from .affinity import Floats, affinity, affinity_by_rank
+from .affinity import Floats, affinity_by_rank, data_subspace
 from .bounds import check_theorem, split_by_data
 from .inputs import TaskInputs, task_inputs
-from .moments import data_subspace
 from .record import Moments, known_moments, memory_of, record_moments, shared_inputs
-from .results import Analysis, Layer, VectorRow
+from .results import Analysis, Layer, LayerVectors
 from .settings import AnalysisConfig
-from .spectra import TaskVector, compare, task_vector
+from .spectra import TaskVector, task_vector
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +33,6 @@ _THEOREM_RANKS = (1, 4, 8)
 MEMORY = 4 * 10**9  # bytes of moments that are recorded at a time
 
 Weights = dict[str, Tensor]
-
-
-class _LayerFindings(NamedTuple):
-    """What a task's vector and data are like in a layer."""
-
-    vector: TaskVector
-    row: VectorRow
-    theorem: list[dict[str, Any]]
 
 
 class PoolAnalysis:
@@ -105,25 +97,27 @@ class PoolAnalysis:
 
     def run(self, on_task: Callable[[], Any] = lambda: None) -> Analysis:
         """Record what is not recorded yet, and compare the tasks' data with their vectors."""
-        data: list[dict[str, Tensor]] = []  # V_d by task and owner
-        found: list[list[_LayerFindings]] = []  # by task and layer
+        data: list[list[Tensor]] = []  # V_d by task and layer
+        vectors: list[list[TaskVector]] = []  # by task and layer
+        theorem: list[dict[str, Any]] = []
         for task in self.tasks:
             model = self.load(task)
             self.moments[task] = self._moments(task, model)
             data.append(self._data_subspaces(self.moments[task]))
-            found.append(self._examine(task, layer_weights(model, self.views), data[-1]))
+            found = self._examine(task, layer_weights(model, self.views), data[-1])
+            vectors.append([vector for vector, _ in found])
+            theorem += [row for _, rows in found for row in rows]
             on_task()
-        vectors = [[each.vector for each in layer] for layer in zip(*found, strict=True)]
-        rows = [each.row for layers in found for each in layers]
-        samples = {
-            task: {"samples": len(self.inputs[task]), "inputs": self.moments[task].tokens} for task in self.tasks
-        }
-        about = {"modelpool": self.name, "samples": samples, "settings": asdict(self.config)}
-        comparisons = [compare(layer, self.config.task_rank) for layer in vectors]
-        result = Analysis.of_vectors(
-            about, self.tasks, self.tasks, self.layers, comparisons, rows, self.config.task_rank
-        )
-        result.theorem = [row for layers in found for each in layers for row in each.theorem]
+        config, tasks = self.config, self.tasks
+        samples = {task: {"samples": len(self.inputs[task]), "inputs": self.moments[task].tokens} for task in tasks}
+        about = {"modelpool": self.name, "samples": samples, "settings": asdict(config)}
+        by_layer = [
+            LayerVectors.of(tasks, layer, own, self.weights[layer.name], config.task_rank)
+            for layer, own in zip(self.layers, zip(*vectors, strict=True), strict=True)
+        ]
+        result = Analysis.of_vectors(about, tasks, tasks, self.layers, by_layer, config.task_rank)
+        result.vectors.sort(key=lambda row: tasks.index(row.task))
+        result.theorem = theorem
         smallest = min(min(layer.shape) for layer in self.layers)
         result.ranks = [rank for rank in RANKS if rank <= smallest]
         result.affinity, result.affinity_by_rank = self._affinities(data, vectors, result.ranks)
@@ -150,38 +144,43 @@ class PoolAnalysis:
             return known
         return record_moments(source, self.inputs[task], self._owner, folder, about, MEMORY)
 
-    def _data_subspaces(self, moments: Moments) -> dict[str, Tensor]:
+    def _data_subspaces(self, moments: Moments) -> list[Tensor]:
+        """Return V_d for every layer; layers with the same inputs share it."""
         owners = sorted(set(self._owner.values()))
 
         def solve(owner: str) -> Tensor:
             return data_subspace(moments.read(owner), max(RANKS))
 
-        return dict(zip(owners, map_layers(solve, owners, torch.device("cpu")), strict=True))
+        solved = dict(zip(owners, map_layers(solve, owners, torch.device("cpu")), strict=True))
+        return [solved[self._owner[layer.module]] for layer in self.layers]
 
-    def _examine(self, task: str, weights: Weights, data: Mapping[str, Tensor]) -> list[_LayerFindings]:
-        """Look at a task's vector in every layer, beside the subspaces of its data."""
-        task_rank = self.config.task_rank
+    def _examine(
+        self, task: str, weights: Weights, data: Sequence[Tensor]
+    ) -> list[tuple[TaskVector, list[dict[str, Any]]]]:
+        """Return a task's vector in every layer, and what Theorem 1 says of it and the subspaces of its data."""
 
-        def examine(layer: Layer) -> _LayerFindings:
-            W_0 = self.weights[layer.name]
-            tau = weights[layer.name] - W_0
-            vector = task_vector(tau, max(RANKS))
-            row = VectorRow.of(task, layer, vector, W_0, task_rank)
-            V_d = data[self._owner[layer.module]]
-            return _LayerFindings(vector, row, _theorem_rows(task, layer, tau, V_d, task_rank))
+        def examine(number: int) -> tuple[TaskVector, list[dict[str, Any]]]:
+            layer, V_d = self.layers[number], data[number]
+            tau = weights[layer.name] - self.weights[layer.name]
+            rows = []
+            for rank in (rank for rank in _THEOREM_RANKS if rank <= min(layer.shape)):
+                V = V_d[:, :rank]
+                check = check_theorem(*split_by_data(tau, V), V, max(rank, self.config.task_rank))
+                about = {"task": task, "layer": layer.name, "r_d": rank}
+                rows.append({**about, **asdict(check), "violated": check.violated})
+            return task_vector(tau, max(RANKS)), rows
 
-        return list(map_layers(examine, self.layers, torch.device("cpu")))
+        return list(map_layers(examine, range(len(self.layers)), torch.device("cpu")))
 
     def _affinities(
-        self, data: list[dict[str, Tensor]], vectors: list[list[TaskVector]], ranks: list[int]
+        self, data: list[list[Tensor]], vectors: list[list[TaskVector]], ranks: list[int]
     ) -> tuple[Floats, Floats]:
         """Return A ``(layers, T, T)`` at the settings' ranks, and ``(layers, T, T, len(ranks))`` for r_d = r_v."""
-        count, config = len(self.tasks), self.config
-        A = np.zeros((len(self.layers), count, count))
+        A = np.zeros((len(self.layers), len(self.tasks), len(self.tasks)))
         curve = np.zeros((*A.shape, len(ranks)))
         for number, i, j in np.ndindex(*A.shape):
-            V_d, V = data[i][self._owner[self.layers[number].module]], vectors[number][j].V
-            A[number, i, j] = float(affinity(V_d[:, : config.data_rank], V[:, : config.task_rank]))
+            V_d, V = data[i][number], vectors[j][number].V
+            A[number, i, j] = float(subspace_affinity(V_d[:, : self.config.data_rank], V[:, : self.config.task_rank]))
             curve[number, i, j] = affinity_by_rank(V_d, V, ranks).numpy()
         return A, curve
 
@@ -207,11 +206,3 @@ def layer_weights(model: nn.Module, views: Mapping[str, View]) -> Weights:
     """Copy the merged layers' weights, in float32 at least."""
     weights = {name: view.read(model) for name, view in views.items()}
     return {name: W.to("cpu", wide_dtype(W), copy=True) for name, W in weights.items()}
-
-
-def _theorem_rows(task: str, layer: Layer, tau: Tensor, V_d: Tensor, task_rank: int) -> list[dict[str, Any]]:
-    rows = []
-    for rank in (rank for rank in _THEOREM_RANKS if rank <= min(layer.shape)):
-        check = check_theorem(*split_by_data(tau, V_d[:, :rank]), V_d[:, :rank], max(rank, task_rank))
-        rows.append({"task": task, "layer": layer.name, "r_d": rank, **asdict(check), "violated": check.violated})
-    return rows

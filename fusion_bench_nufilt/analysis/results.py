@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from fusion_bench_nufilt.results import names
 
 from .affinity import Floats
-from .spectra import Comparison, TaskVector, energy_curves
+from .spectra import TaskVector, overlap
 
 GROUPS = ("all", "attention", "MLP")
 
@@ -47,12 +47,34 @@ class VectorRow:
     rank_90: int | None  # directions that hold 90 % of its energy; None: more than were solved for
     energy_in_top: float  # share of its energy in its top r_v directions
 
+
+class LayerVectors(NamedTuple):
+    """What the task vectors of a layer are like, and how they compare."""
+
+    rows: list[VectorRow]
+    overlaps: Floats  # (vectors, vectors)
+    energy: Tensor  # of each direction of each vector, (vectors, directions)
+
     @classmethod
-    def of(cls, task: str, layer: Layer, vector: TaskVector, W_0: Tensor, rank: int) -> "VectorRow":
-        """Describe a task vector beside the pretrained weight ``W_0``."""
-        relative = vector.norm / (float(torch.linalg.vector_norm(W_0)) or 1.0)
-        top = float(vector.energy[:rank].sum())
-        return cls(task, layer.name, vector.norm, relative, vector.effective_rank, vector.rank_for(0.9), top)
+    def of(
+        cls, names: Sequence[str], layer: Layer, vectors: Sequence[TaskVector], W_0: Tensor, rank: int
+    ) -> "LayerVectors":
+        """Describe task vectors, by their names, beside the pretrained weight, and compare their top directions."""
+        size = float(torch.linalg.vector_norm(W_0)) or 1.0
+        rows = [
+            VectorRow(
+                task=name,
+                layer=layer.name,
+                norm=vector.norm,
+                relative_norm=vector.norm / size,
+                effective_rank=vector.effective_rank,
+                rank_90=vector.rank_for(0.9),
+                energy_in_top=float(vector.energy[:rank].sum()),
+            )
+            for name, vector in zip(names, vectors, strict=True)
+        ]
+        overlaps = np.array([[overlap(a, b, rank) for b in vectors] for a in vectors])
+        return cls(rows, overlaps, torch.stack([vector.energy for vector in vectors]))
 
 
 @dataclass(frozen=True)
@@ -105,20 +127,21 @@ class Analysis:
         tasks: list[str],
         names: list[str],
         layers: list[Layer],
-        comparisons: Sequence[Comparison],
-        vectors: list[VectorRow],
+        found: Sequence[LayerVectors],
         task_rank: int,
     ) -> "Analysis":
-        """Make the part of an analysis that needs no data, given how the task vectors compare in each layer."""
+        """Make the part of an analysis that needs no data, given what the task vectors are like in each layer."""
+        directions = min(layer.energy.shape[1] for layer in found)
+        energy = torch.stack([layer.energy[:, :directions].cumsum(-1) for layer in found]).mean(dim=0)
         return cls(
             about=about,
             tasks=tasks,
             layers=layers,
             task_rank=task_rank,
-            vectors=vectors,
+            vectors=[row for layer in found for row in layer.rows],
             names=names,
-            overlaps=np.stack([layer.overlaps for layer in comparisons]),
-            energy=energy_curves(names, [layer.energies for layer in comparisons]),
+            overlaps=np.stack([layer.overlaps for layer in found]),
+            energy=dict(zip(names, energy.tolist(), strict=True)),
         )
 
     def group(self, name: str) -> list[int]:

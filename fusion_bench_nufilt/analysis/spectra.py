@@ -1,12 +1,8 @@
 """What task vectors tell by themselves, without data: their energy by direction, and where they collide."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fusion_bench_nufilt.core.subspace import gram_matrix, subspace_affinity, top_eigenvectors
@@ -29,11 +25,6 @@ class TaskVector:
     norm: float
     energy: Tensor
     effective_rank: float
-
-    @property
-    def numerical_rank(self) -> int:
-        """How many directions it has; fewer than asked for if the task was trained with a LoRA of a small rank."""
-        return int((self.energy > 0).sum())
 
     def rank_for(self, share: float) -> int | None:
         """How many directions hold this share of the energy; None: more than were solved for."""
@@ -80,28 +71,3 @@ def overlap(a: TaskVector, b: TaskVector, rank: int) -> float:
     V, W = a.V[:, :rank], b.V[:, :rank]
     narrow, wide = sorted((V, W), key=lambda basis: int(basis.square().sum().round()))
     return float(subspace_affinity(narrow, wide))
-
-
-class Comparison(NamedTuple):
-    """How the task vectors of a layer compare."""
-
-    overlaps: NDArray[np.float64]  # (T, T)
-    energies: list[Tensor]  # of each task vector, see :class:`TaskVector`
-
-
-def compare(vectors: Sequence[TaskVector], rank: int) -> Comparison:
-    """Compare the top ``rank`` directions of the task vectors of a layer."""
-    overlaps = np.array([[overlap(a, b, rank) for b in vectors] for a in vectors])
-    return Comparison(overlaps, [vector.energy for vector in vectors])
-
-
-def energy_curves(names: Sequence[str], energies: Sequence[Sequence[Tensor]]) -> dict[str, list[float]]:
-    """Return the share of each task vector's energy in its first 1, 2, … directions, as the mean over the layers.
-
-    Args:
-        names: the names of the task vectors.
-        energies: for each layer the energies of all task vectors.
-    """
-    width = min(len(energy) for layer in energies for energy in layer)
-    curves = torch.stack([torch.stack([energy[:width].cumsum(0) for energy in layer]) for layer in energies])
-    return dict(zip(names, curves.mean(dim=0).tolist(), strict=True))

@@ -1,15 +1,20 @@
-"""The few numbers that an analysis comes down to, as ``analysis.json`` has them."""
+"""What an analysis leaves in its folder: its tables, and the few numbers and sentences that they come down to."""
 
-import dataclasses
+import json
 import math
+from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from .affinity import Floats, chance, dominance, example_pairs
+from fusion_bench_nufilt.storage.files import write_text
+
+from .affinity import Floats, dominance, example_pairs
+from .reading import reading
 from .results import GROUPS, Analysis
 from .surrogates import harmonic_mean, rank_correlation
 
@@ -21,6 +26,44 @@ READINGS = {
     "relative": ("relative_stability", "relative_plasticity"),
     "propagated": ("propagated_stability", "propagated_plasticity"),
 }
+
+
+def save_analysis(analysis: Analysis, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Write ``analysis.json``, ``reading.md`` and the tables as CSV.
+
+    Returns:
+        The content of ``analysis.json``, with the sentences under ``reading``, and the names of the files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    content = summarise(analysis)
+    content["reading"] = reading(content)
+    write_text(folder / "analysis.json", json.dumps(content, indent=1, allow_nan=False))
+    write_text(folder / "reading.md", "".join(f"- {sentence}\n" for sentence in content["reading"]))
+    return content, ["analysis.json", "reading.md", *_save_tables(analysis, folder)]
+
+
+def _save_tables(analysis: Analysis, folder: Path) -> list[str]:
+    tables = {
+        "task_vectors.csv": pd.DataFrame(analysis.vectors).astype({"rank_90": "Int64"}),
+        "overlaps.csv": _pairs(analysis, analysis.overlaps, ("vector", "other_vector"), "overlap"),
+        "theorem.csv": pd.DataFrame(analysis.theorem),
+        "losses.csv": pd.DataFrame(analysis.losses),
+    }
+    if analysis.affinity is not None:
+        tables["affinity.csv"] = _pairs(analysis, analysis.affinity, ("data", "vector"), "affinity")
+    for name, table in tables.items():
+        if len(table):
+            write_text(folder / name, table.to_csv(index=False, lineterminator="\n"))
+    return [name for name, table in tables.items() if len(table)]
+
+
+def _pairs(analysis: Analysis, values: Floats, labels: Sequence[str], name: str) -> pd.DataFrame:
+    """One row for each layer and pair of names, from ``values``, ``(layers, names, names)``."""
+    rows = [
+        (analysis.layers[layer].name, analysis.layers[layer].kind, analysis.names[i], analysis.names[j], value)
+        for (layer, i, j), value in np.ndenumerate(values)
+    ]
+    return pd.DataFrame(rows, columns=["layer", "kind", *labels, name])
 
 
 def summarise(analysis: Analysis) -> Json:
@@ -72,7 +115,8 @@ def _finite(content: Any) -> Any:
 
 
 def _chance(analysis: Analysis, layers: list[int]) -> float:
-    return fmean(chance(analysis.task_rank, analysis.layers[number].shape[1]) for number in layers)
+    widths = [analysis.layers[number].shape[1] for number in layers]
+    return fmean(min(analysis.task_rank, width) / width for width in widths)
 
 
 def _vectors(analysis: Analysis) -> Json:
@@ -107,8 +151,7 @@ def _affinity(A: Floats) -> Json:
     """Summarise the affinities ``(layers, T, T)`` of a group of layers."""
     content: Json = {"mean": A.mean(axis=0).tolist(), "p90": np.quantile(A, 0.9, axis=0).tolist()}
     if A.shape[-1] > 1:
-        found = dominance(A)
-        content["dominance"] = {**dataclasses.asdict(found), "ratio": found.ratio}
+        content["dominance"] = dominance(A)
     return content
 
 

@@ -1,4 +1,8 @@
-"""Surrogates of stability and plasticity (paper, Section 3.3), and what the method minimises in their place."""
+r"""Surrogates of stability and plasticity (paper, Section 3.3), and what the method minimises in their place.
+
+The data count only through the second moment :math:`C = \frac1N \sum_n x_n x_n^\top` of a layer's inputs, not centred:
+once it is recorded, no data is needed any more.
+"""
 
 from dataclasses import dataclass
 
@@ -6,7 +10,15 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from .moments import mean_square
+
+def mean_square(D: Tensor, C: Tensor) -> Tensor:
+    r"""Return :math:`E\|D x\|^2 = \operatorname{tr}(D C D^\top)`, ``(...)``.
+
+    Args:
+        D: ``(..., d_o, d_i)``.
+        C: second moment of x, ``(..., d_i, d_i)``.
+    """
+    return ((D @ C) * D).sum(dim=(-2, -1)).clamp_min(0)  # below 0 is rounding
 
 
 @dataclass(frozen=True)

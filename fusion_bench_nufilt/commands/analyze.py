@@ -61,8 +61,8 @@ def analyze(
     with terminal() as console:
         out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
         config, targets, words = AnalysisConfig(**options), patterns(target_modules) or "auto", list(overrides or ())
-        from fusion_bench_nufilt.analysis.files import save_analysis
         from fusion_bench_nufilt.analysis.measure import finished_runs
+        from fusion_bench_nufilt.analysis.summary import save_analysis
 
         _refuse_ignored([name for name in context.params if was_typed(context, name)], words)
         plan = None if base is None else _plan(console, base, task or [], merged, targets)

@@ -35,9 +35,14 @@ def sentences(lengths, longest=9, batch_size=3):
     return DataLoader(Samples(rows), batch_size=batch_size)
 
 
+def second_moment(X):
+    """C, ``(d_i, d_i)``, of inputs ``(N, d_i)``, one in each row."""
+    return X.mT @ X / len(X)
+
+
 def pool_of(loaders):
     """The least that a task pool must have."""
     return SimpleNamespace(_test_datasets=dict.fromkeys(loaders), get_test_dataloader=loaders.__getitem__)
 
 
-__all__ = ["clip", "pictures", "pool_of", "sentences", "t5"]
+__all__ = ["clip", "pictures", "pool_of", "second_moment", "sentences", "t5"]

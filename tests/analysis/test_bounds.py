@@ -6,9 +6,10 @@ import sys
 import pytest
 import torch
 
+from fusion_bench_nufilt.analysis.affinity import data_subspace
 from fusion_bench_nufilt.analysis.bounds import check_theorem, corollary_bound, spectral_norm, split_by_data
-from fusion_bench_nufilt.analysis.moments import data_subspace, second_moment
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+from tests.analysis.helpers import second_moment
 from tests.conftest import REPO
 
 sys.path.insert(0, str(REPO / "benchmarks"))

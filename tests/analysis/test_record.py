@@ -7,10 +7,9 @@ import torch
 
 from fusion_bench_nufilt.analysis.inputs import TaskInputs, task_inputs
 from fusion_bench_nufilt.analysis.losses import output_distance
-from fusion_bench_nufilt.analysis.moments import second_moment
 from fusion_bench_nufilt.analysis.pool import merged_layers
 from fusion_bench_nufilt.analysis.record import known_moments, memory_of, record_moments, shared_inputs
-from tests.analysis.helpers import clip, pictures, pool_of, sentences, t5
+from tests.analysis.helpers import clip, pictures, pool_of, second_moment, sentences, t5
 
 
 def record(model, loader, folder, max_memory=10**9, about=None):

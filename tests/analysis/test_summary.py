@@ -5,10 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from fusion_bench_nufilt.analysis.files import save_analysis
 from fusion_bench_nufilt.analysis.reading import reading
 from fusion_bench_nufilt.analysis.results import Analysis, Layer, LossRow, VectorRow
-from fusion_bench_nufilt.analysis.summary import summarise
+from fusion_bench_nufilt.analysis.summary import save_analysis, summarise
 
 ATTENTION, MLP = "layers.0.attn.q", "layers.1.mlp.fc"
 

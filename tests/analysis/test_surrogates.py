@@ -3,16 +3,17 @@
 import pytest
 import torch
 
-from fusion_bench_nufilt.analysis.moments import mean_square, second_moment
 from fusion_bench_nufilt.analysis.surrogates import (
     LayerLosses,
     data_free_losses,
     harmonic_mean,
     layer_losses,
+    mean_square,
     rank_correlation,
 )
 from fusion_bench_nufilt.core import FusionConfig, fuse_layers
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+from tests.analysis.helpers import second_moment
 
 D_O, D_I = 12, 16
 

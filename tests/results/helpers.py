@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 
-from fusion_bench_nufilt.analysis.files import save_analysis
 from fusion_bench_nufilt.analysis.results import Analysis, Layer, LossRow, VectorRow
+from fusion_bench_nufilt.analysis.summary import save_analysis
 from fusion_bench_nufilt.continual import AccuracyMatrix
 from fusion_bench_nufilt.storage.files import write_text
 from tests.compare.helpers import comparison, finished

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerFast
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.analysis.inputs import task_inputs
-from fusion_bench_nufilt.analysis.moments import second_moment
 from fusion_bench_nufilt.analysis.pool import merged_layers
 from fusion_bench_nufilt.analysis.record import record_moments, shared_inputs
 from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.taskpools import LMEvalTaskPool
+from tests.analysis.helpers import second_moment
 from tests.models import finetuned, llama
 
 pytestmark = pytest.mark.slow  # lm-eval takes seconds to find its thousands of tasks
