@@ -3,9 +3,8 @@
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from typing_extensions import TypedDict
@@ -85,17 +84,12 @@ class _TrackingEvaluator(WatchingEvaluator):
         return self._pool_evaluator.report(model, tasks if last else tasks[-1:])
 
 
-@dataclass(frozen=True)
-class FinishedRun:
+class FinishedRun(NamedTuple):
     """A run in a log directory that has the checkpoints of all its steps."""
 
     folder: Path
     label: str
     manifest: Manifest  # of its last step
-
-    def checkpoint(self, step: int) -> Path:
-        """Return the folder of a step; the first step is 0."""
-        return _checkpoint(self.folder, step)
 
 
 def finished_runs(folders: Sequence[Path]) -> list[FinishedRun]:
@@ -131,16 +125,16 @@ def measure_run(
     tracker = LossTracker(pool, run.label, _ranks(run.manifest["settings"]), bounds=not result.losses)
     merged = copy.deepcopy(pool.pretrained)
     for step, task in enumerate(order):
-        load_checkpoint(merged, run.checkpoint(step))
+        load_checkpoint(merged, _checkpoint(run.folder, step))
         tracker.update(task, merged, pool.load(task))
         on_step()
     result.losses += tracker.rows
-    scores = read_json(run.folder / "accuracy_matrix.json", Scores, advice="resume the run, and it is written again")
-    if scores is not None:
+    if scores := read_json(run.folder / "accuracy_matrix.json", Scores, "resume the run, and it is written again"):
         result.scores[run.label] = {"ACC": scores["ACC"], "BWT": scores["BWT"]}
 
 
 def _checkpoint(folder: Path, step: int) -> Path:
+    """Return the folder of a step; the first step is 0."""
     return folder / "checkpoints" / f"merged_model_{step}"
 
 

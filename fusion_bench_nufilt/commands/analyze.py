@@ -61,6 +61,7 @@ def analyze(
     with terminal() as console:
         out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
         config, targets, words = AnalysisConfig(**options), patterns(target_modules) or "auto", list(overrides or ())
+        from fusion_bench_nufilt.analysis.folders import analyze_folders
         from fusion_bench_nufilt.analysis.measure import finished_runs
         from fusion_bench_nufilt.analysis.summary import save_analysis
 
@@ -70,7 +71,8 @@ def analyze(
         lock = lock_folder(out)
         try:
             if plan is not None:
-                analysis = _folders(plan, config)
+                with tqdm(total=len(plan.layers), desc="Analysing layers", disable=None) as bar:
+                    analysis = analyze_folders(plan, config.task_rank, bar.update)
             else:
                 analysis = _pool(console, modelpool, methods, runs, words, targets, out, config)
             content, files = save_analysis(analysis, out)
@@ -103,13 +105,6 @@ def _plan(console: Console, base: str, tasks: list[str], merged: str | None, tar
     for warning in plan.warnings:
         console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False, soft_wrap=True)
     return plan
-
-
-def _folders(plan: Plan, config: AnalysisConfig) -> Any:
-    from fusion_bench_nufilt.analysis.folders import analyze_folders
-
-    with tqdm(total=len(plan.layers), desc="Analysing layers", disable=None) as bar:
-        return analyze_folders(plan, config.task_rank, bar.update)
 
 
 def _pool(

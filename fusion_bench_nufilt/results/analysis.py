@@ -68,8 +68,7 @@ def write_analysis(folder: Path) -> list[str]:
     tables = {name: pd.read_csv(folder / f"{name}.csv") for name in _TABLES if (folder / f"{name}.csv").is_file()}
     pictures = pictures_of(content, tables)
     for name, chart in pictures.items():
-        for kind in ("png", "pdf"):
-            save_chart(chart, folder / f"{name}.{kind}")
+        save_chart(chart, folder / f"{name}.png", folder / f"{name}.pdf")
     write_text(folder / PAGE, _page(content, tables).render())
     return [*(f"{name}.png" for name in pictures), PAGE]
 

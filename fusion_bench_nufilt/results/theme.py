@@ -41,12 +41,13 @@ def definition(chart: ChartType) -> dict[str, Any]:
     return {key: value for key, value in chart.to_dict(validate=False).items() if key != "$schema"} | {"config": THEME}
 
 
-def save_chart(chart: ChartType, path: Path) -> None:
-    """Write a chart as a PNG or a PDF, whichever the name of the file says, whole or not at all."""
-    spec = definition(chart)
-    content = vl_convert.vegalite_to_pdf(spec) if path.suffix == ".pdf" else vl_convert.vegalite_to_png(spec, scale=2)
-    with atomic_file(path) as temporary:
-        temporary.write_bytes(content)
+def save_chart(chart: ChartType, *paths: Path) -> None:
+    """Write a chart as PNG and PDF, whichever the names of the files say, each whole or not at all."""
+    svg = vl_convert.vegalite_to_svg(definition(chart))  # laying a chart out takes most of the time
+    for path in paths:
+        content = vl_convert.svg_to_pdf(svg) if path.suffix == ".pdf" else vl_convert.svg_to_png(svg, scale=2)
+        with atomic_file(path) as temporary:
+            temporary.write_bytes(content)
 
 
 def clean(value: float | None) -> float | None:

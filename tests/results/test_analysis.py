@@ -109,7 +109,7 @@ def test_what_was_not_measured_is_not_drawn(content):
 
 def test_every_picture_is_written_in_both_formats_and_named(folder, monkeypatch):
     written = []
-    monkeypatch.setattr(analysis, "save_chart", lambda chart, path: written.append(path.name))
+    monkeypatch.setattr(analysis, "save_chart", lambda chart, *paths: written.extend(path.name for path in paths))
     *pictures, page = write_analysis(folder)
     names = ["spectra", "overlap", "affinity", "affinity_by_rank", "losses", "data_free"]
     assert pictures == [f"{name}.png" for name in names]
