@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -73,6 +72,7 @@ class LossTracker:
         tau_old, tau_task, ranks = W_old - W_0, W_task - W_0, self._config.ranks(W_0.shape[1])
         V_p, V_t = right_singular_basis(tau_old, ranks.null), right_singular_basis(tau_task, ranks.task)
         stability, plasticity = data_free_losses(W_new - W_0, tau_old, tau_task, V_p, V_t)
+        extra |= layer_losses(W_new, W_old, W_task, C_old, C_task)
         if self._bounds and C_old is not None:
             extra["stability_bound"] = corollary_bound(W_new - W_old, C_old, V_p)[1]
             extra["plasticity_bound"] = corollary_bound(W_new - W_task, C_task, V_t)[1]
@@ -81,7 +81,6 @@ class LossTracker:
             step=len(self._seen) + 1,
             task=task,
             layer=layer.name,
-            **asdict(layer_losses(W_new, W_old, W_task, C_old, C_task)),
             data_free_stability=stability if self._seen else None,
             data_free_plasticity=plasticity,
             **extra,

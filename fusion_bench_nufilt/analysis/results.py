@@ -13,8 +13,6 @@ from fusion_bench_nufilt.results import names
 from .affinity import Floats
 from .spectra import TaskVector, overlap
 
-GROUPS = ("all", "attention", "MLP")
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -26,7 +24,7 @@ class Layer:
 
     @property
     def kind(self) -> str:
-        """One of :data:`GROUPS`: attention, or else MLP."""
+        """Either attention or MLP."""
         return names.kind(self.name)
 
     @property
@@ -143,7 +141,3 @@ class Analysis:
             overlaps=np.stack([layer.overlaps for layer in found]),
             energy=dict(zip(names, energy.tolist(), strict=True)),
         )
-
-    def group(self, name: str) -> list[int]:
-        """Return the numbers of the layers of a group."""
-        return [number for number, layer in enumerate(self.layers) if name in ("all", layer.kind)]

@@ -15,7 +15,7 @@ from fusion_bench_nufilt.storage.files import write_text
 
 from .affinity import Floats, dominance, example_pairs
 from .reading import reading
-from .results import GROUPS, Analysis
+from .results import Analysis
 from .surrogates import harmonic_mean, rank_correlation
 
 Json = dict[str, Any]
@@ -68,7 +68,11 @@ def _pairs(analysis: Analysis, values: Floats, labels: Sequence[str], name: str)
 
 def summarise(analysis: Analysis) -> Json:
     """Return all of an analysis for JSON; what was not measured is left out, and what is not finite is None."""
-    groups = {name: analysis.group(name) for name in GROUPS if analysis.group(name)}
+    groups: dict[str, list[int]] = {"all": [], "attention": [], "MLP": []}  # the numbers of their layers
+    for number, layer in enumerate(analysis.layers):
+        groups["all"].append(number)
+        groups[layer.kind].append(number)
+    groups = {name: members for name, members in groups.items() if members}
     content: Json = {
         "kind": "analysis",
         "about": analysis.about,

@@ -4,8 +4,6 @@ The data count only through the second moment :math:`C = \frac1N \sum_n x_n x_n^
 once it is recorded, no data is needed any more.
 """
 
-from dataclasses import dataclass
-
 import torch
 from scipy.stats import spearmanr
 from torch import Tensor
@@ -21,45 +19,30 @@ def mean_square(D: Tensor, C: Tensor) -> Tensor:
     return ((D @ C) * D).sum(dim=(-2, -1)).clamp_min(0)  # below 0 is rounding
 
 
-@dataclass(frozen=True)
-class LayerLosses:
-    r"""The losses of one layer after one step. Lower is better; the relative ones have no unit.
-
-    A relative loss is None where it would be divided by zero, which is where all outputs on these inputs are zero.
-
-    Args:
-        stability: :math:`E_{x\sim\text{old tasks}} \|(W_m(t) - W_m(t-1)) x\|^2`; None at the first step.
-        plasticity: :math:`E_{x\sim\text{task }t} \|(W_m(t) - W_t) x\|^2`.
-        relative_stability: the stability loss over :math:`E \|W_m(t-1) x\|^2`.
-        relative_plasticity: the plasticity loss over :math:`E \|W_t x\|^2`.
-    """
-
-    stability: float | None
-    plasticity: float
-    relative_stability: float | None
-    relative_plasticity: float | None
-
-
-def layer_losses(W_new: Tensor, W_old: Tensor, W_task: Tensor, C_old: Tensor | None, C_task: Tensor) -> LayerLosses:
-    """Return both surrogates of a layer for inputs with given second moments.
+def layer_losses(
+    W_new: Tensor, W_old: Tensor, W_task: Tensor, C_old: Tensor | None, C_task: Tensor
+) -> dict[str, float | None]:
+    r"""Return both surrogates of a layer for inputs with given second moments. Lower is better.
 
     Args:
-        W_new: the merged weight after the step, ``(d_o, d_i)``.
-        W_old: the merged weight before it.
-        W_task: the weight of the step's own fine-tuned model.
+        W_new: the merged weight :math:`W_m(t)` after the step, ``(d_o, d_i)``.
+        W_old: the merged weight :math:`W_m(t-1)` before it.
+        W_task: the weight :math:`W_t` of the step's own fine-tuned model.
         C_old: the mean of the old tasks' second moments, ``(d_i, d_i)``; None at the first step.
         C_task: the second moment of the step's own task.
+
+    Returns:
+        ``stability``, :math:`E_{x\sim\text{old tasks}} \|(W_m(t) - W_m(t-1)) x\|^2`, and ``plasticity``,
+        :math:`E_{x\sim\text{task }t} \|(W_m(t) - W_t) x\|^2`; ``relative_stability`` and ``relative_plasticity``,
+        these over :math:`E \|W_m(t-1) x\|^2` and :math:`E \|W_t x\|^2`, without a unit. Stability is None at the first
+        step, and a relative loss where all outputs are zero.
     """
-    plasticity = float(mean_square(W_new - W_task, C_task))
-    relative_plasticity = _share(plasticity, mean_square(W_task, C_task))
-    if C_old is None:
-        return LayerLosses(None, plasticity, None, relative_plasticity)
-    stability = float(mean_square(W_new - W_old, C_old))
-    return LayerLosses(stability, plasticity, _share(stability, mean_square(W_old, C_old)), relative_plasticity)
-
-
-def _share(part: float, whole: Tensor) -> float | None:
-    return part / float(whole) if whole else None
+    losses: dict[str, float | None] = {}
+    for name, W, C in (("stability", W_old, C_old), ("plasticity", W_task, C_task)):
+        loss = None if C is None else float(mean_square(W_new - W, C))
+        size = None if C is None else float(mean_square(W, C))
+        losses |= {name: loss, f"relative_{name}": loss / size if loss is not None and size else None}
+    return losses
 
 
 def harmonic_mean(a: float, b: float) -> float:
