@@ -55,7 +55,7 @@ def test_the_filter_alone_moves_nothing_on_inputs_inside_the_protected_subspace(
     inside, anywhere = second_moment(draw(40, 5) @ V_p.mT), second_moment(draw(40, D_I))
 
     def stability(C):
-        return layer_losses(fused["layer"], old["layer"], pretrained + tau_task, C, C).stability
+        return layer_losses(fused["layer"], old["layer"], pretrained + tau_task, C, C)["stability"]
 
     assert stability(inside) < 1e-13
     assert stability(anywhere) > 1
