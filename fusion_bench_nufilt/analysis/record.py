@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import NonNegativeInt
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from typing_extensions import TypedDict
@@ -14,7 +15,7 @@ from typing_extensions import TypedDict
 from fusion_bench_nufilt.core.dtypes import widened
 from fusion_bench_nufilt.core.subspace import gram_matrix
 from fusion_bench_nufilt.storage.files import atomic_file, write_text
-from fusion_bench_nufilt.storage.json_files import Count, read_json
+from fusion_bench_nufilt.storage.json_files import read_json
 from fusion_bench_nufilt.storage.tensors import TensorFile
 
 from .inputs import TaskInputs, watched_layers
@@ -31,7 +32,7 @@ class Recorded(TypedDict):
     about: dict[str, Any]  # what they depend on
     owner: dict[str, str]  # for each layer the layer whose moment it shares
     files: dict[str, str]  # for each owner the file that has its moment
-    tokens: Count
+    tokens: NonNegativeInt
 
 
 class Moments:
