@@ -224,6 +224,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     """Return the files by tensor as the index has them, none without an index; files elsewhere are refused."""
     index = read_json(folder / INDEX, _Index)
     files = index["weight_map"] if index else {}
+    if index and not files:
+        raise ValueError(f"'{folder / INDEX}' names no tensor; fetch it again")
     # Any other name may be that of a file that comes with the weights, or lies elsewhere.
     if wrong := [file for file in files.values() if Path(file).name != file or not file.endswith(".safetensors")]:
         raise ValueError(f"'{folder / INDEX}' names {some(dict.fromkeys(wrong))}: no safetensors files of this folder")

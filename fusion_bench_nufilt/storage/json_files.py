@@ -55,14 +55,17 @@ def checked(content: Any, kind: type[_T]) -> _T:
         ValueError: names the first field that is missing or of another type.
     """
     try:
-        valid: _T = TypeAdapter(kind).validate_python(content, strict=not is_dataclass(kind))
+        adapter = TypeAdapter(kind)
+        if not is_dataclass(kind):
+            adapter.validate_python(content, strict=True)
+            return cast("_T", content)
+        return adapter.validate_json(json.dumps(content), strict=True)  # strict Python would want a dataclass already
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what = f"{first['msg'][0].lower()}{first['msg'][1:]}, got {_short(first['input'])}"
         raise ValueError(f"field '{'.'.join(map(str, first['loc']))}': {what}" if first["loc"] else what) from error
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    return valid if is_dataclass(kind) else cast("_T", content)
 
 
 def _short(value: object) -> str:
