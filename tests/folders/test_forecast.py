@@ -23,6 +23,7 @@ def test_layers_that_are_solved_are_counted_and_bytes_that_are_read(stream, monk
     def seconds(tasks, merged=None):
         return predict_seconds(plan(stream, tasks, merged, settings={"step": 1}), workers=1)
 
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(forecast, "_rates", lambda *_: (0.0, 1.0))
     nbytes = plan(stream, ["task1"]).base.nbytes
     assert seconds(["task1", "task2"]) == 4 * nbytes  # three read, one written
