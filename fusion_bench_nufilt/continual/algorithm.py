@@ -175,7 +175,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         pretrained, drawn = self._load(modelpool, _PRETRAINED)
         self.start(pretrained, names)
         self._check(pretrained, pretrained, _PRETRAINED, drawn)
-        if self.check_models or self.resume:
+        self._checked_first = self.check_models or self.resume  # a resumed run must know all weights
+        if self._checked_first:
             with self.profile("checking models"):
                 for name in tqdm(names, desc="Checking models", disable=None):
                     model, drawn = self._load(modelpool, name)
@@ -212,7 +213,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             if step < next_step:
                 continue
             task, drawn = self._load(modelpool, name)
-            if not self.check_models:
+            if not self._checked_first:
                 self._check(pretrained, task, name, drawn)
             begin = time.perf_counter()
             with self.profile("merging"):

@@ -15,7 +15,6 @@ from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import split_options, takes_options
-from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.layers import TargetConfig, check_model, coverage, merge_other_params, select_layers
 from fusion_bench_nufilt.methods import Report, State, find_method
 from fusion_bench_nufilt.storage.checkpoint import load_state
@@ -132,20 +131,12 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             else:
                 self._states[layer] = state
         if not method.state_is_weight:
-            self._render(theta_0, merged)
-        if self.targets.other_params == "mean" or (self.targets.other_params == "first" and step == 1):
+            for layer, W in method.weigh_each(self._states, theta_0, device=devices):
+                self._layers[layer].write(merged, W)
+        if self.targets.changes_others(step):
             merge_other_params(merged, task, self._layers, self._mean_counts)
         self._report(step, name, reports)
         return merged
-
-    def _render(self, theta_0: Mapping[str, Tensor], merged: nn.Module) -> None:
-        """Write the weights that follow from the states into the merged model."""
-
-        def weight(layer: str) -> tuple[str, Tensor]:
-            return layer, self.method.weight(layer, self._states[layer], theta_0[layer])
-
-        for layer, W in map_layers(weight, list(self._layers), self.fabric.device):
-            self._layers[layer].write(merged, W)
 
     def restore(self, step: int) -> None:
         if self.folder is not None and (file := self.folder.path / "layers.csv").is_file():

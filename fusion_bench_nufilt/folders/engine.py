@@ -28,7 +28,7 @@ from .architecture import Layer
 from .checkpoint import some
 from .forecast import layer_budget, layer_memory
 from .output import Record
-from .plan import Plan, keeps_state, read_state, state_layout, state_to_keep
+from .plan import Plan, read_state, state_layout, state_to_keep
 
 #: What is done with a merged layer: its record, and the bytes for each range in the record's ``written``.
 Write = Callable[[Record, Sequence[memoryview]], None]
@@ -54,7 +54,7 @@ class LayerMerger:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._budget, self._devices = Budget(layer_budget(plan)), DevicePool(plan.settings.devices)
-        self._kept = state_layout(plan)[1] if keeps_state(plan) else {}
+        self._kept = state_layout(plan)[1] if plan.keeps_state else {}
         _return_freed_memory()
 
     def merge(self, layers: list[Layer], write: Write) -> None:
@@ -120,13 +120,10 @@ class LayerMerger:
 
     def _finish(self, work: _Work, device: torch.device) -> list[memoryview]:
         """Return the bytes of a layer's state, if kept, and of its weights; their places go into the record."""
-        base, layer, method = self.plan.base, work.layer, self.plan.method
-
-        def weigh(state: State) -> Tensor:
-            on_device = {name: value.to(device) for name, value in state.items()}
-            return method.weight(layer.name, on_device, work.theta_0.to(device)).to(work.theta_0.device)
-
-        weight = layer.view.part(next(map_layers(weigh, [work.state], device)))
+        base, layer = self.plan.base, work.layer
+        states, pretrained = {layer.name: work.state}, {layer.name: work.theta_0}
+        ((_, matrix),) = self.plan.method.weigh_each(states, pretrained, device=device)
+        weight = layer.view.part(matrix)
         kept = state_to_keep(self.plan, layer, work.state) if self._kept else {}
         stored: list[tuple[TensorInfo, Tensor]] = [(self._kept[key], value) for key, value in kept.items()]
         for key in layer.keys:

@@ -17,7 +17,7 @@ from fusion_bench_nufilt.methods.nufilt import BATCH_BYTES
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Layer
-from .plan import Plan, keeps_state, state_bytes
+from .plan import Plan, state_bytes
 
 _T = TypeVar("_T")
 
@@ -38,7 +38,7 @@ def layer_memory(plan: Plan, layer: Layer) -> int:
     # The factors of a LoRA are too thin to count.
     full = [task.checkpoint.tensors[task.keys[layer.slot]] for task in plan.tasks if layer.slot in task.keys]
     stored = (dtype.itemsize + max((FLOATS[info.dtype].itemsize for info in full), default=0)) * math.prod(shape)
-    stored += state_bytes(plan, layer) if keeps_state(plan) else dtype.itemsize * math.prod(shape)
+    stored += state_bytes(plan, layer) if plan.keeps_state else dtype.itemsize * math.prod(shape)
     wide = max(plan.method.itemsize, dtype.itemsize)
     return stored + (working_bytes(shape, wide) if plan.settings.on_cpu else 0)
 
@@ -77,7 +77,7 @@ def _largest(plan: Plan, workers: int) -> int:
 
 def disk_bytes(plan: Plan) -> int:
     """Return the bytes that the result takes."""
-    return plan.base.nbytes + (sum(state_bytes(plan, layer) for layer in plan.layers) if keeps_state(plan) else 0)
+    return plan.base.nbytes + (sum(state_bytes(plan, layer) for layer in plan.layers) if plan.keeps_state else 0)
 
 
 def predict_seconds(plan: Plan, workers: int) -> float:

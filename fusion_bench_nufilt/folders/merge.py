@@ -27,7 +27,7 @@ from .engine import merge_here, merge_on_cluster
 from .forecast import batches, disk_bytes
 from .others import NOT_FINITE, write_other
 from .output import Output, Record, clear_work_folder, work_folder
-from .plan import Plan, keeps_state, state_layout
+from .plan import Plan, state_layout
 from .preflight import check_relation
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
 def _headers(plan: Plan) -> dict[str, tuple[bytes, int]]:
     """Return header and size of every weight file of the result: the base's, and that of the state."""
     headers = {name: (file.header, file.stamp[0]) for name, file in plan.base.opened.items()}
-    if keeps_state(plan):
+    if plan.keeps_state:
         header, tensors = state_layout(plan)
         headers[STATE_FILE] = header, max(info.stop for info in tensors.values())
     return headers

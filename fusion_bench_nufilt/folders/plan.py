@@ -108,8 +108,7 @@ class Plan:
     @cached_property
     def averaged(self) -> set[str]:
         """The slots of ``others`` that the tasks change."""
-        which = self.targets.other_params
-        changed = which == "mean" or (which == "first" and self.first_step == 1)
+        changed = self.targets.changes_others(self.first_step)
         return {slot for slot, keys in self.others.items() if changed and self.base.tensors[keys[0]].dtype in FLOATS}
 
     @property
@@ -142,6 +141,16 @@ class Plan:
         """The number of tasks that the result holds."""
         return self.first_step + len(self.tasks) - 1
 
+    @cached_property
+    def keeps_state(self) -> bool:
+        """Whether the result has a file with the state.
+
+        A state that is the merged weight alone is kept only where the model has the weight in less than float32.
+        """
+        if not self.method.state_is_weight:
+            return True
+        return self.settings.accumulate == "float32" and any(self.dtype(layer).itemsize < 4 for layer in self.layers)
+
     def dtype(self, layer: Layer) -> torch.dtype:
         """Return the base's dtype of a layer."""
         return FLOATS[self.base.tensors[layer.keys[0]].dtype]
@@ -154,15 +163,6 @@ class Plan:
             **dataclasses.asdict(self.targets),
             **{key: getattr(self.settings, key) for key in ("seed", "accumulate", "device")},
         }
-
-
-def keeps_state(plan: Plan) -> bool:
-    """Return whether the result has a file with the state.
-
-    A state that is the merged weight alone is kept only where the model has the weight in less than float32.
-    """
-    narrow = any(plan.dtype(layer).itemsize < 4 for layer in plan.layers)
-    return not plan.method.state_is_weight or (narrow and plan.settings.accumulate == "float32")
 
 
 def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, Tensor]]:
@@ -230,7 +230,7 @@ def check_state_tensors(plan: Plan) -> list[str]:
     if method.state_is_weight:
         if before.get("accumulate") == "float32" and plan.settings.accumulate == "stored":
             return [f"'{name}' has the merged layers in float32; --accumulate float32 goes on from there"]
-        if keeps_state(plan) and missing and plan.before:
+        if plan.keeps_state and missing and plan.before:
             return [f"'{name}' does not have all merged layers in float32: going on from the rounded ones"]
         return []
     others = [] if kept is None else sorted(kept.keys.keys() - known)

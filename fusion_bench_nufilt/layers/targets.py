@@ -48,6 +48,10 @@ class TargetConfig:
         if self.exclude_modules is not None:
             _check_patterns("exclude_modules", self.exclude_modules)
 
+    def changes_others(self, step: int) -> bool:
+        """Return whether the task of a step, from 1, changes the parameters outside the merged layers."""
+        return self.other_params == "mean" or (self.other_params == "first" and step == 1)
+
 
 def _check_patterns(key: str, value: object) -> None:
     """Raise a ValueError unless a pattern is one regular expression or a list of words, none of them empty."""

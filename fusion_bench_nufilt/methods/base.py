@@ -119,6 +119,19 @@ class LayerMethod(ABC):
 
         yield from map_layers(add, list(states), where)
 
+    def weigh_each(
+        self, states: Mapping[str, State], pretrained: Layers, *, device: Devices | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the merged weight of each layer, side by side; the arguments are those of :meth:`add_each`."""
+        where = check_devices(device or next((weight.device for weight in pretrained.values()), "cpu"))[0]
+
+        @torch.no_grad()
+        def weigh(layer: str) -> tuple[str, Tensor]:
+            theta_0, state = pretrained[layer], {name: value.to(where) for name, value in states[layer].items()}
+            return layer, self.weight(layer, state, theta_0.to(where)).to(theta_0.device)
+
+        yield from map_layers(weigh, list(states), where)
+
     def flops(self, shape: tuple[int, ...], ranks: Sequence[int | None]) -> float:
         """Estimate the floating-point operations that a layer takes, for the forecast of a merge's time.
 

@@ -6,27 +6,19 @@ import json
 import pytest
 import torch
 from fusion_bench.utils import instantiate
-from lightning import Fabric
-from lightning.fabric.loggers import TensorBoardLogger
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from fusion_bench_nufilt.storage.files import MANIFEST
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
 from tests.models import clip, finetuned, llama
 
 SMALL = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5, "shuffle_order": False, "other_params": "mean"}
 
 
-def pool(tasks=4):
-    base = clip()
-    return {"_pretrained_": base} | {f"task{i}": finetuned(base, seed=i) for i in range(1, tasks + 1)}
-
-
 def algorithm_in(folder, **settings):
-    algorithm = NufiltContinualMergingAlgorithm(**{**SMALL, **settings})
-    algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", ""))
-    return algorithm
+    return logging_to(folder, NufiltContinualMergingAlgorithm(**{**SMALL, **settings}))
 
 
 def without_times(folder):
@@ -37,18 +29,6 @@ def without_times(folder):
     weights = [read_whole_checkpoint(path)["files"] for path in sorted((folder / "checkpoints").glob("merged_model_*"))]
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report_*.json"))]
     return rows, weights, reports
-
-
-class InterruptedRunError(Exception):
-    pass
-
-
-def interrupt_after(step):
-    def on_step(done):
-        if done == step:
-            raise InterruptedRunError
-
-    return on_step
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])

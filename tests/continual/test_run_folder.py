@@ -11,7 +11,8 @@ from torch import nn
 from fusion_bench_nufilt.continual.run_folder import RunFolder
 from fusion_bench_nufilt.storage.files import MANIFEST, lock_folder
 from tests.conftest import REPO
-from tests.continual.test_resume import InterruptedRunError, algorithm_in, interrupt_after, pool
+from tests.continual.helpers import InterruptedRunError, interrupt_after, pool
+from tests.continual.test_resume import algorithm_in
 
 RUN = {"method": "NUFILT", "order": ["a", "b"], "inputs": {"a": {"sha256": "1f"}}, "settings": {"seed": 42}}
 ABOUT = {"step": 1, "tasks": ["a"], "merge_seconds": [0.1], **RUN}

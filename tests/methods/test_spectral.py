@@ -5,8 +5,6 @@ from copy import deepcopy
 import pytest
 import torch
 from fusion_bench.utils import instantiate
-from lightning import Fabric
-from lightning.fabric.loggers import TensorBoardLogger
 from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
@@ -14,20 +12,13 @@ from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.storage.checkpoint import load_state, read_whole_checkpoint
 from fusion_bench_nufilt.storage.manifest import read_manifest
-from tests.models import clip, finetuned
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
 
 SETTINGS = {"layer_method": "spectral", "shuffle_order": False}
 
 
-def pool(tasks=4):
-    base = clip()
-    return {"_pretrained_": base} | {f"task{i}": finetuned(base, seed=i) for i in range(1, tasks + 1)}
-
-
 def algorithm_in(folder, **settings):
-    algorithm = LayerwiseMergingAlgorithm(**{**SETTINGS, **settings})
-    algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", ""))
-    return algorithm
+    return logging_to(folder, LayerwiseMergingAlgorithm(**{**SETTINGS, **settings}))
 
 
 def difference(model, other, base):
@@ -57,13 +48,9 @@ def test_the_depth_ramp_makes_later_blocks_move_more():
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, step):
-    def stop(done):
-        if done == step:
-            raise KeyboardInterrupt
-
     algorithm_in(tmp_path / "whole").run(pool())
-    with pytest.raises(KeyboardInterrupt):
-        algorithm_in(tmp_path / "parts").run(pool(), on_step=stop)
+    with pytest.raises(InterruptedRunError):
+        algorithm_in(tmp_path / "parts").run(pool(), on_step=interrupt_after(step))
     algorithm_in(tmp_path / "parts", resume=True).run(pool())
     last = [read_whole_checkpoint(tmp_path / run / "checkpoints" / "merged_model_3") for run in ("whole", "parts")]
     assert last[0]["files"] == last[1]["files"]

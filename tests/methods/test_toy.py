@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from fusion_bench.utils import instantiate
-from lightning import Fabric
-from lightning.fabric.loggers import TensorBoardLogger
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
@@ -14,6 +12,7 @@ from fusion_bench_nufilt.core.options import option
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.methods import METHODS, LayerMethod
 from fusion_bench_nufilt.storage.manifest import read_manifest
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
 
 
 @dataclass(frozen=True)
@@ -46,28 +45,14 @@ def registered(monkeypatch):
 
 
 def algorithm_in(folder, **options):
-    algorithm = LayerwiseMergingAlgorithm("running_sum", **options)
-    algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", ""))
-    return algorithm
-
-
-class Interruption(Exception):  # noqa: N818
-    pass
-
-
-def stop_after(step):
-    def on_step(done):
-        if done == step:
-            raise Interruption
-
-    return on_step
+    return logging_to(folder, LayerwiseMergingAlgorithm("running_sum", **options))
 
 
 def test_fusion_bench_runs_it_on_the_demo_and_resumes_it(demo, tmp_path):
     pool = instantiate(compose_run(["modelpool=nufilt_demo"]).modelpool, _recursive_=False)
     merged = algorithm_in(tmp_path / "whole", scale=0.3).run(pool)
-    with pytest.raises(Interruption):
-        algorithm_in(tmp_path / "parts", scale=0.3).run(pool, on_step=stop_after(2))
+    with pytest.raises(InterruptedRunError):
+        algorithm_in(tmp_path / "parts", scale=0.3).run(pool, on_step=interrupt_after(2))
     resumed = algorithm_in(tmp_path / "parts", scale=0.3, resume=True).run(pool)
 
     base = pool.load_pretrained_model()

@@ -156,8 +156,7 @@ class NUFILTMerging(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm):
             fused, total=len(self._layers), desc=f"Merging {name}", leave=False
         ):
             self._layers[layer].write(merged_model, weight)
-        option = self.targets.other_params
-        if option == "mean" or (option == "first" and step == 0):
+        if self.targets.changes_others(step + 1):
             merge_other_params(
                 merged_model, task_model, self._layers, self._mean_counts
             )
