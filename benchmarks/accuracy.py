@@ -12,8 +12,7 @@ from merge_step import CONFIG, make_layer
 from torch import Tensor
 
 from fusion_bench_nufilt.core import fuse_layers
-from fusion_bench_nufilt.core.projector import null_space_filter
-from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+from fusion_bench_nufilt.core.subspace import null_space_filter, top_right_singular_vectors
 
 
 def task_vectors(shape: tuple[int, int], decay: float, seed: int) -> tuple[Tensor, Tensor]:

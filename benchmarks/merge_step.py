@@ -32,10 +32,8 @@ from torch.utils.benchmark import Timer
 
 from fusion_bench_nufilt.core import FusionConfig, fuse_each
 from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, loop_gram
-from fusion_bench_nufilt.core.projector import null_space_filter
-from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
-from fusion_bench_nufilt.core.voting import vote
-from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig
+from fusion_bench_nufilt.core.subspace import null_space_filter, top_right_singular_vectors
+from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig, vote
 
 # Convolutions as matrices: in each stage those of the blocks (reducing, 3 x 3, expanding), and the shortcut's.
 RESNET_50: Counter[tuple[int, int]] = Counter()

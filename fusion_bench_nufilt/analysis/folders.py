@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core import LowRank
-from fusion_bench_nufilt.core.dtypes import widened
+from fusion_bench_nufilt.core.weights import widened
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.folders import Plan
 from fusion_bench_nufilt.folders.models import FullModel

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.core.dtypes import widened
 from fusion_bench_nufilt.core.subspace import gram_matrix
+from fusion_bench_nufilt.core.weights import widened
 from fusion_bench_nufilt.storage.files import atomic_file, write_text
 from fusion_bench_nufilt.storage.json_files import read_json
 from fusion_bench_nufilt.storage.tensors import TensorFile

@@ -9,7 +9,7 @@ from fusion_bench.method.knots.knots_utils import subspace_alignment
 from fusion_bench.method.ties_merging.ties_merging_utils import disjoint_merge, resolve_sign, topk_values_mask
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.core.dtypes import widened
+from fusion_bench_nufilt.core.weights import widened
 from fusion_bench_nufilt.layers import check_model, select_layers
 
 MergeFunc = Literal["sum", "mean", "max"]

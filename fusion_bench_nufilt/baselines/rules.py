@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from fusion_bench_nufilt.core.dtypes import wide_dtype
 from fusion_bench_nufilt.core.options import check_choices, is_number, option
+from fusion_bench_nufilt.core.weights import wide_dtype
 
 RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
 

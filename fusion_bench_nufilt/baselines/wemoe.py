@@ -13,9 +13,9 @@ from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
 from fusion_bench_nufilt.continual.stream import MERGED
-from fusion_bench_nufilt.core.dtypes import widened
 from fusion_bench_nufilt.core.options import option, split_options, takes_options
 from fusion_bench_nufilt.core.subspace import right_singular_basis
+from fusion_bench_nufilt.core.weights import widened
 from fusion_bench_nufilt.layers import check_model
 
 from .task_data import EntropyConfig, task_data

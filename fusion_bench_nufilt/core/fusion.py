@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import Layers, TaskLayers, check_adapters, check_layers
 from .config import FusionConfig
-from .devices import DevicePool, Devices, check_devices, fast_in_float64
-from .dtypes import wide_dtype
-from .low_rank import LowRank
 from .stack import fuse_stack
-from .workers import map_layers, stack_size
+from .weights import Layers, LowRank, TaskLayers, check_adapters, check_layers, wide_dtype
+from .workers import DevicePool, Devices, check_devices, fast_in_float64, map_layers, stack_size
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from .adapter import SOLVERS, Objective, loop_gram
 from .config import FusionConfig
-from .low_rank import LowRank
-from .projector import first_coordinates, project
-from .subspace import subspace_affinity, top_right_singular_vectors
+from .subspace import first_coordinates, project, subspace_affinity, top_right_singular_vectors
+from .weights import LowRank
 
 
 def fuse_stack(

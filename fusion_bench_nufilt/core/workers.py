@@ -1,9 +1,11 @@
-"""Threads that solve layers side by side, and the memory that a layer takes."""
+"""Where layers are solved: by which devices and threads, and in how much memory."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from queue import SimpleQueue
 from threading import RLock
 from typing import TypeVar
 
@@ -11,6 +13,63 @@ import torch
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+
+Devices = torch.device | str | Sequence[torch.device | str]
+"""One device, a list of devices, or a text with commas between their names."""
+
+
+def check_devices(devices: Devices) -> list[torch.device]:
+    """Return the devices.
+
+    Raises:
+        ValueError: one is neither a CPU nor a GPU that PyTorch can use, or they are of several kinds, which would not
+            give the same bits; names them.
+    """
+    names = devices.split(",") if isinstance(devices, str) else devices
+    found = [_check_device(name) for name in ([names] if isinstance(names, torch.device) else names)]
+    if len({device.type for device in found}) != 1:
+        raise ValueError(f"devices must be of one kind, got {', '.join(map(str, found)) or 'none'}")
+    return found
+
+
+def _check_device(device: torch.device | str) -> torch.device:
+    try:
+        where = torch.device(device)
+        if where.type not in ("cpu", "cuda"):
+            raise ValueError(f"device '{where}': layers are computed on cpu or cuda only; choose device=cpu")
+        torch.zeros(1, device=where).item()
+    except (RuntimeError, AssertionError) as error:  # a PyTorch without CUDA, or no such device
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device '{device}': PyTorch can't compute there: {reason}; choose device=cpu") from error
+    return where
+
+
+def fast_in_float64(where: torch.device) -> bool:
+    """Tell whether a device has at least half its float32 rate in float64, as NVIDIA's P100 to B200 have."""
+    capabilities = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
+    return where.type == "cuda" and torch.cuda.get_device_capability(where) in capabilities
+
+
+class DevicePool:
+    """Devices that each compute for one thread at a time; a single device computes for all threads."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._only = devices[0] if len(devices) == 1 else None
+        self._free: SimpleQueue[torch.device] = SimpleQueue()
+        for device in devices:
+            self._free.put(device)
+
+    @contextmanager
+    def free(self) -> Iterator[torch.device]:
+        """Wait for a device that is free, and hold it."""
+        if self._only is not None:
+            yield self._only
+            return
+        device = self._free.get()
+        try:
+            yield device
+        finally:
+            self._free.put(device)
 
 
 def map_layers(

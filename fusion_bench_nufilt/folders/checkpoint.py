@@ -14,7 +14,7 @@ from pydantic import FiniteFloat, PositiveInt
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.core.checks import is_finite
+from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.storage.files import MANIFEST, printable
 from fusion_bench_nufilt.storage.json_files import read_json
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorFile, TensorInfo, digest

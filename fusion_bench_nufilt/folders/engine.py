@@ -18,9 +18,8 @@ from torch import Tensor
 
 from fusion_bench_nufilt.cluster import Node, connect, find_nodes, run_on_cluster
 from fusion_bench_nufilt.core import LowRank
-from fusion_bench_nufilt.core.checks import is_finite
-from fusion_bench_nufilt.core.devices import DevicePool
-from fusion_bench_nufilt.core.workers import map_layers
+from fusion_bench_nufilt.core.weights import is_finite
+from fusion_bench_nufilt.core.workers import DevicePool, map_layers
 from fusion_bench_nufilt.methods import State
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, digest, raw
 

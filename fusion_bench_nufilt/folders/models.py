@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fusion_bench_nufilt.core import LowRank
-from fusion_bench_nufilt.core.dtypes import wide_dtype
+from fusion_bench_nufilt.core.weights import wide_dtype
 from fusion_bench_nufilt.layers.patterns import matches
 
 from .architecture import Architecture, by_slot

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion_bench_nufilt.core.checks import is_finite
+from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.layers import running_mean
 from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, FLOATS, raw
 

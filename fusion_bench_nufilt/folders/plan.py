@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.devices import check_devices
 from fusion_bench_nufilt.core.options import check_choices, check_seed, check_whole, option
+from fusion_bench_nufilt.core.workers import check_devices
 from fusion_bench_nufilt.layers import Coverage, TargetConfig
 from fusion_bench_nufilt.methods import LayerMethod, State
 from fusion_bench_nufilt.storage.manifest import STATE_FILE, Manifest, check_state

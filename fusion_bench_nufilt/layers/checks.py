@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from fusion_bench_nufilt.core.checks import is_finite
+from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.layers.targets import OnShapeMismatch, OtherParams
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.core.dtypes import wide_dtype
+from fusion_bench_nufilt.core.weights import wide_dtype
 from fusion_bench_nufilt.layers.views import View
 
 

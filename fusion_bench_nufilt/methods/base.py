@@ -8,11 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.checks import Layers, TaskLayers, check_layers
-from fusion_bench_nufilt.core.devices import Devices, check_devices
-from fusion_bench_nufilt.core.dtypes import widened
-from fusion_bench_nufilt.core.low_rank import LowRank
-from fusion_bench_nufilt.core.workers import map_layers
+from fusion_bench_nufilt.core.weights import Layers, LowRank, TaskLayers, check_layers, widened
+from fusion_bench_nufilt.core.workers import Devices, check_devices, map_layers
 
 State = dict[str, Tensor]
 """What a method keeps of a layer between two tasks: tensors by name, numbers as tensors without dimensions."""

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from fusion_bench_nufilt.core.checks import Layers, TaskLayers
 from fusion_bench_nufilt.core.config import FusionConfig
-from fusion_bench_nufilt.core.devices import Devices
 from fusion_bench_nufilt.core.fusion import fuse_each
+from fusion_bench_nufilt.core.weights import Layers, TaskLayers
+from fusion_bench_nufilt.core.workers import Devices
 
 from .base import LayerMethod, Report, State
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, solve_adapter
-from fusion_bench_nufilt.core.projector import null_space_filter
-from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+from fusion_bench_nufilt.core.subspace import null_space_filter, top_right_singular_vectors
 from tests.core.matrices import random_layer
 
 SHAPES = [(20, 16), (16, 20), (16, 40)]  # the last is wide enough for the direct form of G B

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusion_bench_nufilt.core.checks import is_finite
+from fusion_bench_nufilt.core.weights import is_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

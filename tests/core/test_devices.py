@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.core import fuse_layers, fusion
-from fusion_bench_nufilt.core.devices import DevicePool, check_devices
+from fusion_bench_nufilt.core.workers import DevicePool, check_devices
 from tests.core.test_fusion import CONFIG, models
 
 CPU = torch.device("cpu")

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 
 from fusion_bench_nufilt.core import FusionConfig, fuse_layers
 from fusion_bench_nufilt.core.adapter import Objective, fit_adapter
-from fusion_bench_nufilt.core.projector import null_space_filter
-from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+from fusion_bench_nufilt.core.subspace import null_space_filter, top_right_singular_vectors
 from tests.conftest import shared_or_skip
 
 HERE = Path(__file__).parent / "parity"

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_bench_nufilt.core.projector import first_coordinates, null_space_filter
-from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+from fusion_bench_nufilt.core.subspace import first_coordinates, null_space_filter, top_right_singular_vectors
 from tests.core.matrices import random_layer
 
 sizes = st.integers(1, 20)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.core import LowRank
-from fusion_bench_nufilt.core.voting import flatten, strengths
-from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig
+from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig, flatten, strengths
 from tests.core.matrices import matrix_with_spectrum
 
 KAPPA, DAMP = 0.9, 0.5

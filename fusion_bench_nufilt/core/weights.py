@@ -1,16 +1,68 @@
-"""The checks that refuse bad input of a merging step before any work."""
+"""The weights that a merging step takes: their forms, their precision, and the checks that refuse bad ones."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .config import FusionConfig
-from .dtypes import wide_dtype
-from .low_rank import LowRank
+
+
+@dataclass(frozen=True)
+class LowRank:
+    r"""The factors of a task's update: :math:`\tau = L R` and :math:`\theta_t = \theta_0 + L R`."""
+
+    left: Tensor  # L, (..., d_o, r)
+    right: Tensor  # R, (..., r, d_i)
+
+    def __post_init__(self) -> None:
+        left, right = tuple(self.left.shape), tuple(self.right.shape)
+        if min(len(left), len(right)) < 2 or left[-1] != right[-2]:
+            raise ValueError(f"factors of shapes {left} and {right} have no product")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the update, ``(..., d_o, d_i)``."""
+        return (*self.left.shape[:-1], self.right.shape[-1])
+
+    @property
+    def rank(self) -> int:
+        """The length r of the factors' common side."""
+        return self.left.shape[-1]
+
+    def product(self) -> Tensor:
+        r"""Return the update :math:`\tau`, ``(..., d_o, d_i)``."""
+        return self.left @ self.right
+
+    def to(self, device: torch.device) -> "LowRank":
+        """Return the same factors on a device."""
+        return LowRank(self.left.to(device), self.right.to(device))
+
+    def in_basis(self) -> tuple[Tensor | None, Tensor]:
+        r"""Return an orthonormal basis Q of the outputs that the update reaches, and K with :math:`\tau = Q K`.
+
+        Q is ``(..., d_o, r)`` and K is ``(..., r, d_i)``. Where r is no smaller than a side of the update, they are
+        None and the update itself.
+        """
+        if self.rank >= min(self.shape[-2:]):
+            return None, self.product()
+        Q, triangle = torch.linalg.qr(self.left)
+        return Q, triangle @ self.right
+
 
 Layers = Mapping[str, Tensor]
 TaskLayers = Mapping[str, Tensor | LowRank]
+
+
+def wide_dtype(values: Tensor) -> torch.dtype:
+    """Return the dtype in which stored values are computed with, which is float32 at least."""
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+def widened(values: Tensor) -> Tensor:
+    """Return the values in the dtype of :func:`wide_dtype`."""
+    return values.to(wide_dtype(values))
 
 
 def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
@@ -50,19 +102,6 @@ def check_adapters(layers: Layers, lora_A: Layers, config: FusionConfig) -> None
         got = tuple(lora_A[name].shape) if name in lora_A else None
         if config.lora_rank > 0 and got != expected:
             raise ValueError(f"lora_A of layer '{name}': expected shape {expected}, got {got}")
-
-
-def check_device(device: torch.device | str) -> torch.device:
-    """Return a device, or raise a ValueError that names it if it is neither a CPU nor a GPU that PyTorch can use."""
-    try:
-        where = torch.device(device)
-        if where.type not in ("cpu", "cuda"):
-            raise ValueError(f"device '{where}': layers are computed on cpu or cuda only; choose device=cpu")
-        torch.zeros(1, device=where).item()
-    except (RuntimeError, AssertionError) as error:  # a PyTorch without CUDA, or no such device
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device '{device}': PyTorch can't compute there: {reason}; choose device=cpu") from error
-    return where
 
 
 def is_finite(values: Tensor) -> bool:
