@@ -1,11 +1,14 @@
 """Null-space filtering (NUFILT) for data-free continual model merging, as a FusionBench plugin."""
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm
     from fusion_bench_nufilt.core import FusionConfig, fuse_layers
+
+    __version__: str
 
 __all__ = ["FusionConfig", "LayerwiseMergingAlgorithm", "NufiltContinualMergingAlgorithm", "fuse_layers"]
 
@@ -21,4 +24,6 @@ def __getattr__(name: str) -> Any:
     """Torch and FusionBench are imported when they are needed: `nufilt --help` and `nufilt merge` are quicker so."""
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name == "__version__":
+        return version("fusion-bench-nufilt")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
