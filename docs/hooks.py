@@ -1,8 +1,12 @@
-"""What the site has beyond plain Markdown: the table of options, read off the code, and formulas as MathML."""
+"""What the pages have beyond plain Markdown: tables of options, read off the code, and formulas as MathML.
+
+python docs/hooks.py    # write the tables into docs/options.md
+"""
 
 import dataclasses
 import re
 from html import unescape
+from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
@@ -17,7 +21,8 @@ from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.methods.spectral import SpectralConfig
 
 KINDS = (FusionConfig, SpectralConfig, TargetConfig, DeviceConfig, ProtocolConfig, RuleConfig, Settings)
-# A page says `<!-- options: FusionConfig -->` where a table is to stand.
+# A page says `<!-- options: FusionConfig -->` where a table is to stand; in options.md the table is committed, too.
+PAGE = Path(__file__).parent / "options.md"
 TABLES = {kind.__name__: kind for kind in KINDS}
 # Formulas: $...$ and $$...$$ in pages, :math:`...` in docstrings.
 FORMULAS = {
@@ -28,8 +33,9 @@ FORMULAS = {
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put in the tables of options."""
-    return re.sub(r"<!-- options: (\w+) -->", lambda match: options_table(TABLES[match[1]]), markdown)
+    """Put a table of options below its mark, in place of the one that stands there."""
+    table = r"(<!-- options: (\w+) -->\n)(\n(?:\|.*\n)+)?"
+    return re.sub(table, lambda match: f"{match[1]}\n{options_table(TABLES[match[2]])}\n", markdown)
 
 
 def options_table(kind: type) -> str:
@@ -56,3 +62,7 @@ def on_page_content(html: str, **_: Any) -> str:
     for pattern, display in FORMULAS.items():
         html = re.sub(pattern, lambda match, how=display: convert(unescape(match[1]), display=how), html, flags=re.S)
     return re.sub(r":(?:attr|class|data|func|meth|mod):(?=<code>)", "", html)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(on_page_markdown(PAGE.read_text()))
