@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
-from fusion_bench_nufilt.continual.stream import MERGED
+from fusion_bench_nufilt.continual.models import MERGED
 from fusion_bench_nufilt.core.options import split_options, takes_options
 from fusion_bench_nufilt.layers import check_model
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
-from fusion_bench_nufilt.continual.stream import MERGED
+from fusion_bench_nufilt.continual.models import MERGED
 from fusion_bench_nufilt.core.options import option, split_options, takes_options
 from fusion_bench_nufilt.core.subspace import right_singular_basis
 from fusion_bench_nufilt.core.weights import widened

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fusion_bench_nufilt.cluster import Results, Work, connect, find_nodes, run_locally, run_on_cluster
-from fusion_bench_nufilt.continual.stream import Evaluate
+from fusion_bench_nufilt.continual.protocol import Evaluate
 
 from .configs import compose_run, plain, quiet
 from .experiment import Experiment, reason, run_alone
@@ -52,7 +52,7 @@ def compare(
         seeds: those of the task order and of all that is drawn.
         out: the folder of the results.
         overrides: further ones of `fusion_bench`, for all methods; a method's own settings win over them.
-        evaluate: what to score, see :func:`fusion_bench_nufilt.continual.tasks_to_score`.
+        evaluate: what to score, see :func:`fusion_bench_nufilt.continual.protocol.tasks_to_score`.
         overwrite: delete what ``out`` holds and start again.
         preset: where the methods come from; kept in the result, for its pictures.
         jobs: how many runs at a time, each in a process with its own models and data, and with a GPU of its own if

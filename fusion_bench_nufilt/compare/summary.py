@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_nufilt.continual import METRICS, AccuracyMatrix
-from fusion_bench_nufilt.continual.trackers import log_picture
+from fusion_bench_nufilt.continual.program import log_picture
 from fusion_bench_nufilt.results.metrics import Mean, or_none
 from fusion_bench_nufilt.results.write import write_results
 from fusion_bench_nufilt.storage.files import write_text

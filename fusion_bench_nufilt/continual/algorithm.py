@@ -1,5 +1,6 @@
 """The protocol that every continual merging method runs under."""
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,22 +20,19 @@ from fusion_bench_nufilt.core.options import split_options, takes_options, unkno
 from fusion_bench_nufilt.results.metrics import AccuracyMatrix
 from fusion_bench_nufilt.results.tables import print_matrix
 from fusion_bench_nufilt.results.write import leave_results
+from fusion_bench_nufilt.storage.files import write_text
 from fusion_bench_nufilt.storage.identity import model_digest
 from fusion_bench_nufilt.storage.manifest import Input, Manifest
 from fusion_bench_nufilt.storage.versions import package_versions
 
-from .evaluation import Evaluator
-from .loading import describe_model, load_model, refuse_drawn
-from .program import one_line_errors, use_bundled_taskpool
-from .protocol import ProtocolConfig
+from .evaluation import Evaluator, RunScores
+from .models import MERGED, PRETRAINED, describe_model, load_model, merged_before, merged_checkpoint
+from .program import ReportedTaskPool, log_picture, one_line_errors, use_bundled_taskpool
+from .protocol import Evaluate, ProtocolConfig, task_order
 from .run_folder import RunFolder, open_run_folder
-from .scoring import RunScores
-from .stream import MERGED, Evaluate, merged_before, merged_checkpoint, task_order
-from .trackers import log_picture
 
 log = logging.getLogger(__name__)
 
-_PRETRAINED = "_pretrained_"
 _NOT_IN_THE_RESULT = ("_target_", "save_on_every_step", "check_models", "resume", "devices")
 
 
@@ -110,14 +108,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         return {}
 
     def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
-        """Take over what an earlier merge left, before a stream goes on from its model.
+        """Take over what an earlier merge left, or raise ValueError; then a stream goes on from its model.
 
-        Args:
-            folder: the checkpoint of the merged model; None where the model is given by itself.
-            manifest: the manifest of that checkpoint, empty if it has none.
-
-        Raises:
-            ValueError: the method cannot go on from it; says why.
+        ``folder`` is the checkpoint of the model, or None where it is given by itself and ``manifest`` is empty.
         """
 
     def restore(self, step: int) -> None:
@@ -161,7 +154,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def _run(self, modelpool: BaseModelPool, taskpool: Any, on_step: Callable[[int], Any] | None) -> nn.Module:
         if not modelpool.has_pretrained:
-            raise ValueError(f"the model pool has no '{_PRETRAINED}' model, only {modelpool.all_model_names}")
+            raise ValueError(f"the model pool has no '{PRETRAINED}' model, only {modelpool.all_model_names}")
         if not modelpool.model_names:
             raise ValueError("the model pool is empty: there is no fine-tuned model to merge")
         if self.fabric.world_size > 1:
@@ -172,9 +165,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         sources = {name: describe_model(modelpool, name) for name in modelpool.all_model_names}
         self._inputs: dict[str, Input] = {name: {"name": name, "source": source} for name, source in sources.items()}
         self.scores = self._scores(taskpool)
-        pretrained, drawn = self._load(modelpool, _PRETRAINED)
+        pretrained, drawn = self._load(modelpool, PRETRAINED)
         self.start(pretrained, names)
-        self._check(pretrained, pretrained, _PRETRAINED, drawn)
+        self._check(pretrained, pretrained, PRETRAINED, drawn)
         self._checked_first = self.check_models or self.resume  # a resumed run must know all weights
         if self._checked_first:
             with self.profile("checking models"):
@@ -182,7 +175,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
                     model, drawn = self._load(modelpool, name)
                     self._check(pretrained, model, name, drawn)
         if self.folder is not None:
-            self.folder.save_json("model_names.json", names)
+            write_text(self.folder.path / "model_names.json", json.dumps(names))
         merged = self.merge_stream(modelpool, pretrained, names)
         if self.scores is not None:
             self._finish(self.scores, merged)
@@ -248,7 +241,11 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def _check(self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str]) -> None:
         """Refuse a model that cannot be merged, or whose merged weights were drawn at random."""
-        refuse_drawn(name, list(filter(self.uses, drawn)))
+        if keys := list(filter(self.uses, drawn)):
+            raise ValueError(
+                f"model '{name}': its checkpoint lacks '{keys[0]}', one of {len(keys)} weights to be merged that "
+                "transformers drew at random: it is damaged, or of another architecture"
+            )
         self.check_model(pretrained, model, name)
 
     def _resume(self, merged: nn.Module) -> int:
@@ -282,7 +279,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     def _finish(self, scores: RunScores, merged: nn.Module) -> None:
         """Print the accuracy matrix and leave it in the log directory, with its page."""
         if self._program is not None:
-            self._program.taskpool = scores.final_taskpool(merged)
+            # FusionBench prints this report last, so that a run ends with its metrics and with where its matrix is.
+            self._program.taskpool = ReportedTaskPool(self.taskpool, merged, scores.final_report())
         print_matrix(self.matrix, title=f"{self.name}: score (%) of each task after each step")
         if self.folder is None:
             return

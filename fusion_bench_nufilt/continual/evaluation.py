@@ -3,8 +3,9 @@
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
@@ -14,14 +15,15 @@ from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from fusion_bench.utils.parameters import count_parameters
 from torch import nn
 
-from fusion_bench_nufilt.results.metrics import or_none
+from fusion_bench_nufilt.results.metrics import AccuracyMatrix, or_none
+
+from .protocol import Evaluate, tasks_to_score
+from .run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
 Report = dict[str, Any]
-
-# FusionBench's continual methods call `taskpool.evaluate` with its `_is_setup` reset, which loads models and data and
-# encodes all prompts again at every step: most of a run's time. The scorers below keep what does not change.
+Results = dict[str, dict[str, float]]  # metrics by task
 
 
 class TasksByName(ABC):
@@ -33,7 +35,7 @@ class TasksByName(ABC):
         """The names of all tasks."""
 
     @abstractmethod
-    def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None) -> Report:
+    def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None) -> Results:
         """Return the results by task, of ``tasks`` alone if they are given."""
 
 
@@ -47,15 +49,7 @@ class Evaluator:
 
     def __init__(self, taskpool: Any) -> None:
         self.taskpool = taskpool
-        self._scorer: _Scorer
-        if type(taskpool).evaluate is CLIPVisionModelTaskPool.evaluate:
-            self._scorer = _CLIPVisionScorer(taskpool)
-        elif isinstance(taskpool, V01TaskPool):
-            self._scorer = _V01Scorer(taskpool)
-        elif isinstance(taskpool, TasksByName):
-            self._scorer = _Scorer(taskpool)
-        else:
-            self._scorer = _WholePoolScorer(taskpool)
+        self._score, self._names = _scorer(taskpool)
         self._warned: set[str] = set()
 
     def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
@@ -67,26 +61,21 @@ class Evaluator:
             others: whether to evaluate the other tasks of the pool as well.
         """
         trainable, total = count_parameters(model)
-        report: Report = {
-            "model_info": {
-                "trainable_params": trainable,
-                "all_params": total,
-                "trainable_percentage": trainable / total,
-            }
-        }
-        results = self._scorer.evaluate(model, [*tasks, *(self._scorer.others(tasks) if others else ())])
+        info = {"trainable_params": trainable, "all_params": total, "trainable_percentage": trainable / total}
+        further = [name for name in self._names if others and not set(names_of(name)) & set(tasks)]
+        results = self._score(model, [*tasks, *further])
         for task in tasks:
             if task not in results and task not in self._warned:
                 self._warned.add(task)
                 log.warning("the task pool has no task '%s': its scores are missing", task)
         # A constant prediction has no rank correlation: NaN, which JSON does not know, is a missing score.
-        report |= {task: {key: or_none(value) for key, value in result.items()} for task, result in results.items()}
-        report["average"] = {
+        cleaned = {task: {key: or_none(value) for key, value in result.items()} for task, result in results.items()}
+        average = {
             metric: or_none(sum(values) / len(values))
             for metric in ("accuracy", "loss")
             if (values := [result[metric] for result in results.values() if metric in result])
         }
-        return report
+        return {"model_info": info, **cleaned, "average": average}
 
 
 def score(result: dict[str, float | None]) -> float:
@@ -100,81 +89,116 @@ def names_of(task: str) -> tuple[str, str]:
     return task, f"glue-{task}"
 
 
-class _Scorer:
-    """Scores the tasks of a pool that narrows itself."""
+def _scorer(pool: Any) -> tuple[Callable[[nn.Module, Sequence[str]], Results], Sequence[str]]:
+    """Return what scores a model on those of some tasks that a pool has, and the tasks that it can score alone.
 
-    def __init__(self, taskpool: Any) -> None:
-        self.taskpool = taskpool
-
-    def evaluate(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
-        """Return the results of those tasks that the pool has."""
-        return dict(self.taskpool.evaluate(model, tasks))
-
-    def others(self, tasks: Sequence[str]) -> list[str]:
-        """Return the tasks of the pool that are not among these."""
-        return [name for name in self.taskpool.task_names if not set(names_of(name)) & set(tasks)]
-
-
-class _CLIPVisionScorer(_Scorer):
-    """Scores CLIP vision towers; the CLIP model, the data and the encoded prompts of every task are kept."""
-
-    def __init__(self, taskpool: CLIPVisionModelTaskPool) -> None:
-        super().__init__(taskpool)
-        self._heads: dict[str, Any] = {}  # text features, (classes, projection_dim)
-
-    def evaluate(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
-        pool = self.taskpool
-        if not pool._is_setup:
-            pool.setup()
-        pool.clip_model.vision_model = model
-        classifier = HFCLIPClassifier(pool.clip_model, processor=pool.processor)
-        if pool.move_to_device:
-            classifier = pool.fabric.to_device(classifier)
-        results = {}
-        for task in (task for task in tasks if task in pool.test_dataloaders):
-            classnames, templates = get_classnames_and_templates(task)
-            if task in self._heads:
-                classifier.zeroshot_weights = self._heads[task]
-            else:
-                classifier.set_classification_task(classnames, templates)
-                self._heads[task] = classifier.zeroshot_weights
-            pool.on_task_evaluation_begin(classifier, task)
-            results[task] = pool._evaluate(
-                classifier, pool.test_dataloaders[task], num_classes=len(classnames), task_name=task
-            )
-            pool.on_task_evaluation_end()
-        return results
-
-    def others(self, tasks: Sequence[str]) -> list[str]:
-        return [name for name in self.taskpool._test_datasets if name not in tasks]
+    FusionBench's continual methods call ``evaluate`` with ``_is_setup`` reset, which loads models and data and encodes
+    all prompts again at every step: most of a run's time. The scorers keep what does not change.
+    """
+    if type(pool).evaluate is CLIPVisionModelTaskPool.evaluate:
+        return partial(_score_clip, pool, {}), list(pool._test_datasets)
+    if isinstance(pool, V01TaskPool):
+        return partial(_score_v01, pool, cache(pool.load_task)), pool.task_names
+    if isinstance(pool, TasksByName):
+        return pool.evaluate, pool.task_names
+    return partial(_score_whole, pool), []
 
 
-class _V01Scorer(_Scorer):
-    """Scores by FusionBench's v0.1 pools, such as Flan-T5 on GLUE; each task keeps its data."""
+def _score_clip(pool: Any, heads: dict[str, Any], model: nn.Module, tasks: Sequence[str]) -> Results:
+    """Score a CLIP vision tower; ``heads`` keeps the encoded prompts (classes, projection_dim) of every task."""
+    if not pool._is_setup:
+        pool.setup()
+    pool.clip_model.vision_model = model
+    classifier = HFCLIPClassifier(pool.clip_model, processor=pool.processor)
+    if pool.move_to_device:
+        classifier = pool.fabric.to_device(classifier)
+    results = {}
+    for task in (task for task in tasks if task in pool.test_dataloaders):
+        classnames, templates = get_classnames_and_templates(task)
+        if task in heads:
+            classifier.zeroshot_weights = heads[task]
+        else:
+            classifier.set_classification_task(classnames, templates)
+            heads[task] = classifier.zeroshot_weights
+        pool.on_task_evaluation_begin(classifier, task)
+        images = pool.test_dataloaders[task]
+        results[task] = pool._evaluate(classifier, images, num_classes=len(classnames), task_name=task)
+        pool.on_task_evaluation_end()
+    return results
 
-    def __init__(self, taskpool: V01TaskPool) -> None:
-        super().__init__(taskpool)
-        self._load = cache(taskpool.load_task)
 
-    def evaluate(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
-        fabric = getattr(self.taskpool, "fabric", None)
-        if fabric is not None:
-            model = fabric.setup(model)
-        own = {name: task for task in self.taskpool.task_names for name in names_of(task)}
-        return {task: self._load(own[task]).evaluate(model) for task in tasks if task in own}
+def _score_v01(pool: V01TaskPool, load: Callable[[str], Any], model: nn.Module, tasks: Sequence[str]) -> Results:
+    """Score by FusionBench's v0.1 pools, such as Flan-T5 on GLUE; each task keeps its data."""
+    if (fabric := getattr(pool, "fabric", None)) is not None:
+        model = fabric.setup(model)
+    own = {name: task for task in pool.task_names for name in names_of(task)}
+    return {task: load(own[task]).evaluate(model) for task in tasks if task in own}
 
 
-class _WholePoolScorer(_Scorer):
-    """Scores by any other pool: what it reports, as it reports it."""
+def _score_whole(pool: Any, model: nn.Module, tasks: Sequence[str]) -> Results:
+    """Score by any other pool: what it reports, as it reports it."""
+    report = pool.evaluate(model)
+    if not isinstance(report, dict):
+        raise ValueError(
+            f"the task pool {type(pool).__name__} returned {report!r} in place of scores by task: merge with "
+            "taskpool=dummy and score the saved model by other means"
+        )
+    return {task: report[task] for task in tasks if isinstance(report.get(task), dict)}
 
-    def evaluate(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
-        report = self.taskpool.evaluate(model)
-        if not isinstance(report, dict):
-            raise ValueError(
-                f"the task pool {type(self.taskpool).__name__} returned {report!r} in place of scores by task: merge "
-                "with taskpool=dummy and score the saved model by other means"
-            )
-        return {task: report[task] for task in tasks if isinstance(report.get(task), dict)}
 
-    def others(self, tasks: Sequence[str]) -> list[str]:
-        return []
+@dataclass
+class RunScores:
+    """Scores the steps of a run and enters them into its accuracy matrix."""
+
+    evaluator: Evaluator
+    matrix: AccuracyMatrix
+    evaluate: Evaluate
+    first_step: int  # the number of the first step of the stream
+    folder: RunFolder | None  # where reports are kept, if anywhere
+    log_dict: Callable[..., Any] | None  # takes numbers for the loggers, if there are some
+    last_report: Report = field(default_factory=dict)
+
+    def tasks(self, step: int) -> list[str]:
+        """Return the tasks that are scored after a step."""
+        return tasks_to_score(self.matrix.tasks, step - self.first_step + 1, self.evaluate)
+
+    def is_last(self, step: int) -> bool:
+        return step - self.first_step + 1 == len(self.matrix.tasks)
+
+    def take(self, step: int, merged: nn.Module) -> None:
+        """Score the model after a step."""
+        if not (tasks := self.tasks(step)):
+            return
+        device = next(merged.parameters()).device
+        report = self.evaluator.report(merged, tasks, others=self.is_last(step))
+        merged.to(device)  # the task pool may have moved it
+        if self.folder is not None:
+            self.folder.save_report(step, report)
+        self.record(step, report)
+
+    def record(self, step: int, report: Report) -> None:
+        """Enter the scores that a report has."""
+        self.last_report = report
+        scores = {task: score(report[task]) for task in self.tasks(step) if task in report}
+        self.matrix.record(step - self.first_step + 1, scores)
+        if self.log_dict is not None:
+            self.log_dict({f"score/{task}": value for task, value in scores.items()}, step=step)
+            if self.is_last(step):
+                self.log_dict(self.matrix.metrics(), step=step)
+
+    def restore(self, step: int, merged: nn.Module) -> None:
+        """Enter the scores of an earlier process up to a step; those that were lost are taken again."""
+        assert self.folder is not None
+        for done in range(self.first_step, step + 1):
+            if report := self.folder.read_report(done):
+                self.record(done, report)
+            elif self.tasks(done):
+                self.folder.load_step(done, merged)
+                self.take(done, merged)
+
+    def final_report(self) -> Report:
+        """Return the last report, with the metrics of the run and where its matrix is."""
+        metrics: dict[str, Any] = {name: x for name, x in self.matrix.metrics().items() if not math.isnan(x)}
+        if self.folder is not None:
+            metrics["accuracy_matrix"] = str(self.folder.path / "accuracy_matrix.json")
+        return {**self.last_report, "continual": metrics}

@@ -41,19 +41,17 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     """
 
     def __init__(self, layer_method: str, **kwargs: Any) -> None:
-        self.layer_method, self._kind = layer_method, find_method(layer_method)
+        self._kind = find_method(layer_method)
         plain = {key: list(value) if isinstance(value, ListConfig) else value for key, value in kwargs.items()}
         own = (self._kind.Options, TargetConfig, DeviceConfig)
-        (self.options, self.targets, self.device_config), protocol = split_options(own, {**self._kind.targets, **plain})
+        made, protocol = split_options(own, {**self._kind.targets, **plain})
+        self.options, self.targets, self.device_config = made
         self._config_mapping = type(self)._config_mapping.copy()
-        for key, value in self._own_options().items():
-            self._config_mapping[key] = key
-            setattr(self, key, value)
+        for options in ({"layer_method": layer_method}, *map(vars, made)):
+            for key, value in options.items():
+                self._config_mapping[key] = key
+                setattr(self, key, value)
         super().__init__(**protocol)
-
-    def _own_options(self) -> dict[str, Any]:
-        kinds = (self.options, self.targets, self.device_config)
-        return {"layer_method": self.layer_method} | {key: value for kind in kinds for key, value in vars(kind).items()}
 
     @property
     def name(self) -> str:
@@ -116,11 +114,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
         method, theta_0 = self.method, self._read(pretrained)
-        states = (
-            {layer: {"weight": W} for layer, W in self._read(merged).items()}
-            if method.state_is_weight
-            else self._states
-        )
+        states = self._states
+        if method.state_is_weight:
+            states = {layer: {"weight": W} for layer, W in self._read(merged).items()}
         devices = self.device_config.choose(self.fabric.device)
         added = method.add_each(states, theta_0, self._read(task), step=step, device=devices)
         bar = tqdm(added, total=len(self._layers), desc=f"Merging {name}", unit="layer", leave=False, disable=None)

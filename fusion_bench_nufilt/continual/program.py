@@ -1,19 +1,21 @@
-"""The connections of a run to the FusionBench program that it is part of."""
+"""The connections of a run to the FusionBench program that it is part of, and to its trackers."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fusion_bench.taskpool import DummyTaskPool
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
-from omegaconf import DictConfig
+from PIL import Image
 from torch import nn
 
-from .evaluation import Report
+log = logging.getLogger(__name__)
 
 
 def use_bundled_taskpool(program: Any) -> None:
@@ -21,41 +23,32 @@ def use_bundled_taskpool(program: Any) -> None:
 
     FusionBench has a few pairs of the same name, such as ``modelpool=gpt-2_glue`` and ``taskpool=gpt-2_glue``.
     """
-    if program._modelpool is None or not isinstance(program.taskpool, DummyTaskPool) or _taskpool_was_named():
+    if program._modelpool is None or not isinstance(program.taskpool, DummyTaskPool):
         return
-    taskpool = program._modelpool.get("taskpool") or _namesake()
-    if taskpool is not None:
-        program.taskpool = program._instantiate_and_setup(
-            taskpool, compat_load_fn="fusion_bench.compat.taskpool.load_taskpool_from_config"
-        )
+    run = HydraConfig.get() if HydraConfig.initialized() else None
+    if run is not None and any(word.lstrip("+~").startswith("taskpool") for word in run.overrides.task):
+        return
+    if (taskpool := program._modelpool.get("taskpool") or (run and _namesake(run))) is not None:
+        loader = "fusion_bench.compat.taskpool.load_taskpool_from_config"
+        program.taskpool = program._instantiate_and_setup(taskpool, compat_load_fn=loader)
 
 
-def _namesake() -> DictConfig | None:
-    """Return the task pool that has the model pool's name, if there is one."""
-    if not HydraConfig.initialized():
-        return None
-    run = HydraConfig.get()
+def _namesake(run: Any) -> Any:
+    """Return the task pool that has the name of the model pool of a Hydra run, if there is one."""
     name = run.runtime.choices.get("modelpool")
-    if name not in GlobalHydra.instance().config_loader().get_group_options("taskpool"):
-        return None
-    return compose(run.job.config_name, overrides=[*run.overrides.task, f"taskpool={name}"]).taskpool
+    if name in GlobalHydra.instance().config_loader().get_group_options("taskpool"):
+        return compose(run.job.config_name, overrides=[*run.overrides.task, f"taskpool={name}"]).taskpool
+    return None
 
 
 class ReportedTaskPool:
-    """Answers FusionBench's evaluation of the merged model, after ``run``, with the report that the last step made."""
+    """Answers FusionBench's evaluation of the merged model, after ``run``, with the report that the run made."""
 
-    def __init__(self, taskpool: Any, model: nn.Module, report: Report) -> None:
+    def __init__(self, taskpool: Any, model: nn.Module, report: dict[str, Any]) -> None:
         self.taskpool, self.model, self.report = taskpool, model, report
 
-    def evaluate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Report:
+    def evaluate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.report if model is self.model else self.taskpool.evaluate(model, *args, **kwargs)
-
-
-def _taskpool_was_named() -> bool:
-    """Return whether the user chose a task pool on the command line; FusionBench's default is a placeholder."""
-    if not HydraConfig.initialized():
-        return False
-    return any(override.lstrip("+~").startswith("taskpool") for override in HydraConfig.get().overrides.task)
 
 
 class InputError(CompactHydraException, ValueError):
@@ -64,13 +57,10 @@ class InputError(CompactHydraException, ValueError):
 
 @contextmanager
 def one_line_errors(program: Any) -> Iterator[None]:
-    """Have `fusion_bench` say what is wrong with its input in one line.
+    """Have `fusion_bench` say what is wrong with its input in one line; where ``program`` is None, change nothing.
 
     Whoever sets ``HYDRA_FULL_ERROR=1`` gets the trace from Hydra. It is not looked at here, because FusionBench's
     configuration sets it for the time of the run.
-
-    Args:
-        program: None outside `fusion_bench`, where nothing is changed.
     """
     try:
         yield
@@ -85,3 +75,21 @@ def _drop_trace(record: logging.LogRecord) -> bool:
     if record.exc_info and isinstance(record.exc_info[1], InputError):
         record.exc_info = None
     return True
+
+
+def log_picture(loggers: Sequence[Any], name: str, file: Path, step: int) -> None:
+    """Give a picture to the trackers that take some: TensorBoard, Weights & Biases, SwanLab, MLflow.
+
+    A tracker that fails is a warning, since the run is done and its files are there.
+    """
+    for logger in loggers:
+        try:
+            if hasattr(logger, "log_image"):  # Weights & Biases, SwanLab
+                logger.log_image(name, [str(file)], step=step)
+            elif hasattr(logger.experiment, "add_image"):  # TensorBoard
+                pixels = np.asarray(Image.open(file).convert("RGB"))
+                logger.experiment.add_image(name, pixels, step, dataformats="HWC")
+            elif hasattr(logger.experiment, "log_artifact"):  # MLflow
+                logger.experiment.log_artifact(logger.run_id, str(file))
+        except Exception as error:
+            log.warning("%s did not take the picture '%s': %s", type(logger).__name__, name, error)

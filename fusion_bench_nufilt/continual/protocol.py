@@ -1,5 +1,6 @@
 """The settings of a run: its protocol, and the devices that it uses."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,7 @@ import torch
 from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.options import check_choices, check_seed, check_whole
 
-from .stream import Evaluate
+Evaluate = Literal["last", "diagonal", "every_step", "every_step_all"]
 
 option = partial(options.option, panel="Protocol")
 
@@ -89,3 +90,23 @@ class DeviceConfig:
         if not numbers:
             raise ValueError("devices=all: PyTorch sees no GPU; leave devices out")
         return [torch.device("cuda", int(number)) for number in numbers]
+
+
+def task_order(names: Sequence[str], *, shuffle: bool, seed: int) -> list[str]:
+    """Return the names in the order of the run, which is the one of FusionBench's continual methods for that seed."""
+    order = list(names)
+    if shuffle:
+        random.Random(seed).shuffle(order)
+    return order
+
+
+def tasks_to_score(order: Sequence[str], step: int, evaluate: Evaluate) -> list[str]:
+    """Return the tasks to score after ``step`` of the tasks are merged, see :attr:`ProtocolConfig.evaluate`.
+
+    Of T tasks, ``diagonal`` takes 2T-1 scores in all, ``every_step`` T(T+1)/2 and ``every_step_all`` T^2.
+    """
+    if evaluate == "every_step_all":
+        return list(order)
+    if step == len(order) or evaluate == "every_step":
+        return list(order[:step])
+    return [order[step - 1]] if evaluate == "diagonal" else []

@@ -2,8 +2,9 @@
 
 import json
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +15,19 @@ from fusion_bench_nufilt.storage.files import lock_folder, write_text
 from fusion_bench_nufilt.storage.json_files import read_json
 from fusion_bench_nufilt.storage.manifest import Manifest
 
-from .evaluation import Report
-
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class RunFolder:
-    """``checkpoints/merged_model_{i}`` and ``report_{i}.json``, i = step - 1, as FusionBench names them.
+    """``checkpoints/merged_model_{i}`` and ``report_{i}.json``, i = step - 1, as FusionBench names them."""
 
-    A run holds the folder from its construction to :meth:`close`.
+    path: Path  # the log directory
 
-    Args:
-        path: the log directory.
-
-    Raises:
-        ValueError: nothing can be written there, or another run is writing there; names its process.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._lock = lock_folder(path)
-        except OSError as error:
-            raise ValueError(f"the log directory '{path}' can't be written: {error}") from error
-
-    def close(self) -> None:
-        """Let other runs write here."""
-        self._lock.release()
-
-    def save_json(self, name: str, content: Any) -> None:
-        write_text(self.path / name, json.dumps(content))
-
-    def save_report(self, step: int, report: Report) -> None:
+    def save_report(self, step: int, report: dict[str, Any]) -> None:
         write_text(self._report(step), json.dumps(report))
 
-    def read_report(self, step: int) -> Report | None:
+    def read_report(self, step: int) -> dict[str, Any] | None:
         """Read the scores after a step; None if they were not taken or are damaged, so that they are taken again."""
         try:
             return read_json(self._report(step), dict[str, dict[str, Any]])
@@ -56,12 +35,10 @@ class RunFolder:
             log.warning("%s; scoring step %d again", error, step)
             return None
 
-    def save_step(
-        self, step: int, model: nn.Module, about: Mapping[str, Any], state: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def save_step(self, step: int, model: nn.Module, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
         """Save the model after a step, what the manifest says of it, and the state to go on from."""
         self._report(step).unlink(missing_ok=True)  # an earlier run's would pass for this one's
-        save_checkpoint(model, self._checkpoint(step), about, state or {})
+        save_checkpoint(model, self._checkpoint(step), about, state)
 
     def load_step(self, step: int, model: nn.Module) -> None:
         """Give ``model`` the weights that it had after a step.
@@ -102,9 +79,24 @@ class RunFolder:
         return self.path / f"report_{step - 1}.json"
 
 
-def open_run_folder(path: str | None) -> AbstractContextManager[RunFolder | None]:
-    """Hold the log directory for the length of a run; None where there is none."""
-    return nullcontext() if path is None else closing(RunFolder(Path(path)))
+@contextmanager
+def open_run_folder(path: str | None) -> Iterator[RunFolder | None]:
+    """Hold the log directory for the length of a run; None where there is none.
+
+    Raises:
+        ValueError: nothing can be written there, or another run is writing there; names its process.
+    """
+    if path is None:
+        yield None
+        return
+    try:
+        lock = lock_folder(Path(path))
+    except OSError as error:
+        raise ValueError(f"the log directory '{path}' can't be written: {error}") from error
+    try:
+        yield RunFolder(Path(path))
+    finally:
+        lock.release()
 
 
 def _differences(manifest: Manifest, run: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoProcessor, AutoTokenizer
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.continual import TasksByName
+from fusion_bench_nufilt.continual.evaluation import TasksByName
 from fusion_bench_nufilt.storage.json_files import read_json
 
 Results = dict[str, dict[str, Any]]

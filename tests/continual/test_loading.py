@@ -5,7 +5,7 @@ from fusion_bench.utils import instantiate
 from safetensors.torch import load_file, save_file
 from transformers import CLIPVisionModel
 
-from fusion_bench_nufilt.continual.loading import load_model
+from fusion_bench_nufilt.continual.models import load_model
 from tests.continual.test_resume import algorithm_in
 from tests.models import clip, finetuned
 

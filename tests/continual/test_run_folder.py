@@ -21,9 +21,8 @@ ABOUT = {"step": 1, "tasks": ["a"], "merge_seconds": [0.1], **RUN}
 @pytest.fixture
 def folder(tmp_path):
     folder = RunFolder(tmp_path / "logs")
-    folder.save_step(1, nn.Linear(2, 2), ABOUT)
-    yield folder
-    folder.close()
+    folder.save_step(1, nn.Linear(2, 2), ABOUT, {})
+    return folder
 
 
 def test_a_second_run_in_a_log_directory_is_refused_and_told_which_process_is_writing(tmp_path):

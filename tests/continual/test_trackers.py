@@ -8,7 +8,7 @@ import pytest
 from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 
-from fusion_bench_nufilt.continual.trackers import log_picture
+from fusion_bench_nufilt.continual.program import log_picture
 
 
 @pytest.fixture

@@ -1,0 +1,93 @@
+"""The models of a pool: where they come from, which weights their checkpoints lack, and what was merged before."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fusion_bench import BaseModelPool
+from omegaconf import OmegaConf
+from torch import nn
+from transformers import PreTrainedModel
+
+from fusion_bench_nufilt.storage.manifest import Manifest, read_manifest
+
+PRETRAINED, MERGED = "_pretrained_", "_merged_"
+
+
+def load_model(modelpool: BaseModelPool, name: str) -> tuple[nn.Module, list[str]]:
+    """Load a model of a pool, and tell which of its weights were drawn at random.
+
+    transformers draws every weight that a checkpoint lacks, and says so in a warning only.
+
+    Raises:
+        ValueError: it is no torch module.
+    """
+    with _drawn_at_random() as drawn:
+        model = modelpool.load_model(name)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the model pool must load torch modules, got {type(model).__name__} for '{name}'")
+    # The pool may have returned a part of what was loaded, or have put it into something larger.
+    keys = [key for key in model.state_dict() if any(_same(key, other) for other in drawn)] if drawn else []
+    return model, keys
+
+
+def _same(key: str, other: str) -> bool:
+    return f".{key}".endswith(f".{other}") or f".{other}".endswith(f".{key}")
+
+
+@contextmanager
+def _drawn_at_random() -> Iterator[set[str]]:
+    """Collect the keys that are missing in the checkpoints that transformers loads meanwhile."""
+    missing: set[str] = set()
+    load: Any = vars(PreTrainedModel)["from_pretrained"]
+
+    def from_pretrained(cls: type, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        model, info = load.__func__(cls, *args, output_loading_info=True, **kwargs)
+        missing.update(info["missing_keys"])
+        return (model, info) if output_loading_info else model
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[method-assign]
+    try:
+        yield missing
+    finally:
+        PreTrainedModel.from_pretrained = load  # type: ignore[method-assign]
+
+
+def describe_model(modelpool: BaseModelPool, name: str) -> Any:
+    """Return where a model comes from: a hub name or folder, or the pool's config of it."""
+    entry = modelpool._models[name]
+    if isinstance(entry, str):
+        return entry
+    return type(entry).__name__ if isinstance(entry, nn.Module) else OmegaConf.to_container(entry, resolve=True)
+
+
+def merged_before(modelpool: BaseModelPool, num_merged: int | None) -> tuple[list[str], int]:
+    """Return the names of the models in the pool's ``_merged_`` model, if there is one, and the next one's number.
+
+    Args:
+        modelpool: may have no such model; then the next number is 1.
+        num_merged: how many models are in it; None: the manifest of its checkpoint says, which also has the names.
+
+    Raises:
+        ValueError: their number is not known, or is given where there is no such model.
+    """
+    if MERGED not in modelpool.all_model_names:
+        if num_merged is not None:
+            raise ValueError(f"num_merged={num_merged}, but the model pool has no '{MERGED}' model")
+        return [], 1
+    _, manifest = merged_checkpoint(modelpool)
+    num_merged = num_merged or manifest.get("step")
+    if num_merged is None:
+        raise ValueError(f"how many models are in '{MERGED}'? Its checkpoint does not say: set num_merged")
+    return list(manifest.get("tasks", [])), num_merged + 1
+
+
+def merged_checkpoint(modelpool: BaseModelPool) -> tuple[Path | None, Manifest]:
+    """Return the folder of the pool's ``_merged_`` model, and its manifest; empty if it has none."""
+    entry = modelpool._models[MERGED]
+    path = entry if isinstance(entry, str) else getattr(entry, "pretrained_model_name_or_path", None)
+    if path is None:
+        return None, {}
+    folder = Path(path).expanduser()
+    return folder, read_manifest(folder) or {}
