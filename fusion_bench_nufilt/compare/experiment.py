@@ -20,8 +20,7 @@ from fusion_bench_nufilt.continual.evaluation import Evaluator, Report, score
 from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.results.metrics import or_none
-from fusion_bench_nufilt.storage.identity import model_digest
-from fusion_bench_nufilt.storage.versions import package_versions
+from fusion_bench_nufilt.storage.identity import model_digest, package_versions
 
 from .configs import compose_run, make, plain, quiet, taskpool_config
 from .store import References, Run

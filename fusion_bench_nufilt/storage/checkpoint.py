@@ -12,18 +12,15 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
 from .files import MANIFEST, atomic_folder
-from .manifest import STATE_FILE, Fingerprint, Manifest, check_state, read_manifest, state_digests
+from .manifest import STATE_FILE, Fingerprint, Manifest, check_state, read_manifest
 from .tensors import digest
 
 
 def save_checkpoint(model: nn.Module, folder: Path, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
     """Save a model for ``from_pretrained`` (any other module as ``model.safetensors``), atomically and without pickle.
 
-    Args:
-        model: the model to save.
-        folder: where to save it; what is there is replaced.
-        about: what the manifest says beside the digests of the files.
-        state: tensors that are kept beside the model to go on from it; none for most methods.
+    What is in the folder is replaced. ``about`` is what the manifest says beside the digests of the files, and
+    ``state`` the tensors that are kept beside the model to go on from it, none for most methods.
     """
     with atomic_folder(folder) as temporary:
         save_pretrained = getattr(model, "save_pretrained", None)
@@ -34,21 +31,14 @@ def save_checkpoint(model: nn.Module, folder: Path, about: Mapping[str, Any], st
         if state:
             (temporary / STATE_FILE).parent.mkdir()
             save_file({name: value.cpu().contiguous() for name, value in state.items()}, temporary / STATE_FILE)
-        files = {
-            path.relative_to(temporary).as_posix(): _fingerprint(path)
-            for path in sorted(temporary.rglob("*"))
-            if path.is_file()
-        }
-        content = {**about, "state": state_digests(state), "files": files}
+        saved = sorted(path for path in temporary.rglob("*") if path.is_file())
+        files = {path.relative_to(temporary).as_posix(): _fingerprint(path) for path in saved}
+        content = {**about, "state": {name: digest(value) for name, value in state.items()}, "files": files}
         (temporary / MANIFEST).write_text(json.dumps(content, indent=1))
 
 
 def read_whole_checkpoint(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint, once every file is found to be as it was saved.
-
-    Raises:
-        ValueError: a file is missing, cut short or changed; names it.
-    """
+    """Read the manifest of a checkpoint; refuse one with a file that is missing, cut short or changed, by name."""
     manifest = read_manifest(folder, advice="the step can be made again")
     if manifest is None:
         raise ValueError(f"checkpoint '{folder}' has no {MANIFEST}")
@@ -74,15 +64,9 @@ def load_checkpoint(model: nn.Module, folder: Path) -> None:
 
 
 def load_state(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """Read the tensors that were kept beside a merged model; none where it has no such file.
-
-    Raises:
-        ValueError: a tensor is not what was saved; names the file and the tensor.
-    """
+    """Read the tensors that were kept beside a merged model, if any; refuse one that is not what was saved."""
     file = folder / STATE_FILE
-    if not file.is_file():
-        return {}
-    state = load_file(file)
+    state = load_file(file) if file.is_file() else {}
     for name, value in state.items():
         check_state(manifest, name, digest(value), file)
     return state

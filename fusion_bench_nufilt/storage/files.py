@@ -17,13 +17,9 @@ LOCK, HOLDER = ".nufilt.lock", ".nufilt.holder"
 
 
 def lock_folder(folder: Path) -> BaseFileLock:
-    """Lock a folder for this process. The system releases the lock when the process ends, however it ends.
+    """Make a folder and lock it for this process, or raise a ValueError that names the process that holds it.
 
-    Args:
-        folder: the folder; it is made if it is not there.
-
-    Raises:
-        ValueError: another process holds it; names that process.
+    The system releases the lock when the process ends, however it ends.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock, holder = FileLock(folder / LOCK), folder / HOLDER

@@ -1,11 +1,14 @@
-"""What a model is known by: a digest of its weights, whatever it is called and wherever it lies."""
+"""What tells whether results are the same: the digests of weights, and the versions of the packages that made them."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 
 from torch import Tensor, nn
 
 from .tensors import digest
+
+_PACKAGES = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers", "safetensors")
 
 
 def model_digest(model: nn.Module | Mapping[str, Tensor]) -> str:
@@ -23,3 +26,16 @@ def combined_digest(parts: Iterable[tuple[str, object]]) -> str:
     """Return one digest of named parts, such as the digests of tensors; their order does not matter."""
     lines = sorted(f"{part}\n" for part in parts)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that results depend on, by the names that they are installed under."""
+    return {package: version(package) for package in _PACKAGES}
+
+
+def check_versions(expected: dict[str, str]) -> None:
+    """Refuse to work for a process with other :func:`package_versions`; the ValueError names the packages."""
+    mine = package_versions()
+    if other := [name for name in expected if mine[name] != expected[name]]:
+        told = ", ".join(f"{name} {mine[name]} where the driver has {expected[name]}" for name in other)
+        raise ValueError(f"it has {told}: install the same versions on all nodes")

@@ -16,14 +16,8 @@ Count = Annotated[int, Field(ge=1, le=10**6)]
 def read_json(path: Path, kind: type[_T], advice: str = "fetch it again") -> _T | None:
     """Return what a JSON file holds; None where there is no such file.
 
-    Args:
-        path: the file.
-        kind: the type that it must be of, such as ``dict[str, str]`` or a ``TypedDict``, or a dataclass that is made of
-            it; further fields are allowed.
-        advice: what to do about a damaged file.
-
-    Raises:
-        ValueError: it can't be read or holds something else; names the file and the field.
+    Its content must be of a type such as ``dict[str, str]`` or a ``TypedDict``, or make a dataclass; further fields are
+    allowed. Otherwise, a ValueError names the file and the field, and gives the advice.
     """
     try:
         return parse_json(path.read_bytes(), kind) if path.is_file() else None
@@ -34,11 +28,7 @@ def read_json(path: Path, kind: type[_T], advice: str = "fetch it again") -> _T 
 
 
 def parse_json(text: bytes, kind: type[_T]) -> _T:
-    """Return what a JSON text holds.
-
-    Raises:
-        ValueError: says what is wrong, and where.
-    """
+    """Return what a JSON text holds, or raise a ValueError that says what is wrong, and where."""
     try:
         content = json.loads(text)
     except RecursionError:
@@ -49,10 +39,9 @@ def parse_json(text: bytes, kind: type[_T]) -> _T:
 
 
 def checked(content: Any, kind: type[_T]) -> _T:
-    """Return a content unchanged if it is of a type, or the dataclass that it is of, from JSON or YAML.
+    """Return a content from JSON or YAML unchanged if it is of a type, or the dataclass that it makes.
 
-    Raises:
-        ValueError: names the first field that is missing or of another type.
+    Otherwise, a ValueError names the first field that is missing or of another type.
     """
     try:
         adapter = TypeAdapter(kind)

@@ -3,17 +3,14 @@
 A step of a run and a merge of folders write the same fields, so that either can go on from the other's result.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import NonNegativeInt
-from torch import Tensor
 from typing_extensions import TypedDict
 
 from .files import MANIFEST
 from .json_files import Count, read_json
-from .tensors import digest
 
 #: The file with the state that a method needs to go on, relative to the folder of the merged model.
 STATE_FILE = "nufilt_state/model.safetensors"
@@ -54,30 +51,11 @@ class Manifest(TypedDict, total=False):
 
 
 def read_manifest(folder: Path, advice: str = "fetch it again") -> Manifest | None:
-    """Read the manifest of a folder; None if the folder has none.
-
-    Raises:
-        ValueError: it is damaged; names the file and the field, followed by ``advice``.
-    """
+    """Read the manifest of a folder, None if it has none; a ValueError names a damaged field and gives the advice."""
     return read_json(folder / MANIFEST, Manifest, advice)
 
 
-def state_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return what the manifest says of the tensors in :data:`STATE_FILE`."""
-    return {name: digest(tensor) for name, tensor in tensors.items()}
-
-
 def check_state(manifest: Manifest, name: str, found: str, file: Path) -> None:
-    """Refuse a tensor of the state that is not what the manifest says.
-
-    Args:
-        manifest: the manifest beside the state.
-        name: the tensor's name.
-        found: the digest of the tensor that was read.
-        file: the file that it was read from, for the message.
-
-    Raises:
-        ValueError: its digest differs; names the file and the tensor.
-    """
-    if (expected := manifest.get("state", {}).get(name)) is not None and expected != found:
+    """Refuse a tensor of the state, read from a file, whose digest is not what the manifest says."""
+    if manifest.get("state", {}).get(name, found) != found:
         raise ValueError(f"'{file}': '{name}' is not what was saved (its sha256 differs); merge again from the start")

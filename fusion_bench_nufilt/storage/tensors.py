@@ -48,15 +48,9 @@ class TensorInfo:
 
 
 class TensorFile:
-    """One safetensors file, open for reading.
+    """One safetensors file, open for reading; one that is truncated, corrupt or none is refused by name.
 
     Its ``stamp`` is the size and the time of the last change when it was opened.
-
-    Args:
-        path: the file.
-
-    Raises:
-        ValueError: it can't be read, is truncated, corrupt or no safetensors file; names it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -140,7 +134,7 @@ def make_header(tensors: Mapping[str, Tensor]) -> bytes:
     """
     content, start = {}, 0
     for key, value in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
-        stop = start + value.numel() * value.dtype.itemsize
+        stop = start + value.nbytes
         content[key] = {"dtype": dtype_name(value), "shape": list(value.shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(content).encode()
