@@ -2,10 +2,11 @@
 
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -26,8 +27,7 @@ _NOT_TOGETHER = "weights and config do not belong together"
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """A layer to merge."""
 
     name: str  # the model's, which seeds the adapter
@@ -73,7 +73,6 @@ class Architecture:
         return [part(slot, rows) for rows in self._parts.get(slot, ())]
 
     def shape(self, slot: str) -> tuple[int, ...]:
-        """Return the shape of a whole parameter."""
         return tuple(self.model.get_parameter(slot).shape)
 
     def split(self, checkpoint: Checkpoint) -> None:
@@ -85,6 +84,13 @@ class Architecture:
     def slot(self, key: str) -> str:
         """Return the model's first name for the tensor that a checkpoint stores under ``key``."""
         return self._slots.get(name := self.module_name(key), name)
+
+    def by_slot(self, checkpoint: Checkpoint) -> dict[str, list[str]]:
+        """Return a checkpoint's keys by slot, in its own order."""
+        slots = defaultdict(list)
+        for key in checkpoint.tensors:
+            slots[self.slot(key)].append(key)
+        return slots
 
     def module_name(self, key: str) -> str:
         """Return the model's name for a checkpoint's key, renamed as transformers does when it loads one."""
@@ -114,40 +120,26 @@ class Architecture:
         """Return the layers to merge, in the base's order; refuse a base whose weights and config do not fit."""
         selected = select_layers(self.model, target_modules, exclude_modules)
         chosen = {self.slot_of(view): name for name, view in selected.items()}
-        stored = by_slot(self, base)
-        for view in selected.values():
-            whole = self._slots[view.key]
+        stored, name = self.by_slot(base), base.name
+        for whole in (self._slots[view.key] for view in selected.values()):
             for key in stored.get(whole, ()):
                 base.check_floats([key])
-                if (shape := base.tensors[key].shape) != self.shape(whole):
-                    raise ValueError(
-                        f"model '{base.name}', tensor '{key}': shape {shape} differs from {self.shape(whole)}, which "
-                        f"its config.json promises: {_NOT_TOGETHER}"
-                    )
+                if (shape := base.tensors[key].shape) != (promised := self.shape(whole)):
+                    but = f"shape {shape} differs from {promised}, which its config.json promises"
+                    raise ValueError(f"model '{name}', tensor '{key}': {but}: {_NOT_TOGETHER}")
         if lost := sorted(chosen.keys() - stored.keys()):
             quantised = base.config.get("quantization_config")
             method = isinstance(quantised, dict) and quantised.get("quant_method", "quantisation")
             stored_by = f"its weights are stored by {method}; name the model that it was quantised from"
             raise ValueError(
-                f"model '{base.name}' lacks the weight of {len(lost)} layers that its config.json promises, "
-                f"'{lost[0]}' first: {stored_by if method else _NOT_TOGETHER}"
+                f"model '{name}' lacks the weight of {len(lost)} layers that its config.json promises, '{lost[0]}' "
+                f"first: {stored_by if method else _NOT_TOGETHER}"
             )
         if unused := self._unused(base):
-            raise ValueError(
-                f"model '{base.name}' stores {len(unused)} tensors of layers that its config.json does not have, "
-                f"'{unused[0]}' first: {_NOT_TOGETHER}"
-            )
-        return [
-            Layer(chosen[slot], slot, tuple(keys), self.views[slot]) for slot, keys in stored.items() if slot in chosen
-        ]
-
-
-def by_slot(architecture: Architecture, checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Return a checkpoint's keys by slot, in its own order."""
-    slots: dict[str, list[str]] = {}
-    for key in checkpoint.tensors:
-        slots.setdefault(architecture.slot(key), []).append(key)
-    return slots
+            what = f"{len(unused)} tensors of layers that its config.json does not have, '{unused[0]}' first"
+            raise ValueError(f"model '{name}' stores {what}: {_NOT_TOGETHER}")
+        merged = {slot: tuple(keys) for slot, keys in stored.items() if slot in chosen}
+        return [Layer(chosen[slot], slot, keys, self.views[slot]) for slot, keys in merged.items()]
 
 
 def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
@@ -187,14 +179,12 @@ def _from_names(base: Checkpoint) -> nn.Module:
             continue
         module = root
         for name in parents:
-            if name not in module._modules:
-                module.add_module(name, nn.Module())
-            module = module.get_submodule(name)
-        if packed:
-            module.register_parameter(last, nn.Parameter(torch.empty(info.shape, device="meta")))
-            continue
-        rows, columns = info.shape
+            module = module._modules.setdefault(name, nn.Module())  # type: ignore[assignment]
         with torch.device("meta"):
+            if packed:
+                module.register_parameter(last, nn.Parameter(torch.empty(info.shape)))
+                continue
+            rows, columns = info.shape
             transposed = like_gpt2 and last.startswith("c_")
             linear = Conv1D(columns, rows) if transposed else nn.Linear(columns, rows, bias=False)
         module.add_module(last, linear)

@@ -65,10 +65,8 @@ class Checkpoint:
         self.opened = opened or {}
         self._parts: Mapping[str, Parts] = {}
         for file, found in files.items():
-            if twice := self.tensors.keys() & found.keys():
-                raise ValueError(
-                    f"'{name}' has {some(sorted(twice))} in '{file}' and in another file: remove one of them"
-                )
+            if twice := sorted(self.tensors.keys() & found.keys()):
+                raise ValueError(f"'{name}' has {some(twice)} in '{file}' and in another file: remove one of them")
             self.tensors |= found
 
     @classmethod
@@ -79,7 +77,7 @@ class Checkpoint:
             folder = _hub_folder(name)
             shards = set(_weight_map(folder).values()) or {SINGLE}
             if not is_adapter(folder) and not all((folder / file).is_file() for file in shards):
-                return cls(name, folder, _hub_headers(name, folder))
+                return cls(name, folder, _hub_headers(name, folder.name))
         return cls.from_folder(name, folder)
 
     @classmethod
@@ -95,15 +93,15 @@ class Checkpoint:
     def fetch(self) -> None:
         """Download the weights if they are still on the hub."""
         if self.remote:
-            local = self.from_folder(self.name, download(self.name, self.folder, self.files))
+            local = self.from_folder(self.name, download(self.name, self.folder.name, self.files))
             self.folder, self.tensors, self.opened, self.remote = local.folder, local.tensors, local.opened, False
             self.split(self._parts)
 
     def split(self, parts: Mapping[str, Parts]) -> None:
         """Take rows of some tensors as tensors of their own, each under the key of its tensor with :func:`part`."""
         self._parts = parts
-        for key, info in list(self.tensors.items()):
-            del self.tensors[key]  # and put it back, so that the order stays
+        whole, self.tensors = self.tensors, {}
+        for key, info in whole.items():
             rows = parts.get(key)
             self.tensors |= {part(key, row): info.rows(*row) for row in rows} if rows else {key: info}
 
@@ -136,10 +134,8 @@ class Checkpoint:
         for key, value in _fields(config):
             numbers = value if isinstance(value, list) else [value]
             if _COUNTS.fullmatch(key) and any(isinstance(number, int) and number > most for number in numbers):
-                raise ValueError(
-                    f"'{path}', field '{key}': {value} are more than '{self.name}' with its {len(self.tensors)} "
-                    "tensors can have; fetch it again"
-                )
+                can_have = f"'{self.name}' with its {len(self.tensors)} tensors can have"
+                raise ValueError(f"'{path}', field '{key}': {value} are more than {can_have}; fetch it again")
         return config
 
     @cached_property
@@ -170,10 +166,6 @@ class Checkpoint:
         files = [[name, file.stamp, hashlib.sha256(file.header).hexdigest()] for name, file in self.opened.items()]
         return [self.label, files, self.adapter_config]
 
-    def changed(self) -> bool:
-        """Return whether the weights were written to since they were opened."""
-        return any(file.changed() for file in self.opened.values())
-
     def file(self, key: str) -> TensorFile:
         """Return the open file that holds a tensor."""
         return self.opened[self.tensors[key].file]
@@ -182,10 +174,9 @@ class Checkpoint:
         """Refuse tensors that are to be computed with and are not floating point, by name."""
         for key in keys:
             if (dtype := self.tensors[key].dtype) not in FLOATS:
-                raise ValueError(
-                    f"model '{self.name}', tensor '{key}' is stored as {dtype}: quantised weights can't be merged, "
-                    f"only {', '.join(FLOATS)}; name the model it was quantised from"
-                )
+                only = f"only {', '.join(FLOATS)}; name the model it was quantised from"
+                stored = f"model '{self.name}', tensor '{key}' is stored as {dtype}"
+                raise ValueError(f"{stored}: quantised weights can't be merged, {only}")
 
     def read(self, key: str) -> tuple[Tensor, str]:
         """Read a whole tensor, all of whose values must be finite; return it and the digest of its bytes."""
@@ -213,8 +204,7 @@ def some(names: Iterable[str], at_most: int = 4) -> str:
 
 
 def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a configuration and of those in it."""
-    inside = [config]
+    inside = [config]  # the configuration, and those in it
     for part in inside:
         yield from part.items()
         inside += [value for value in part.values() if isinstance(value, dict)]
@@ -260,21 +250,18 @@ def _hub_folder(name: str) -> Path:
 
     ``name`` is ``owner/model``, or ``owner/model@revision``.
     """
-    repository, _, revision = name.partition("@")
-    small = [*_SMALL, _ADAPTER]
     try:
-        return Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=small))
+        return download(name, name.partition("@")[2] or None, [_ADAPTER])
     except HFValidationError as error:
         raise ValueError(f"'{name}' is neither a folder nor the name of a hub repository") from error
     except Exception as error:  # no network, no such repository, no right to it: one answer, with the cause
         raise ValueError(f"'{name}' is no folder, and the hub can't give it: {error}") from error
 
 
-def _hub_headers(name: str, folder: Path) -> _Files:
-    """Return the tensors in each weight file of the snapshot that :func:`_hub_folder` began."""
+def _hub_headers(name: str, commit: str) -> _Files:
+    """Return the tensors in each weight file of a version of a repository."""
     try:
-        # The snapshot's folder is named after its commit: headers and weights are of the same version.
-        metadata = huggingface_hub.get_safetensors_metadata(name.partition("@")[0], revision=folder.name)
+        metadata = huggingface_hub.get_safetensors_metadata(name.partition("@")[0], revision=commit)
     except NotASafetensorsRepoError as error:
         raise ValueError(
             f"'{name}' on the hub holds no safetensors; pickled weights run code when opened and are refused. "
@@ -282,14 +269,16 @@ def _hub_headers(name: str, folder: Path) -> _Files:
         ) from error
     except Exception as error:
         raise ValueError(f"'{name}': the hub can't give the headers of its weights: {error}") from error
-    files: dict[str, dict[str, TensorInfo]] = {}
-    for file, content in metadata.files_metadata.items():
-        found = content.tensors.items()
-        files[file] = {key: TensorInfo(file, str(t.dtype), tuple(t.shape), *t.data_offsets) for key, t in found}
-    return files
+    return {
+        file: {key: TensorInfo(file, str(t.dtype), tuple(t.shape), *t.data_offsets) for key, t in found.tensors.items()}
+        for file, found in metadata.files_metadata.items()
+    }
 
 
-def download(name: str, folder: Path, files: list[str]) -> Path:
-    """Download weight files into the snapshot that :func:`_hub_folder` began; interrupted downloads go on."""
-    wanted = [*_SMALL, *files]
-    return Path(huggingface_hub.snapshot_download(name.partition("@")[0], revision=folder.name, allow_patterns=wanted))
+def download(name: str, revision: str | None, files: Sequence[str]) -> Path:
+    """Download small files and some others of a repository into a folder; interrupted downloads go on.
+
+    The folder's name is the commit, by which the other files of the same version are downloaded later.
+    """
+    repository, wanted = name.partition("@")[0], [*_SMALL, *files]
+    return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=wanted))

@@ -1,16 +1,20 @@
-"""The layers of a merge: read, merged and handed on to be written, several at a time within a bound of memory.
+"""The tensors of a merge, several at a time within a bound of memory: layers are merged, others copied or averaged.
 
-They are merged in this process or on the nodes of a Ray cluster; this process alone writes. On NFS, two clients that
+Layers are merged in this process or on the nodes of a Ray cluster; this process alone writes. On NFS, two clients that
 write neighbouring tensors of a file can damage each other's, so that a file has one writer.
 """
 
 import ctypes
 import dataclasses
+import hashlib
+import logging
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy
 import torch
@@ -20,27 +24,31 @@ from fusion_bench_nufilt.cluster import Node, connect, find_nodes, run_on_cluste
 from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.core.workers import DevicePool, map_layers
+from fusion_bench_nufilt.layers import running_mean
 from fusion_bench_nufilt.methods import State
-from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, digest, raw
+from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, FLOATS, TensorInfo, digest, raw
 
 from .architecture import Layer
 from .checkpoint import some
 from .forecast import layer_budget, layer_memory
-from .output import Record
+from .models import FullModel
+from .output import Output, Record
 from .plan import Plan, read_state, state_layout, state_to_keep
+
+log = logging.getLogger(__name__)
 
 #: What is done with a merged layer: its record, and the bytes for each range in the record's ``written``.
 Write = Callable[[Record, Sequence[memoryview]], None]
 _Merged = list[tuple[Record, list[numpy.ndarray]]]  # layers, and their bytes in arrays, which Ray moves without a copy
+_Digests = defaultdict[str, Any]  # of what was read, by model
 
-# From malloc.h: the size above which blocks are mapped by themselves.
-_M_MMAP_THRESHOLD = -3
+#: What is said of a tensor outside the merged layers, which stays the base's.
+NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the result"
+_M_MMAP_THRESHOLD = -3  # of malloc.h: the size above which blocks are mapped by themselves
 
 
 @dataclasses.dataclass
 class _Work:
-    """A layer that is being merged."""
-
     layer: Layer
     theta_0: Tensor  # (d_o, d_i)
     state: State
@@ -86,12 +94,10 @@ class LayerMerger:
             weight, work.record["read"]["merged"] = merged.checkpoint.read(merged.keys[layer.slot])
             so_far = layer.view.matrix(weight)
         if self.plan.state is not None and kept:
-            exact = layer.view.matrix(kept["weight"])
+            exact, name = layer.view.matrix(kept["weight"]), self.plan.state.checkpoint.name
             if not torch.equal(exact.to(so_far.dtype), so_far):
-                raise ValueError(
-                    f"'{self.plan.state.checkpoint.name}' does not belong to the weights beside it: "
-                    f"'{layer.name}' differs; remove it if the weights are right"
-                )
+                why = f"'{layer.name}' differs; remove it if the weights are right"
+                raise ValueError(f"'{name}' does not belong to the weights beside it: {why}")
             so_far = exact
         dtype = work.theta_0.dtype
         return so_far.to(torch.promote_types(dtype, torch.float32) if self._kept else dtype)
@@ -110,10 +116,8 @@ class LayerMerger:
         pretrained = {name: works[name].theta_0 for name in theta_t}
         for name, state, report in self.plan.method.add_each(states, pretrained, theta_t, step=step, device=device):
             if not all(map(is_finite, state.values())):
-                raise ValueError(
-                    f"model '{task.checkpoint.name}', layer '{name}': the result is too large for "
-                    f"{pretrained[name].dtype}, or its squares are"
-                )
+                too_large = f"the result is too large for {pretrained[name].dtype}, or its squares are"
+                raise ValueError(f"model '{task.checkpoint.name}', layer '{name}': {too_large}")
             works[name].state = state
             works[name].record["reports"].append({"step": step, **report})
 
@@ -191,11 +195,9 @@ def merge_on_cluster(plan: Plan, batches: Sequence[list[Layer]], write: Write) -
 
 def _make_merger(plan: Plan) -> Callable[[Sequence[str]], _Merged]:
     """Return what merges the layers in some slots on a node, which must have the driver's files."""
-    if other := plan.changed():
-        raise ValueError(
-            f"it has other files of {some(other)} than the driver: put them on a file system that all nodes share, "
-            "or copy them with their times (rsync -a)"
-        )
+    if other := some(plan.changed()):
+        remedy = "put them on a file system that all nodes share, or copy them with their times (rsync -a)"
+        raise ValueError(f"it has other files of {other} than the driver: {remedy}")
     settings = dataclasses.replace(plan.settings, engine="local", address=None)
     merger = LayerMerger(dataclasses.replace(plan, settings=settings))
     layers = {layer.slot: layer for layer in plan.layers}
@@ -207,3 +209,64 @@ def _make_merger(plan: Plan) -> Callable[[Sequence[str]], _Merged]:
         return [(record, [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]) for record, pieces in merged]
 
     return merge
+
+
+def write_other(plan: Plan, slot: str, output: Output) -> None:
+    """Write a tensor outside the merged layers wherever the base has it, a bounded number of bytes at a time."""
+    read = _Digests(hashlib.sha256)
+    record: Record = {"slot": slot, "written": [], "reports": []}
+    for key in plan.others[slot]:
+        info, sha, finite = plan.base.tensors[key], hashlib.sha256(), True
+        offset = info.start
+        for piece in _pieces(plan, slot, key, read):
+            data = raw(piece)
+            output.write(info.file, data, offset)
+            offset += len(data)
+            sha.update(data)
+            finite = finite and (info.dtype not in FLOATS or is_finite(piece.view(FLOATS[info.dtype])))
+        if not finite:
+            record["not_finite"] = key
+            log.warning(NOT_FINITE, key)
+        record["written"].append((info.file, info.start, info.stop, sha.hexdigest()))
+    record["read"] = {source: sha.hexdigest() for source, sha in read.items()}
+    if slot in plan.averaged:
+        count, tasks = _in_mean(plan, slot)
+        record["mean_count"] = count + len(tasks)
+    output.record(record)
+
+
+def _in_mean(plan: Plan, slot: str) -> tuple[int, dict[str, FullModel]]:
+    """Return the number of models in the mean before this merge, without the base, and the tasks that come to it."""
+    tasks = plan.tasks[:1] if plan.targets.other_params == "first" else plan.tasks
+    having = {f"task {number}": task for number, task in enumerate(tasks) if task.has(slot)}
+    return plan.before.get("mean_counts", {}).get(slot, plan.first_step - 1), having
+
+
+def _pieces(plan: Plan, slot: str, key: str, read: _Digests) -> Iterator[Tensor]:
+    """Yield the new tensor, flattened, piece by piece, and take the digests of what is read."""
+    info, base, merged = plan.base.tensors[key], plan.base.file(key), plan.merged
+    averaged = slot in plan.averaged
+    if info.dtype not in FLOATS or not (averaged or merged):
+        for piece in base.chunks(info):
+            read["base"].update(raw(piece))
+            yield piece
+        return
+    count, tasks = _in_mean(plan, slot)
+    for start in range(0, info.numel, CHUNK_BYTES // 8):
+        between = start, min(start + CHUNK_BYTES // 8, info.numel)
+        value = theta_0 = base.elements(info, *between)
+        read["base"].update(raw(theta_0))
+        if merged is not None:
+            so_far = merged.elements(slot, *between, theta_0)
+            read["merged"].update(raw(so_far))
+            value = so_far.to(theta_0.dtype)
+        for number, (source, task) in enumerate(tasks.items() if averaged else (), count + 1):
+            new = task.elements(slot, *between, theta_0)
+            read[source].update(raw(new))
+            if not is_finite(new):
+                raise ValueError(f"model '{task.checkpoint.name}', tensor '{slot}' has NaN or infinite values")
+            value = running_mean(value, new, number)
+        value = value.to(theta_0.dtype)  # once: roundings after every task would add up
+        if averaged and not is_finite(value):
+            raise ValueError(f"tensor '{slot}': the mean has values that {theta_0.dtype} can't hold")
+        yield value

@@ -5,7 +5,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any
 
 import psutil
 import torch
@@ -18,8 +18,6 @@ from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Layer
 from .plan import Plan, state_bytes
-
-_T = TypeVar("_T")
 
 # The stack, allocator arena and buffers of matrix products of each worker; measured, rounded up.
 _WORKER_BYTES = 64 * 2**20
@@ -101,7 +99,7 @@ def _rates(method: LayerMethod, name: str, workers: int) -> tuple[float, float]:
             ((_, state, _),) = method.add_each({name: state}, {name: theta_0}, {name: task}, step=step)
         method.weight(name, state, theta_0)
 
-    def seconds(work: Callable[[_T], object], what: _T) -> float:
+    def seconds(work: Callable[[Any], object], what: Any) -> float:
         begin = time.perf_counter()
         list(map_layers(work, [what] * workers, torch.device("cpu"), workers))
         return (time.perf_counter() - begin) / workers

@@ -18,14 +18,12 @@ import torch
 
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.storage.files import MANIFEST
-from fusion_bench_nufilt.storage.identity import combined_digest
+from fusion_bench_nufilt.storage.identity import combined_digest, package_versions
 from fusion_bench_nufilt.storage.manifest import STATE_FILE, read_manifest
-from fusion_bench_nufilt.storage.versions import package_versions
 
 from .checkpoint import some
-from .engine import merge_here, merge_on_cluster
+from .engine import NOT_FINITE, merge_here, merge_on_cluster, write_other
 from .forecast import batches, disk_bytes
-from .others import NOT_FINITE, write_other
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan, state_layout
 from .preflight import check_relation
@@ -66,12 +64,10 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
             _write_small_files(plan, output, run)
             output.finish()
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ValueError(
-                f"no room left on the disk for '{out}' ({disk_bytes(plan) / 1e9:.1f} GB in all): {error}. Make room "
-                "and run the same command again, it goes on where it stopped"
-            ) from error
-        raise
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        what = f"no room left on the disk for '{out}' ({disk_bytes(plan) / 1e9:.1f} GB in all): {error}"
+        raise ValueError(f"{what}. Make room and run the same command again, it goes on where it stopped") from error
     return out
 
 

@@ -10,7 +10,7 @@ from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.core.weights import wide_dtype
 from fusion_bench_nufilt.layers.patterns import matches
 
-from .architecture import Architecture, by_slot
+from .architecture import Architecture
 from .checkpoint import Checkpoint, is_adapter, some
 
 _PREFIX = "base_model.model."
@@ -38,7 +38,7 @@ class FullModel:
         # Where a model that the base ties is stored untied, the slot's own name wins: the embedding, not the head.
         self.keys = {
             slot: next((key for key in keys if architecture.module_name(key) == slot), keys[0])
-            for slot, keys in by_slot(architecture, checkpoint).items()
+            for slot, keys in architecture.by_slot(checkpoint).items()
         }
         self.slots = {slot: checkpoint.tensors[key].shape for slot, key in self.keys.items()}
 
@@ -73,7 +73,7 @@ class LoraAdapter(FullModel):
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.checkpoint = checkpoint
         self.config: Mapping[str, Any] = checkpoint.adapter_config
-        _check_kind(checkpoint)
+        self._check_kind(checkpoint.name)
         architecture.split(checkpoint)
         self._transposed = {slot for slot, view in architecture.views.items() if view.transposed}
         self.pairs: dict[str, tuple[str, str, float]] = {}  # key of A, key of B, scaling
@@ -89,12 +89,23 @@ class LoraAdapter(FullModel):
             elif ".base_layer." in name:
                 continue  # the base's own weight, which peft saves along with an adapted embedding or head
             elif ".lora_" not in name:
-                self.keys[architecture.slot(name)] = key
-                self.slots[architecture.slot(name)] = info.shape
+                slot = architecture.slot(name)
+                self.keys[slot], self.slots[slot] = key, info.shape
             elif not name.endswith(".lora_B.weight") or key.replace(".lora_B.", ".lora_A.") not in checkpoint.tensors:
                 unknown.append(key)
         if unknown:
             raise ValueError(f"adapter '{checkpoint.name}': {some(unknown)}: no LoRA of a linear layer")
+
+    def _check_kind(self, name: str) -> None:
+        """Refuse an adapter that is not B A added to the weights of the base."""
+        if (kind := self.config.get("peft_type")) != "LORA":
+            raise ValueError(f"adapter '{name}' is of type {kind}: only LORA can be merged")
+        for key, what in _REFUSED.items():
+            if self.config.get(key):
+                raise ValueError(f"adapter '{name}' uses {what}: merge it into its base with peft, give that folder")
+        if (start := str(self.config.get("init_lora_weights", True))).startswith(_REFUSED_INITS):
+            remedy = "save it with peft's path_initial_model_for_weight_conversion"
+            raise ValueError(f"adapter '{name}' was initialised with {start}, which changes the base as well: {remedy}")
 
     def _add_pair(self, slot: str, module: str, key_a: str) -> None:
         """Note the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of a layer's update, and their scaling."""
@@ -106,14 +117,11 @@ class LoraAdapter(FullModel):
         rank, d_i = shape_a
         expected = self._pattern("rank_pattern", module, self.config.get("r", rank))
         if len(shape_b) != 2 or not rank == shape_b[1] == expected:
-            raise ValueError(
-                f"adapter '{name}', '{module}': A is {shape_a}, B {shape_b}, and the rank in its config {expected}: "
-                "they do not belong together"
-            )
+            shapes = f"A is {shape_a}, B {shape_b}, and the rank in its config {expected}"
+            raise ValueError(f"adapter '{name}', '{module}': {shapes}: they do not belong together")
         if self.config.get("fan_in_fan_out") and slot not in self._transposed:
-            raise ValueError(
-                f"adapter '{name}' is for transposed layers (fan_in_fan_out), and '{slot}' of the base is none"
-            )
+            none = f"'{slot}' of the base is none"
+            raise ValueError(f"adapter '{name}' is for transposed layers (fan_in_fan_out), and {none}")
         alpha = self._pattern("alpha_pattern", module, self.config.get("lora_alpha", 8))
         scaling = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
         self.pairs[slot] = key_a, key_b, scaling
@@ -155,25 +163,8 @@ class LoraAdapter(FullModel):
 
     def ignore(self, slot: str) -> None:
         self._ignored.add(slot)
-        del self.slots[slot]
-        self.keys.pop(slot, None)
-        self.pairs.pop(slot, None)
-
-
-def _check_kind(checkpoint: Checkpoint) -> None:
-    """Refuse an adapter that is not B A added to the weights of the base."""
-    config: Mapping[str, Any] = checkpoint.adapter_config
-    name = checkpoint.name
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"adapter '{name}' is of type {config.get('peft_type')}: only LORA can be merged")
-    for key, kind in _REFUSED.items():
-        if config.get(key):
-            raise ValueError(f"adapter '{name}' uses {kind}: merge it into its base with peft, give that folder")
-    if str(config.get("init_lora_weights", True)).startswith(_REFUSED_INITS):
-        raise ValueError(
-            f"adapter '{name}' was initialised with {config['init_lora_weights']}, which changes the base as well: "
-            "save it with peft's path_initial_model_for_weight_conversion"
-        )
+        for known in (self.slots, self.keys, self.pairs):
+            known.pop(slot, None)
 
 
 def open_task(name: str, architecture: Architecture) -> FullModel:

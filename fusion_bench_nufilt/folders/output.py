@@ -38,7 +38,7 @@ class Output:
         self.model, self._journal = self.work / "model", self.work / _JOURNAL
         self._files: dict[str, int] = {}
         self._writing = threading.Lock()
-        _claim(self.work)
+        self._claim()
         self._lock = lock_folder(self.work)
         try:
             if out.exists():
@@ -48,6 +48,24 @@ class Output:
         except BaseException:
             self.close()
             raise
+
+    def _claim(self) -> None:
+        """Make the work folder, or take that of an earlier run, for this user alone.
+
+        It must be no link and of no other user, who could have its files written elsewhere.
+        """
+        place = f"'{self.work}', where the merge is to grow,"
+        try:
+            self.work.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(self.work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except (FileExistsError, NotADirectoryError):
+            raise ValueError(f"{place} is a file or a link: remove it") from None
+        try:
+            if os.fstat(descriptor).st_uid != os.geteuid():
+                raise ValueError(f"{place} belongs to another user: name another folder")
+            os.fchmod(descriptor, 0o700)
+        finally:
+            os.close(descriptor)
 
     def _resume(self, head: Record, headers: Mapping[str, tuple[bytes, int]]) -> dict[str, Record]:
         """Return by slot what an interrupted run with these inputs and settings finished and nobody damaged since.
@@ -63,7 +81,7 @@ class Output:
             shutil.rmtree(self.model, ignore_errors=True)
         write_text(self._journal, _lines([head, *records]))
         for file, (header, size) in headers.items():
-            self._files[file] = self._open(file, header, size)
+            self._open(file, header, size)
         done = {record["slot"]: record for record in records if self._holds(record)}
         if damaged := len(records) - len(done):
             log.warning("%d tensors of '%s' were damaged since they were written: made again", damaged, self.work)
@@ -79,14 +97,13 @@ class Output:
         if foreign := [str(name) for name, path in there.items() if path.is_symlink() or name not in known]:
             raise ValueError(f"'{self.work}' holds {some(sorted(foreign))}, which nufilt did not make: move it away")
 
-    def _open(self, file: str, header: bytes, size: int) -> int:
+    def _open(self, file: str, header: bytes, size: int) -> None:
         """Open a weight file of the result, made with its header and in its size if it is not there."""
         path = self.model / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        os.ftruncate(descriptor, size)
-        write_at(descriptor, memoryview(header), 0)
-        return descriptor
+        self._files[file] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        os.ftruncate(self._files[file], size)
+        write_at(self._files[file], memoryview(header), 0)
 
     def _holds(self, record: Record) -> bool:
         return all(file_digest(self._files[file], start, stop) == sha for file, start, stop, sha in record["written"])
@@ -144,24 +161,6 @@ def clear_work_folder(out: Path) -> None:
         (work / name).unlink(missing_ok=True)
     with suppress(OSError):  # not empty
         work.rmdir()
-
-
-def _claim(work: Path) -> None:
-    """Make the work folder, or take that of an earlier run, for this user alone.
-
-    It must be no link and of no other user, who could have its files written elsewhere.
-    """
-    try:
-        work.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"'{work}', where the merge is to grow, is a file or a link: remove it") from None
-    try:
-        if os.fstat(descriptor).st_uid != os.geteuid():
-            raise ValueError(f"'{work}', where the merge is to grow, belongs to another user: name another folder")
-        os.fchmod(descriptor, 0o700)
-    finally:
-        os.close(descriptor)
 
 
 def _lines(records: Iterable[Record]) -> str:

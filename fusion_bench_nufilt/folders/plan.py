@@ -124,7 +124,7 @@ class Plan:
 
     def changed(self) -> list[str]:
         """Return the names of the models whose weights were written to since they were opened."""
-        return [checkpoint.name for checkpoint in self.checkpoints if checkpoint.changed()]
+        return [each.name for each in self.checkpoints if any(file.changed() for file in each.opened.values())]
 
     @property
     def names(self) -> list[str]:
@@ -177,7 +177,7 @@ def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, Tensor]]:
 
 def state_bytes(plan: Plan, layer: Layer) -> int:
     """Return the bytes that a layer's state takes in the file."""
-    return sum(value.numel() * value.dtype.itemsize for _, value in state_tensors(plan, layer).values())
+    return sum(value.nbytes for _, value in state_tensors(plan, layer).values())
 
 
 def state_layout(plan: Plan) -> tuple[bytes, dict[str, TensorInfo]]:
@@ -205,10 +205,9 @@ def state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:
     tensors = {}
     for name, (key, like) in state_tensors(plan, layer).items():
         if (value := state[name]).shape != like.shape or value.dtype != like.dtype:
-            raise ValueError(
-                f"method {plan.method.name}, layer '{layer.name}': '{name}' of its state is {value.dtype} "
-                f"{tuple(value.shape)} after the last task and was {like.dtype} {tuple(like.shape)} before the first"
-            )
+            after, before = (f"{each.dtype} {tuple(each.shape)}" for each in (value, like))
+            what = f"'{name}' of its state is {after} after the last task and was {before} before the first"
+            raise ValueError(f"method {plan.method.name}, layer '{layer.name}': {what}")
         tensors[key] = value
     return tensors
 
@@ -217,37 +216,33 @@ def check_state_tensors(plan: Plan) -> list[str]:
     """Refuse a state beside the merged model from which the method can't go on; return warnings."""
     if plan.merged is None:
         return []
-    name, method, kept = plan.merged.checkpoint.name, plan.method, plan.state
+    name, method, there = plan.merged.checkpoint.name, plan.method, plan.state.keys if plan.state else {}
     before, missing, known = plan.before.get("settings", {}), [], set()
     for layer in plan.layers:
         for key, like in state_tensors(plan, layer).values():
             slot = layer.slot if method.state_is_weight else key
             known.add(slot)
-            if kept is None or slot not in kept.keys:
+            if plan.state is None or slot not in there:
                 missing.append(key)
             else:
-                _check_tensor(kept, slot, like)
+                _check_tensor(plan.state, slot, like)
     if method.state_is_weight:
         if before.get("accumulate") == "float32" and plan.settings.accumulate == "stored":
             return [f"'{name}' has the merged layers in float32; --accumulate float32 goes on from there"]
         if plan.keeps_state and missing and plan.before:
             return [f"'{name}' does not have all merged layers in float32: going on from the rounded ones"]
         return []
-    others = [] if kept is None else sorted(kept.keys.keys() - known)
+    others = sorted(there.keys() - known)
     if missing or others or before.get("method", method.name) != method.name:
         what = f"no '{missing[0]}'" if missing else f"'{others[0]}'" if others else "that of another method"
-        raise ValueError(
-            f"the merged model '{name}' has {what} in {STATE_FILE}: {method.label} goes on from its own merges of the "
-            "same layers only"
-        )
+        own = f"{method.label} goes on from its own merges of the same layers only"
+        raise ValueError(f"the merged model '{name}' has {what} in {STATE_FILE}: {own}")
     return []
 
 
 def _check_tensor(kept: FullModel, slot: str, like: Tensor) -> None:
     found, shape = kept.checkpoint.tensors[kept.keys[slot]], tuple(like.shape)
     if (found.dtype, found.shape) != (dtype_name(like), shape):
-        raise ValueError(
-            f"'{kept.checkpoint.name}', tensor '{slot}': {found.dtype} {found.shape} is not "
-            f"{str(like.dtype).removeprefix('torch.')} {shape}, as the base's layer would be; remove that folder if "
-            "the weights beside it are right"
-        )
+        but = f"{found.dtype} {found.shape} is not {str(like.dtype).removeprefix('torch.')} {shape}"
+        advice = "as the base's layer would be; remove that folder if the weights beside it are right"
+        raise ValueError(f"'{kept.checkpoint.name}', tensor '{slot}': {but}, {advice}")

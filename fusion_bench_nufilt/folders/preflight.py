@@ -11,7 +11,7 @@ from fusion_bench_nufilt.storage.files import MANIFEST
 from fusion_bench_nufilt.storage.manifest import STATE_FILE, Manifest, read_manifest
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
-from .architecture import Architecture, by_slot
+from .architecture import Architecture
 from .checkpoint import Checkpoint, download, is_adapter, some
 from .forecast import layer_memory, process_memory
 from .models import FullModel, LoraAdapter, open_task
@@ -72,7 +72,7 @@ def plan_merge(
         state=state,
         tasks=[open_task(task, architecture) for task in tasks],
         layers=layers,
-        others={slot: tuple(keys) for slot, keys in by_slot(architecture, checkpoint).items() if slot not in chosen},
+        others={slot: tuple(keys) for slot, keys in architecture.by_slot(checkpoint).items() if slot not in chosen},
         coverage=coverage(architecture.model, {layer.name: layer.view for layer in layers}, targets),
         origin=architecture.origin,
         method=kind(options, [layer.name for layer in layers], settings.seed),
@@ -93,9 +93,8 @@ def _open(what: str, name: str, advice: str) -> Checkpoint:
 
 def _open_state(merged: Checkpoint, architecture: Architecture) -> FullModel | None:
     """Open what the method kept beside the merged model, if it kept anything; one of the hub is downloaded."""
-    folder = merged.folder
-    if not Path(merged.name).expanduser().is_dir():
-        folder = download(merged.name, folder, [STATE_FILE])
+    here = Path(merged.name).expanduser().is_dir()
+    folder = merged.folder if here else download(merged.name, merged.folder.name, [STATE_FILE])
     kept = (folder / STATE_FILE).parent
     return FullModel(Checkpoint.from_folder(str(kept), kept), architecture) if kept.is_dir() else None
 
@@ -116,26 +115,20 @@ def _check(plan: Plan, architecture: Architecture) -> None:
     bound = plan.settings.max_memory
     needed = process_memory(plan.settings.workers) + max(layer_memory(plan, layer) for layer in plan.layers)
     if bound is not None and needed > bound:
-        raise ValueError(
-            f"max_memory of {bound / 1e9:.2f} GB is below the {needed / 1e9:.2f} GB that the largest layer needs by "
-            "itself"
-        )
+        needs = f"{needed / 1e9:.2f} GB that the largest layer needs by itself"
+        raise ValueError(f"max_memory of {bound / 1e9:.2f} GB is below the {needs}")
 
 
 def _check_merged(plan: Plan, merged: FullModel) -> list[str]:
     """Refuse a merged model whose keys or shapes are not the base's; return a warning of changed settings."""
     name, base = merged.checkpoint.name, plan.pretrained
     if plan.settings.step is None and "step" not in plan.before:
-        raise ValueError(
-            f"'{name}' has no {MANIFEST} that tells how many tasks it holds: say with --step which number the new "
-            "one has"
-        )
+        advice = "say with --step which number the new one has"
+        raise ValueError(f"'{name}' has no {MANIFEST} that tells how many tasks it holds: {advice}")
     for slot, shape in base.slots.items():
-        if merged.slots.get(slot) != shape:
-            raise ValueError(
-                f"the merged model '{name}' was not made from the base '{plan.base.name}': '{slot}' is "
-                f"{merged.slots.get(slot)} there and {shape} in the base"
-            )
+        if (other := merged.slots.get(slot)) != shape:
+            but = f"'{slot}' is {other} there and {shape} in the base"
+            raise ValueError(f"the merged model '{name}' was not made from the base '{plan.base.name}': {but}")
     floats = (slot for slot, key in base.keys.items() if plan.base.tensors[key].dtype in FLOATS)
     merged.checkpoint.check_floats(merged.keys[slot] for slot in floats)
     now, before = json.loads(json.dumps(plan.options())), plan.before.get("settings", {})
@@ -176,11 +169,10 @@ def _check_shapes(plan: Plan, task: FullModel, architecture: Architecture, chose
         elif shape != expected:
             outside = chosen.isdisjoint([slot, *parts])
             if not outside or plan.targets.on_shape_mismatch == "error":
+                differs = f"shape {shape} differs from {expected} of the base '{plan.base.name}'"
+                why = "it comes from another base, or its vocabulary was changed"
                 hint = "; --on-shape-mismatch keep-base leaves it as it is in the base" if outside else ""
-                raise ValueError(
-                    f"model '{name}', tensor '{slot}': shape {shape} differs from {expected} of the base "
-                    f"'{plan.base.name}': it comes from another base, or its vocabulary was changed{hint}"
-                )
+                raise ValueError(f"model '{name}', tensor '{slot}': {differs}: {why}{hint}")
             kept.append(slot)
     for slot in kept:
         task.ignore(slot)
@@ -191,30 +183,25 @@ def check_relation(plan: Plan) -> list[str]:
     """Return warnings, with the evidence, where samples of the weights say that a model was not made from the base."""
     models = [model for model in (plan.merged, plan.state, *plan.tasks) if type(model) is FullModel]
     here = [model for model in models if not (model.checkpoint.remote or plan.base.remote)]
-    return [text for model in here for text in _relation(plan, model)]
+    return [text for model in here if (text := _relation(plan, model))]
 
 
-def _relation(plan: Plan, model: FullModel) -> list[str]:
+def _relation(plan: Plan, model: FullModel) -> str:
     """Compare some elements of some layers of a model with the base's."""
     base, layers = plan.base, plan.layers
     chosen = layers[:: max(1, len(layers) // _SAMPLED_LAYERS)][:_SAMPLED_LAYERS]
     xx = yy = xy = dd = 0.0
-    for layer in chosen:
-        if not model.has(layer.slot):
-            continue
+    for layer in filter(lambda layer: model.has(layer.slot), chosen):
         info = base.tensors[layer.keys[0]]
         count = min(info.numel, _SAMPLED_ELEMENTS)
         x = base.file(layer.keys[0]).elements(info, 0, count).double()
         y = model.elements(layer.slot, 0, count, x).double()
         xx, yy, xy, dd = xx + float(x @ x), yy + float(y @ y), xy + float(x @ y), dd + float((y - x) @ (y - x))
     if not xx * yy > 0:
-        return []
+        return ""
     cosine, change = xy / (xx * yy) ** 0.5, (dd / xx) ** 0.5
+    name, many = model.checkpoint.name, len(chosen)
     if cosine < _LEAST_COSINE or change > _MOST_CHANGE:
-        return [
-            f"'{model.checkpoint.name}' looks as if it was made from another base than '{base.name}': "
-            f"over {len(chosen)} layers their weights have cosine {cosine:.3f}, ||tau|| / ||theta_0|| is {change:.2f}"
-        ]
-    if dd == 0:
-        return [f"'{model.checkpoint.name}' does not differ from the base in the {len(chosen)} layers looked at"]
-    return []
+        evidence = f"over {many} layers their weights have cosine {cosine:.3f}, ||tau|| / ||theta_0|| is {change:.2f}"
+        return f"'{name}' looks as if it was made from another base than '{base.name}': {evidence}"
+    return "" if dd else f"'{name}' does not differ from the base in the {many} layers looked at"
