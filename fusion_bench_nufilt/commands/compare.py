@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from .terminal import interruptible, terminal
 
@@ -45,36 +44,32 @@ def compare(
 
     Finished runs are kept: the same command goes on where it was interrupted, and methods and seeds can be added.
     """
-    out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
+    out, words = out.expanduser(), list(overrides or ())  # the shell leaves the ~ of --out=~/results as it is
+    how: Any = {"evaluate": evaluate, "overwrite": overwrite, "jobs": jobs, "engine": engine, "address": address}
     with terminal() as console:
-        options = {"evaluate": evaluate, "overwrite": overwrite, "jobs": jobs, "engine": engine, "address": address}
-        words = list(overrides or ())
-        comparison, files = _compare(words, methods, preset, with_data, modelpool, seeds, out, console, options)
+        logging.getLogger().setLevel(logging.WARNING)
+        logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
+        from fusion_bench_nufilt.compare import configs, run
+        from fusion_bench_nufilt.compare.specs import parse_seeds
+
+        specs = _specs(methods, preset, with_data, modelpool, words)
+        loggers = configs.make_trackers(words, out)
+        how["overrides"] = [word for word in words if not configs.is_tracker(word)]
+        with interruptible(console, str(out)):
+            found = run.compare(modelpool, specs, parse_seeds(seeds), out, preset=preset, console=console, **how)
+        files = found.save(out)
+        found.log(loggers, [out / file for file in files if file.endswith(".png")])
     from fusion_bench_nufilt.results.comparison import print_comparison
 
     print_comparison(out)
     console.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
-    if not comparison.finished:
+    if not found.finished:
         raise typer.Exit(1)
 
 
-def _compare(
-    words: list[str],
-    methods: str | None,
-    preset: str | None,
-    with_data: bool,
-    modelpool: str,
-    seeds: str,
-    out: Path,
-    console: Console,
-    options: dict[str, Any],
-) -> tuple[Any, list[str]]:
-    logging.getLogger().setLevel(logging.WARNING)
-    logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
-    from fusion_bench_nufilt.compare.configs import is_tracker, make_trackers
+def _specs(methods: str | None, preset: str | None, with_data: bool, modelpool: str, words: list[str]) -> list[Any]:
     from fusion_bench_nufilt.compare.presets import preset_specs
-    from fusion_bench_nufilt.compare.run import compare as run_comparison
-    from fusion_bench_nufilt.compare.specs import parse_methods, parse_seeds
+    from fusion_bench_nufilt.compare.specs import parse_methods
 
     if not preset:
         methods = methods or "all"
@@ -83,12 +78,4 @@ def _compare(
         specs += preset_specs(preset, modelpool, words, with_data=with_data)
     elif with_data:
         raise ValueError("--with-data goes with --preset paper; name other methods that need data with --methods")
-    loggers = make_trackers(words, out)
-    others = [word for word in words if not is_tracker(word)]
-    with interruptible(console, str(out)):
-        comparison = run_comparison(
-            modelpool, specs, parse_seeds(seeds), out, overrides=others, preset=preset, console=console, **options
-        )
-    files = comparison.save(out)
-    comparison.log(loggers, [out / file for file in files if file.endswith(".png")])
-    return comparison, files
+    return specs

@@ -1,18 +1,25 @@
-"""`nufilt merge`: checkpoint folders of any size."""
+"""`nufilt merge`: checkpoint folders of any size, as a recipe file, KEY=VALUE words and typed options say."""
 
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 import typer
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BeforeValidator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from typing_extensions import TypedDict
+from yaml import YAMLError
 
-from fusion_bench_nufilt.core.options import split_options
+from fusion_bench_nufilt.compare.overrides import key_value
+from fusion_bench_nufilt.core.options import split_options, unknown_option
 from fusion_bench_nufilt.folders import Plan, Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.folders.engine import cluster_nodes
 from fusion_bench_nufilt.folders.forecast import disk_bytes, peak_memory, predict_seconds
@@ -21,12 +28,14 @@ from fusion_bench_nufilt.folders.models import LoraAdapter
 from fusion_bench_nufilt.folders.output import work_folder
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.methods import METHODS, find_method
+from fusion_bench_nufilt.storage.json_files import Count, checked, parse_json
 
 from .options import as_bytes, takes_options, typed_values
-from .recipe import MODELS, gather
 from .terminal import interruptible, shown, terminal
 
 KINDS = (*dict.fromkeys(method.Options for method in METHODS.values()), TargetConfig, Settings)
+MODELS = ("base", "tasks", "merged", "out")
+_TASK = re.compile(r"task (0|[1-9]\d{0,5})")
 _model_option = partial(typer.Option, rich_help_panel="Models")
 
 
@@ -97,15 +106,15 @@ def _run(console: Console, plan: Plan, out: Path) -> None:
 def _print_plan(console: Console, plan: Plan, out: Path) -> None:
     """Print what will be done and what it takes."""
     table = Table(show_header=False, box=None, title="Plan", title_justify="left")
-    for key, value in [*_contents(plan), *_costs(plan, out)]:
+    for key, value in _rows(plan, out):
         table.add_row(key, shown(value))
     console.print(table)
     for warning in plan.warnings:
         console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
 
 
-def _contents(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the rows about the models, and about what becomes of the tensors."""
+def _rows(plan: Plan, out: Path) -> Iterator[tuple[str, str]]:
+    """Yield the rows about the models, about what becomes of the tensors, and about what the merge takes."""
     yield "base", plan.base.name
     if plan.merged is not None:
         exact = plan.state is not None and plan.method.state_is_weight
@@ -120,10 +129,6 @@ def _contents(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "not merged", f"matrices in blocks: {plan.coverage.names_left_out}"
     yield "averaged", f"{averaged} tensors (other_params={plan.targets.other_params})"
     yield "copied", f"{len(plan.others) - averaged} tensors, bit by bit"
-
-
-def _costs(plan: Plan, out: Path) -> Iterator[tuple[str, str]]:
-    """Yield the rows about what the merge takes."""
     workers, cpus = plan.settings.workers, ""
     if plan.settings.engine == "local":
         yield "memory", f"{peak_memory(plan) / 1e9:.2f} GB at most"
@@ -144,3 +149,92 @@ def _duration(seconds: float) -> str:
         return f"{max(1, round(seconds))} s"
     minutes = seconds / 60
     return f"{minutes:.2g} min" if minutes < 90 else f"{minutes / 60:.2g} h"
+
+
+class _Recipe(TypedDict, total=False):
+    """A recipe file. Settings may stand under ``settings`` or beside the models; their dataclasses check them."""
+
+    base: str | None
+    tasks: Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+    merged: str | None
+    out: str | None
+    method: str | None
+    settings: dict[Any, Any] | None
+
+
+class _Input(TypedDict):
+    name: str
+
+
+class _Made(TypedDict):
+    """What the manifest of a merge must say to make its result again."""
+
+    inputs: dict[str, _Input]
+    step: Count
+    settings: NotRequired[dict[str, Any]]
+
+
+def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[str]) -> dict[str, Any]:
+    """Collect everything that the user says about a merge, by name; later sources win.
+
+    Args:
+        words: at most one recipe file, and ``KEY=VALUE`` in Hydra's grammar.
+        typed: options of the command line.
+        settings: the names that are allowed beside ``base``, ``tasks``, ``merged`` and ``out``.
+
+    Raises:
+        ValueError: a name is unknown, a value is of the wrong type, or a file can't be read; the message names it.
+    """
+    files = [word for word in words if "=" not in word or Path(word).is_file()]
+    if len(files) > 1:
+        raise ValueError(f"one recipe file at a time, got {', '.join(files)}")
+    gathered = read_recipe(Path(files[0])) if files else {}
+    gathered.update(key_value(word) for word in words if word not in files)
+    gathered.update(typed)
+    checked(gathered, _Recipe)
+    for name in gathered:
+        if name not in (*MODELS, *settings):
+            raise ValueError(unknown_option(str(name), [*MODELS, *settings]))
+    if isinstance(gathered.get("tasks"), str):
+        gathered["tasks"] = [gathered["tasks"]]
+    if missing := [name for name in ("base", "tasks", "out") if not gathered.get(name)]:
+        options = " and ".join(f"--{name.removesuffix('s')}" for name in missing)
+        raise ValueError(f"{options} must be given, or said in a recipe file")
+    return gathered
+
+
+def read_recipe(file: Path) -> dict[str, Any]:
+    """Read a YAML recipe, or the ``nufilt.json`` of a result, into one mapping of models and settings.
+
+    If there is no such file, it can't be read, or a field is missing or of the wrong type, a ValueError names both.
+    """
+    if not file.is_file():
+        raise ValueError(f"there is no recipe file '{file}'; what is no file must be of the form KEY=VALUE")
+    try:
+        if file.suffix == ".json":
+            content: Any = parse_json(file.read_bytes(), object)
+        else:
+            content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+        if isinstance(content, dict) and "inputs" in content:
+            content = _recipe_of(checked(content, _Made), file.absolute().parent)
+        settings = checked(content, _Recipe).pop("settings", None) or {}
+        return dict(checked({**content, **settings}, _Recipe))
+    except (YAMLError, OmegaConfBaseException, ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"the recipe '{file}' can't be read: {' '.join(str(error).split())}") from None
+
+
+def _recipe_of(made: _Made, folder: Path) -> dict[str, Any]:
+    """Return the recipe of the merge that made a folder.
+
+    A manifest holds no folders of the user, only names. A name is looked for where we are, then beside the folder.
+    """
+    found = {source: model["name"] for source, model in made["inputs"].items()}
+    if "base" not in found:
+        raise ValueError("field 'inputs.base': field required")
+    for source, name in found.items():
+        if not Path(name).is_dir() and (folder.parent / name).is_dir():
+            found[source] = str(folder.parent / name)
+    tasks = {int(match[1]): name for source, name in found.items() if (match := _TASK.fullmatch(source))}
+    recipe: dict[str, Any] = {source: found[source] for source in ("base", "merged") if source in found}
+    first = made["step"] - len(tasks) + 1
+    return recipe | {"tasks": [tasks[i] for i in sorted(tasks)], "step": first, "settings": made.get("settings")}

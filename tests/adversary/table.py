@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusion_bench_nufilt.commands.merge import merge
-from fusion_bench_nufilt.commands.recipe import MODELS
+from fusion_bench_nufilt.commands.merge import MODELS, merge
 from tests.adversary.mutations import (
     EMBEDDING,
     INDEX,

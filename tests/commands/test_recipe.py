@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from fusion_bench_nufilt.commands.recipe import gather, read_recipe
+from fusion_bench_nufilt.commands.merge import gather, read_recipe
 from tests.commands.helpers import nufilt
 from tests.folders.helpers import hashes, merge, same, save_stream, tensors
 from tests.models import llama
