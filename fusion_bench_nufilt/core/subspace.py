@@ -126,14 +126,12 @@ def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
 
 
 def _split_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Return a block of more than ``rank`` top eigenvectors of a positive semidefinite matrix, and the other ones.
+    """Return more than ``rank`` top eigenvectors ``(..., d, k)`` of a positive semidefinite matrix, and the others.
 
     A few vectors of a large matrix come from block iteration, which does not know the others; many vectors, and those
     of a small matrix, come from a full solver. This is the faster choice (``docs/results/speed.md``), and both end at
-    the same residual, a few roundings of the norm.
-
-    Returns:
-        ``(..., d, k)``, and the others ``(..., d, d - k)`` with their eigenvalues ``(..., d - k)``, or None.
+    the same residual, a few roundings of the norm. The others are vectors ``(..., d, d - k)`` and their eigenvalues
+    ``(..., d - k)``, or None.
     """
     d = gram.shape[-1]
     if d >= 256 and 16 * rank <= d and (block := _block_iteration(gram, rank)) is not None:
@@ -166,12 +164,8 @@ def _block_iteration(gram: Tensor, rank: int, max_rounds: int = 24) -> Tensor | 
 def subspace_affinity(V: Tensor, W: Tensor) -> Tensor:
     r"""Return the affinity :math:`\|W^\top V\|_F^2 / r` of two subspaces (paper, Section 3.4), in [0, 1].
 
-    Args:
-        V: orthonormal (or zero) columns ``(..., d, r)``, of which r counts the non-zero ones.
-        W: orthonormal (or zero) columns ``(..., d, s)``.
-
-    Returns:
-        Numbers ``(...)``, 1 where span(V) lies inside span(W), and 0 where they are orthogonal or V is zero.
+    V ``(..., d, r)`` and W ``(..., d, s)`` have orthonormal (or zero) columns; r counts the non-zero ones of V. The
+    affinity ``(...)`` is 1 where span(V) lies inside span(W), and 0 where they are orthogonal or V is zero.
     """
     r = V.square().sum(dim=(-2, -1)).round().clamp_min(1)
     return (W.mT @ V).square().sum(dim=(-2, -1)) / r

@@ -75,21 +75,17 @@ def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
     for name, weight in reference.items():
         if name not in layers:
             raise ValueError(f"model '{model}' lacks layer '{name}' {tuple(weight.shape)} of the pretrained model")
-        other = layers[name]
+        other, what = layers[name], f"model '{model}', layer '{name}'"
         matrices = (other.left, other.right) if isinstance(other, LowRank) else (other,)
         for matrix in matrices:
             if matrix.ndim != 2 or not matrix.is_floating_point():
-                raise ValueError(
-                    f"model '{model}', layer '{name}': expected a floating-point matrix, "
-                    f"got shape {tuple(matrix.shape)} of {matrix.dtype}"
-                )
+                got = f"got shape {tuple(matrix.shape)} of {matrix.dtype}"
+                raise ValueError(f"{what}: expected a floating-point matrix, {got}")
         if other.shape != weight.shape:
-            raise ValueError(
-                f"model '{model}', layer '{name}': shape {tuple(other.shape)} differs from the pretrained "
-                f"model's {tuple(weight.shape)}"
-            )
+            shapes = f"shape {tuple(other.shape)} differs from the pretrained model's {tuple(weight.shape)}"
+            raise ValueError(f"{what}: {shapes}")
         if not all(map(is_finite, matrices)):
-            raise ValueError(f"model '{model}', layer '{name}': the weight has NaN or infinite values")
+            raise ValueError(f"{what}: the weight has NaN or infinite values")
     if extra := layers.keys() - reference.keys():
         raise ValueError(f"model '{model}' has layers that the pretrained model lacks: {sorted(extra)}")
 

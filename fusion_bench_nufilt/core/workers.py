@@ -3,8 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from threading import RLock
 from typing import TypeVar
@@ -124,7 +123,7 @@ class _ExactProducts:
     def __init__(self) -> None:
         self._lock = RLock()  # The garbage collector may close another merge in the thread that holds the lock.
         self._merges = 0
-        self._restore: Callable[[], None]
+        self._restore = ExitStack()
 
     def __enter__(self) -> None:
         with self._lock:
@@ -136,27 +135,22 @@ class _ExactProducts:
         with self._lock:
             self._merges -= 1
             if self._merges == 0:
-                self._restore()
+                self._restore.close()
 
 
 _exact_products = _ExactProducts()
 
 
-def _make_products_exact() -> Callable[[], None]:
-    """Turn rounding off, and return a function that sets what was set before."""
+def _make_products_exact() -> ExitStack:
+    """Turn rounding off, and return what sets it as it was before when it is closed."""
+    restore = ExitStack()
     if not hasattr(torch.backends, "fp32_precision"):  # torch before 2.9
-        precision = torch.get_float32_matmul_precision()
+        restore.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         torch.set_float32_matmul_precision("highest")
-        return partial(torch.set_float32_matmul_precision, precision)
-    products = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [(product, product.fp32_precision) for product in products]
-    for product in products:
-        product.fp32_precision = "ieee"
-
-    def restore() -> None:
-        for product, precision in before:
-            product.fp32_precision = precision
-
+        return restore
+    for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]
+        restore.callback(setattr, products, "fp32_precision", products.fp32_precision)
+        products.fp32_precision = "ieee"
     return restore
 
 

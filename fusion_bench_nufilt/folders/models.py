@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.core.weights import wide_dtype
-from fusion_bench_nufilt.layers.patterns import matches
+from fusion_bench_nufilt.layers.targets import matches
 
 from .architecture import Architecture
 from .checkpoint import Checkpoint, is_adapter, some

@@ -1,5 +1,6 @@
 """The account of how much of a model is merged, and of what is not."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fusion_bench_nufilt.layers.targets import TargetConfig
-from fusion_bench_nufilt.layers.views import View, join, looks_like_matrix
+from fusion_bench_nufilt.layers.views import View, looks_like_matrix
 
 _REST = {
     "pretrained": "kept as the pretrained model has them",
@@ -23,20 +24,17 @@ class Coverage:
 
     layers: int  # number of matrices that are merged
     merged: tuple[int, float]  # number of parameters, and share of elements
-    averaged: tuple[int, float]
-    kept: tuple[int, float]
+    others: tuple[int, float]
     merged_share_of_blocks: float | None  # share of the elements in numbered blocks; None if there are no such blocks
     left_out: dict[str, int]  # names (with * for numbers) of matrices in blocks that are not merged, and their counts
-    warning: str | None
-    rest: str  # what happens to everything that is not merged, in words
+    targets: TargetConfig
 
     def __str__(self) -> str:
         parameters, share = self.merged
-        others = self.averaged[0] + self.kept[0]
         text = f"merging {self.layers} layers in {parameters} parameters, {share:.1%} of all elements"
         if self.merged_share_of_blocks is not None:
             text += f" and {self.merged_share_of_blocks:.1%} of those in blocks"
-        text += f"; {others} other parameters ({1 - share:.1%}) are {self.rest}"
+        text += f"; {self.others[0]} other parameters ({1 - share:.1%}) are {_REST[self.targets.other_params]}"
         if self.left_out:
             text += f"; matrices in blocks that are not merged: {self.names_left_out}"
         return text
@@ -46,56 +44,42 @@ class Coverage:
         """The names in ``left_out``, with counts above one in brackets."""
         return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in self.left_out.items())
 
+    @property
+    def warning(self) -> str | None:
+        """What to say where ``auto`` merges less than half of the blocks."""
+        share = self.merged_share_of_blocks
+        if self.targets.target_modules != "auto" or share is None or share >= 0.5:
+            return None
+        return (
+            f"target_modules=auto merges only {share:.1%} of the elements in blocks; the rest is "
+            f"{_REST[self.targets.other_params]}. Name the layers in target_modules, or say all-linear, to merge more"
+        )
+
     def as_dict(self) -> dict[str, object]:
         """Return what a JSON file says of it."""
-        fates = {"merged": self.merged, "averaged": self.averaged, "kept": self.kept}
+        fates = {"merged": self.merged, "averaged": (0, 0.0), "kept": (0, 0.0)}
+        fates["averaged" if self.targets.other_params == "mean" else "kept"] = self.others
         counts = {fate: {"parameters": count, "share": share} for fate, (count, share) in fates.items()}
-        return {
-            "layers": self.layers,
-            **counts,
-            "merged_share_of_blocks": self.merged_share_of_blocks,
-            "left_out": self.left_out,
-        }
+        blocks = {"merged_share_of_blocks": self.merged_share_of_blocks, "left_out": self.left_out}
+        return {"layers": self.layers, **counts, **blocks}
 
 
 def coverage(model: nn.Module, layers: Mapping[str, View], targets: TargetConfig) -> Coverage:
     """Return what a merge of ``layers`` covers of a model, whose parameters may be on the meta device."""
     merged: Counter[int] = Counter()  # merged elements by the identity of their parameter
     for view in layers.values():
-        merged[id(model.get_parameter(view.key))] += view.shape[0] * view.shape[1]
-    sizes: dict[int, int] = {}  # elements of all parameters
-    in_blocks: set[int] = set()  # parameters in numbered blocks
+        merged[id(model.get_parameter(view.key))] += math.prod(view.shape)
+    parameters = dict(model.named_parameters())  # one that modules share counts where it comes first
+    in_blocks = [key for key in parameters if re.fullmatch(r"(.*\.)?\d+\..+\..+", key)]
     left_out: Counter[str] = Counter()
-    for name, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            if (key := id(parameter)) in sizes:  # A parameter that modules share counts where it comes first.
-                continue
-            sizes[key] = parameter.numel()
-            if re.fullmatch(r"(.*\.)?\d+\..*", name):
-                in_blocks.add(key)
-                if merged[key] < sizes[key] and looks_like_matrix(module, attribute, parameter):
-                    left_out[re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", join(name, attribute))] += 1
-    count, share = sum(elements > 0 for elements in merged.values()), merged.total() / sum(sizes.values())
-    rest = (len(sizes) - count, 1 - share)
-    averages = targets.other_params == "mean"
-    blocks = sum(sizes[key] for key in in_blocks)
-    of_blocks = sum(merged[key] for key in in_blocks) / blocks if blocks else None
-    return Coverage(
-        layers=len(layers),
-        merged=(count, share),
-        averaged=rest if averages else (0, 0.0),
-        kept=(0, 0.0) if averages else rest,
-        merged_share_of_blocks=of_blocks,
-        left_out=dict(left_out),
-        warning=_warning(targets, of_blocks),
-        rest=_REST[targets.other_params],
-    )
-
-
-def _warning(targets: TargetConfig, of_blocks: float | None) -> str | None:
-    if targets.target_modules != "auto" or of_blocks is None or of_blocks >= 0.5:
-        return None
-    return (
-        f"target_modules=auto merges only {of_blocks:.1%} of the elements in blocks; the rest is "
-        f"{_REST[targets.other_params]}. Name the layers in target_modules, or say all-linear, to merge more"
-    )
+    for key in in_blocks:
+        name, _, attribute = key.rpartition(".")
+        parameter, module = parameters[key], model.get_submodule(name)
+        if merged[id(parameter)] < parameter.numel() and looks_like_matrix(module, attribute, parameter):
+            left_out[re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", key)] += 1
+    count = sum(elements > 0 for elements in merged.values())
+    share = merged.total() / sum(parameter.numel() for parameter in parameters.values())
+    blocks = sum(parameters[key].numel() for key in in_blocks)
+    of_blocks = sum(merged[id(parameters[key])] for key in in_blocks) / blocks if blocks else None
+    others = (len(parameters) - count, 1 - share)
+    return Coverage(len(layers), (count, share), others, of_blocks, dict(left_out), targets)

@@ -1,4 +1,4 @@
-"""The choice of the layers that are merged."""
+"""The choice of the layers that are merged, and the families of models that ``target_modules: auto`` knows."""
 
 import logging
 import re
@@ -7,19 +7,48 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fusion_bench_nufilt.layers.families import FAMILIES
-from fusion_bench_nufilt.layers.patterns import matches
+from fusion_bench_nufilt.layers.targets import matches
 from fusion_bench_nufilt.layers.views import View, opaque, views
 
 log = logging.getLogger(__name__)
 
+NOTHING = "(?!)"  # a regular expression that no name matches
+
+
+class Family(NamedTuple):
+    """One kind of models, and the layers that ``auto`` merges in them."""
+
+    name: str
+    mark: str  # a regular expression for the name of a module that only such models have
+    pattern: str  # a regular expression for the names of the layers to merge
+    convolutions: bool = False  # whether convolutions are merged, too
+
+
+_VLM = "vision-language model, whose vision tower and projector count as other parameters"
+_BLOCKS = r"(.*\.)?\d+\..*"  # inside a numbered block
+# The first family that fits wins. CLIP and T5 have the authors' settings, the others all projections in blocks.
+FAMILIES = (
+    Family("T5", r".*\.DenseReluDense\..*", r".*\.(SelfAttention|EncDecAttention|DenseReluDense)\..*"),
+    Family(_VLM, r"(.*\.)?language_model\..*", r"(.*\.)?language_model\.(.*\.)?\d+\..*"),
+    Family(
+        "OpenCLIP vision tower",
+        r"(.*\.)?visual\.transformer\.resblocks\.\d+\.attn\.in_proj\.q",
+        r"(.*\.)?visual\.transformer\.resblocks\.\d+\.(attn\..*|mlp\.c_fc)",
+    ),
+    Family(_VLM, r"(.*\.)?(vision_tower|visual)\..*", r"(?!.*(vision_tower|visual))(.*\.)?\d+\..*"),
+    Family(
+        "CLIP vision tower", r"(?!.*text_model)(.*\.)?encoder\.layers\.\d+\.mlp\.fc1", r"(?!.*text_model).*(attn|fc1).*"
+    ),
+    Family("ConvNeXt", r"(.*\.)?stages\.\d+\..*\.(dwconv|conv_dw)", _BLOCKS, convolutions=True),
+    Family("transformer", _BLOCKS, _BLOCKS),
+    Family("convolutional network", _BLOCKS, _BLOCKS, convolutions=True),
+)
+
 
 def select_layers(
-    model: nn.Module,
-    target_modules: str | Sequence[str] = "auto",
-    exclude_modules: str | Sequence[str] | None = None,
+    model: nn.Module, target_modules: str | Sequence[str] = "auto", exclude_modules: str | Sequence[str] | None = None
 ) -> dict[str, View]:
-    """Return the layers to merge of a model, by their :func:`layer_name`; a weight that modules share comes once.
+    """Return the layers to merge of a model, by their names; a weight that modules share comes once.
 
     Patterns follow peft's rules. One string is a regular expression that must match the whole module name. A list
     names words of the dotted module path, one of which must be found (``q_proj``, ``self_attn``, ``layers.0``); words
@@ -34,27 +63,22 @@ def select_layers(
             there are); a named weight is quantised, or holds no matrix, such as a convolution in groups.
     """
     there, unknown = views(model), opaque(model)
-    target = _rule(model, there, unknown, target_modules, _output_head(model))
-    exclude = None if exclude_modules is None else _rule(model, there, unknown, exclude_modules, head=None)
+    target = _rule(there, unknown, target_modules, _output_head(model))
+    exclude = _Rule(NOTHING) if exclude_modules is None else _rule(there, unknown, exclude_modules, head=None)
     for name, why in unknown.items():
         refused = "quantised" in why or target.explicit
-        if refused and target.names(name) and not (exclude and exclude.names(name)):
+        if refused and target.names(name) and not exclude.names(name):
             raise ValueError(f"{why}; exclude_modules can leave it out")
-    chosen = [view for view in there if target.takes(view) and not (exclude and exclude.takes(view))]
+    chosen = [view for view in there if target.takes(view) and not exclude.takes(view)]
     if not chosen:
         raise ValueError(
-            f"target_modules={_plain(target_modules)!r}, exclude_modules={_plain(exclude_modules)!r} leave no layer "
-            f"of {type(model).__name__} to merge; {_some(view.name for view in there)}"
+            f"{target_modules=}, {exclude_modules=} leave no layer of {type(model).__name__} to merge; {_some(there)}"
         )
     once: dict[tuple[int, tuple[int, int]], View] = {}
     for view in chosen:
         once.setdefault((id(model.get_parameter(view.key)), view.rows), view)
-    return {layer_name(view.name): view for view in once.values()}
-
-
-def layer_name(name: str) -> str:
-    """Return the name of a layer without the prefix of CLIP vision towers, which transformers 5 drops."""
-    return name.removeprefix("vision_model.")
+    # transformers 5 drops the prefix of CLIP vision towers
+    return {view.name.removeprefix("vision_model."): view for view in once.values()}
 
 
 class _Rule(NamedTuple):
@@ -71,13 +95,7 @@ class _Rule(NamedTuple):
         return (view.linear or self.convolutions) and self.names(view.name, view.module)
 
 
-def _rule(
-    model: nn.Module,
-    there: Sequence[View],
-    unknown: Iterable[str],
-    patterns: str | Sequence[str],
-    head: str | None,
-) -> _Rule:
+def _rule(there: Sequence[View], unknown: Iterable[str], patterns: str | Sequence[str], head: str | None) -> _Rule:
     if patterns == "all-linear":
         rest = "" if head is None else rf"(?!{re.escape(head)}$)"
         return _Rule(rest + ".*", convolutions=False, explicit=False)
@@ -89,7 +107,7 @@ def _rule(
     words = [rf"(.*[._])?{re.escape(word)}([._].*)?" for word in patterns]
     for word, pattern in zip(patterns, words, strict=True):
         if not any(re.fullmatch(pattern, name) for name in names):
-            raise ValueError(f"'{word}' of {_plain(patterns)!r} names no layer; {_some(view.name for view in there)}")
+            raise ValueError(f"'{word}' of {patterns!r} names no layer; {_some(there)}")
     return _Rule("|".join(words))
 
 
@@ -102,7 +120,7 @@ def _auto(there: Sequence[View], names: Sequence[str]) -> _Rule:
             return rule
     raise ValueError(
         "target_modules=auto knows CLIP vision towers, T5, and transformers and convolutional networks with numbered "
-        f"blocks, and this model is none: name its layers, or say all-linear; {_some(view.name for view in there)}"
+        f"blocks, and this model is none: name its layers, or say all-linear; {_some(there)}"
     )
 
 
@@ -113,13 +131,8 @@ def _output_head(model: nn.Module) -> str | None:
     return next((name for name, module in model.named_modules() if module is head), None)
 
 
-def _plain(patterns: str | Sequence[str] | None) -> str | list[str] | None:
-    return patterns if patterns is None or isinstance(patterns, str) else list(patterns)
-
-
-def _some(names: Iterable[str], at_most: int = 8) -> str:
-    names = list(names)
-    if not names:
+def _some(there: Sequence[View], at_most: int = 8) -> str:
+    if not there:
         return "it has no layer"
-    more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
-    return "its layers: " + ", ".join(names[:at_most]) + more
+    more = f" and {len(there) - at_most} more" if len(there) > at_most else ""
+    return "its layers: " + ", ".join(view.name for view in there[:at_most]) + more

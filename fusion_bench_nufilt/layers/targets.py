@@ -1,15 +1,22 @@
-"""The options that say which layers are merged, and what happens to every other parameter."""
+"""The options that say which layers are merged, and what happens to every other parameter.
+
+Patterns come from people and from files. Some regular expressions take longer than the age of the universe on a name
+of thirty letters, so that they are compiled before any work, and bounded in time, which Python's own ``re`` cannot.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+import regex
+
 from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.options import check_choices
-from fusion_bench_nufilt.layers.patterns import matches
 
 option = partial(options.option, panel="Layers")
+
+_SECONDS = 1.0  # for one name, which takes microseconds with any reasonable expression
 
 OtherParams = Literal["pretrained", "first", "mean"]
 OnShapeMismatch = Literal["error", "keep-base"]
@@ -60,3 +67,17 @@ def _check_patterns(key: str, value: object) -> None:
         raise ValueError(f"{key} must be a string or a list of strings, none empty, got {value!r}")
     if isinstance(value, str):
         matches(value, "", of=key)  # raises if it is no regular expression, before any work
+
+
+def matches(pattern: str, name: str, *, of: str) -> bool:
+    """Tell whether an expression matches the whole of a name.
+
+    Raises:
+        ValueError: the pattern is no regular expression, or takes too long; the message names what it is ``of``.
+    """
+    try:
+        return regex.fullmatch(pattern, name, timeout=_SECONDS) is not None
+    except TimeoutError:
+        raise ValueError(f"{of}: {pattern!r} takes too long on '{name}': write it without nested repetitions") from None
+    except (regex.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{of}: {pattern!r} is no regular expression: {error}") from error

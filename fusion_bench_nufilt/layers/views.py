@@ -64,24 +64,16 @@ def opaque(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         known = {view.key for view in _views_of(name, module)}
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        grouped = isinstance(module, _ConvNd) and module.groups > 1
         for attribute, tensor in own:
             what = f"'{join(name, attribute)}' of shape {tuple(tensor.shape)}"
-            if is_quantised(attribute, tensor):
+            if "weight" in attribute and tensor.dtype not in FLOATS:
                 found[name] = f"{what} is stored as {tensor.dtype}: quantised weights can't be merged"
-            elif join(name, attribute) in known or not isinstance(tensor, nn.Parameter) or _long_sides(tensor) < 3:
-                continue
-            elif isinstance(module, _ConvNd) and module.groups > 1:
+            elif grouped and attribute == "weight":
                 found[name] = f"{what} is a convolution in {module.groups} groups, which is no matrix"
-            else:
+            elif join(name, attribute) not in known and isinstance(tensor, nn.Parameter) and _long_sides(tensor) > 2:
                 found[name] = f"{what} of {type(module).__name__} is no matrix or stack of matrices that is known"
-        if isinstance(module, _ConvNd) and module.groups > 1:  # A depthwise one in 1-d has only two long sides.
-            found.setdefault(name, f"'{name}' is a convolution in {module.groups} groups, which is no matrix")
     return found
-
-
-def is_quantised(attribute: str, tensor: Tensor) -> bool:
-    """Tell whether a module's tensor is a weight of another type than those that can be merged."""
-    return "weight" in attribute and tensor.dtype not in FLOATS
 
 
 def looks_like_matrix(module: nn.Module, attribute: str, parameter: Tensor) -> bool:
@@ -91,8 +83,8 @@ def looks_like_matrix(module: nn.Module, attribute: str, parameter: Tensor) -> b
 
 
 def join(name: str, attribute: str) -> str:
-    """Return the dotted name of a module's attribute; the root module has an empty name."""
-    return f"{name}.{attribute}" if name else attribute
+    """Return the dotted name of a module's attribute; both may be empty, as the root module's name is."""
+    return ".".join(filter(None, (name, attribute)))
 
 
 def _long_sides(tensor: Tensor) -> int:
@@ -111,8 +103,8 @@ def _views_of(name: str, module: nn.Module) -> Iterator[View]:
     def experts(attribute: str, *, part: str, transposed: bool) -> Iterator[View]:
         """Yield each entry of the first dimension as a matrix."""
         for expert in range(len(own[attribute])):
-            label = f"{expert}.{part}" if part else str(expert)
-            yield _view(name, attribute, label, own[attribute], (expert, expert + 1), transposed, True)
+            rows = (expert, expert + 1)
+            yield _view(name, attribute, join(str(expert), part), own[attribute], rows, transposed, True)
 
     if isinstance(module, nn.Linear):
         yield from one("weight")
@@ -130,8 +122,8 @@ def _views_of(name: str, module: nn.Module) -> Iterator[View]:
         for part in ("q_proj", "k_proj", "v_proj"):
             yield from one(f"{part}_weight", part=part)
     elif (transposed := _orientation(own)) is not None:
-        yield from experts("gate_up_proj", part="gate_up_proj", transposed=transposed)
-        yield from experts("down_proj", part="down_proj", transposed=transposed)
+        for attribute in ("gate_up_proj", "down_proj"):
+            yield from experts(attribute, part=attribute, transposed=transposed)
     elif "weight" in own and own["weight"].ndim == 3:
         sizes = getattr(module, "output_size", None), getattr(module, "input_size", None)
         if own["weight"].shape[1:] == sizes:
@@ -142,18 +134,10 @@ def _view(
     module: str, attribute: str, part: str, parameter: Tensor, rows: tuple[int, int], transposed: bool, linear: bool
 ) -> View:
     part_shape = (rows[1] - rows[0], *parameter.shape[1:])
-    height, *width = part_shape[1:] if part_shape[0] == 1 and parameter.ndim == 3 and linear else part_shape
-    shape = (height, math.prod(width))
-    return View(
-        name=join(module, part) if part else module,
-        module=module,
-        key=join(module, attribute),
-        shape=shape[::-1] if transposed else shape,
-        rows=rows,
-        part_shape=part_shape,
-        transposed=transposed,
-        linear=linear,
-    )
+    height, *sides = part_shape[1:] if part_shape[0] == 1 and parameter.ndim == 3 and linear else part_shape
+    width = math.prod(sides)
+    shape = (width, height) if transposed else (height, width)
+    return View(join(module, part), module, join(module, attribute), shape, rows, part_shape, transposed, linear)
 
 
 def _is_conv1d(module: nn.Module) -> bool:

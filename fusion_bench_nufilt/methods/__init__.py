@@ -9,11 +9,7 @@ METHODS: dict[str, type[LayerMethod]] = {method.name: method for method in (Nufi
 
 
 def find_method(name: str) -> type[LayerMethod]:
-    """Return the method of a name.
-
-    Raises:
-        ValueError: there is no such method; lists those that there are.
-    """
+    """Return the method of a name, or raise a ValueError that lists those that there are."""
     if name not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {name!r}")
     return METHODS[name]

@@ -14,6 +14,9 @@ from fusion_bench_nufilt.core.workers import Devices, check_devices, map_layers
 State = dict[str, Tensor]
 """What a method keeps of a layer between two tasks: tensors by name, numbers as tensors without dimensions."""
 
+States = Mapping[str, State]
+"""The states of layers by their names."""
+
 Report = dict[str, Any]
 """What a step did to a layer, for ``layers.csv`` and the manifest."""
 
@@ -24,11 +27,8 @@ class LayerMethod(ABC):
     A subclass says what it keeps of a layer (:meth:`start`), how a task changes that (:meth:`add`), and which weight
     follows from it (:meth:`weight`). ``add`` is what a task costs, ``weight`` is what a model costs: a merge of many
     tasks calls ``add`` for each of them and ``weight`` once. All three must be pure functions of their arguments.
-
-    Args:
-        options: an instance of :attr:`Options`.
-        layers: the names of all layers that are merged, in the order of the model.
-        seed: the seed of everything that the method draws.
+    A method is made of an instance of :attr:`Options`, the names of all merged layers in the order of the model, and
+    the seed of everything that it draws.
     """
 
     name: ClassVar[str]
@@ -60,36 +60,16 @@ class LayerMethod(ABC):
         """Return the merged weight ``(d_o, d_i)`` that follows from a state, in the dtype of ``theta_0``."""
 
     def add(self, layer: str, state: State, theta_0: Tensor, tau: Tensor) -> State:
-        """Return the state after one more task.
-
-        Args:
-            layer: the layer's name.
-            state: the state so far.
-            theta_0: the pretrained weight, ``(d_o, d_i)``.
-            tau: the task vector, ``(d_o, d_i)``, in float32 at least.
-        """
+        """Return the state after one more task, whose task vector ``tau`` ``(d_o, d_i)`` is float32 at least."""
         raise NotImplementedError
 
     def add_each(
-        self,
-        states: Mapping[str, State],
-        pretrained: Layers,
-        task: TaskLayers,
-        *,
-        step: int,
-        device: Devices | None = None,
+        self, states: States, pretrained: Layers, task: TaskLayers, *, step: int, device: Devices | None = None
     ) -> Iterator[tuple[str, State, Report]]:
         """Add one task to many layers, side by side; a method that solves layers together overrides this.
 
-        Args:
-            states: the state of each layer so far.
-            pretrained: the pretrained weights ``(d_o, d_i)`` of the same layers.
-            task: the fine-tuned weights, or the factors of their updates.
-            step: the number of the task in the stream, from 1.
-            device: where to compute; by default where the pretrained weights lie.
-
-        Yields:
-            The name, the new state and a report of each layer as it is finished.
+        ``step`` is the number of the task in the stream, from 1. ``device`` says where to compute, which is by default
+        where the pretrained weights lie. The name, the new state and a report of each layer come as it is finished.
 
         Raises:
             ValueError: the models do not fit or hold non-finite values; names the layer.
@@ -117,7 +97,7 @@ class LayerMethod(ABC):
         yield from map_layers(add, list(states), where)
 
     def weigh_each(
-        self, states: Mapping[str, State], pretrained: Layers, *, device: Devices | None = None
+        self, states: States, pretrained: Layers, *, device: Devices | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the merged weight of each layer, side by side; the arguments are those of :meth:`add_each`."""
         where = check_devices(device or next((weight.device for weight in pretrained.values()), "cpu"))[0]
@@ -132,9 +112,7 @@ class LayerMethod(ABC):
     def flops(self, shape: tuple[int, ...], ranks: Sequence[int | None]) -> float:
         """Estimate the floating-point operations that a layer takes, for the forecast of a merge's time.
 
-        Args:
-            shape: ``(d_o, d_i)``.
-            ranks: for each task that is merged into the layer the rank of its LoRA, or None for a whole model.
+        ``ranks`` has for each task that is merged into the layer the rank of its LoRA, or None for a whole model.
         """
         d_o, d_i = shape
         return 2.0 * d_o * d_i * min(d_o, d_i) * (1 + len(ranks))

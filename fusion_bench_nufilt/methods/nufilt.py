@@ -1,7 +1,7 @@
 """NUFILT, null-space filtering, as a layer-wise method."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from fusion_bench_nufilt.core.fusion import fuse_each
 from fusion_bench_nufilt.core.weights import Layers, TaskLayers
 from fusion_bench_nufilt.core.workers import Devices
 
-from .base import LayerMethod, Report, State
+from .base import LayerMethod, Report, State, States
 
 #: On an accelerator, layers of equal shape are solved together within about this much memory.
 BATCH_BYTES = 4 * 2**30
@@ -35,24 +35,12 @@ class Nufilt(LayerMethod):
         return state["weight"]
 
     def add_each(
-        self,
-        states: Mapping[str, State],
-        pretrained: Layers,
-        task: TaskLayers,
-        *,
-        step: int,
-        device: Devices | None = None,
+        self, states: States, pretrained: Layers, task: TaskLayers, *, step: int, device: Devices | None = None
     ) -> Iterator[tuple[str, State, Report]]:
         """Solve layers of equal shape together, as :func:`fusion_bench_nufilt.core.fuse_each` does."""
+        merged, seed = {layer: state["weight"] for layer, state in states.items()}, self.seed
         each = fuse_each(
-            pretrained,
-            {layer: state["weight"] for layer, state in states.items()},
-            task,
-            self.options,
-            seed=self.seed,
-            step=step,
-            device=device,
-            batch_bytes=BATCH_BYTES,
+            pretrained, merged, task, self.options, seed=seed, step=step, device=device, batch_bytes=BATCH_BYTES
         )
         for layer, weight, report in each:
             yield layer, {"weight": weight}, dataclasses.asdict(report)

@@ -73,10 +73,7 @@ def test_a_spectrum_too_steep_for_float32_is_refused_and_exact_in_float64():
     with pytest.raises(torch.linalg.LinAlgError, match="too inaccurate in float32"):
         top_right_singular_vectors(tau, 100)
     expected = torch.linalg.svd(tau.double()).Vh[:100].mT
-    for actual in (
-        top_right_singular_vectors(tau, 100, exact_on=torch.device("cpu")),
-        right_singular_basis(tau, 100),
-    ):
+    for actual in (top_right_singular_vectors(tau, 100, exact_on=torch.device("cpu")), right_singular_basis(tau, 100)):
         assert actual.dtype == torch.float32
         torch.testing.assert_close(projector(actual.double()), projector(expected), rtol=0, atol=1e-6)
 

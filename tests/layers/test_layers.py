@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusion_bench_nufilt.layers import TargetConfig, check_model, layer_name, merge_other_params, select_layers
+from fusion_bench_nufilt.layers import TargetConfig, check_model, merge_other_params, select_layers
 from tests.models import Shared, clip, finetuned, llama, llava, t5
 
 
@@ -112,9 +112,9 @@ def test_a_weight_shared_by_modules_comes_once():
 
 
 def test_the_name_of_a_layer_does_not_depend_on_the_wrapper_of_a_clip_tower():
-    name = "encoder.layers.0.mlp.fc1"
-    assert layer_name(name) == layer_name("vision_model." + name) == name
-    assert name in select_layers(clip())
+    layers = select_layers(nn.ModuleDict({"vision_model": clip().vision_model}), ["fc1"])
+    assert list(layers) == list(select_layers(clip().vision_model, ["fc1"]))
+    assert "encoder.layers.0.mlp.fc1" in layers
 
 
 # --- checks ---

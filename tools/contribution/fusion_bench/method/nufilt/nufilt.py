@@ -25,8 +25,7 @@ from fusion_bench.utils.json import save_to_json
 from .core.config import FusionConfig
 from .core.fusion import LayerReport, fuse_each
 from .core.options import split_options, takes_options
-from .layers.checks import check_model
-from .layers.other_params import merge_other_params
+from .layers.models import check_model, merge_other_params
 from .layers.selection import select_layers
 from .layers.targets import TargetConfig
 

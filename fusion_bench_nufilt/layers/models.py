@@ -1,0 +1,111 @@
+"""Whole models: which are refused, and what happens to every parameter outside the merged layers."""
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_nufilt.core.weights import is_finite, wide_dtype
+from fusion_bench_nufilt.layers.targets import OnShapeMismatch, OtherParams
+from fusion_bench_nufilt.layers.views import View
+
+log = logging.getLogger(__name__)
+
+
+def check_model(
+    pretrained: nn.Module,
+    model: nn.Module,
+    merged: Collection[str] | None = None,
+    *,
+    name: str,
+    other_params: OtherParams = "mean",
+    on_shape_mismatch: OnShapeMismatch = "error",
+) -> None:
+    """Refuse a model that cannot be merged with the pretrained one.
+
+    Args:
+        pretrained: the pretrained model.
+        model: the model to check.
+        merged: state-dict keys of the parameters that hold merged layers; None means all matrices.
+        name: the model's name in the pool, for the message.
+        other_params: with ``pretrained``, the values of other parameters do not matter, since they are not taken.
+        on_shape_mismatch: with ``keep-base``, other parameters may differ in shape, which is logged as a warning.
+
+    Raises:
+        ValueError: a parameter with merged layers is missing or not floating point, or any parameter has another shape
+            or is not finite; the message names the model, the parameter and the shapes.
+    """
+    reference, state = pretrained.state_dict(), model.state_dict()
+    if merged is None:
+        merged = [key for key, parameter in pretrained.named_parameters() if parameter.ndim == 2]
+    for key in merged:
+        if key not in state:
+            shape = tuple(reference[key].shape)
+            raise ValueError(f"model '{name}' lacks layer '{key}' {shape} of the pretrained model")
+    kept = []
+    for key, value in state.items():
+        if key not in reference:
+            continue
+        expected, in_layer = tuple(reference[key].shape), key in merged
+        what = f"model '{name}', {'layer' if in_layer else 'parameter'} '{key}'"
+        if not value.is_floating_point():
+            if in_layer:
+                raise ValueError(f"{what}: expected floating-point values, got {value.dtype}")
+        elif value.shape != expected:
+            if in_layer or on_shape_mismatch == "error":
+                hint = "" if in_layer else "; on_shape_mismatch=keep-base leaves it as it is there"
+                shapes = f"shape {tuple(value.shape)} differs from the pretrained model's {expected}"
+                raise ValueError(f"{what}: {shapes}{hint}")
+            kept.append(key)
+        elif (in_layer or other_params != "pretrained") and not is_finite(value):
+            raise ValueError(f"{what} has NaN or infinite values")
+    if kept:
+        log.warning("model '%s': kept from the pretrained model because of their shape: %s", name, ", ".join(kept))
+
+
+@torch.no_grad()
+def merge_other_params(
+    merged: nn.Module, task: nn.Module, layers: Mapping[str, View], counts: defaultdict[str, int]
+) -> int:
+    """Average everything in the state dict of ``merged`` that is outside the merged layers, in place.
+
+    The mean of an entry is that of the models which have it in the shape of ``merged``, and ``counts`` is their number,
+    which is updated. Until one of them has it, the entry stays the pretrained model's, and so does one that is not
+    floating point. Returns the number of entries that were written.
+    """
+    ours, theirs = merged.state_dict(keep_vars=True), task.state_dict()
+    in_layers: dict[int, list[View]] = defaultdict(list)
+    for view in layers.values():
+        in_layers[id(ours[view.key])].append(view)
+    done: set[int] = set()
+    written = 0
+    for key, value in ours.items():
+        parts = in_layers[id(value)]
+        whole = sum(math.prod(view.shape) for view in parts) == value.numel()
+        if id(value) in done or whole or not value.is_floating_point():
+            continue
+        done.add(id(value))
+        fits = key in theirs and theirs[key].shape == value.shape
+        counts[key] += fits
+        if not fits:
+            continue
+        new = running_mean(value, theirs[key].to(value.device), counts[key]).to(value.dtype, copy=bool(parts))
+        for view in parts:  # the parameter also holds merged layers, which stay
+            view.copy(value, new)
+        value.copy_(new)
+        written += 1
+    return written
+
+
+def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:
+    r"""Return the mean of ``count`` tensors, given that of all but the last: :math:`m + (\theta - m) / \text{count}`.
+
+    It is exact for the first tensor, and computed in float32 at least, so that bfloat16 does not stall.
+    """
+    if count == 1:
+        return new
+    wide = wide_dtype(mean)
+    return torch.lerp(mean.to(wide), new.to(wide), 1 / count)
