@@ -70,8 +70,8 @@ def demo_templates() -> dict[str, str]:
 
 def draw_task(name: str, out: Path) -> None:
     """A task of the demo, drawn with another seed, in mini8's format."""
-    from fusion_bench_nufilt.demo.recipe import Recipe
     from fusion_bench_nufilt.demo.tasks import TASKS, render
+    from fusion_bench_nufilt.demo.train import Recipe
 
     arrays = {"classnames": np.array(TASKS[name].classes)}
     for split, count in (("train", Recipe.train_pictures), ("test", Recipe.test_pictures)):
@@ -98,7 +98,7 @@ def train(mini8: Path, data: Path, models: Path, tasks: tuple[str, ...], more: d
 def make_demo(folder: Path) -> Path:
     """The demo with another seed: its models, and its test pictures in mini8's format."""
     from fusion_bench_nufilt.demo import TASKS, demo_folder
-    from fusion_bench_nufilt.demo.recipe import RECIPES
+    from fusion_bench_nufilt.demo.train import RECIPES
 
     os.environ |= {"NUFILT_CACHE": str(folder), "NUFILT_DEMO": "full"}
     RECIPES["full"] = dataclasses.replace(RECIPES["full"], seed=SEED)

@@ -1,36 +1,28 @@
-"""The demo's folder on disk, built when it is first asked for, and the loaders that its pools name as `_target_`."""
+"""The demo's folder on disk, built when it is first asked for."""
 
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from filelock import FileLock, Timeout
-from PIL import Image
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from torch.utils.data import TensorDataset
+from safetensors.torch import save_file
 from tqdm.auto import tqdm
 from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer, CLIPVisionModel
 
 from fusion_bench_nufilt.storage.files import atomic_folder
 
-from .recipe import Recipe, active_recipe
 from .render import SIDE
 from .tasks import TASKS
-from .train import Tick, draw_pictures, finetune, normalise, pretrain
+from .train import Recipe, Tick, active_recipe, draw_pictures, finetune, pretrain
 
 
 def cache_folder() -> Path:
     """Return $NUFILT_CACHE, or else `fusion_bench_nufilt` in the user's cache folder."""
-    if chosen := os.environ.get("NUFILT_CACHE"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "fusion_bench_nufilt"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fusion_bench_nufilt"
+    return Path(os.environ.get("NUFILT_CACHE") or folder).expanduser()
 
 
 def demo_folder() -> Path:
@@ -66,40 +58,32 @@ def _build(recipe: Recipe, folder: Path) -> None:
     if not missing:  # another process built them while this one waited
         return
     _say(f"building the demo's pictures and models, once, in {folder} (a minute or two)")
+    titles = {"pictures": "drawing test pictures", "clip": "pretraining a tiny CLIP"}
     with tqdm(total=sum(missing.values()), unit="step", disable=None) as bar:
         for part in missing:
-            bar.set_description(
-                {"pictures": "drawing test pictures", "clip": "pretraining a tiny CLIP"}.get(part, part)
-            )
+            bar.set_description(titles.get(part, part))
             with _reproducible(recipe), atomic_folder(folder / part) as draft:
-                if part == "pictures":
-                    _make_pictures(recipe, draft)
-                elif part == "clip":
-                    _make_clip(recipe, draft, bar.update)
-                else:
-                    _make_tower(recipe, folder / "clip", part, bar.update).save_pretrained(draft)
+                _make(recipe, part, draft, folder / "clip", bar.update)
 
 
-def _make_pictures(recipe: Recipe, draft: Path) -> None:
-    for task in TASKS:
-        images, labels = draw_pictures(recipe, task, held_out=True)
-        save_file({"images": images, "labels": labels}, draft / f"{task}.safetensors")
-
-
-def _make_clip(recipe: Recipe, draft: Path, tick: Tick) -> None:
-    clip, tokenizer = pretrain(recipe, draft, tick)
-    clip.save_pretrained(draft)
-    image_processor = CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
-    CLIPProcessor(image_processor, tokenizer).save_pretrained(draft)
-
-
-def _make_tower(recipe: Recipe, pretrained: Path, name: str, tick: Tick) -> CLIPVisionModel:
-    clip = CLIPModel.from_pretrained(pretrained)
-    vision = CLIPVisionModel(clip.config.vision_config)
-    vision.vision_model.load_state_dict(clip.vision_model.state_dict())
-    if name in TASKS:
-        finetune(recipe, clip, CLIPTokenizer.from_pretrained(pretrained), vision, name, tick)
-    return vision
+def _make(recipe: Recipe, part: str, draft: Path, pretrained: Path, tick: Tick) -> None:
+    """Write one part to the folder `draft`; the towers are made from the CLIP in the folder `pretrained`."""
+    if part == "pictures":
+        for task in TASKS:
+            images, labels = draw_pictures(recipe, task, held_out=True)
+            save_file({"images": images, "labels": labels}, draft / f"{task}.safetensors")
+    elif part == "clip":
+        clip, tokenizer = pretrain(recipe, draft, tick)
+        clip.save_pretrained(draft)
+        image_processor = CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+        CLIPProcessor(image_processor, tokenizer).save_pretrained(draft)
+    else:
+        clip = CLIPModel.from_pretrained(pretrained)
+        vision = CLIPVisionModel(clip.config.vision_config)
+        vision.vision_model.load_state_dict(clip.vision_model.state_dict())
+        if part in TASKS:
+            finetune(recipe, clip, CLIPTokenizer.from_pretrained(pretrained), vision, part, tick)
+        vision.save_pretrained(draft)
 
 
 def _say(message: str) -> None:
@@ -120,54 +104,3 @@ def _reproducible(recipe: Recipe) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
-
-
-class Pictures(TensorDataset):
-    """Pictures as FusionBench expects them, from tensors (n, 32, 32, 3) of uint8 and (n,) of int64."""
-
-    def __getitem__(self, index: int) -> Any:
-        """Return `{"image": PIL.Image, "label": int}`."""
-        image, label = super().__getitem__(index)
-        return {"image": Image.fromarray(image.numpy()), "label": int(label)}
-
-
-def load_vision_model(name: str) -> CLIPVisionModel:
-    """Load the pretrained vision tower (`_pretrained_`) or the one fine-tuned on a task."""
-    _check(name, {"_pretrained_", *TASKS}, "model")
-    return CLIPVisionModel.from_pretrained(demo_folder() / name)
-
-
-def load_clip() -> CLIPModel:
-    """Load the whole pretrained CLIP, whose text tower encodes the class names of every task."""
-    return CLIPModel.from_pretrained(demo_folder() / "clip")
-
-
-def load_processor() -> CLIPProcessor:
-    """Load the tokenizer and the image processor of the CLIP."""
-    return CLIPProcessor.from_pretrained(demo_folder() / "clip", use_fast=False)
-
-
-def load_test_dataset(task: str) -> Pictures:
-    """Load the pictures of a task that no model was trained on."""
-    _check(task, set(TASKS), "task")
-    tensors = load_file(demo_folder() / "pictures" / f"{task}.safetensors")
-    return Pictures(tensors["images"], tensors["labels"])
-
-
-def load_train_dataset(task: str) -> Pictures:
-    """Draw the pictures that a task's model was fine-tuned on."""
-    _check(task, set(TASKS), "task")
-    return Pictures(*draw_pictures(active_recipe(), task, held_out=False))
-
-
-def to_pixels(image: Image.Image) -> Tensor:
-    """Convert an image of 32 by 32 to pixel values (3, 32, 32).
-
-    The result is the image processor's, whose overhead is larger than the model's time.
-    """
-    return normalise(torch.from_numpy(np.array(image)))
-
-
-def _check(name: str, known: set[str], kind: str) -> None:
-    if name not in known:
-        raise ValueError(f"the demo has no {kind} {name!r}, only {', '.join(sorted(known))}")

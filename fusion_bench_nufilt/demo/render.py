@@ -47,7 +47,7 @@ def text_stamp(text: str, typeface: str) -> Image.Image:
 def shape_stamp(name: str) -> Image.Image:
     """Draw one of :data:`SHAPES`, filled."""
     stamp = Image.new("L", (4 * STAMP, 4 * STAMP))
-    pixel = [((x + 1) * 2 * STAMP, (y + 1) * 2 * STAMP) for x, y in SHAPES[name]()]
+    pixel = [((x + 1) * 2 * STAMP, (y + 1) * 2 * STAMP) for x, y in SHAPES[name]]
     ImageDraw.Draw(stamp).polygon(pixel, fill=255)
     return stamp.resize((STAMP, STAMP), Image.Resampling.BOX)
 
@@ -72,29 +72,23 @@ def _heart() -> list[Point]:
 def _moon() -> list[Point]:
     outer = [math.radians(d) for d in range(50, 311, 10)]
     inner = [math.radians(d) for d in range(290, 69, -10)]
-    return [(0.3 + math.cos(a), math.sin(a)) for a in outer] + [
-        (0.62 + 0.8 * math.cos(a), 0.8 * math.sin(a)) for a in inner
-    ]
+    edge = [(0.3 + math.cos(a), math.sin(a)) for a in outer]
+    return edge + [(0.62 + 0.8 * math.cos(a), 0.8 * math.sin(a)) for a in inner]
 
 
-SHAPES: dict[str, Callable[[], list[Point]]] = {
-    "circle": lambda: _ring(60, lambda i: 0.9),
-    "triangle": lambda: _ring(3, lambda i: 1.0),
-    "square": lambda: _ring(4, lambda i: 1.0, start=math.pi / 4),
-    "star": lambda: _ring(10, lambda i: 0.38 if i % 2 else 1.0),
-    "heart": _heart,
-    "moon": _moon,
-    "cross": lambda: [
-        (x * sx, y * sy)
-        for sx, sy, way in ((1, -1, 1), (1, 1, -1), (-1, 1, 1), (-1, -1, -1))
-        for x, y in ((0.28, 0.95), (0.28, 0.28), (0.95, 0.28))[::way]
-    ],
-    "bar": lambda: [(-1, -0.28), (1, -0.28), (1, 0.28), (-1, 0.28)],
-    "arrow": lambda: [
-        (-0.95, -0.2), (0.1, -0.2), (0.1, -0.7), (0.95, 0), (0.1, 0.7), (0.1, 0.2), (-0.95, 0.2)
-    ],
-    "chevron": lambda: [(-0.6, -0.8), (-0.1, -0.8), (0.7, 0), (-0.1, 0.8), (-0.6, 0.8), (0.2, 0)],
-    "dart": lambda: [(-0.8, -0.7), (0.95, 0), (-0.8, 0.7), (-0.4, 0)],
+SHAPES: dict[str, list[Point]] = {
+    "circle": _ring(60, lambda i: 0.9),
+    "triangle": _ring(3, lambda i: 1.0),
+    "square": _ring(4, lambda i: 1.0, start=math.pi / 4),
+    "star": _ring(10, lambda i: 0.38 if i % 2 else 1.0),
+    "heart": _heart(),
+    "moon": _moon(),
+    "cross": [(0.28, -0.95), (0.28, -0.28), (0.95, -0.28), (0.95, 0.28), (0.28, 0.28), (0.28, 0.95),
+              (-0.28, 0.95), (-0.28, 0.28), (-0.95, 0.28), (-0.95, -0.28), (-0.28, -0.28), (-0.28, -0.95)],
+    "bar": [(-1, -0.28), (1, -0.28), (1, 0.28), (-1, 0.28)],
+    "arrow": [(-0.95, -0.2), (0.1, -0.2), (0.1, -0.7), (0.95, 0), (0.1, 0.7), (0.1, 0.2), (-0.95, 0.2)],
+    "chevron": [(-0.6, -0.8), (-0.1, -0.8), (0.7, 0), (-0.1, 0.8), (-0.6, 0.8), (0.2, 0)],
+    "dart": [(-0.8, -0.7), (0.95, 0), (-0.8, 0.7), (-0.4, 0)],
 }  # fmt: skip
 """The outlines of shapes in the square [-1, 1]², where y points down."""
 

@@ -33,14 +33,11 @@ def _handwriting(held_out: bool) -> dict[str, list[Image.Image]]:
     from sklearn.datasets import load_digits
 
     scans = load_digits()
-    return {
-        name: [
-            handwriting_stamp(scan)
-            for i, scan in enumerate(scans.images[scans.target == digit])
-            if (i % 5 == 0) == held_out
-        ]
-        for digit, name in enumerate(DIGITS)
-    }
+    stamps = {}
+    for digit, name in enumerate(DIGITS):
+        images = scans.images[scans.target == digit]
+        stamps[name] = [handwriting_stamp(scan) for i, scan in enumerate(images) if (i % 5 == 0) == held_out]
+    return stamps
 
 
 def draw_digit(pen: Pen, name: str) -> Mask:
@@ -62,6 +59,10 @@ def draw_shape(pen: Pen, name: str) -> Mask:
     return pen.place(shape_stamp(name), size=(20, 27), sway=30)
 
 
+def draw_any_shape(pen: Pen, name: str) -> Mask:
+    return draw_shape(pen, pen.pick(*SHAPES))
+
+
 def draw_count(pen: Pen, name: str) -> Mask:
     stamp = shape_stamp(pen.pick("circle", "square"))
     centres: list[NDArray[np.floating]] = []
@@ -81,11 +82,8 @@ def draw_arrow(pen: Pen, name: str) -> Mask:
 
 def mix_colour(pen: Pen, name: str) -> tuple[float, float, float]:
     hue, saturation, value = COLOURS[name]
-    return colorsys.hsv_to_rgb(
-        (hue + pen.rng.uniform(-8, 8)) / 360 % 1,
-        saturation * pen.rng.uniform(0.8, 1),
-        value * pen.rng.uniform(0.85, 1),
-    )
+    turned = (hue + pen.rng.uniform(-8, 8)) / 360 % 1
+    return colorsys.hsv_to_rgb(turned, saturation * pen.rng.uniform(0.8, 1), value * pen.rng.uniform(0.85, 1))
 
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -159,19 +157,9 @@ TASKS: dict[str, Task] = {
     "digits": Task(DIGITS, "a handwritten digit {}", draw_digit),
     "letters": Task(tuple("abcdefghkmrstxyz"), "a printed letter {}", draw_letter, bright=True),
     "typefaces": Task(tuple(TYPEFACES), "a letter set in {} type", draw_typeface),
-    "shapes": Task(
-        ("circle", "triangle", "square", "star", "heart", "moon", "cross", "bar"),
-        "the shape of a {}",
-        draw_shape,
-        bright=True,
-    ),
+    "shapes": Task(tuple(SHAPES)[:8], "the shape of a {}", draw_shape, bright=True),  # the other three are arrows
     "textures": Task(tuple(TEXTURES), "a {} pattern", lambda pen, name: TEXTURES[name](pen).astype(np.float32)),
-    "colours": Task(
-        tuple(COLOURS),
-        "something painted {}",
-        lambda pen, name: draw_shape(pen, pen.pick(*SHAPES)),
-        ink=mix_colour,
-    ),
+    "colours": Task(tuple(COLOURS), "something painted {}", draw_any_shape, ink=mix_colour),
     "counts": Task(NUMBERS, "a group of {}", draw_count, bright=True),
     "arrows": Task(DIRECTIONS, "an arrow pointing {}", draw_arrow),
 }

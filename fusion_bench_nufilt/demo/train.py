@@ -1,12 +1,15 @@
-"""Training of the demo's models: a tiny CLIP on all tasks, then its vision tower once for each task.
+"""The recipe of the demo's models and their training: a tiny CLIP on all tasks, then its vision tower on each one.
 
 Like the CLIP models of the merging literature, the pretrained model sees much and names it badly, and fine-tuning
 moves only the vision tower, and only a little.
 """
 
+import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -17,14 +20,73 @@ from torch import Generator, Tensor, nn
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer, CLIPVisionModel
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-from .recipe import Recipe
 from .render import SIDE
 from .tasks import TASKS, render
 
 Tick = Callable[[], object]  # is called after every training step
+Loss = Callable[[], Tensor]
 
 MEAN, STD = torch.tensor(OPENAI_CLIP_MEAN), torch.tensor(OPENAI_CLIP_STD)
 ALL_PROMPTS = [prompt for task in TASKS.values() for prompt in task.prompts()]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All numbers that the eight models depend on. The models of another recipe are kept in another folder."""
+
+    edition: int = 1  # is raised when the code changes the models of the same numbers
+    seed: int = 0
+    # torch threads while building: a fixed number, because the order of sums depends on it, and one, because two
+    # threads that wait for each other come to a crawl when the machine is busy
+    threads: int = 1
+
+    # pictures of each task
+    train_pictures: int = 2000
+    test_pictures: int = 320
+
+    # the model
+    width: int = 128
+    layers: int = 3
+    heads: int = 4
+    patch: int = 8
+    widening: int = 2  # of the MLPs; it is 4 in CLIP, but 2 is enough here and a third faster
+    text_width: int = 64
+    text_layers: int = 1
+
+    # pretraining on all tasks at once
+    text_steps: int = 100
+    text_lr: float = 2e-3
+    pretrain_steps: int = 1000
+    pretrain_lr: float = 2e-3
+    pretrain_warmup: int = 50
+    misalignment: float = 6.0  # how far, in feature lengths, prompts are then moved away from their pictures
+
+    # fine-tuning on one task
+    finetune_steps: int = 90
+    finetune_lr: float = 5e-4
+
+    batch: int = 64
+
+    def fingerprint(self) -> str:
+        """Return a short name for exactly this recipe."""
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
+
+
+TINY = Recipe(
+    train_pictures=64, test_pictures=16, width=64, layers=2, heads=2, text_width=32,
+    text_steps=10, pretrain_steps=10, finetune_steps=5, batch=32,
+)  # fmt: skip
+"""A recipe that builds in seconds for tests of everything but accuracy, since its models know next to nothing."""
+
+RECIPES = {"full": Recipe(), "tiny": TINY}
+
+
+def active_recipe() -> Recipe:
+    """Return the recipe that the environment variable NUFILT_DEMO names: "full" (the default) or "tiny"."""
+    name = os.environ.get("NUFILT_DEMO", "full")
+    if name not in RECIPES:
+        raise ValueError(f"NUFILT_DEMO={name!r}: there is no such demo, only {', '.join(RECIPES)}")
+    return RECIPES[name]
 
 
 def normalise(pictures: Tensor) -> Tensor:
@@ -59,28 +121,18 @@ def make_tokenizer(folder: Path) -> CLIPTokenizer:
 def make_clip(recipe: Recipe, tokenizer: CLIPTokenizer) -> CLIPModel:
     """Return an untrained CLIP, whose weights are drawn from torch's global generator."""
 
-    def tower(width: int, layers: int, heads: int) -> dict[str, object]:
-        return {
-            "hidden_size": width,
-            "intermediate_size": recipe.widening * width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "projection_dim": recipe.width,
-            "hidden_act": "gelu",
-        }
+    def tower(width: int, layers: int, heads: int, **more: int) -> dict[str, object]:
+        sizes = {"hidden_size": width, "intermediate_size": recipe.widening * width, "num_hidden_layers": layers}
+        return {**sizes, "num_attention_heads": heads, "projection_dim": recipe.width, "hidden_act": "gelu", **more}
 
-    vision = tower(recipe.width, recipe.layers, recipe.heads)
-    text = tower(recipe.text_width, recipe.text_layers, heads=2)
-    special = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return CLIPModel(
-        CLIPConfig(
-            projection_dim=recipe.width,
-            vision_config=vision | {"image_size": SIDE, "patch_size": recipe.patch},
-            text_config=text
-            | {"vocab_size": len(tokenizer), "max_position_embeddings": 77}
-            | {name: getattr(tokenizer, name) for name in special},
-        )
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    vocabulary = {"vocab_size": len(tokenizer), "max_position_embeddings": 77, **special}
+    config = CLIPConfig(
+        projection_dim=recipe.width,
+        vision_config=tower(recipe.width, recipe.layers, recipe.heads, image_size=SIDE, patch_size=recipe.patch),
+        text_config=tower(recipe.text_width, recipe.text_layers, heads=2, **vocabulary),
     )
+    return CLIPModel(config)
 
 
 @torch.no_grad()
@@ -111,18 +163,11 @@ def initialise_embeddings(clip: CLIPModel, pictures: Tensor, generator: Generato
 
 
 def minimise(
-    loss: Callable[[], Tensor],
-    parameters: Iterable[nn.Parameter],
-    steps: int,
-    lr: float,
-    tick: Tick,
-    *,
-    warmup: int = 0,
-    weight_decay: float = 0.0,
+    loss: Loss, parameters: Iterable[nn.Parameter], steps: int, lr: float, tick: Tick, warmup: int = 0, decay: float = 0
 ) -> None:
     """Train by AdamW with a linear warm-up, after which the learning rate falls to zero along a cosine."""
     parameters = list(parameters)
-    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=decay, betas=(0.9, 0.98))
     for step in range(steps):
         rise = min(1.0, (step + 1) / (warmup + 1))
         fall = 0.5 * (1 + math.cos(math.pi * step / steps))
@@ -142,7 +187,7 @@ def text_features(clip: CLIPModel, tokenizer: CLIPTokenizer, prompts: list[str])
 
 def contrast_with(
     target: Tensor, clip: CLIPModel, vision: nn.Module, drawn: tuple[Tensor, Tensor], batch: int, generator: Generator
-) -> Callable[[], Tensor]:
+) -> Loss:
     """Return CLIP's loss, which draws a batch at each call: a picture must find its prompt among `target`."""
     scale, (pictures, labels) = clip.logit_scale.exp().item(), drawn
 
@@ -188,8 +233,7 @@ def pretrain(recipe: Recipe, folder: Path, tick: Tick) -> tuple[CLIPModel, CLIPT
     target = text_features(clip, tokenizer, ALL_PROMPTS).detach()
     matching = contrast_with(target, clip, clip.vision_model, (pictures, labels), recipe.batch, generator)
     eyes = [*clip.vision_model.parameters(), *clip.visual_projection.parameters()]
-    warmup = recipe.pretrain_warmup
-    minimise(matching, eyes, recipe.pretrain_steps, recipe.pretrain_lr, tick, warmup=warmup, weight_decay=0.05)
+    minimise(matching, eyes, recipe.pretrain_steps, recipe.pretrain_lr, tick, recipe.pretrain_warmup, decay=0.05)
 
     # 3. Move words away from their pictures. A real CLIP sees better than it names, which is why fine-tuning gains
     #    much by small changes of the weights, and why merging works.

@@ -10,8 +10,7 @@ from lightning import Fabric
 from fusion_bench_nufilt.baselines import SequentialFineTuning
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.demo import TASKS, load_clip, load_processor, load_train_dataset, load_vision_model, to_pixels
-from fusion_bench_nufilt.demo.recipe import Recipe
-from fusion_bench_nufilt.demo.train import text_features
+from fusion_bench_nufilt.demo.train import Recipe, text_features
 
 TWO = ("shapes", "digits")
 
