@@ -19,7 +19,7 @@ from merge_step import make_layer
 from torch.utils.data import DataLoader
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
-from fusion_bench_nufilt.analysis.inputs import TaskInputs
+from fusion_bench_nufilt.analysis.inputs import forward
 from fusion_bench_nufilt.analysis.pool import merged_layers
 from fusion_bench_nufilt.analysis.record import record_moments, shared_inputs
 from fusion_bench_nufilt.analysis.spectra import task_vector
@@ -38,13 +38,13 @@ def recording(images: int, rounds: int, config: CLIPVisionConfig) -> None:
     """Second moments beside the forward passes alone, on ViT-B/32, in batches of 128 as FusionBench has them."""
     model = CLIPVisionModel(config).eval()
     pictures = [(torch.randn(3, config.image_size, config.image_size), 0) for _ in range(images)]
-    inputs = TaskInputs(DataLoader(pictures, batch_size=128))  # type: ignore[arg-type]
-    modules = [layer.module for layer in merged_layers(model, "auto")[0]]
+    inputs = DataLoader(pictures, batch_size=128)  # type: ignore[arg-type, var-annotated]
+    modules = [view.module for view in merged_layers(model, "auto").values()]
     owner = shared_inputs(model, modules, inputs)
     alone, recorded = [], []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
-            alone.append(seconds(lambda: inputs.run(model)))
+            alone.append(seconds(lambda: [forward(model, batch) for batch in inputs]))
             recorded.append(seconds(lambda: record_moments(model, inputs, owner, Path(folder), {}, 4 * 10**9)))
     share = median(b / a - 1 for a, b in zip(alone, recorded, strict=True))
     print(

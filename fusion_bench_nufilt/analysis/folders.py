@@ -1,6 +1,6 @@
 """What the weights of checkpoint folders tell without data, layer by layer, before anything is merged."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +10,11 @@ from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.core.weights import widened
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.folders import Plan
+from fusion_bench_nufilt.folders.architecture import Layer
 from fusion_bench_nufilt.folders.models import FullModel
 
-from .results import Analysis, Layer, LayerVectors
-from .spectra import task_vector
+from .results import Analysis
+from .spectra import TaskVector, task_vector
 
 #: Directions that are solved for in each layer: enough for the curve of the energy, few enough for 7B models.
 DIRECTIONS = 32
@@ -23,31 +24,27 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = la
     """Compare the task vectors of a planned merge, and what is merged already, with each other.
 
     Holds as many layers as there are threads, like the merge itself.
-
-    Args:
-        plan: models that passed the checks on their headers.
-        task_rank: how many directions are compared.
-        on_layer: called after each layer.
     """
     for checkpoint in plan.checkpoints:
         checkpoint.fetch()
-    tasks = _unique([task.checkpoint.label for task in plan.tasks])
-    names = tasks if plan.merged is None else [*tasks, "merged so far"]
-    models = plan.tasks if plan.merged is None else [*plan.tasks, plan.merged]
-    shapes = [plan.base.tensors[each.keys[0]].shape for each in plan.layers]
-    layers = [Layer(each.name, (shape[0], shape[1])) for each, shape in zip(plan.layers, shapes, strict=True)]
+    labels = [task.checkpoint.label for task in plan.tasks]  # two folders of one name are told apart by their numbers
+    tasks = [label if labels.count(label) == 1 else f"{label} ({i})" for i, label in enumerate(labels, 1)]
+    models = dict(zip(tasks, plan.tasks, strict=True))
+    if plan.merged is not None:
+        models["merged so far"] = plan.merged
+    shapes = {layer.name: plan.base.tensors[layer.keys[0]].shape for layer in plan.layers}
+    about = {"base": plan.base.label, "tasks": tasks}
+    result = Analysis(about, tasks, {name: (shape[0], shape[1]) for name, shape in shapes.items()}, task_rank)
 
-    def examine(number: int) -> LayerVectors:
-        planned, layer = plan.layers[number], layers[number]
-        theta_0 = widened(plan.base.read(planned.keys[0])[0])
-        vectors = [task_vector(_update(model, planned.slot, theta_0), max(DIRECTIONS, task_rank)) for model in models]
-        return LayerVectors.of(names, layer, vectors, theta_0, task_rank)
+    def examine(layer: Layer) -> tuple[float, dict[str, TaskVector]]:
+        theta_0, rank = widened(plan.base.read(layer.keys[0])[0]), max(DIRECTIONS, task_rank)
+        found = {name: task_vector(_update(model, layer.slot, theta_0), rank) for name, model in models.items()}
+        return float(torch.linalg.vector_norm(theta_0)), found
 
-    found = []
-    for result in map_layers(examine, range(len(layers)), torch.device("cpu")):
-        found.append(result)
+    for layer, found in zip(plan.layers, map_layers(examine, plan.layers, torch.device("cpu")), strict=True):
+        result.add_vectors(layer.name, *found)
         on_layer()
-    return Analysis.of_vectors({"base": plan.base.label, "tasks": tasks}, tasks, names, layers, found, task_rank)
+    return result
 
 
 def _update(model: FullModel, slot: str, theta_0: Tensor) -> Tensor:
@@ -56,8 +53,3 @@ def _update(model: FullModel, slot: str, theta_0: Tensor) -> Tensor:
         return torch.zeros_like(theta_0)
     weight, _ = model.weight(slot)
     return weight.product().to(theta_0) if isinstance(weight, LowRank) else weight.to(theta_0) - theta_0
-
-
-def _unique(labels: Sequence[str]) -> list[str]:
-    """Make all labels different: two folders of one name are told apart by their numbers."""
-    return [label if labels.count(label) == 1 else f"{label} ({number})" for number, label in enumerate(labels, 1)]

@@ -2,11 +2,12 @@
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.compare.configs import compose_run, plain
@@ -16,14 +17,19 @@ from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.continual.evaluation import Report
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import is_number
+from fusion_bench_nufilt.core.subspace import right_singular_basis
+from fusion_bench_nufilt.core.workers import map_layers
+from fusion_bench_nufilt.layers.views import View
 from fusion_bench_nufilt.results.metrics import or_none
 from fusion_bench_nufilt.storage.checkpoint import load_checkpoint, read_whole_checkpoint
 from fusion_bench_nufilt.storage.json_files import read_json
 from fusion_bench_nufilt.storage.manifest import Manifest
 
-from .losses import LossTracker
-from .pool import PoolAnalysis
-from .results import Analysis
+from .bounds import corollary_bound
+from .inputs import forward, layer_outputs
+from .pool import PoolAnalysis, layer_weight
+from .results import Analysis, Row
+from .surrogates import data_free_losses, layer_losses
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +52,84 @@ def default_methods(width: int) -> str:
     )
 
 
+class LossTracker:
+    """Measures what a method, with its label and settings, does to each layer of a pool, one step after another.
+
+    With ``bounds`` it evaluates Corollary 1 as well.
+    """
+
+    def __init__(self, pool: PoolAnalysis, method: str, settings: Mapping[str, Any], *, bounds: bool) -> None:
+        self.rows: list[Row] = []
+        self._pool, self._method, self._config, self._bounds = pool, method, _ranks(settings), bounds
+        self._seen: list[str] = []
+        self._before = copy.deepcopy(pool.pretrained)
+        self._C_old: dict[str, Tensor] = {}  # mean of the seen tasks' moments, by the layer that owns them
+
+    def update(self, task: str, merged: nn.Module, own: nn.Module) -> None:
+        """Measure the step that merged a task, given the model after it and the task's fine-tuned model."""
+        propagated = self._propagated(task, merged, own)
+        layers = list(self._pool.views)
+        found = map_layers(lambda layer: self._measure(layer, task, merged, own), layers, torch.device("cpu"))
+        for layer, losses in zip(layers, found, strict=True):
+            about = {"method": self._method, "step": len(self._seen) + 1, "task": task, "layer": layer}
+            self.rows.append(about | losses | {name: values[layer] for name, values in propagated.items()})
+        self._seen.append(task)
+        self._before = copy.deepcopy(merged)
+        for owner in set(self._pool.owner.values()):
+            C = self._pool.moments[task].read(owner)
+            mean = self._C_old.setdefault(owner, torch.zeros_like(C))
+            mean += (C - mean) / len(self._seen)
+
+    def _measure(self, layer: str, task: str, merged: nn.Module, own: nn.Module) -> Row:
+        """Return the losses of a layer on fixed inputs; at the first step, no stability loss is known."""
+        view = self._pool.views[layer]
+        W_0, W_old, W_new, W_task = (layer_weight(m, view) for m in (self._pool.pretrained, self._before, merged, own))
+        C_old, C_task = self._C_old.get(self._pool.owner[view.module]), self._pool.moments[task].read(view.module)
+        tau_old, tau_task, ranks = W_old - W_0, W_task - W_0, self._config.ranks(W_0.shape[1])
+        V_p, V_t = right_singular_basis(tau_old, ranks.null), right_singular_basis(tau_task, ranks.task)
+        stability, plasticity = data_free_losses(W_new - W_0, tau_old, tau_task, V_p, V_t)
+        row: Row = layer_losses(W_new, W_old, W_task, C_old, C_task)
+        row |= {"data_free_stability": stability if self._seen else None, "data_free_plasticity": plasticity}
+        row |= dict.fromkeys(("stability_bound", "plasticity_bound", "propagated_stability", "propagated_plasticity"))
+        if self._bounds and C_old is not None:
+            row["stability_bound"] = corollary_bound(W_new - W_old, C_old, V_p)[1]
+            row["plasticity_bound"] = corollary_bound(W_new - W_task, C_task, V_t)[1]
+        return row
+
+    def _propagated(self, task: str, merged: nn.Module, own: nn.Module) -> dict[str, dict[str, float]]:
+        """Return the losses for which each model's layers get that model's own inputs, by name and layer."""
+        inputs, views = self._pool.propagated_inputs, self._pool.views
+        if not inputs:
+            return {}
+        losses = {"propagated_plasticity": output_distance(merged, own, inputs[task], views)}
+        if moved := [output_distance(merged, self._before, inputs[old], views) for old in self._seen]:
+            means = {layer: sum(each[layer] for each in moved) / len(moved) for layer in views}
+            losses["propagated_stability"] = means
+        return losses
+
+
+@torch.no_grad()
+def output_distance(a: nn.Module, b: nn.Module, batches: Iterable[Any], views: Mapping[str, View]) -> dict[str, float]:
+    r"""Return :math:`E \|f_l(a; u) - f_l(b; u)\|^2` for each layer l of two models, over the tokens of samples u."""
+    total, count = dict.fromkeys(views, 0.0), 0
+    modules = [view.module for view in views.values()]
+    with layer_outputs(a, modules) as of_a, layer_outputs(b, modules) as of_b:
+        for batch in batches:
+            forward(a, batch)
+            forward(b, batch)
+            for layer, view in views.items():
+                difference = of_a[view.module] - of_b[view.module]
+                total[layer] += float(difference.square().sum())
+            count += len(difference)
+    return {layer: value / count for layer, value in total.items()}
+
+
+def _ranks(settings: Mapping[str, Any]) -> FusionConfig:
+    """Return the method's ranks r_p and r_v, as numbers or shares of the width; those of NUFILT where it has none."""
+    known = {key: settings[key] for key in ("null_rank", "task_rank") if is_number(settings.get(key))}
+    return FusionConfig(**known)
+
+
 def measure_methods(
     pool: PoolAnalysis,
     result: Analysis,
@@ -57,7 +141,7 @@ def measure_methods(
     settings = ["++method.evaluate=every_step", "++method.save_on_every_step=false", "++method.check_models=false"]
     for number, spec in enumerate(specs):
         config = plain(compose_run([*settings, *overrides, *spec.overrides]).method)
-        tracker = LossTracker(pool, spec.label, _ranks(config), bounds=number == 0)
+        tracker = LossTracker(pool, spec.label, config, bounds=number == 0)
         experiment = copy.copy(pool.experiment)
         vars(experiment)["evaluator"] = _TrackingEvaluator(pool, tracker, on_step)
         run = experiment.run({**config, "seed": pool.config.seed})
@@ -100,42 +184,8 @@ def finished_runs(folders: Sequence[Path]) -> list[FinishedRun]:
     """
     manifests = [_last_manifest(folder) for folder in folders]
     methods = [manifest["method"] for manifest in manifests]
-    return [
-        FinishedRun(folder, method if methods.count(method) == 1 else folder.name, manifest)
-        for folder, method, manifest in zip(folders, methods, manifests, strict=True)
-    ]
-
-
-def measure_run(
-    pool: PoolAnalysis, result: Analysis, run: FinishedRun, on_step: Callable[[], Any] = lambda: None
-) -> None:
-    """Put the losses of a finished run, from its checkpoints, into ``result``.
-
-    Raises:
-        ValueError: it is a run of other models than the pool's; names them.
-    """
-    order, inputs = run.manifest["order"], run.manifest["inputs"]
-    if sorted(order) != sorted(pool.tasks):
-        raise ValueError(
-            f"'{run.folder}' is a run of {', '.join(order)}, and the model pool has {', '.join(pool.tasks)}"
-        )
-    for name, digest in pool.experiment.digests.items():
-        if inputs.get(name, {}).get("sha256") != digest:
-            raise ValueError(f"'{run.folder}' is a run of other models: '{name}' has other weights there")
-    tracker = LossTracker(pool, run.label, _ranks(run.manifest["settings"]), bounds=not result.losses)
-    merged = copy.deepcopy(pool.pretrained)
-    for step, task in enumerate(order):
-        load_checkpoint(merged, _checkpoint(run.folder, step))
-        tracker.update(task, merged, pool.load(task))
-        on_step()
-    result.losses += tracker.rows
-    if scores := read_json(run.folder / "accuracy_matrix.json", Scores, "resume the run, and it is written again"):
-        result.scores[run.label] = {"ACC": scores["ACC"], "BWT": scores["BWT"]}
-
-
-def _checkpoint(folder: Path, step: int) -> Path:
-    """Return the folder of a step; the first step is 0."""
-    return folder / "checkpoints" / f"merged_model_{step}"
+    labels = [method if methods.count(method) == 1 else f.name for f, method in zip(folders, methods, strict=True)]
+    return list(map(FinishedRun, folders, labels, manifests))
 
 
 def _last_manifest(folder: Path) -> Manifest:
@@ -156,7 +206,31 @@ def _last_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _ranks(settings: Mapping[str, Any]) -> FusionConfig:
-    """Return the method's ranks r_p and r_v, as numbers or shares of the width; those of NUFILT where it has none."""
-    known = {key: settings[key] for key in ("null_rank", "task_rank") if is_number(settings.get(key))}
-    return FusionConfig(**known)
+def _checkpoint(folder: Path, step: int) -> Path:
+    """Return the folder of a step; the first step is 0."""
+    return folder / "checkpoints" / f"merged_model_{step}"
+
+
+def measure_run(
+    pool: PoolAnalysis, result: Analysis, run: FinishedRun, on_step: Callable[[], Any] = lambda: None
+) -> None:
+    """Put the losses of a finished run, from its checkpoints, into ``result``.
+
+    Raises:
+        ValueError: it is a run of other models than the pool's; names them.
+    """
+    folder, order, inputs = run.folder, run.manifest["order"], run.manifest["inputs"]
+    if sorted(order) != sorted(pool.tasks):
+        raise ValueError(f"'{folder}' is a run of {', '.join(order)}, and the model pool has {', '.join(pool.tasks)}")
+    for name, digest in pool.experiment.digests.items():
+        if inputs.get(name, {}).get("sha256") != digest:
+            raise ValueError(f"'{folder}' is a run of other models: '{name}' has other weights there")
+    tracker = LossTracker(pool, run.label, run.manifest["settings"], bounds=not result.losses)
+    merged = copy.deepcopy(pool.pretrained)
+    for step, task in enumerate(order):
+        load_checkpoint(merged, _checkpoint(folder, step))
+        tracker.update(task, merged, pool.load(task))
+        on_step()
+    result.losses += tracker.rows
+    if scores := read_json(folder / "accuracy_matrix.json", Scores, "resume the run, and it is written again"):
+        result.scores[run.label] = {"ACC": scores["ACC"], "BWT": scores["BWT"]}

@@ -4,25 +4,27 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.compare.experiment import Experiment
+from fusion_bench_nufilt.core.dtypes import widened
 from fusion_bench_nufilt.core.subspace import subspace_affinity
 from fusion_bench_nufilt.core.weights import wide_dtype
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.layers import check_model, select_layers
 from fusion_bench_nufilt.layers.views import View
+from fusion_bench_nufilt.results.names import kind
 
-from .affinity import Floats, affinity_by_rank, data_subspace
+from .affinity import affinity_by_rank, data_subspace
 from .bounds import check_theorem, split_by_data
-from .inputs import TaskInputs, task_inputs
+from .inputs import Loader, task_inputs
 from .record import Moments, known_moments, memory_of, record_moments, shared_inputs
-from .results import Analysis, Layer, LayerVectors
+from .results import Analysis, Row
 from .settings import AnalysisConfig
 from .spectra import TaskVector, task_vector
 
@@ -31,8 +33,7 @@ log = logging.getLogger(__name__)
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 _THEOREM_RANKS = (1, 4, 8)
 MEMORY = 4 * 10**9  # bytes of moments that are recorded at a time
-
-Weights = dict[str, Tensor]
+_CPU = torch.device("cpu")
 
 
 class PoolAnalysis:
@@ -60,34 +61,35 @@ class PoolAnalysis:
         self.experiment, self.name, self.config, self.folder = experiment, name, config, folder
         self.tasks = experiment.tasks
         self.pretrained: nn.Module = experiment.modelpool.load_pretrained_model()
-        self.layers, self.views = merged_layers(self.pretrained, target_modules)
-        self.weights = layer_weights(self.pretrained, self.views)
-        self.inputs = self._draw_inputs(config.samples)
-        for task, inputs in self.inputs.items():
-            if len(inputs) < config.data_rank:
-                raise ValueError(f"task '{task}' has {len(inputs)} samples, fewer than r_d = {config.data_rank}")
-        modules = [layer.module for layer in self.layers]
-        self._owner = shared_inputs(self.pretrained, modules, self.inputs[self.tasks[0]])
+        self.views = merged_layers(self.pretrained, target_modules)
+        self._modules = [view.module for view in self.views.values()]
+        self._inputs = self._draw_inputs(config.samples)
+        self._samples = {task: len(inputs.dataset) for task, inputs in self._inputs.items()}  # type: ignore[arg-type]
+        for task, count in self._samples.items():
+            if count < config.data_rank:
+                raise ValueError(f"task '{task}' has {count} samples, fewer than r_d = {config.data_rank}")
+        self.owner = shared_inputs(self.pretrained, self._modules, self._inputs[self.tasks[0]])  # by module
         self.moments: dict[str, Moments] = {}
 
     @property
     def width(self) -> int:
         """d_i of the narrowest layer."""
-        return min(layer.shape[1] for layer in self.layers)
+        return min(view.shape[1] for view in self.views.values())
 
     @property
     def memory_note(self) -> str:
         """Say how much memory and disk recording will take."""
-        needed, owners = memory_of(self.pretrained, self._owner), len(set(self._owner.values()))
+        needed, owners = memory_of(self.pretrained, self.owner), len(set(self.owner.values()))
         return (
-            f"second moments of {owners} inputs of {len(self.layers)} layers, for each of {len(self.tasks)} tasks: at "
+            f"second moments of {owners} inputs of {len(self.views)} layers, for each of {len(self.tasks)} tasks: at "
             f"most {min(needed, MEMORY) / 1e6:.0f} MB of memory at a time, {needed / 3e6:.0f} MB on disk"
         )
 
     @cached_property
-    def propagated_inputs(self) -> dict[str, TaskInputs]:
-        """The few samples of each task for the propagated losses; none if these are switched off."""
-        return self._draw_inputs(self.config.propagated, keep=True) if self.config.propagated else {}
+    def propagated_inputs(self) -> dict[str, list[Any]]:
+        """The batches of a few samples of each task for the propagated losses; none if these are switched off."""
+        drawn = self._draw_inputs(self.config.propagated) if self.config.propagated else {}
+        return {task: list(loader) for task, loader in drawn.items()}
 
     def load(self, task: str) -> nn.Module:
         """Load a task's model, if it can be merged."""
@@ -97,35 +99,31 @@ class PoolAnalysis:
 
     def run(self, on_task: Callable[[], Any] = lambda: None) -> Analysis:
         """Record what is not recorded yet, and compare the tasks' data with their vectors."""
-        data: list[list[Tensor]] = []  # V_d by task and layer
-        vectors: list[list[TaskVector]] = []  # by task and layer
-        theorem: list[dict[str, Any]] = []
+        samples: Row = {}
+        about = {"modelpool": self.name, "samples": samples, "settings": asdict(self.config)}
+        shapes = {layer: view.shape for layer, view in self.views.items()}
+        result = Analysis(about, self.tasks, shapes, self.config.task_rank)
+        data: dict[str, dict[str, Tensor]] = {}  # V_d by task and layer
+        vectors: dict[str, dict[str, TaskVector]] = {}
         for task in self.tasks:
             model = self.load(task)
             self.moments[task] = self._moments(task, model)
-            data.append(self._data_subspaces(self.moments[task]))
-            found = self._examine(task, layer_weights(model, self.views), data[-1])
-            vectors.append([vector for vector, _ in found])
-            theorem += [row for _, rows in found for row in rows]
+            samples[task] = {"samples": self._samples[task], "inputs": self.moments[task].tokens}
+            data[task] = self._data_subspaces(self.moments[task])
+            found = self._examine(task, model, data[task])
+            vectors[task] = {layer: vector for layer, (vector, _) in found.items()}
+            result.theorem += [row for _, rows in found.values() for row in rows]
             on_task()
-        config, tasks = self.config, self.tasks
-        samples = {task: {"samples": len(self.inputs[task]), "inputs": self.moments[task].tokens} for task in tasks}
-        about = {"modelpool": self.name, "samples": samples, "settings": asdict(config)}
-        by_layer = [
-            LayerVectors.of(tasks, layer, own, self.weights[layer.name], config.task_rank)
-            for layer, own in zip(self.layers, zip(*vectors, strict=True), strict=True)
-        ]
-        result = Analysis.of_vectors(about, tasks, tasks, self.layers, by_layer, config.task_rank)
-        result.vectors.sort(key=lambda row: tasks.index(row.task))
-        result.theorem = theorem
-        smallest = min(min(layer.shape) for layer in self.layers)
-        result.ranks = [rank for rank in RANKS if rank <= smallest]
-        result.affinity, result.affinity_by_rank = self._affinities(data, vectors, result.ranks)
+        for layer, view in self.views.items():
+            own = {task: vectors[task][layer] for task in self.tasks}
+            result.add_vectors(layer, float(torch.linalg.vector_norm(layer_weight(self.pretrained, view))), own)
+            result.affinity += self._affinities(layer, {task: data[task][layer] for task in self.tasks}, own)
+        result.vectors.sort(key=lambda row: self.tasks.index(row["task"]))
         return result
 
-    def _draw_inputs(self, samples: int, *, keep: bool = False) -> dict[str, TaskInputs]:
-        taskpool, seed = self.experiment.evaluator.taskpool, self.config.seed
-        return {task: task_inputs(taskpool, task, samples, seed, keep=keep) for task in self.tasks}
+    def _draw_inputs(self, samples: int) -> dict[str, Loader]:
+        taskpool = self.experiment.evaluator.taskpool
+        return {task: task_inputs(taskpool, task, samples, self.config.seed) for task in self.tasks}
 
     def _moments(self, task: str, model: nn.Module) -> Moments:
         """Return the second moments of a task's inputs, and record them unless they were recorded before."""
@@ -133,59 +131,53 @@ class PoolAnalysis:
         about = {
             "task": task,
             "activations": self.config.activations,
-            "samples": len(self.inputs[task]),
+            "samples": self._samples[task],
             "seed": self.config.seed,
-            "layers": [layer.module for layer in self.layers],
+            "layers": self._modules,
             "weights": self.experiment.digests[name],
             "taskpool": self.experiment.settings["taskpool"],
         }
         folder = self.folder / "moments" / task
-        if (known := known_moments(folder, about)) is not None:
-            return known
-        return record_moments(source, self.inputs[task], self._owner, folder, about, MEMORY)
+        known = known_moments(folder, about)
+        return known or record_moments(source, self._inputs[task], self.owner, folder, about, MEMORY)
 
-    def _data_subspaces(self, moments: Moments) -> list[Tensor]:
+    def _data_subspaces(self, moments: Moments) -> dict[str, Tensor]:
         """Return V_d for every layer; layers with the same inputs share it."""
-        owners = sorted(set(self._owner.values()))
-
-        def solve(owner: str) -> Tensor:
-            return data_subspace(moments.read(owner), max(RANKS))
-
-        solved = dict(zip(owners, map_layers(solve, owners, torch.device("cpu")), strict=True))
-        return [solved[self._owner[layer.module]] for layer in self.layers]
+        owners = sorted(set(self.owner.values()))
+        found = map_layers(lambda owner: data_subspace(moments.read(owner), max(RANKS)), owners, _CPU)
+        solved = dict(zip(owners, found, strict=True))
+        return {layer: solved[self.owner[view.module]] for layer, view in self.views.items()}
 
     def _examine(
-        self, task: str, weights: Weights, data: Sequence[Tensor]
-    ) -> list[tuple[TaskVector, list[dict[str, Any]]]]:
+        self, task: str, model: nn.Module, data: Mapping[str, Tensor]
+    ) -> dict[str, tuple[TaskVector, list[Row]]]:
         """Return a task's vector in every layer, and what Theorem 1 says of it and the subspaces of its data."""
 
-        def examine(number: int) -> tuple[TaskVector, list[dict[str, Any]]]:
-            layer, V_d = self.layers[number], data[number]
-            tau = weights[layer.name] - self.weights[layer.name]
-            rows = []
-            for rank in (rank for rank in _THEOREM_RANKS if rank <= min(layer.shape)):
-                V = V_d[:, :rank]
+        def examine(layer: str) -> tuple[TaskVector, list[Row]]:
+            view = self.views[layer]
+            tau, rows = layer_weight(model, view) - layer_weight(self.pretrained, view), []
+            for rank in (rank for rank in _THEOREM_RANKS if rank <= min(view.shape)):
+                V = data[layer][:, :rank]
                 check = check_theorem(*split_by_data(tau, V), V, max(rank, self.config.task_rank))
-                about = {"task": task, "layer": layer.name, "r_d": rank}
+                about = {"task": task, "layer": layer, "r_d": rank}
                 rows.append({**about, **asdict(check), "violated": check.violated})
             return task_vector(tau, max(RANKS)), rows
 
-        return list(map_layers(examine, range(len(self.layers)), torch.device("cpu")))
+        layers = list(self.views)
+        return dict(zip(layers, map_layers(examine, layers, _CPU), strict=True))
 
-    def _affinities(
-        self, data: list[list[Tensor]], vectors: list[list[TaskVector]], ranks: list[int]
-    ) -> tuple[Floats, Floats]:
-        """Return A ``(layers, T, T)`` at the settings' ranks, and ``(layers, T, T, len(ranks))`` for r_d = r_v."""
-        A = np.zeros((len(self.layers), len(self.tasks), len(self.tasks)))
-        curve = np.zeros((*A.shape, len(ranks)))
-        for number, i, j in np.ndindex(*A.shape):
-            V_d, V = data[i][number], vectors[j][number].V
-            A[number, i, j] = float(subspace_affinity(V_d[:, : self.config.data_rank], V[:, : self.config.task_rank]))
-            curve[number, i, j] = affinity_by_rank(V_d, V, ranks).numpy()
-        return A, curve
+    def _affinities(self, layer: str, data: Mapping[str, Tensor], vectors: Mapping[str, TaskVector]) -> list[Row]:
+        """Compare the data and the vectors of all tasks in a layer, at the settings' ranks and for r_d = r_v."""
+        ranks, rows = [rank for rank in RANKS if rank <= min(min(view.shape) for view in self.views.values())], []
+        for (of_data, V_d), (of_vector, vector) in product(data.items(), vectors.items()):
+            A = subspace_affinity(V_d[:, : self.config.data_rank], vector.V[:, : self.config.task_rank])
+            row = {"layer": layer, "kind": kind(layer), "data": of_data, "vector": of_vector, "affinity": float(A)}
+            by_rank = affinity_by_rank(V_d, vector.V, ranks).tolist()
+            rows.append(row | {"by_rank": dict(zip(ranks, by_rank, strict=True))})
+        return rows
 
 
-def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> tuple[list[Layer], dict[str, View]]:
+def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> dict[str, View]:
     """Return the linear layers that are merged, and where the model holds them; of an encoder-decoder the encoder's.
 
     Raises:
@@ -199,10 +191,9 @@ def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> tupl
         raise ValueError(f"none of the {len(chosen)} merged layers of {type(model).__name__} has inputs to be recorded")
     if len(views) < len(chosen):
         log.info("%d of %d merged layers are analysed: linear layers, of an encoder", len(views), len(chosen))
-    return [Layer(name, view.shape, view.module) for name, view in views.items()], views
+    return views
 
 
-def layer_weights(model: nn.Module, views: Mapping[str, View]) -> Weights:
-    """Copy the merged layers' weights, in float32 at least."""
-    weights = {name: view.read(model) for name, view in views.items()}
-    return {name: W.to("cpu", wide_dtype(W), copy=True) for name, W in weights.items()}
+def layer_weight(model: nn.Module, view: View) -> Tensor:
+    """Return a layer's weight, in float32 at least."""
+    return widened(view.read(model)).cpu()

@@ -18,12 +18,9 @@ from fusion_bench_nufilt.storage.files import atomic_file, write_text
 from fusion_bench_nufilt.storage.json_files import read_json
 from fusion_bench_nufilt.storage.tensors import TensorFile
 
-from .inputs import TaskInputs, watched_layers
+from .inputs import Loader, forward, watched_layers
 
 log = logging.getLogger(__name__)
-
-#: Bytes for each element of a moment while it is recorded: its float64 sum, and the float32 mean that is written.
-_BYTES = 8 + 4
 
 
 class Recorded(TypedDict):
@@ -36,11 +33,7 @@ class Recorded(TypedDict):
 
 
 class Moments:
-    """The second moments of one task, read from disk one at a time.
-
-    Args:
-        folder: a folder that :func:`record_moments` wrote.
-        content: what its ``about.json`` says.
+    """The second moments of one task in a folder, read one at a time.
 
     Raises:
         ValueError: a file is damaged or lacks a moment; names it.
@@ -54,14 +47,10 @@ class Moments:
             if owner not in self._files or owner not in self._files[owner].tensors:
                 raise ValueError(f"'{folder / 'about.json'}' is damaged: no file beside it has the moment of '{owner}'")
 
-    def owner(self, layer: str) -> str:
-        """Return the first layer with the same inputs, such as the query projection for those of key and value."""
-        return self._owner[layer]
-
     def read(self, layer: str) -> Tensor:
         """Return C, ``(d_i, d_i)``, float32."""
-        file = self._files[self._owner[layer]]
-        return file.read(file.tensors[self._owner[layer]])
+        owner = self._owner[layer]
+        return self._files[owner].read(self._files[owner].tensors[owner])
 
 
 def known_moments(folder: Path, about: Mapping[str, Any]) -> Moments | None:
@@ -78,12 +67,7 @@ def known_moments(folder: Path, about: Mapping[str, Any]) -> Moments | None:
 
 @torch.no_grad()
 def record_moments(
-    model: nn.Module,
-    inputs: TaskInputs,
-    owner: Mapping[str, str],
-    folder: Path,
-    about: Mapping[str, Any],
-    max_memory: int,
+    model: nn.Module, inputs: Loader, owner: Mapping[str, str], folder: Path, about: Mapping[str, Any], max_memory: int
 ) -> Moments:
     """Run a model on a task's samples and keep the second moments of what its layers get.
 
@@ -110,10 +94,9 @@ def record_moments(
     return Moments(folder, content)
 
 
-def _run_and_sum(model: nn.Module, inputs: TaskInputs, layers: Sequence[str]) -> tuple[dict[str, Tensor], int]:
+def _run_and_sum(model: nn.Module, inputs: Loader, layers: Sequence[str]) -> tuple[dict[str, Tensor], int]:
     """Run the model on the samples; return C, float32, for some of its layers, and the number of tokens."""
-    widths = {name: _width(model, name) for name in layers}
-    sums = {name: torch.zeros(width, width, dtype=torch.float64) for name, width in widths.items()}
+    sums = {name: torch.zeros([_width(model, name)] * 2, dtype=torch.float64) for name in layers}
     counts = dict.fromkeys(layers, 0)
 
     def add(name: str, X: Tensor, _: Tensor) -> None:
@@ -122,18 +105,13 @@ def _run_and_sum(model: nn.Module, inputs: TaskInputs, layers: Sequence[str]) ->
         counts[name] += len(rows)
 
     with watched_layers(model, layers, add) as tokens:
-        inputs.run(model)
+        for batch in inputs:
+            forward(model, batch)
     return {name: (total / max(counts[name], 1)).float() for name, total in sums.items()}, max(counts.values())
 
 
-@torch.no_grad()
-def shared_inputs(model: nn.Module, names: Sequence[str], inputs: TaskInputs) -> dict[str, str]:
-    """Find for each layer the first one that gets the very same tensor.
-
-    Args:
-        model: the model whose layers are watched.
-        names: linear layers.
-        inputs: samples, of which one is run.
+def shared_inputs(model: nn.Module, names: Sequence[str], inputs: Loader) -> dict[str, str]:
+    """Find for each linear layer the first one that gets the very same tensor when the model runs on one sample.
 
     Raises:
         ValueError: a layer gets no input at all; names it.
@@ -147,7 +125,7 @@ def shared_inputs(model: nn.Module, names: Sequence[str], inputs: TaskInputs) ->
         owner.setdefault(name, first.setdefault(id(X), name))
 
     with watched_layers(model, names, receive):
-        inputs.run_one(model)
+        forward(model, inputs.collate_fn([inputs.dataset[0]]))
     if lost := [name for name in names if name not in owner]:
         raise ValueError(f"{len(lost)} layers get no input from the task's data, '{lost[0]}' first")
     return owner
@@ -161,22 +139,21 @@ def memory_of(model: nn.Module, owner: Mapping[str, str]) -> int:
 def _groups(model: nn.Module, names: Sequence[str], max_memory: int) -> Iterator[list[str]]:
     """Split the layers into groups whose moments fit into the memory, or that are a single layer."""
     group: list[str] = []
-    used = 0
     for name in names:
-        if group and used + _bytes(model, name) > max_memory:
+        if group and sum(_bytes(model, each) for each in (*group, name)) > max_memory:
             yield group
-            group, used = [], 0
+            group = []
         group.append(name)
-        used += _bytes(model, name)
     yield group
 
 
 def _bytes(model: nn.Module, name: str) -> int:
-    return _BYTES * _width(model, name) ** 2
+    """Return what a moment takes while it is recorded: its float64 sum, and the float32 mean that is written."""
+    return (8 + 4) * _width(model, name) ** 2
 
 
 def _width(model: nn.Module, name: str) -> int:
-    """d_i of a linear layer; transformers' Conv1D stores its weight transposed."""
+    """Return d_i of a linear layer; transformers' Conv1D stores its weight transposed."""
     module = model.get_submodule(name)
     width: int = module.in_features if isinstance(module, nn.Linear) else module.get_parameter("weight").shape[0]
     return width

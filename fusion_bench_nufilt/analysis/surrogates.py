@@ -5,7 +5,6 @@ once it is recorded, no data is needed any more.
 """
 
 import torch
-from scipy.stats import spearmanr
 from torch import Tensor
 
 
@@ -37,12 +36,20 @@ def layer_losses(
         these over :math:`E \|W_m(t-1) x\|^2` and :math:`E \|W_t x\|^2`, without a unit. Stability is None at the first
         step, and a relative loss where all outputs are zero.
     """
-    losses: dict[str, float | None] = {}
-    for name, W, C in (("stability", W_old, C_old), ("plasticity", W_task, C_task)):
-        loss = None if C is None else float(mean_square(W_new - W, C))
-        size = None if C is None else float(mean_square(W, C))
-        losses |= {name: loss, f"relative_{name}": loss / size if loss is not None and size else None}
-    return losses
+
+    def both(W: Tensor, C: Tensor | None) -> tuple[float | None, float | None]:
+        if C is None:
+            return None, None
+        loss, size = float(mean_square(W_new - W, C)), float(mean_square(W, C))
+        return loss, loss / size if size else None
+
+    (stability, relative_stability), (plasticity, relative_plasticity) = both(W_old, C_old), both(W_task, C_task)
+    return {
+        "stability": stability,
+        "plasticity": plasticity,
+        "relative_stability": relative_stability,
+        "relative_plasticity": relative_plasticity,
+    }
 
 
 def harmonic_mean(a: float, b: float) -> float:
@@ -69,10 +76,3 @@ def data_free_losses(
         return inside if inside > torch.finfo(D.dtype).eps * whole else 0.0  # what a filter leaves is rounding
 
     return loss(tau_new - tau_old, V_p), loss(tau_new - tau_task, V_t)
-
-
-def rank_correlation(a: list[float], b: list[float]) -> float | None:
-    """Return Spearman's rank correlation; None where a list is constant or has fewer than three numbers."""
-    if len(a) < 3 or len(set(a)) == 1 or len(set(b)) == 1:
-        return None
-    return float(spearmanr(torch.tensor(a), torch.tensor(b)).statistic)

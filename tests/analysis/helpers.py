@@ -1,28 +1,23 @@
 """Small models with data, without FusionBench's own pools."""
 
+from itertools import zip_longest
 from types import SimpleNamespace
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from tests.models import clip, t5
+from fusion_bench_nufilt.results.names import kind
 
-
-class Samples(Dataset):
-    def __init__(self, samples):
-        self.samples = samples
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        return self.samples[index]
+LOSS_NAMES = ("{}", "relative_{}", "data_free_{}", "{}_bound", "propagated_{}")
+LOSS_COLUMNS = ["method", "step", "task", "layer"]
+LOSS_COLUMNS += [name.format(loss) for name in LOSS_NAMES for loss in ("stability", "plasticity")]
 
 
 def pictures(count, seed=0, batch_size=4):
     """A loader of (picture, label) for :func:`tests.models.clip`."""
     drawn = torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
-    return DataLoader(Samples([(picture, 0) for picture in drawn]), batch_size=batch_size)
+    return DataLoader([(picture, 0) for picture in drawn], batch_size=batch_size)
 
 
 def sentences(lengths, longest=9, batch_size=3):
@@ -32,7 +27,22 @@ def sentences(lengths, longest=9, batch_size=3):
         ids = torch.randint(1, 50, (longest,), generator=torch.Generator().manual_seed(number))
         mask = (torch.arange(longest) < length).long()
         rows.append({"input_ids": ids * mask, "attention_mask": mask, "labels": ids[:2]})
-    return DataLoader(Samples(rows), batch_size=batch_size)
+    return DataLoader(rows, batch_size=batch_size)
+
+
+def pair_rows(layers, names, columns, values, curves=None):
+    """Rows of values ``(layers, names, names)``, and of curves ``(layers, names, names, ranks)`` over ranks 1, 2, …"""
+    rows = []
+    for place in np.ndindex(values.shape):
+        layer, one, other = layers[place[0]], names[place[1]], names[place[2]]
+        row = {"layer": layer, "kind": kind(layer)} | dict(zip(columns, (one, other, values[place]), strict=True))
+        rows.append(row if curves is None else row | {"by_rank": dict(enumerate(curves[place].tolist(), 1))})
+    return rows
+
+
+def loss_row(*values, **others):
+    """What is measured of a layer after a step; what is not given is not known."""
+    return dict(zip_longest(LOSS_COLUMNS, values)) | others
 
 
 def second_moment(X):
@@ -43,6 +53,3 @@ def second_moment(X):
 def pool_of(loaders):
     """The least that a task pool must have."""
     return SimpleNamespace(_test_datasets=dict.fromkeys(loaders), get_test_dataloader=loaders.__getitem__)
-
-
-__all__ = ["clip", "pictures", "pool_of", "second_moment", "sentences", "t5"]

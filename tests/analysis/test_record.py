@@ -5,18 +5,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusion_bench_nufilt.analysis.inputs import TaskInputs, task_inputs
-from fusion_bench_nufilt.analysis.losses import output_distance
+from fusion_bench_nufilt.analysis.inputs import task_inputs
+from fusion_bench_nufilt.analysis.measure import output_distance
 from fusion_bench_nufilt.analysis.pool import merged_layers
 from fusion_bench_nufilt.analysis.record import known_moments, memory_of, record_moments, shared_inputs
-from tests.analysis.helpers import clip, pictures, pool_of, second_moment, sentences, t5
+from tests.analysis.helpers import pictures, pool_of, second_moment, sentences
+from tests.models import clip, t5
 
 
 def record(model, loader, folder, max_memory=10**9, about=None):
-    inputs = TaskInputs(loader)
-    modules = [layer.module for layer in merged_layers(model, "auto")[0]]
-    owner = shared_inputs(model, modules, inputs)
-    return owner, record_moments(model, inputs, owner, folder, about or {"task": "a"}, max_memory)
+    modules = [view.module for view in merged_layers(model, "auto").values()]
+    owner = shared_inputs(model, modules, loader)
+    return owner, record_moments(model, loader, owner, folder, about or {"task": "a"}, max_memory)
 
 
 def inputs_of(model, module, batches):
@@ -33,7 +33,7 @@ def inputs_of(model, module, batches):
 def test_the_moments_are_those_of_all_tokens(tmp_path):
     model, loader = clip(), pictures(10)
     _, moments = record(model, loader, tmp_path)
-    for layer in merged_layers(model, "auto")[0]:
+    for layer in merged_layers(model, "auto").values():
         X = torch.cat([x.flatten(0, -2) for x in inputs_of(model, layer.module, loader)])
         assert torch.allclose(moments.read(layer.module), second_moment(X), atol=1e-5)
         assert moments.tokens == len(X) == 10 * 5
@@ -49,7 +49,7 @@ def test_query_key_and_value_share_one_moment(tmp_path):
 def test_padding_is_left_out(tmp_path):
     model, loader = t5(), sentences([9, 4, 7, 2])
     model.config.decoder_start_token_id = 0
-    layers, _ = merged_layers(model, "auto")
+    layers = list(merged_layers(model, "auto").values())
     assert all(layer.name.startswith("encoder.") for layer in layers)
     _, moments = record(model, loader, tmp_path)
     assert moments.tokens == 9 + 4 + 7 + 2
@@ -102,24 +102,24 @@ ABOUT = '{"about": {"samples": 3}, "owner": %s, "files": {}, "tokens": 3}'
 def test_samples_are_drawn_once_for_a_seed():
     pool = pool_of({"a": pictures(20)})
     first, again, other = (task_inputs(pool, "a", 5, seed) for seed in (0, 0, 1))
-    drawn = [torch.cat([batch[0] for batch in inputs._batches]) for inputs in (first, again, other)]
-    assert len(first) == 5
+    drawn = [torch.cat([batch[0] for batch in inputs]) for inputs in (first, again, other)]
+    assert len(first.dataset) == 5
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
-    assert len(task_inputs(pool, "a", 100, 0)) == 20
+    assert len(task_inputs(pool, "a", 100, 0).dataset) == 20
 
 
 def test_output_distance_is_that_of_the_layers_outputs():
     a, b, loader = clip(0), clip(1), pictures(6)
-    layers, _ = merged_layers(a, "auto")
-    found = output_distance(a, b, TaskInputs(loader), layers)
-    last = layers[-1]
+    views = merged_layers(a, "auto")
+    found = output_distance(a, b, loader, views)
+    name, last = list(views.items())[-1]
     outputs = []
     for model in (a, b):
         X = torch.cat([x.flatten(0, -2) for x in inputs_of(model, last.module, loader)])
         outputs.append(model.get_submodule(last.module)(X).detach())
-    assert found[last.name] == pytest.approx(float((outputs[0] - outputs[1]).square().sum(dim=1).mean()), rel=1e-4)
-    assert set(output_distance(a, a, TaskInputs(loader), layers).values()) == {0.0}
+    assert found[name] == pytest.approx(float((outputs[0] - outputs[1]).square().sum(dim=1).mean()), rel=1e-4)
+    assert set(output_distance(a, a, loader, views).values()) == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,7 @@ def test_a_task_pool_that_lacks_inputs_is_named(pool, message):
 
 
 def test_a_layer_that_gets_nothing_is_named():
-    model = t5()
-    with pytest.raises(ValueError, match=r"1 layers get no input.*decoder\.block\.0"):
-        shared_inputs(model, ["decoder.block.0.layer.0.SelfAttention.q"], SimpleNamespace(run_one=lambda model: None))
+    model = clip()
+    model.unused = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"1 layers get no input.*'unused'"):
+        shared_inputs(model, ["unused"], pictures(1))

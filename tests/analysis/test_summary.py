@@ -4,48 +4,53 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from fusion_bench_nufilt.analysis.reading import reading
-from fusion_bench_nufilt.analysis.results import Analysis, Layer, LossRow, VectorRow
+from fusion_bench_nufilt.analysis.results import Analysis
 from fusion_bench_nufilt.analysis.summary import save_analysis, summarise
+from tests.analysis.helpers import loss_row, pair_rows
 
 ATTENTION, MLP = "layers.0.attn.q", "layers.1.mlp.fc"
+TASKS = ["law", "code"]
 
 
-def loss(step, layer, stability, plasticity, free, **others):
-    relative = others.pop("relative", plasticity)
-    return LossRow("a", step, "law", layer, stability, plasticity, stability, relative, *free, **others)
+def vector(task, layer, relative_norm, effective_rank, rank_90, energy_in_top):
+    row = {"task": task, "layer": layer, "norm": 1.0, "relative_norm": relative_norm, "effective_rank": effective_rank}
+    energy = torch.tensor([0.5, 0.5] if task == "law" else [0.4, 0.4])
+    return row | {"rank_90": rank_90, "energy_in_top": energy_in_top, "energy": energy}
+
+
+def pairs(columns, values, **others):
+    return pair_rows([ATTENTION, MLP], TASKS, columns, np.array(values), **others)
 
 
 def analysis(**others):
     """Two tasks in a layer of width 8 and one of width 16."""
     vectors = [
-        VectorRow("law", ATTENTION, 1.0, 0.1, 2.0, 5, 0.6),
-        VectorRow("law", MLP, 1.0, 0.3, 4.0, 7, 0.8),
-        VectorRow("code", ATTENTION, 1.0, 0.2, 1.0, None, 0.5),
-        VectorRow("code", MLP, 1.0, 0.2, 2.0, None, 0.5),
+        vector("law", ATTENTION, 0.1, 2.0, 5, 0.6),
+        vector("law", MLP, 0.3, 4.0, 7, 0.8),
+        vector("code", ATTENTION, 0.2, 1.0, None, 0.5),
+        vector("code", MLP, 0.2, 2.0, None, 0.5),
     ]
-    overlaps = np.array([[[1, 0.5], [0.5, 1]], [[1, 0.1], [0.1, 1]]])
-    return Analysis(
-        about={},
-        tasks=["law", "code"],
-        layers=[Layer(ATTENTION, (8, 8)), Layer(MLP, (8, 16))],
-        task_rank=4,
-        vectors=vectors,
-        names=["law", "code"],
-        overlaps=overlaps,
-        energy={"law": [0.5, 1.0], "code": [0.4, 0.8]},
-        **others,
-    )
+    overlaps = pairs(("vector", "other_vector", "overlap"), [[[1, 0.5], [0.5, 1]], [[1, 0.1], [0.1, 1]]])
+    layers = {ATTENTION: (8, 8), MLP: (8, 16)}
+    return Analysis({}, TASKS, layers, task_rank=4, vectors=vectors, overlaps=overlaps, **others)
+
+
+def loss(step, layer, stability, plasticity, free, relative=None, **others):
+    return loss_row("a", step, "law", layer, stability, plasticity, stability, relative, *free, **others)
 
 
 LOSSES = [
-    loss(1, ATTENTION, None, 9.0, (None, 9.0)),
-    loss(2, ATTENTION, 1.0, 3.0, (1.0, 3.0), stability_bound=2.0, plasticity_bound=2.0, relative=None),
+    loss(1, ATTENTION, None, 9.0, (None, 9.0), relative=9.0),
+    loss(2, ATTENTION, 1.0, 3.0, (1.0, 3.0), stability_bound=2.0, plasticity_bound=2.0),
     loss(2, MLP, 3.0, 3.0, (2.0, 4.0), stability_bound=0.0, plasticity_bound=6.0, relative=0.5),
-    loss(3, ATTENTION, 0.0, 1.0, (2.0, 1.0), relative=None),
-    loss(3, MLP, 0.0, 1.0, (1.0, 1.0), relative=None),
+    loss(3, ATTENTION, 0.0, 1.0, (2.0, 1.0)),
+    loss(3, MLP, 0.0, 1.0, (1.0, 1.0)),
 ]
+A = np.array([[[0.8, 0.2], [0.4, 0.6]], [[0.6, 0.0], [0.2, 0.6]]])
+AFFINITY = pairs(("data", "vector", "affinity"), A, curves=A[..., None])
 
 
 def test_vectors_and_overlaps_are_summed_up_by_task_and_group():
@@ -88,27 +93,23 @@ def test_the_theorem_is_counted_by_rank():
 
 
 def test_affinities_are_summed_up_by_group_with_their_dominance():
-    A = np.array([[[0.8, 0.2], [0.4, 0.6]], [[0.6, 0.0], [0.2, 0.6]]])
-    content = summarise(analysis(affinity=A, affinity_by_rank=A[..., None], ranks=[4]))
+    content = summarise(analysis(affinity=AFFINITY))
     assert content["affinity"]["all"]["mean"] == pytest.approx(np.array([[0.7, 0.1], [0.3, 0.6]]))
     assert content["affinity"]["MLP"]["chance"] == 0.25
     assert content["affinity"]["all"]["dominance"]["diagonal"] == pytest.approx(0.65)
     assert content["affinity"]["all"]["dominance"]["ratio"] == pytest.approx(3.25)
     assert content["pairs"][0] == [0, 0]
     assert content["affinity_by_rank"] == {
-        "ranks": [4],
+        "ranks": [1],
         "diagonal": [pytest.approx(0.65)],
         "off_diagonal": [pytest.approx(0.2)],
-        "chance": [pytest.approx(4 / 12)],
+        "chance": [pytest.approx(1 / 12)],
     }
 
 
 def test_the_sentences_say_what_the_numbers_say():
-    A = np.array([[[0.8, 0.2], [0.4, 0.6]], [[0.6, 0.0], [0.2, 0.6]]])
     row = {"task": "law", "layer": MLP, "r_d": 1, "misalignment": 0.4, "zeta": math.inf, "zeta_spectral": 0.9}
-    whole = analysis(
-        losses=LOSSES, affinity=A, affinity_by_rank=A[..., None], ranks=[4], theorem=[{**row, "violated": False}]
-    )
+    whole = analysis(losses=LOSSES, affinity=AFFINITY, theorem=[{**row, "violated": False}])
     assert reading(summarise(whole)) == [
         "The task vectors share 0.30 of their top 4 directions on average; chance would be 0.38. Those that collide "
         "most are law and code (0.30).",

@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from fusion_bench_nufilt.analysis.surrogates import (
-    data_free_losses,
-    harmonic_mean,
-    layer_losses,
-    mean_square,
-    rank_correlation,
-)
+from fusion_bench_nufilt.analysis.surrogates import data_free_losses, harmonic_mean, layer_losses, mean_square
 from fusion_bench_nufilt.core import FusionConfig, fuse_layers
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 from tests.analysis.helpers import second_moment
@@ -83,9 +77,3 @@ def test_mean_square_takes_many_layers_at_once(draw):
 def test_a_method_that_ignores_one_side_has_harmonic_mean_zero():
     assert harmonic_mean(0.0, 5.0) == harmonic_mean(0.0, 0.0) == 0
     assert harmonic_mean(1.0, 3.0) == 1.5
-
-
-def test_what_is_constant_has_no_rank_correlation():
-    assert rank_correlation([1.0, 2.0, 3.0], [2.0, 4.0, 9.0]) == pytest.approx(1)
-    assert rank_correlation([1.0, 1.0, 1.0], [2.0, 4.0, 9.0]) is None
-    assert rank_correlation([1.0, 2.0], [2.0, 4.0]) is None

@@ -2,13 +2,16 @@
 
 import csv
 import json
+from itertools import product
 
 import numpy as np
+import torch
 
-from fusion_bench_nufilt.analysis.results import Analysis, Layer, LossRow, VectorRow
+from fusion_bench_nufilt.analysis.results import Analysis
 from fusion_bench_nufilt.analysis.summary import save_analysis
 from fusion_bench_nufilt.continual import AccuracyMatrix
 from fusion_bench_nufilt.storage.files import write_text
+from tests.analysis.helpers import loss_row, pair_rows
 from tests.compare.helpers import comparison, finished
 
 TASKS = ["digits", "letters", '</ScRiPt ><svg onload="document.title=1">']
@@ -46,26 +49,26 @@ THEOREM = {"misalignment": 0.4, "zeta": np.inf, "zeta_spectral": np.inf, "violat
 def some_analysis():
     """Three tasks in four layers, and the losses of two methods."""
     rng = np.random.default_rng(0)
-    shape = (len(LAYERS), len(TASKS), len(TASKS))
     losses = [
-        LossRow(method, step, task, layer, value, value, value / 9, value / 9, value / 2, value / 2, 3 * value, 3.0)
+        loss_row(method, step, task, layer, value, value, value / 9, value / 9, value / 2, value / 2, 3 * value, 3.0)
         for method in ("NUFILT", "sum")
         for step, task in enumerate(TASKS, 1)
         for layer, value in zip(LAYERS, rng.uniform(1, 2, len(LAYERS)).tolist(), strict=True)
     ]
+    shape = (len(LAYERS), len(TASKS), len(TASKS))
+    vector = {"norm": 1.0, "relative_norm": 0.1, "effective_rank": 3.0, "rank_90": 9, "energy_in_top": 0.6}
+    energy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    overlaps = pair_rows(LAYERS, TASKS, ("vector", "other_vector", "overlap"), rng.uniform(0.2, 0.5, shape))
+    affinity = rng.uniform(0.1, 0.4, shape) + 0.5 * np.eye(len(TASKS))
     return Analysis(
         about={"modelpool": "some_pool"},
         tasks=TASKS,
-        layers=[Layer(name, (16, 16)) for name in LAYERS],
+        layers=dict.fromkeys(LAYERS, (16, 16)),
         task_rank=4,
-        vectors=[VectorRow(task, layer, 1.0, 0.1, 3.0, 9, 0.6) for task in TASKS for layer in LAYERS],
-        names=TASKS,
-        overlaps=rng.uniform(0.2, 0.5, shape),
-        energy={task: [0.5, 0.8, 1.0] for task in TASKS},
-        ranks=[1, 2],
-        affinity=rng.uniform(0.1, 0.4, shape) + 0.5 * np.eye(len(TASKS)),
-        affinity_by_rank=rng.uniform(0, 1, (*shape, 2)),
-        theorem=[{"task": task, "layer": layer, "r_d": 1, **THEOREM} for task in TASKS for layer in LAYERS],
+        vectors=[{"task": task, "layer": layer, **vector, "energy": energy} for task, layer in product(TASKS, LAYERS)],
+        overlaps=overlaps,
+        affinity=pair_rows(LAYERS, TASKS, ("data", "vector", "affinity"), affinity, rng.uniform(0, 1, (*shape, 2))),
+        theorem=[{"task": task, "layer": layer, "r_d": 1, **THEOREM} for task, layer in product(TASKS, LAYERS)],
         losses=losses,
         scores={"NUFILT": {"ACC": 0.7, "BWT": -0.1}},
     )

@@ -111,10 +111,10 @@ def test_an_analysis_looks_at_the_prompts_without_padding(folder, tmp_path):
     """A decoder's moments are those of the words of its prompts: one, three and four of them."""
     model = llama()
     inputs = task_inputs(pool(folder, {"one": "nufilt_cats"}), "one", 10, 0)
-    modules = [layer.module for layer in merged_layers(model, "auto")[0]]
+    modules = [view.module for view in merged_layers(model, "auto").values()]
     owner = shared_inputs(model, modules, inputs)
     moments = record_moments(model, inputs, owner, tmp_path, {}, 10**9)
-    assert len(inputs) == 3
+    assert len(inputs.dataset) == 3
     assert moments.tokens == 1 + 3 + 4
     first = modules[0]
     with torch.no_grad():
