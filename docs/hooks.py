@@ -11,7 +11,7 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
-from fusion_bench_nufilt.baselines.rules import RuleConfig
+from fusion_bench_nufilt.baselines.fusionbench import RuleConfig
 from fusion_bench_nufilt.continual import ProtocolConfig
 from fusion_bench_nufilt.continual.protocol import DeviceConfig
 from fusion_bench_nufilt.core import FusionConfig

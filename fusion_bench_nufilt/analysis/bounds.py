@@ -30,13 +30,9 @@ class TheoremCheck:
 
 
 def check_theorem(T_0: Tensor, E: Tensor, V_d: Tensor, rank: int) -> TheoremCheck:
-    r"""Evaluate Theorem 1 for :math:`\tau = T_0 + E`.
+    r"""Evaluate Theorem 1 for :math:`\tau = T_0 + E` ``(d_o, d_i)`` and its top r_v = ``rank`` directions.
 
-    Args:
-        T_0: ``(d_o, d_i)`` of rank r_d, whose row space is spanned by ``V_d``.
-        E: the rest of the task vector, ``(d_o, d_i)``.
-        V_d: ``(d_i, r_d)``, orthonormal.
-        rank: the rank r_v >= r_d of the task vector's subspace.
+    The row space of T_0 is spanned by V_d, ``(d_i, r_d)`` with r_d <= r_v.
     """
     r_d = V_d.shape[-1]
     sigma = float(torch.linalg.svdvals(T_0 @ V_d)[r_d - 1])
@@ -58,12 +54,8 @@ def corollary_bound(D: Tensor, C: Tensor, V_hat: Tensor) -> tuple[float, float]:
         \le 2 \lambda_{\max}(C) \|D \hat V\|_F^2 + 2 \|D\|_2^2 \operatorname{tr}((I - \hat V \hat V^\top) C)
 
     The second term stands in for the paper's :math:`2 \sigma_1(X)^2 r_d \zeta^2 \|D\|_2^2`: it is what the proof needs,
-    measured on the data, and is finite where the theorem's condition fails.
-
-    Args:
-        D: ``(d_o, d_i)``.
-        C: second moment of the inputs, ``(d_i, d_i)``.
-        V_hat: ``(d_i, r_v)``, orthonormal or zero columns.
+    measured on the data, and is finite where the theorem's condition fails. Shapes are D ``(d_o, d_i)``, C
+    ``(d_i, d_i)`` and V_hat ``(d_i, r_v)``.
     """
     largest = top_eigenvectors(C, 1)
     lambda_max = float(((C @ largest) * largest).sum())

@@ -19,12 +19,8 @@ Loader = DataLoader[Any]
 def task_inputs(taskpool: Any, task: str, samples: int, seed: int) -> Loader:
     """Draw samples of a task's test set, in batches as the pool's own loader makes them.
 
-    Args:
-        taskpool: a FusionBench pool that tells the data of one task from another's: CLIP vision, Flan-T5 (0.1 pools),
-            or any with ``get_test_dataloader(task)``.
-        task: the name of the task's model.
-        samples: how many samples are drawn, or all there are if that is fewer.
-        seed: decides which samples are drawn.
+    The pool tells the data of one task from another's: FusionBench's for CLIP vision or Flan-T5 (0.1 pools), or any
+    with ``get_test_dataloader(task)``. All samples are taken if there are fewer.
 
     Raises:
         ValueError: the pool has no data of a single task, or not of this one.

@@ -39,13 +39,6 @@ _CPU = torch.device("cpu")
 class PoolAnalysis:
     """A model pool under analysis. What needs data is recorded once, in ``folder / "moments"``.
 
-    Args:
-        experiment: models and data.
-        name: the name of the model pool, for people.
-        config: what is measured.
-        folder: the folder of the results.
-        target_modules: which layers, see :func:`fusion_bench_nufilt.layers.select_layers`.
-
     Raises:
         ValueError: the task pool lacks a task's data, or has fewer samples than r_d; a model that does not fit.
     """

@@ -69,16 +69,10 @@ def known_moments(folder: Path, about: Mapping[str, Any]) -> Moments | None:
 def record_moments(
     model: nn.Module, inputs: Loader, owner: Mapping[str, str], folder: Path, about: Mapping[str, Any], max_memory: int
 ) -> Moments:
-    """Run a model on a task's samples and keep the second moments of what its layers get.
+    """Run a model on a task's samples and keep the second moments of what its layers get in a folder.
 
-    Args:
-        model: the model whose layers are watched.
-        inputs: the samples; they are run once, or once for each group of layers where all moments together would take
-            more than ``max_memory``.
-        owner: for each layer the layer whose moment it shares, see :func:`shared_inputs`.
-        folder: where the moments are kept.
-        about: what the moments depend on.
-        max_memory: bytes that moments may take while they are recorded; each group goes to disk before the next.
+    The samples are run once, or once for each group of layers where all moments together would take more bytes than
+    ``max_memory``; each group goes to disk before the next. ``owner`` tells whose moment each layer shares.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "about.json").unlink(missing_ok=True)

@@ -121,8 +121,9 @@ def _vectors(rows: pd.DataFrame) -> Row:
 def _energy(rows: pd.DataFrame) -> Row:
     """Return the share of a task vector's energy in its first 1, 2, … directions, the mean over the layers."""
     solved = min(map(len, rows["energy"]))
-    curves = rows["energy"].map(lambda energy: energy[:solved].cumsum(-1)).groupby(rows["task"], sort=False)
-    return {task: torch.stack(list(own)).mean(dim=0).tolist() for task, own in curves}
+    curves = rows["energy"].map(lambda energy: energy[:solved].cumsum(-1)).groupby(rows["layer"], sort=False)
+    mean = torch.stack([torch.stack(list(of_layer)) for _, of_layer in curves]).mean(dim=0)
+    return dict(zip(rows["task"].unique(), mean.tolist(), strict=True))
 
 
 def _layers_of(vectors: pd.DataFrame, overlaps: pd.DataFrame, affinity: pd.DataFrame) -> Row:

@@ -9,12 +9,7 @@ from torch import Tensor
 
 
 def mean_square(D: Tensor, C: Tensor) -> Tensor:
-    r"""Return :math:`E\|D x\|^2 = \operatorname{tr}(D C D^\top)`, ``(...)``.
-
-    Args:
-        D: ``(..., d_o, d_i)``.
-        C: second moment of x, ``(..., d_i, d_i)``.
-    """
+    r"""Return :math:`E\|D x\|^2 = \operatorname{tr}(D C D^\top)`, ``(...)``, for D ``(..., d_o, d_i)`` and C of x."""
     return ((D @ C) * D).sum(dim=(-2, -1)).clamp_min(0)  # below 0 is rounding
 
 
@@ -23,18 +18,10 @@ def layer_losses(
 ) -> dict[str, float | None]:
     r"""Return both surrogates of a layer for inputs with given second moments. Lower is better.
 
-    Args:
-        W_new: the merged weight :math:`W_m(t)` after the step, ``(d_o, d_i)``.
-        W_old: the merged weight :math:`W_m(t-1)` before it.
-        W_task: the weight :math:`W_t` of the step's own fine-tuned model.
-        C_old: the mean of the old tasks' second moments, ``(d_i, d_i)``; None at the first step.
-        C_task: the second moment of the step's own task.
-
-    Returns:
-        ``stability``, :math:`E_{x\sim\text{old tasks}} \|(W_m(t) - W_m(t-1)) x\|^2`, and ``plasticity``,
-        :math:`E_{x\sim\text{task }t} \|(W_m(t) - W_t) x\|^2`; ``relative_stability`` and ``relative_plasticity``,
-        these over :math:`E \|W_m(t-1) x\|^2` and :math:`E \|W_t x\|^2`, without a unit. Stability is None at the first
-        step, and a relative loss where all outputs are zero.
+    They are ``stability``, :math:`E_{x\sim\text{old tasks}} \|(W_m(t) - W_m(t-1)) x\|^2`, and ``plasticity``,
+    :math:`E_{x\sim\text{task }t} \|(W_m(t) - W_t) x\|^2`; ``relative_stability`` and ``relative_plasticity`` are these
+    over :math:`E \|W_m(t-1) x\|^2` and :math:`E \|W_t x\|^2`, without a unit. Stability is None without ``C_old``, the
+    mean of the old tasks' second moments, and a relative loss where all outputs are zero.
     """
 
     def both(W: Tensor, C: Tensor | None) -> tuple[float | None, float | None]:
@@ -63,12 +50,8 @@ def data_free_losses(
     r"""Return the method's own surrogates :math:`\|(\tilde\tau_t - \tilde\tau_{t-1}) V_p\|_F^2` and
     :math:`\|(\tilde\tau_t - \tau_t) V_t\|_F^2` (Section 4.2): stability and plasticity without data.
 
-    Args:
-        tau_new: the update of the merged model after the step, ``(d_o, d_i)``.
-        tau_old: the update before it.
-        tau_task: the new task vector.
-        V_p: top right singular vectors of ``tau_old``, ``(d_i, r_p)``.
-        V_t: top right singular vectors of ``tau_task``, ``(d_i, r_v)``.
+    The updates of the merged model after the step and before it, and the new task vector, are ``(d_o, d_i)``; V_p
+    ``(d_i, r_p)`` and V_t ``(d_i, r_v)`` are top right singular vectors of the last two.
     """
 
     def loss(D: Tensor, V: Tensor) -> float:

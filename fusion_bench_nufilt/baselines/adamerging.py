@@ -29,6 +29,9 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         init_values: the coefficients before training.
         seed: decides the order of the items.
         **kwargs: options of :class:`fusion_bench_nufilt.baselines.task_data.EntropyConfig`.
+
+    Raises:
+        ValueError: the task pool has no data of the last model's task.
     """
 
     def __init__(self, init_values: float = 0.3, seed: int = 42, **kwargs: Any) -> None:
@@ -38,11 +41,7 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     @torch.enable_grad()
     def run(self, modelpool: BaseModelPool, **kwargs: Any) -> nn.Module:
-        """Merge all models of a pool at once; neither they nor the pretrained model are changed.
-
-        Raises:
-            ValueError: the task pool has no data of the last model's task.
-        """
+        """Merge all models of a pool at once; neither they nor the pretrained model are changed."""
         names = modelpool.model_names
         data = task_data("AdaMerging", None if self._program is None else self._program.taskpool, names[-1])
         theta_0, *models = (modelpool.load_model(name) for name in ("_pretrained_", *names))

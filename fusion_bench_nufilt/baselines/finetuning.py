@@ -10,7 +10,6 @@ from fusion_bench import BaseModelPool, auto_register_config
 from fusion_bench.method.classification import ContinualImageClassificationFineTuningForCLIP
 from omegaconf import DictConfig
 from torch import nn
-from torch.utils.data import Dataset
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
 from fusion_bench_nufilt.core.options import option, split_options, takes_options
@@ -58,45 +57,29 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
         return super().merge_stream(modelpool, pretrained, names)
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
+        images = self._modelpool.load_train_dataset(name)
+        single = classifier(self._taskpool, merged.requires_grad_(), name)
+        pool: Any = BaseModelPool({"_pretrained_": single.clip_model}, train_datasets=DictConfig({name: None}))
+        pool.load_train_dataset = lambda task: images
+        pool.load_clip_model = pool.load_model
+        pool.load_processor = lambda: self._taskpool.data_processor
         method = _OneTaskFineTuning(seed=self.seed, **asdict(self._options))
         method._fabric_instance, method._program = self.fabric, SimpleNamespace(taskpool=None)
-        images = self._modelpool.load_train_dataset(name)
+        method.zeroshot_weights = {name: single.zeroshot_weights}
         with torch.enable_grad(), TemporaryDirectory() as method.log_dir:
-            method.run(_OneTask(self._taskpool, merged.requires_grad_(), name, images))
+            method.run(pool)
         return merged
 
 
-class _OneTask(BaseModelPool):
-    """The model pool that the fine-tuning reads: the images of one task, and a CLIP with the tower to train."""
-
-    def __init__(self, taskpool: Any, tower: nn.Module, task: str, images: Dataset[Any]) -> None:
-        self.classifier = classifier(taskpool, tower, task)
-        super().__init__({"_pretrained_": self.classifier.clip_model}, train_datasets=DictConfig({task: None}))
-        self._images, self._to_pixels = images, taskpool.data_processor
-
-    def load_train_dataset(self, dataset_name: str, *args: Any, **kwargs: Any) -> Dataset[Any]:
-        return self._images
-
-    def load_clip_model(self, model_name: str) -> nn.Module:
-        return self.load_model(model_name)
-
-    def load_processor(self) -> Any:
-        return self._to_pixels
-
-
 class _OneTaskFineTuning(_FineTuning):
-    """FusionBench's continual fine-tuning without files, since the protocol saves and logs.
+    """FusionBench's continual fine-tuning on one task, without files, since the protocol saves and logs.
 
     Its optimizer starts anew for every task, so that tasks given one at a time are trained as those given at once.
     """
 
     log_dir: str | None = None  # it writes a list of the tasks there
 
-    def setup_zero_shot_classification_head(self, task_names: list[str], **kwargs: Any) -> None:
-        self.zeroshot_weights = dict.fromkeys(task_names, self.modelpool.classifier.zeroshot_weights)
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the logger of the run has them."""
-
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the protocol saves every step."""
+    setup_zero_shot_classification_head = log_hyperparams = save_model = _do_nothing

@@ -74,13 +74,7 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
 
 
 def knots_ties(taus: Sequence[Tensor], threshold: float, merge_func: MergeFunc) -> Tensor:
-    """Return the merged update ``(d_o, d_i)`` of one layer.
-
-    Args:
-        taus: one update ``(d_o, d_i)`` for each model.
-        threshold: the percentage of each model's entries that TIES keeps.
-        merge_func: how TIES joins entries.
-    """
+    """Return the merged update ``(d_o, d_i)`` of one layer, given one update of this shape for each model."""
     U, S, V = subspace_alignment(list(taus))  # U: (d_o, r); V: (r, d_i) for each model
     if not len(S):  # no model changed the layer
         return torch.zeros_like(taus[0])

@@ -2,9 +2,10 @@
 
 import random
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -32,22 +33,30 @@ class EntropyConfig:
     samples_per_class: int | None = option(None, "Items of each class that are used; null takes all.")
 
 
+@dataclass
 class TaskData(ABC):
-    """Test data of one task. Its labels only serve to draw a few items of each class.
+    """Test data of one task. Its labels only serve to draw a few items of each class."""
 
-    Args:
-        dataset: the items.
-        collate: makes a batch of items; None is torch's default.
-    """
+    dataset: Any
+    collate: Any = None  # makes a batch of items; None is torch's default
 
-    def __init__(self, dataset: Any, collate: Any = None) -> None:
-        self.dataset, self.collate = dataset, collate
+    @abstractmethod
+    def labels(self) -> Iterable[Hashable]:
+        """Return the label of each item."""
+
+    @abstractmethod
+    def logits(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the logits ``(items, classes)`` of a batch, on the model's device."""
 
     def batches(self, size: int, *, per_class: int | None, seed: int) -> Iterator[Any]:
         """Yield batches of at most ``size`` items without end, from ``per_class`` items of each class (None: all)."""
         items, order = self.dataset, torch.Generator().manual_seed(seed)
         if per_class is not None:
-            items = Subset(items, self._draw(per_class, random.Random(seed)))
+            rng, by_class = random.Random(seed), defaultdict(list)
+            for index, label in enumerate(self.labels()):
+                by_class[label].append(index)
+            drawn = (rng.sample(indices, min(per_class, len(indices))) for indices in by_class.values())
+            items = Subset(items, list(chain.from_iterable(drawn)))
         loader = DataLoader(items, size, shuffle=True, generator=order, collate_fn=self.collate)
         while True:
             yield from loader
@@ -62,22 +71,6 @@ class TaskData(ABC):
             optimizer.zero_grad()
             entropy_loss(self.logits(model, batch)).backward()
             optimizer.step()
-
-    def _draw(self, per_class: int, rng: random.Random) -> list[int]:
-        """Draw the indices of ``per_class`` items of each class, or of all items of a smaller class."""
-        by_class: dict[Any, list[int]] = {}
-        for index, label in enumerate(self.labels()):
-            by_class.setdefault(label, []).append(index)
-        drawn = (rng.sample(indices, min(per_class, len(indices))) for indices in by_class.values())
-        return [index for indices in drawn for index in indices]
-
-    @abstractmethod
-    def labels(self) -> Iterable[Hashable]:
-        """Return the label of each item."""
-
-    @abstractmethod
-    def logits(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the logits ``(items, classes)`` of a batch, on the model's device."""
 
 
 class Images(TaskData):
@@ -94,8 +87,7 @@ class Images(TaskData):
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
         self._classifier.clip_model.vision_model = model
         device = next(model.parameters()).device
-        logits: Tensor = self._classifier.to(device)(batch[0].to(device))
-        return logits
+        return self._classifier.to(device)(batch[0].to(device))
 
 
 class Texts(TaskData):
@@ -112,16 +104,11 @@ class Texts(TaskData):
         device, length = next(model.parameters()).device, int(batch["attention_mask"].sum(dim=1).max())
         start = torch.full((len(batch["input_ids"]), 1), self._start, device=device)
         inputs = {key: batch[key][:, :length].to(device) for key in ("input_ids", "attention_mask")}
-        logits: Tensor = model(**inputs, decoder_input_ids=start).logits
-        return logits[:, 0]
+        return model(**inputs, decoder_input_ids=start).logits[:, 0]
 
 
 def task_data(method: str, pool: Any, task: str) -> TaskData:
-    """Return the test data that a task pool has of a task.
-
-    Raises:
-        ValueError: the pool has none, or gives no access to its data; the message names the method.
-    """
+    """Return the test data that a task pool has of a task; a ValueError that names the method says that it has none."""
     if not isinstance(pool, FlanT5GLUETextGenerationTaskPool):
         return Images(clip_pool(method, pool, [task]), task)
     own = next((name for name in pool.task_names if task in names_of(name)), None)
@@ -131,11 +118,7 @@ def task_data(method: str, pool: Any, task: str) -> TaskData:
 
 
 def clip_pool(method: str, pool: Any, tasks: Sequence[str]) -> Any:
-    """Set up a task pool for CLIP vision towers that has the tasks, and return it.
-
-    Raises:
-        ValueError: the pool is of another kind or lacks a task; the message names the method and what is missing.
-    """
+    """Set up and return a task pool for CLIP vision towers; refuse one of another kind, or without one of the tasks."""
     if not isinstance(pool, CLIPVisionModelTaskPool):
         raise ValueError(f"{method} needs a CLIPVisionModelTaskPool, got {type(pool).__name__}")
     if missing := [task for task in tasks if task not in pool._test_datasets]:

@@ -81,8 +81,7 @@ class MixtureOfExperts(nn.Module):
     """Base of models with :class:`LowRankExperts`, which ``save_pretrained`` and ``from_pretrained`` handle."""
 
     config: Any
-    mlp: str
-    """The name of the MLPs in the model's blocks."""
+    mlp: str  # the name of the MLPs in the model's blocks
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -136,19 +135,12 @@ class WEMoEConfig(EntropyConfig):
 
 
 def mixture_of(model: Any, options: WEMoEConfig) -> MixtureOfExperts:
-    """Return a model with the weights of another, whose MLPs are mixtures of no experts yet.
-
-    Raises:
-        ValueError: the model's class is not among :data:`MIXTURES`.
-    """
+    """Return a model with the weights of another, of a class in :data:`MIXTURES`, whose MLPs have no experts yet."""
     if type(model) not in MIXTURES:
         known = " or ".join(kind.__name__ for kind in MIXTURES)
         raise ValueError(f"experts are known for a {known}, not for a {type(model).__name__}")
-    config = deepcopy(model.config)
-    config.experts = {
-        "num_experts": 0,
-        **{key: getattr(options, key) for key in ("rank", "init_lambda", "batch_reduce")},
-    }
+    config, chosen = deepcopy(model.config), ("rank", "init_lambda", "batch_reduce")
+    config.experts = {"num_experts": 0} | {key: getattr(options, key) for key in chosen}
     mixture = MIXTURES[type(model)](config).eval()
     marker = f".{mixture.mlp}."
     state = {key.replace(marker, f"{marker}base_model."): value for key, value in model.state_dict().items()}
@@ -161,9 +153,8 @@ def mixture_of(model: Any, options: WEMoEConfig) -> MixtureOfExperts:
 class LoRAWEMoE(ContinualMergingAlgorithm):
     r"""Weight-ensembling mixture of experts (Tang et al., ICML 2024, arXiv 2402.00433) with experts of low rank.
 
-    Each task adds an expert to every MLP (:class:`LowRankExperts`); every other
-    parameter becomes :math:`\theta + \lambda \tau`. Then all rows of the gates are trained to make predictions on test
-    data of the new task certain. The labels of the data only serve to draw a few items of each class.
+    Each task adds an expert to every MLP (:class:`LowRankExperts`); every other parameter becomes :math:`\theta +
+    \lambda \tau`. Then all rows of the gates are trained to make predictions on test data of the new task certain.
 
     Args:
         **kwargs: options of :class:`WEMoEConfig` and :class:`fusion_bench_nufilt.continual.ProtocolConfig`.

@@ -9,7 +9,7 @@ from lightning import Fabric
 from lightning.fabric.loggers import TensorBoardLogger
 from torch import nn
 
-from fusion_bench_nufilt.baselines.rules import RuleConfig, shifted
+from fusion_bench_nufilt.baselines.fusionbench import RuleConfig, shifted
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from tests.baselines.test_fusionbench import baseline
 from tests.baselines.test_knots import oracle_knots, oracle_ties
