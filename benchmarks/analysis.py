@@ -22,7 +22,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from fusion_bench_nufilt.analysis.inputs import forward
 from fusion_bench_nufilt.analysis.pool import merged_layers
 from fusion_bench_nufilt.analysis.record import record_moments, shared_inputs
-from fusion_bench_nufilt.analysis.spectra import task_vector
+from fusion_bench_nufilt.analysis.subspaces import task_vector
 from fusion_bench_nufilt.analysis.surrogates import data_free_losses, layer_losses
 from fusion_bench_nufilt.core.subspace import gram_matrix, right_singular_basis, top_eigenvectors
 from fusion_bench_nufilt.core.workers import map_layers

@@ -14,7 +14,7 @@ from fusion_bench_nufilt.folders.architecture import Layer
 from fusion_bench_nufilt.folders.models import FullModel
 
 from .results import Analysis
-from .spectra import TaskVector, task_vector
+from .subspaces import TaskVector, task_vector
 
 #: Directions that are solved for in each layer: enough for the curve of the energy, few enough for 7B models.
 DIRECTIONS = 32

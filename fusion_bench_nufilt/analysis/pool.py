@@ -20,13 +20,12 @@ from fusion_bench_nufilt.layers import check_model, select_layers
 from fusion_bench_nufilt.layers.views import View
 from fusion_bench_nufilt.results.names import kind
 
-from .affinity import affinity_by_rank, data_subspace
 from .bounds import check_theorem, split_by_data
 from .inputs import Loader, task_inputs
 from .record import Moments, known_moments, memory_of, record_moments, shared_inputs
 from .results import Analysis, Row
 from .settings import AnalysisConfig
-from .spectra import TaskVector, task_vector
+from .subspaces import TaskVector, affinity_by_rank, data_subspace, task_vector
 
 log = logging.getLogger(__name__)
 

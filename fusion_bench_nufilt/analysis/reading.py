@@ -36,15 +36,18 @@ def _collisions(content: Json) -> list[str]:
 
 def _spectra(content: Json) -> str:
     rows = content["vectors"].values()
-    top = [100 * row["energy_in_top"] for row in rows]
-    span = f"{min(top):.0f} to {max(top):.0f}" if f"{min(top):.0f}" != f"{max(top):.0f}" else f"{top[0]:.0f}"
-    begin = f"The top {content['task_rank']} directions of a layer hold {span} % of a task vector's energy; 90 % of it"
+    top = _span([100 * row["energy_in_top"] for row in rows])
+    begin = f"The top {content['task_rank']} directions of a layer hold {top} % of a task vector's energy; 90 % of it"
     ranks = [row["rank_90"] for row in rows]
     if None in ranks:
         solved = len(next(iter(content["energy"].values())))
         return f"{begin} takes more than the {solved} directions that were solved for."
-    low, high = min(ranks), max(ranks)
-    return f"{begin} takes {low:.0f}{f' to {high:.0f}' if high > low else ''} directions in the median layer."
+    return f"{begin} takes {_span(ranks)} directions in the median layer."
+
+
+def _span(values: list[float]) -> str:
+    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _affinity(content: Json) -> list[str]:

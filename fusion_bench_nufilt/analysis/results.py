@@ -7,7 +7,7 @@ from typing import Any
 
 from fusion_bench_nufilt.results.names import kind
 
-from .spectra import TaskVector, overlap
+from .subspaces import TaskVector, overlap
 
 Row = dict[str, Any]
 

@@ -12,11 +12,7 @@ option = partial(options.option, panel="Analysis")
 
 @dataclass(frozen=True)
 class AnalysisConfig:
-    """What is measured, and on how much data.
-
-    Raises:
-        ValueError: a value out of its range; the message names the key.
-    """
+    """What is measured, and on how much data. A value out of its range is a ValueError that names it."""
 
     data_rank: int = option(8, "Directions of each task's data, at most as many as of its vector.", symbol="r_d")
     task_rank: int = option(8, "Directions of each task vector.", symbol="r_v")

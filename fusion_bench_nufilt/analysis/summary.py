@@ -14,9 +14,9 @@ import torch
 from fusion_bench_nufilt.results.names import depth, kind
 from fusion_bench_nufilt.storage.files import write_text
 
-from .affinity import Floats, dominance, example_pairs
 from .reading import reading
 from .results import Analysis, Row
+from .subspaces import Floats, dominance, example_pairs
 from .surrogates import harmonic_mean
 
 LOSSES = ["stability", "plasticity"]
@@ -128,21 +128,14 @@ def _energy(rows: pd.DataFrame) -> Row:
 
 def _layers_of(vectors: pd.DataFrame, overlaps: pd.DataFrame, affinity: pd.DataFrame) -> Row:
     """Return for each layer the means over the tasks, or over pairs of them."""
-    own = affinity["data"] == affinity["vector"]
+    two, own = overlaps[overlaps["vector"] != overlaps["other_vector"]], affinity["data"] == affinity["vector"]
     found = {
-        "effective rank, mean over the tasks": (vectors, "effective_rank"),
-        "overlap of two task vectors, mean over pairs": (
-            overlaps[overlaps["vector"] != overlaps["other_vector"]],
-            "overlap",
-        ),
-        "affinity, matched": (affinity[own], "affinity"),
-        "affinity, mismatched": (affinity[~own], "affinity"),
+        "effective rank, mean over the tasks": vectors.set_index("layer")["effective_rank"],
+        "overlap of two task vectors, mean over pairs": two.set_index("layer")["overlap"],
+        "affinity, matched": affinity[own].set_index("layer")["affinity"],
+        "affinity, mismatched": affinity[~own].set_index("layer")["affinity"],
     }
-    return {
-        title: rows.groupby("layer", sort=False)[value].mean().to_dict()
-        for title, (rows, value) in found.items()
-        if len(rows)
-    }
+    return {title: rows.groupby("layer", sort=False).mean().to_dict() for title, rows in found.items() if len(rows)}
 
 
 def _affinity(A: Floats) -> Row:

@@ -29,11 +29,7 @@ ONE_FORM = (
 
 @dataclass(frozen=True)
 class RuleConfig:
-    """The formula by which a batch method is run continually.
-
-    Raises:
-        ValueError: a value is out of its range, or the method does not have the form; the message names the key.
-    """
+    """The formula by which a batch method is run continually. A value out of its range is a ValueError."""
 
     form: Literal["paper", "released"] = option(
         "paper",

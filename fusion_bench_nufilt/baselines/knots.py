@@ -33,7 +33,7 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
             KnOTS paper.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of its range, or a model that is merged lacks a layer or has bad values.
     """
 
     # auto_register_config sets these.
@@ -52,11 +52,7 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
 
     @torch.no_grad()
     def run(self, modelpool: BaseModelPool | Mapping[str, nn.Module]) -> nn.Module:
-        """Merge all models of a pool at once into its pretrained model, which is written and returned.
-
-        Raises:
-            ValueError: a model lacks a layer of the pretrained one, or a value is of another shape or not finite.
-        """
+        """Merge all models of a pool at once into its pretrained model, which is written and returned."""
         if not isinstance(modelpool, BaseModelPool):
             modelpool = BaseModelPool(dict(modelpool))
         pretrained = modelpool.load_pretrained_model()

@@ -26,15 +26,8 @@ _Ensembling: Any = WeightEnsemblingMoE
 class LowRankExperts(_Ensembling):
     r"""An MLP with the matrices :math:`W + \sum_k g_k(x) B_k A_k`.
 
-    The gate g is one linear layer on the MLP's input, averaged over tokens, and over the batch if ``batch_reduce``.
-
-    Args:
-        mlp: holds W, which stays as it is.
-        hidden_size: width of the MLP's input.
-        num_experts: number of experts.
-        rank: rank of :math:`B_k A_k`, which is clipped to the smaller side of a matrix.
-        init_lambda: bias of the gate at its start.
-        batch_reduce: one gate for the whole batch instead of one for each of its items.
+    The gate g is one linear layer on the MLP's input, averaged over tokens, and over the batch if ``batch_reduce``; its
+    bias starts as ``init_lambda``. W, in ``mlp``, stays as it is; the rank is clipped to the smaller side of a matrix.
     """
 
     def __init__(

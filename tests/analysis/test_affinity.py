@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from fusion_bench_nufilt.analysis.affinity import (
+from fusion_bench_nufilt.analysis.subspaces import (
     affinity_by_rank,
     data_subspace,
     dominance,
     example_pairs,
+    overlap,
+    task_vector,
 )
-from fusion_bench_nufilt.analysis.spectra import overlap, task_vector
 from fusion_bench_nufilt.core.subspace import subspace_affinity, top_right_singular_vectors
 from tests.analysis.helpers import second_moment
 

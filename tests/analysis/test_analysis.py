@@ -7,13 +7,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from fusion_bench_nufilt.analysis import subspaces
 from fusion_bench_nufilt.commands.app import app
 from fusion_bench_nufilt.storage.files import lock_folder
 from tests.models import finetuned, llama
 
 
 def analyze(out, *words):
-    return CliRunner().invoke(app, ["analyze", "--out", str(out), *words])
+    return CliRunner().invoke(app, ["analyze", f"--out={out}", *words])
 
 
 @pytest.mark.slow
@@ -37,18 +38,12 @@ def test_the_demo_needs_no_option(demo, tmp_path):
     assert len(rows) == 1 + 2 * 8 * 2 * 5  # methods, steps, blocks, layers of a block
 
 
-@pytest.fixture
-def run(fusion_bench):
-    fusion_bench("method=nufilt", "modelpool=nufilt_demo", "method.null_rank=10", "method.evaluate=last")
-    return fusion_bench.logs
-
-
 @pytest.mark.slow
-def test_a_finished_run_measures_as_the_method_itself(demo, run, tmp_path):
+def test_a_finished_run_measures_as_the_method_itself(demo, fusion_bench, tmp_path):
+    fusion_bench("method=nufilt", "modelpool=nufilt_demo", "method.null_rank=10", "method.evaluate=last")
     live, kept = tmp_path / "live", tmp_path / "kept"
-    words = ("--propagated", "0")
-    assert analyze(live, "--methods", "NUFILT=nufilt:null_rank=10", *words).exit_code == 0
-    done = analyze(kept, "--run", str(run), *words)
+    assert analyze(live, "--methods", "NUFILT=nufilt:null_rank=10", "--propagated=0").exit_code == 0
+    done = analyze(kept, "--run", str(fusion_bench.logs), "--propagated=0")
     assert done.exit_code == 0, done.output
     assert (live / "losses.csv").read_text() == (kept / "losses.csv").read_text()
 
@@ -89,10 +84,13 @@ def folders(tmp_path):
     return {name: str(tmp_path / name) for name in models}
 
 
-def test_folders_tell_where_task_vectors_collide_without_data(folders, tmp_path):
-    done = analyze(tmp_path / "out", "--base", folders["base"], "--task", folders["law"], "--task", folders["code"])
+def test_folders_tell_where_task_vectors_collide_without_data(folders, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    done = analyze("~/out", "--base", folders["base"], "--task", folders["law"], "--task", folders["code"])
     assert done.exit_code == 0, done.output
     assert "law and code" in done.stdout
+    assert not (tmp_path / "~").exists()
     content = json.loads((tmp_path / "out" / "analysis.json").read_text())
     assert content["names"] == ["law", "code"]
     assert content["overlap"]["all"][0][0] == pytest.approx(1)
@@ -100,43 +98,24 @@ def test_folders_tell_where_task_vectors_collide_without_data(folders, tmp_path)
     assert "affinity" not in content
 
 
-def test_a_home_folder_is_that_of_the_user(folders, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(
-        app, ["analyze", "--out=~/out", "--base", folders["base"], "--task", folders["law"], "--task", folders["code"]]
-    )
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "out" / "analysis.json").is_file()
-    assert not (tmp_path / "~").exists()
-
-
-def test_a_second_analysis_of_the_same_folder_is_refused(folders, tmp_path):
-    lock = lock_folder(tmp_path / "out")
-    words = ("--base", folders["base"], "--task", folders["law"])
-    done = analyze(tmp_path / "out", *words)
+def test_a_merged_folder_is_one_more_vector_and_a_second_analysis_is_refused(folders, tmp_path):
+    words = ("--base", folders["base"], "--task", folders["law"], "--merged", folders["code"], "--task-rank", "4")
+    lock = lock_folder(tmp_path)
+    done = analyze(tmp_path, *words, "--data-rank", "4")
     assert done.exit_code == 1
     assert "is writing" in done.output
     lock.release()
-    assert analyze(tmp_path / "out", *words).exit_code == 0
-
-
-def test_a_merged_folder_is_one_more_vector(folders, tmp_path):
-    words = ("--base", folders["base"], "--task", folders["law"], "--merged", folders["code"], "--task-rank", "4")
-    done = analyze(tmp_path / "out", *words, "--data-rank", "4")
+    done = analyze(tmp_path, *words, "--data-rank", "4")
     assert done.exit_code == 0, done.output
     assert "law and merged so far" in done.stdout
 
 
-def test_block_iteration_agrees_with_the_direct_solver():
-    from fusion_bench_nufilt.analysis import spectra
-
+def test_block_iteration_agrees_with_the_direct_solver(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     U, V = (torch.linalg.qr(torch.randn(d, 200, generator=generator)).Q for d in (300, 260))
     tau = U * torch.arange(1, 201) ** -0.5 @ V.mT
-    direct = spectra.task_vector(tau, 8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spectra, "_DIRECT", 0)
-        iterated = spectra.task_vector(tau, 8)
+    direct = subspaces.task_vector(tau, 8)
+    monkeypatch.setattr(subspaces, "_DIRECT", 0)
+    iterated = subspaces.task_vector(tau, 8)
     assert torch.allclose(iterated.energy, direct.energy, rtol=1e-3)
-    assert spectra.overlap(iterated, direct, 8) > 0.999
+    assert subspaces.overlap(iterated, direct, 8) > 0.999

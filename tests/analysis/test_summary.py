@@ -3,12 +3,13 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from fusion_bench_nufilt.analysis.reading import reading
 from fusion_bench_nufilt.analysis.results import Analysis
-from fusion_bench_nufilt.analysis.summary import save_analysis, summarise
+from fusion_bench_nufilt.analysis.summary import _correlation, save_analysis, summarise
 from tests.analysis.helpers import loss_row, pair_rows
 
 ATTENTION, MLP = "layers.0.attn.q", "layers.1.mlp.fc"
@@ -81,6 +82,13 @@ def test_losses_are_means_over_layers_then_steps_and_what_is_not_known_is_none()
     assert "propagated" not in found
     assert content["corollary"]["stability"] == {"median_share": 0.5, "largest_share": 0.5, "violations": 0, "pairs": 1}
     assert content["corollary"]["plasticity"]["violations"] == 1
+
+
+def test_rank_correlations_are_known_for_three_layers_and_more_that_differ():
+    rows = pd.DataFrame({"step": 2, "loss": [1.0, 2.0, 3.0], "free": [2.0, 4.0, 9.0], "constant": 1.0})
+    assert _correlation(rows, ["loss", "free"]) == pytest.approx({"layers_and_steps": 1, "layers": 1})
+    for some, free in ((rows, "constant"), (rows[:2], "free")):
+        assert np.isnan(list(_correlation(some, ["loss", free]).values())).all()
 
 
 def test_the_theorem_is_counted_by_rank():

@@ -1,8 +1,9 @@
-"""The identities that tie the surrogates to the data and to the method."""
+"""The identities that tie the surrogates to the data and to the method; the ranks that methods are measured with."""
 
 import pytest
 import torch
 
+from fusion_bench_nufilt.analysis.measure import _ranks, default_methods
 from fusion_bench_nufilt.analysis.surrogates import data_free_losses, harmonic_mean, layer_losses, mean_square
 from fusion_bench_nufilt.core import FusionConfig, fuse_layers
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
@@ -77,3 +78,23 @@ def test_mean_square_takes_many_layers_at_once(draw):
 def test_a_method_that_ignores_one_side_has_harmonic_mean_zero():
     assert harmonic_mean(0.0, 5.0) == harmonic_mean(0.0, 0.0) == 0
     assert harmonic_mean(1.0, 3.0) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ({"null_rank": 10, "task_rank": 4}, (10, 4)),
+        ({"null_rank": 0.5, "task_rank": 0.25}, (32, 16)),
+        ({"null_rank": "all", "task_rank": True}, (128, 8)),
+        ({}, (128, 8)),
+    ],
+)
+def test_the_data_free_losses_have_the_methods_own_ranks_whole_or_shares(settings, ranks):
+    found = _ranks(settings).ranks(64)
+    assert (found.null, found.task) == ranks
+
+
+def test_the_default_methods_have_the_papers_ranks_in_proportion_rounded_down():
+    assert "null_rank=128:lora_rank=64," in default_methods(768)
+    assert default_methods(4096) == default_methods(768)
+    assert "null_rank=10:lora_rank=5," in default_methods(64)  # 10.7 and 5.3
