@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.compare.experiment import Experiment
-from fusion_bench_nufilt.core.dtypes import widened
 from fusion_bench_nufilt.core.subspace import subspace_affinity
-from fusion_bench_nufilt.core.weights import wide_dtype
+from fusion_bench_nufilt.core.weights import widened
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.layers import check_model, select_layers
 from fusion_bench_nufilt.layers.views import View

@@ -14,9 +14,9 @@ from omegaconf import DictConfig
 from torch import nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
-from fusion_bench_nufilt.continual.stream import MERGED
-from fusion_bench_nufilt.core.dtypes import wide_dtype
+from fusion_bench_nufilt.continual.models import MERGED
 from fusion_bench_nufilt.core.options import check_choices, is_number, option, split_options, takes_options
+from fusion_bench_nufilt.core.weights import wide_dtype
 from fusion_bench_nufilt.layers import check_model
 
 RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
