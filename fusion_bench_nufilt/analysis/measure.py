@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.compare.configs import compose_run, plain
 from fusion_bench_nufilt.compare.experiment import WatchingEvaluator
-from fusion_bench_nufilt.compare.presets import rank_for_width
+from fusion_bench_nufilt.compare.paper import rank_for_width
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.continual.evaluation import Report
 from fusion_bench_nufilt.core import FusionConfig

@@ -61,14 +61,14 @@ def compare(
         found.log(loggers, [out / file for file in files if file.endswith(".png")])
     from fusion_bench_nufilt.results.comparison import print_comparison
 
-    print_comparison(out)
+    print_comparison(found)
     console.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
-    if not found.finished:
+    if not found.done:
         raise typer.Exit(1)
 
 
 def _specs(methods: str | None, preset: str | None, with_data: bool, modelpool: str, words: list[str]) -> list[Any]:
-    from fusion_bench_nufilt.compare.presets import preset_specs
+    from fusion_bench_nufilt.compare.paper import preset_specs
     from fusion_bench_nufilt.compare.specs import parse_methods
 
     if not preset:

@@ -19,11 +19,11 @@ from torch import nn
 from fusion_bench_nufilt.continual.evaluation import Evaluator, Report, score
 from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.results.content import References, Run
 from fusion_bench_nufilt.results.metrics import or_none
 from fusion_bench_nufilt.storage.identity import model_digest, package_versions
 
 from .configs import compose_run, make, plain, quiet, taskpool_config
-from .store import References, Run
 
 OnStep = Callable[[int], Any]
 
@@ -159,7 +159,7 @@ class Experiment:
         """Merge the stream with a method's configuration, which has the seed; if it fails, that is the result."""
         device = self.fabric.device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-        about = (config["seed"], {**package_versions(), "device": kind}, config)
+        environment = {**package_versions(), "device": kind}
         try:
             lightning.seed_everything(config["seed"], verbose=False)  # some methods draw from the global generators
             algorithm = self.make_method(config)
@@ -168,7 +168,7 @@ class Experiment:
             seconds, parameters = algorithm.merge_seconds, num_parameters(merged)
             share = algorithm.solving_share if isinstance(algorithm, LayerwiseMergingAlgorithm) else None
             return Run(
-                *about,
+                config,
                 algorithm.matrix.tasks,
                 algorithm.matrix.rows(),
                 seconds,
@@ -176,9 +176,10 @@ class Experiment:
                 memory=self.evaluator.peak,
                 parameters=parameters,
                 extra_parameters=parameters - self.parameters,
+                environment=environment,
             )
         except Exception as error:
-            return Run(*about, error=reason(error), traceback=traceback.format_exc())
+            return Run(config, environment=environment, error=reason(error), traceback=traceback.format_exc())
         finally:
             gc.collect()
             torch.cuda.empty_cache()

@@ -1,14 +1,21 @@
-"""Numbers printed in the paper (Qiu et al., ICLR 2026, arXiv 2509.21413), in per cent.
+"""The comparisons of the paper (Qiu et al., ICLR 2026, arXiv 2509.21413), and the numbers that it prints for them.
 
-``published.csv`` has all of them. They are shown beside what is measured only where models, number of tasks, settings
-and the set of orders agree.
+``published.csv`` has all of them, in per cent. They are shown beside what is measured only where models, number of
+tasks, settings and the set of orders agree.
 """
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from fusion_bench_nufilt.results.content import Published
+
+from .configs import compose_run, quiet
+from .experiment import Experiment
+from .overrides import without_method
+from .specs import NEED_DATA, RunSpec, parse_methods
 
 _ORDERS = range(42, 52)  # the seeds of the paper's ten orders
 _FLAN_T5 = "flan-t5-base_glue"
@@ -18,17 +25,6 @@ _FREE_OF_ORDER = ("pretrained", "individual")
 _COMPARABLE = ("main", "single", "tasks", "ablation", "flan_t5")
 
 
-class Number(NamedTuple):
-    """A printed number, its standard deviation over the orders, and a note on it, which may be empty."""
-
-    value: float
-    deviation: float | None
-    note: str
-
-
-Published = dict[str, Number]  # the numbers of one method, by metric or task
-
-
 @cache
 def printed_tables() -> dict[tuple[str, str], dict[str, Published]]:
     """Return all numbers of the paper, by table and model pool, and by method."""
@@ -36,20 +32,14 @@ def printed_tables() -> dict[tuple[str, str], dict[str, Published]]:
     with Path(__file__).with_name("published.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             deviation = float(row["deviation"]) if row["deviation"] else None
+            number = {"value": float(row["value"]), "deviation": deviation, "note": row["note"]}
             methods = tables.setdefault((row["table"], row["modelpool"]), {})
-            number = Number(float(row["value"]), deviation, row["note"])
             methods.setdefault(row["method"], {})[row["metric"]] = number
     return tables
 
 
 def published(modelpool: str, overrides: Sequence[str], seeds: Sequence[int]) -> dict[str, Published]:
-    """Return the paper's numbers for a comparison, by method, without those that were printed for another setting.
-
-    Args:
-        modelpool: the name of the model pool.
-        overrides: those of `fusion_bench` for all methods; one that chooses a device changes no number.
-        seeds: those of the comparison.
-    """
+    """Return the paper's numbers for a comparison, by method, without those that were printed for another setting."""
     changing = [override for override in overrides if not override.startswith("fabric.accelerator=")]
     if changing != ([_IN_ORDER] if modelpool == _FLAN_T5 else []):
         return {}
@@ -60,7 +50,7 @@ def published(modelpool: str, overrides: Sequence[str], seeds: Sequence[int]) ->
                 found[method] = found.get(method, {}) | numbers
     for method, numbers in printed_tables().get(("overhead", modelpool), {}).items():
         if ":" in method and list(seeds) == list(_ORDERS):  # NUFILT with other numbers of steps
-            found[method] = {"ACC": numbers["ACC"]._replace(note="")}
+            found[method] = {"ACC": numbers["ACC"] | {"note": ""}}
     if "nufilt/adapter_only" in found:  # it is open which of the two forms made the row
         found["nufilt/adapter_alone"] = found["nufilt/adapter_only"]
     return found
@@ -71,3 +61,83 @@ def paper_settings(modelpool: str) -> dict[str, tuple[str, ...]]:
     smaller = ("scaling_factor=0.1",)  # its lambda for 14 and 20 tasks
     more_tasks = modelpool.endswith(("TALL14", "TALL20"))
     return dict.fromkeys(("task_arithmetic", "ties_merging", "knots_ties"), smaller) if more_tasks else {}
+
+
+class Panel(NamedTuple):
+    """One curve of the paper's sensitivity figure, which varies one setting and holds the others fixed."""
+
+    symbol: str
+    key: str
+    values: tuple[int, ...]
+    fixed: Mapping[str, int]
+
+
+_WIDTH = 768  # of the models that the ranks below are for
+SENSITIVITY = (
+    Panel("r_p", "null_rank", (0, 8, 16, 32, 64, 128, 256, 512, _WIDTH), {"lora_rank": 0, "task_rank": 0}),
+    Panel("r_l", "lora_rank", (0, 4, 8, 16, 32, 64, 128), {"null_rank": 128, "task_rank": 8}),
+    Panel("r_v", "task_rank", (0, 1, 2, 4, 8, 16, 32, 64, 128), {"null_rank": 128, "lora_rank": 16}),
+    Panel("steps", "max_steps", (25, 50, 100), {"null_rank": 128, "lora_rank": 64, "task_rank": 8}),
+)
+"""Section 5.3 of the paper; the grids are ours, since it prints none."""
+_METHODS = {
+    "ablation": ("nufilt/naive", "nufilt/filter_only", "nufilt/adapter_only", "nufilt"),
+    "paper": (
+        *("sequential_finetuning", "weight_average", "task_arithmetic", "ties_merging", "magmax", "adamerging"),
+        *("lora_wemoe", "wudi", "iso_c", "knots_ties", "tsvm", "opcm", "nufilt"),
+    ),
+    "overhead": ("task_arithmetic", "opcm", "wudi", *(f"nufilt:max_steps={steps}" for steps in (25, 50, 100))),
+}
+#: The form that is not the default, of methods whose formula in the paper is not that of their released code.
+_OTHER_FORM = {"ties_merging": "released", "magmax": "paper", "adamerging": "released"}
+
+
+def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_data: bool = False) -> list[RunSpec]:
+    """Return the methods of a comparison of the paper.
+
+    ``ablation`` has the four rows of the paper's ablation; ``paper`` the methods of its main table, as it sets them,
+    by both formulas where there are two, those that need data only ``with_data``; ``sensitivity`` the panels of
+    :data:`SENSITIVITY`, their ranks in proportion to the width of the models; ``overhead`` the data-free rows of its
+    table of costs.
+
+    Raises:
+        ValueError: there is no such preset, or ``with_data`` is for one in which no method needs data.
+    """
+    if with_data and name != "paper":
+        raise ValueError(f"--with-data goes with --preset paper: no method of '{name}' needs data")
+    if name == "sensitivity":
+        with quiet():
+            width = Experiment(compose_run(without_method([f"modelpool={modelpool}", *overrides]))).width
+        return [spec for panel in SENSITIVITY for spec in panel_specs(panel, width)]
+    if name not in _METHODS:
+        raise ValueError(f"there is no preset '{name}'; there are: {', '.join(sorted([*_METHODS, 'sensitivity']))}")
+    rows = list(_METHODS[name])
+    if name == "paper":
+        settings = paper_settings(modelpool)
+        rows = []
+        for method in (method for method in _METHODS[name] if with_data or method not in NEED_DATA):
+            rows.append(":".join([f"{method}={method}", *settings.get(method, ())]))
+            if form := _OTHER_FORM.get(method):
+                rows.append(":".join([f"{method} ({form})={method}", f"form={form}", *settings.get(method, ())]))
+    return parse_methods(",".join(rows), overrides)
+
+
+def panel_specs(panel: Panel, width: int) -> list[RunSpec]:
+    """Return the methods of a panel, for models of a width; below 768, r_p and r_l are in proportion to it."""
+    fixed = {key: rank_for_width(key, value, width) for key, value in panel.fixed.items()}
+    rows = []
+    for value in sorted({rank_for_width(panel.key, value, width) for value in panel.values}):
+        settings = tuple(f"{key}={number}" for key, number in {**fixed, panel.key: value}.items())
+        overrides = ("method=nufilt", *(f"method.{setting}" for setting in settings))
+        rows.append(RunSpec(f"{panel.symbol} {value}", overrides, "nufilt", settings))
+    return rows
+
+
+def rank_for_width(key: str, value: int, width: int) -> int:
+    """Return an option, ``value`` in the paper at width 768, for models whose narrowest layer has d_i = ``width``.
+
+    Below 768, r_p and r_l are in proportion to the width, rounded down; no rank is above it.
+    """
+    if key in ("null_rank", "lora_rank") and value:
+        return width if value == _WIDTH else max(1, value * min(width, _WIDTH) // _WIDTH)
+    return min(value, width) if key == "task_rank" else value

@@ -4,21 +4,23 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fusion_bench_nufilt.cluster import Results, Work, connect, find_nodes, run_locally, run_on_cluster
 from fusion_bench_nufilt.continual.protocol import Evaluate
+from fusion_bench_nufilt.results.content import Json, References, Run
 
 from .configs import compose_run, plain, quiet
 from .experiment import Experiment, reason, run_alone
 from .overrides import key_of, without_method
 from .specs import RunSpec, check_specs
-from .store import References, Run, Store
-from .summary import Comparison, MethodResult
+from .store import Store
+from .summary import Comparison
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +57,7 @@ def compare(
         evaluate: what to score, see :func:`fusion_bench_nufilt.continual.protocol.tasks_to_score`.
         overwrite: delete what ``out`` holds and start again.
         preset: where the methods come from; kept in the result, for its pictures.
-        jobs: how many runs at a time, each in a process with its own models and data, and with a GPU of its own if
-            there are so many.
+        jobs: runs at a time, each in a process with its own models and data, and a GPU if there are so many.
         engine: local is this machine; ray is a Ray cluster, with a run on every GPU, or on every node without GPUs.
         address: the address of the cluster; None: the one that this machine belongs to.
         console: shows progress if it is a terminal; it must hold on to its stream, since ``sys.stderr`` is silenced.
@@ -74,16 +75,20 @@ def compare(
         configs, wrong = _configure(specs, [f"++method.evaluate={evaluate}", *_PROTOCOL, *everywhere], experiment)
         references = _score_single_models(store, experiment, progress)
         runs, missing = _known_runs(store, seeds, configs)
-        runs |= {(spec, seed): Run(seed, {}, {}, error=why) for spec, why in wrong.items() for seed in seeds}
+        runs |= {(spec, seed): Run({}, error=why) for spec, why in wrong.items() for seed in seeds}
         work = {name: (config,) for name, (_, config) in missing.items()}
         alone = engine == "local" and jobs == 1
         results = _run_here(work, experiment, progress) if alone else _run_apart(work, pools, jobs, engine, address)
-        bar = progress.add_task("", total=len(specs) * len(seeds), completed=len(runs))
-        for spec, run in _save_each(results, missing, store):
-            runs[spec, run.seed] = run
-            progress.advance(bar)
-    methods = [MethodResult(spec, [runs[spec, seed] for seed in seeds]) for spec in specs]
-    return Comparison(store.settings, experiment.tasks, list(seeds), references, methods, preset)
+        bar = progress.add_task("", total=len(runs) + len(missing), completed=len(runs))
+        with closing(results):
+            for name, run in results:
+                spec, config = missing[name]
+                store.save(spec, run)
+                log.info("%s: %s", name, run.matrix.summary() if run.matrix else run.error)
+                runs[spec, config["seed"]] = run
+                progress.advance(bar)
+    by_spec = {spec: {seed: runs[spec, seed] for seed in seeds} for spec in specs}
+    return Comparison.of(store.settings, experiment.tasks, list(seeds), references, by_spec, preset)
 
 
 def _check(specs: Sequence[RunSpec], overrides: Sequence[str], evaluate: str, jobs: int, engine: Engine) -> None:
@@ -100,7 +105,7 @@ def _check(specs: Sequence[RunSpec], overrides: Sequence[str], evaluate: str, jo
 
 def _configure(
     specs: Sequence[RunSpec], overrides: Sequence[str], experiment: Experiment
-) -> tuple[dict[RunSpec, dict[str, Any]], dict[RunSpec, str]]:
+) -> tuple[dict[RunSpec, Json], dict[RunSpec, str]]:
     """Return the configurations of the methods that can be built, and why the others can't.
 
     Raises:
@@ -131,32 +136,17 @@ def _score_single_models(store: Store, experiment: Experiment, progress: Progres
 
 
 def _known_runs(
-    store: Store, seeds: Sequence[int], configs: Mapping[RunSpec, dict[str, Any]]
-) -> tuple[dict[tuple[RunSpec, int], Run], dict[str, tuple[RunSpec, dict[str, Any]]]]:
-    """Return the runs that are kept, and by name the methods and configurations of those that are missing.
-
-    All methods of a seed come before the next seed, so that what is interrupted has some seeds whole.
-    """
+    store: Store, seeds: Sequence[int], configs: Mapping[RunSpec, Json]
+) -> tuple[dict[tuple[RunSpec, int], Run], dict[str, tuple[RunSpec, Json]]]:
+    """Return the runs that are kept, and by name the methods and configurations of those that are missing."""
     runs, missing = {}, {}
-    for seed in seeds:
-        for spec, config in configs.items():
-            seeded = {**config, "seed": seed}
-            if (run := store.load(spec, seed, seeded)) is not None:
-                runs[spec, seed] = run
-            else:
-                missing[f"{spec.label}, seed {seed}"] = spec, seeded
+    for seed, (spec, config) in product(seeds, configs.items()):  # what is interrupted has some seeds whole
+        seeded = {**config, "seed": seed}
+        if (run := store.load(spec, seeded)) is not None:
+            runs[spec, seed] = run
+        else:
+            missing[f"{spec.label}, seed {seed}"] = spec, seeded
     return runs, missing
-
-
-def _save_each(
-    results: Results, missing: Mapping[str, tuple[RunSpec, dict[str, Any]]], store: Store
-) -> Iterator[tuple[RunSpec, Run]]:
-    with closing(results):
-        for name, run in results:
-            spec, _ = missing[name]
-            store.save(spec, run)
-            log.info("%s: %s", name, run.matrix.summary() if run.matrix else run.error)
-            yield spec, run
 
 
 def _run_here(work: Work, experiment: Experiment, progress: Progress) -> Results:

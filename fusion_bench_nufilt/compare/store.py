@@ -3,49 +3,21 @@
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.continual import AccuracyMatrix
+from fusion_bench_nufilt.results.content import References, Run
 from fusion_bench_nufilt.storage.files import lock_folder, write_text
 from fusion_bench_nufilt.storage.json_files import read_json
 
 from .specs import RunSpec
 
-References = dict[str, dict[str, float | None]]
-"""The scores of the single models, by ``pretrained`` or ``individual`` and by task; None where there is none."""
-
 _DELETE = "delete it, and it is made again"
 _WAY_OUT = "Choose another folder or label, or delete them with --overwrite"
-
-
-@dataclass(frozen=True)
-class Run:
-    """The scores of one method on one seed, or the reason why there are none: the fields of its file."""
-
-    seed: int
-    environment: dict[str, str]  # versions and device
-    config: dict[str, Any]  # the method's, resolved
-    tasks: list[str] | None = None  # as merged
-    accuracy_matrix: list[list[float | None]] | None = None
-    merge_seconds: list[float] = field(default_factory=list)  # one number for each step
-    solving_seconds: float | None = None  # the solver's share of these, for a method that has one
-    memory: int | None = None  # peak bytes while merging, see WatchingEvaluator
-    parameters: int | None = None  # how many the final model has
-    extra_parameters: int | None = None  # how many more than the pretrained model
-    error: str | None = None
-    traceback: str | None = None
-
-    @cached_property
-    def matrix(self) -> AccuracyMatrix | None:
-        """The accuracy matrix; None if the run failed."""
-        rows = self.accuracy_matrix
-        return AccuracyMatrix.from_rows(self.tasks, rows) if self.tasks and rows else None
 
 
 class _Settings(TypedDict):
@@ -113,13 +85,13 @@ class Store:
             with suppress(OSError):  # holds something else, or is not there
                 folder.rmdir()
 
-    def load(self, spec: RunSpec, seed: int, config: dict[str, Any]) -> Run | None:
-        """Return the finished run of a method on a seed, or None; a failed run is to be tried again.
+    def load(self, spec: RunSpec, config: dict[str, Any]) -> Run | None:
+        """Return the finished run of a method with a configuration and its seed, or None, also for a failed one.
 
         Raises:
             ValueError: the run under this label has another configuration, or its file is damaged.
         """
-        file = self._run_file(spec, seed)
+        file = self._run_file(spec, config)
         run = read_json(file, Run, _DELETE)
         if run is None or run.error is not None:
             return None
@@ -131,9 +103,9 @@ class Store:
 
     def save(self, spec: RunSpec, run: Run) -> None:
         """Write a run to its file."""
-        file = self._run_file(spec, run.seed)
+        file = self._run_file(spec, run.config)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps({"label": spec.label, **asdict(run)}, indent=2))
+        write_text(file, json.dumps({"label": spec.label, "seed": run.config["seed"], **asdict(run)}, indent=2))
 
     def load_references(self) -> References | None:
         """Return the scores of the single models, or None."""
@@ -143,8 +115,8 @@ class Store:
         """Write the scores of the single models."""
         write_text(self._references, json.dumps(references, indent=2))
 
-    def _run_file(self, spec: RunSpec, seed: int) -> Path:
-        return self.folder / "runs" / spec.safe_label / f"{seed}.json"
+    def _run_file(self, spec: RunSpec, config: dict[str, Any]) -> Path:
+        return self.folder / "runs" / spec.safe_label / f"{config['seed']}.json"
 
     def _refuse_others(self, whose: str, there: dict[str, Any], here: dict[str, Any]) -> None:
         """Refuse results of settings that differ from those wanted here, and name the first differences."""

@@ -43,7 +43,7 @@ def main() -> None:
         console=Console(file=sys.stderr),
     )
     files = comparison.save(arguments.out)
-    print_comparison(arguments.out)
+    print_comparison(comparison)
     print(f"{arguments.out}: {', '.join(files)}; {time.perf_counter() - begin:.0f} s in all")
 
 

@@ -9,18 +9,14 @@ import pandas as pd
 from altair.typing import ChartType
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.storage.files import write_text
-from fusion_bench_nufilt.storage.json_files import read_json
-
 from .charts import by_depth, ecdf, heat_maps, lines
-from .page import PAGE, Page
-from .theme import Rows, clean, save_chart, style, tooltip
+from .page import Files, Page
+from .theme import Rows, clean, style, tooltip
 
 Json = dict[str, Any]
 Tables = Mapping[str, pd.DataFrame]
 Matrix = list[list[float | None]]
 
-ANALYSIS = "analysis.json"
 _TABLES = ("task_vectors", "losses", "affinity")
 _BOTH = ("stability", "plasticity")
 _LOSSES = {
@@ -53,24 +49,10 @@ class Content(TypedDict):
     versions: NotRequired[Json]
 
 
-def write_analysis(folder: Path) -> list[str]:
-    """Write the pictures that there are numbers for, as PNG and PDF, and the page, each whole or not at all.
-
-    Returns:
-        The names of the files.
-
-    Raises:
-        ValueError: ``analysis.json`` is not there or is damaged; names it, and the field.
-    """
-    content = read_json(folder / ANALYSIS, Content, advice="run the analysis again")
-    if content is None:
-        raise ValueError(f"'{folder}' has no {ANALYSIS}")
+def analysis_files(content: Content, folder: Path) -> Files:
+    """Make the pictures that there are numbers for, and the page."""
     tables = {name: pd.read_csv(folder / f"{name}.csv") for name in _TABLES if (folder / f"{name}.csv").is_file()}
-    pictures = pictures_of(content, tables)
-    for name, chart in pictures.items():
-        save_chart(chart, folder / f"{name}.png", folder / f"{name}.pdf")
-    write_text(folder / PAGE, _page(content, tables).render())
-    return [*(f"{name}.png" for name in pictures), PAGE]
+    return Files(_page(content, tables), pictures_of(content, tables))
 
 
 def pictures_of(content: Content, tables: Tables) -> dict[str, ChartType]:

@@ -2,13 +2,13 @@
 
 import json
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import vl_convert
 from altair.typing import ChartType
@@ -96,6 +96,14 @@ class Page:
             + "\n".join(f"<script>{text}</script>" for text in scripts)
             + "\n</body>\n</html>\n"
         )
+
+
+class Files(NamedTuple):
+    """What is made of a folder."""
+
+    page: Page
+    charts: Mapping[str, ChartType | None]  # by the names of their pictures; None: there is to be no such picture
+    texts: Mapping[str, str] = {}
 
 
 @cache

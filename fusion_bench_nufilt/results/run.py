@@ -7,14 +7,10 @@ import pandas as pd
 from altair.typing import ChartType
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.storage.files import write_text
-from fusion_bench_nufilt.storage.json_files import read_json
-
 from .charts import bars_by_step, by_depth, heat_maps, lines
 from .metrics import AccuracyMatrix
 from .names import kind
-from .page import PAGE, Page
-from .theme import save_chart
+from .page import Files, Page
 
 #: The columns of layers.csv that the explorer shows, and what they are called there.
 QUANTITIES = {
@@ -25,7 +21,6 @@ QUANTITIES = {
     "task_norm": "norm of the task vector",
     "merged_norm": "norm of what was merged before",
 }
-SCORES = "accuracy_matrix.json"
 
 
 class Run(TypedDict):
@@ -40,23 +35,14 @@ class Run(TypedDict):
     accuracy_matrix: list[list[float | None]]
 
 
-def write_run(folder: Path) -> list[str]:
-    """Write ``accuracy_matrix.csv``, with fractions, ``accuracy_matrix.png`` and the page, and return their names.
-
-    Raises:
-        ValueError: a file of the run is damaged; names it, and the field.
-    """
-    content = read_json(folder / SCORES, Run, advice="run the method again")
-    if content is None:
-        raise ValueError(f"'{folder}' has no {SCORES}")
+def run_files(content: Run, folder: Path) -> Files:
+    """Make ``accuracy_matrix.csv``, with fractions, a picture of it and the page."""
     matrix = AccuracyMatrix.from_rows(content["tasks"], content["accuracy_matrix"])
     rows = [[step, task, *row] for step, (task, row) in enumerate(zip(matrix.tasks, matrix.rows(), strict=True), 1)]
     scores = pd.DataFrame(rows, columns=["step", "merged_task", *matrix.tasks])
-    write_text(folder / "accuracy_matrix.csv", scores.to_csv(index=False, lineterminator="\n"))
+    texts = {"accuracy_matrix.csv": scores.to_csv(index=False, lineterminator="\n")}
     picture = _heat_map(matrix, f"{content['method']}\n{matrix.summary()}", panels=1)
-    save_chart(picture, folder / "accuracy_matrix.png")
-    write_text(folder / PAGE, _page(content, matrix, _read_layers(folder / "layers.csv")).render())
-    return ["accuracy_matrix.csv", "accuracy_matrix.png", PAGE]
+    return Files(_page(content, matrix, _read_layers(folder / "layers.csv")), {"accuracy_matrix": picture}, texts)
 
 
 def _read_layers(file: Path) -> pd.DataFrame:

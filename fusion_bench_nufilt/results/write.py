@@ -3,35 +3,62 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from .analysis import write_analysis
-from .comparison import write_comparison
-from .run import write_run
+from fusion_bench_nufilt.storage.files import write_text
+from fusion_bench_nufilt.storage.json_files import read_json
+
+from .analysis import Content, analysis_files
+from .comparison import comparison_files
+from .content import Results
+from .page import PAGE, Files
+from .run import Run, run_files
+from .theme import save_chart
 
 log = logging.getLogger(__name__)
 
-#: The file that tells what a folder is, and what writes all that is made of it.
-KINDS: dict[str, Callable[[Path], list[str]]] = {
-    "accuracy_matrix.json": write_run,
-    "results.json": write_comparison,
-    "analysis.json": write_analysis,
+
+class Kind(NamedTuple):
+    """What a folder can be of."""
+
+    content: type  # of the file that tells so
+    advice: str  # what to do if that is damaged
+    files: Callable[[Any, Path], Files]  # makes all that is to be written from this content and other files
+    pictures: tuple[str, ...] = ("png",)
+
+
+KINDS = {
+    "accuracy_matrix.json": Kind(Run, "run the method again", run_files),
+    "results.json": Kind(Results, "run the comparison again", comparison_files),
+    "analysis.json": Kind(Content, "run the analysis again", analysis_files, ("png", "pdf")),
 }
 
 
 def write_results(folder: Path) -> list[str]:
-    """Write tables, pictures and ``index.html``, which opens from disk, and return the names of the files.
+    """Write tables, pictures and ``index.html``, which opens from disk, each whole or not at all; return their names.
 
     Raises:
-        ValueError: the folder is none of the three, or one of its files is damaged; names it.
+        ValueError: the folder is none of the three, or one of its files is damaged; names it, and the field.
     """
     name = next((name for name in KINDS if (folder / name).is_file()), None)
     if name is None:
         names = ", ".join(KINDS)
         raise ValueError(f"'{folder}' is the folder of no run, comparison or analysis: it has none of {names}")
+    kind = KINDS[name]
+    content = read_json(folder / name, kind.content, kind.advice)
     try:
-        return KINDS[name](folder)
+        files = kind.files(content, folder)
+        page = files.page.render()
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"'{folder / name}' is damaged or of another version: {error!r}") from error
+    for file, text in {**files.texts, PAGE: page}.items():
+        write_text(folder / file, text)
+    for picture, chart in files.charts.items():
+        if chart is None:
+            (folder / f"{picture}.png").unlink(missing_ok=True)
+        else:
+            save_chart(chart, *(folder / f"{picture}.{suffix}" for suffix in kind.pictures))
+    return [*files.texts, *(f"{picture}.png" for picture, chart in files.charts.items() if chart is not None), PAGE]
 
 
 def leave_results(folder: Path) -> list[str]:

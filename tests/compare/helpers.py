@@ -1,11 +1,9 @@
 """Comparisons with made-up scores."""
 
-from dataclasses import replace
-
 from fusion_bench_nufilt.compare.specs import RunSpec
-from fusion_bench_nufilt.compare.store import Run
-from fusion_bench_nufilt.compare.summary import Comparison, MethodResult
+from fusion_bench_nufilt.compare.summary import Comparison
 from fusion_bench_nufilt.continual import AccuracyMatrix, task_order
+from fusion_bench_nufilt.results.content import Run
 
 TASKS = ["a", "b", "c"]
 SCORES = {"a": 0.9, "b": 0.6, "c": 0.3}
@@ -13,23 +11,24 @@ CONFIG = {"null_rank": 8, "lora_rank": 4, "task_rank": 2, "max_steps": 6}
 ENVIRONMENT = {"torch": "2.13.0", "device": "cpu"}
 
 
-def finished(seed, change=0.0, scores=SCORES, **fields):
+def finished(seed, change=0.0, scores=SCORES, config=CONFIG, **fields):
     """A run in which each task's score changes by ``change`` at every step after its own."""
     matrix = AccuracyMatrix(task_order(TASKS, shuffle=True, seed=seed))
     for step in (1, 2, 3):
         seen = matrix.tasks[:step]
         matrix.record(step, {task: scores[task] + change * (step - 1 - i) for i, task in enumerate(seen)})
-    return replace(Run(seed, ENVIRONMENT, CONFIG, matrix.tasks, matrix.rows(), [1.0, 2.0]), **fields)
+    fields = {"environment": ENVIRONMENT} | fields
+    return Run({**config, "seed": seed}, matrix.tasks, matrix.rows(), [1.0, 2.0], **fields)
 
 
 def failed(seed, reason="ValueError: no"):
-    return Run(seed, ENVIRONMENT, {}, error=reason)
+    return Run({"seed": seed}, environment=ENVIRONMENT, error=reason)
 
 
 def comparison(runs, modelpool="some_pool", overrides=(), evaluate="every_step", preset=None, settings=()):
     """From ``{label: runs}``; a label that names a method of the paper stands for it."""
-    methods = [MethodResult(RunSpec(label, (f"method={label}",), label, settings), runs[label]) for label in runs]
-    seeds = [run.seed for run in methods[0].runs]
+    specs = {label: RunSpec(label, (f"method={label}",), label, settings) for label in runs}
+    by_seed = {specs[label]: {run.config["seed"]: run for run in each} for label, each in runs.items()}
     about = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
     references = {"pretrained": dict.fromkeys(TASKS, 0.25), "individual": dict.fromkeys(TASKS, 0.95)}
-    return Comparison(about, TASKS, seeds, references, methods, preset)
+    return Comparison.of(about, TASKS, list(next(iter(by_seed.values()))), references, by_seed, preset)

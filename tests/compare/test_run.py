@@ -12,7 +12,7 @@ from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.experiment import Experiment
-from fusion_bench_nufilt.compare.presets import preset_specs
+from fusion_bench_nufilt.compare.paper import preset_specs
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
 from tests.test_command_line import TASKS
@@ -49,9 +49,9 @@ def test_every_method_runs_on_every_seed_with_heads_made_once(tmp_path, monkeypa
     assert started == [(True, 42), (False, 42), (True, 43), (False, 43)]  # whole seeds first
     assert len(encoded) == len(TASKS)
     assert result.tasks == TASKS
-    for method in result.methods:
-        assert [sorted(run.matrix.tasks) for run in method.runs] == [sorted(TASKS)] * 2
-        assert not any(math.isnan(value) for value in method.matrices[0].mean_seen)
+    for method in result.methods.values():
+        assert [sorted(run.matrix.tasks) for run in method.runs.values()] == [sorted(TASKS)] * 2
+        assert not any(math.isnan(value) for value in method.matrices[42].mean_seen)
     assert {label: sorted(scores) for label, scores in result.references.items()} == {
         "pretrained": sorted(TASKS),
         "individual": sorted(TASKS),
@@ -59,12 +59,12 @@ def test_every_method_runs_on_every_seed_with_heads_made_once(tmp_path, monkeypa
 
 
 def test_the_scores_are_those_of_the_method_by_itself(tmp_path):
-    method = run(tmp_path, "nufilt", seeds=[43]).methods[0]
+    method = run(tmp_path, "nufilt", seeds=[43]).methods["nufilt"]
     experiment = Experiment(compose_run(["modelpool=nufilt_demo"]))
     alone = NufiltContinualMergingAlgorithm(max_steps=1, seed=43, save_on_every_step=False)
     alone.run(experiment.modelpool, experiment.evaluator)
-    assert (method.metrics["ACC"].mean, method.metrics["BWT"].mean) == (alone.matrix.acc, alone.matrix.bwt)
-    assert (method.runs[-1].extra_parameters, method.runs[-1].parameters) == (0, experiment.parameters)
+    assert (method.mean("ACC").mean, method.mean("BWT").mean) == (alone.matrix.acc, alone.matrix.bwt)
+    assert (method.runs[43].extra_parameters, method.runs[43].parameters) == (0, experiment.parameters)
 
 
 @pytest.mark.slow
@@ -72,12 +72,13 @@ def test_runs_side_by_side_have_the_scores_of_runs_one_by_one(tmp_path):
     seeds, methods = (42, 43), "nufilt, nufilt:null_rank=-1"  # the second fails
     alone = run(tmp_path / "alone", methods, seeds, **CHEAP)
     together = run(tmp_path / "together", methods, seeds, jobs=2, **CHEAP)
-    for ours, theirs in zip(together.methods, alone.methods, strict=True):
-        assert [run.matrix and run.matrix.rows() for run in ours.runs] == [
-            run.matrix and run.matrix.rows() for run in theirs.runs
-        ]
+    for label, theirs in alone.methods.items():
+        ours = together.methods[label]
         assert ours.failures == theirs.failures
-    assert together.methods[1].failures
+        assert {seed: matrix.rows() for seed, matrix in ours.matrices.items()} == {
+            seed: matrix.rows() for seed, matrix in theirs.matrices.items()
+        }
+    assert ours.failures
 
 
 def test_a_killed_process_is_said_and_what_is_finished_is_kept(tmp_path, monkeypatch):
@@ -95,7 +96,7 @@ def test_finished_pairs_are_kept_and_methods_and_seeds_can_be_added(tmp_path, st
     again = run(tmp_path, seeds=(42, 43), **CHEAP)
     run(tmp_path, seeds=(42, 43), **CHEAP)
     assert started == [(True, 42), (False, 42), (True, 43), (False, 43)]
-    assert again.methods[0].runs[0].matrix.acc == first.methods[0].runs[0].matrix.acc
+    assert again.methods["nufilt"].matrices[42].acc == first.methods["nufilt"].matrices[42].acc
 
 
 def test_an_interrupted_pair_starts_again_and_the_others_are_kept(tmp_path, monkeypatch, started):
@@ -111,7 +112,7 @@ def test_an_interrupted_pair_starts_again_and_the_others_are_kept(tmp_path, monk
         run(tmp_path, **CHEAP)
     result = run(tmp_path, **CHEAP)
     assert started == [(True, 42), (False, 42), (False, 42)]
-    assert all(method.matrices for method in result.methods)
+    assert all(method.matrices for method in result.methods.values())
 
 
 def test_a_method_that_fails_is_reported_and_tried_again_and_the_others_go_on(tmp_path, monkeypatch, caplog):
@@ -124,23 +125,23 @@ def test_a_method_that_fails_is_reported_and_tried_again_and_the_others_go_on(tm
 
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
         patch.setattr(NufiltContinualMergingAlgorithm, "merge_step", fails_on_43)
-        broken, whole = run(tmp_path, seeds=(42, 43), **CHEAP).methods
+        broken, whole = run(tmp_path, seeds=(42, 43), **CHEAP).methods.values()
     assert broken.failures == {"RuntimeError: out of memory": [43]}
     assert (len(broken.matrices), len(whole.matrices)) == (1, 2)
     assert "nufilt, seed 43: RuntimeError: out of memory" in caplog.text
     assert "fails_on_43" in (tmp_path / "runs" / "nufilt" / "43.json").read_text()  # where it failed
-    assert not run(tmp_path, seeds=(42, 43), **CHEAP).methods[0].failures
+    assert not run(tmp_path, seeds=(42, 43), **CHEAP).methods["nufilt"].failures
 
 
 def test_a_setting_that_a_method_lacks_fails_that_method_alone(tmp_path):
-    nufilt, average = run(tmp_path, "nufilt, weight_average", **CHEAP).methods
+    nufilt, average = run(tmp_path, "nufilt, weight_average", **CHEAP).methods.values()
     assert not nufilt.failures
     assert ["method.max_steps" in reason for reason in average.failures] == [True]
 
 
 def test_a_methods_own_setting_wins_over_the_shared_one(tmp_path):
     result = run(tmp_path, "nufilt, more=nufilt:max_steps=2", **CHEAP)
-    assert [method.runs[0].config["max_steps"] for method in result.methods] == [1, 2]
+    assert [method.config["max_steps"] for method in result.methods.values()] == [1, 2]
 
 
 def test_results_of_other_settings_are_refused_until_told_otherwise(tmp_path, started):
@@ -185,7 +186,7 @@ def test_results_of_other_weights_under_the_same_names_are_refused_until_told_ot
 def test_the_task_pool_that_is_named_wins(tmp_path):
     overrides = [*QUICK, "taskpool=nufilt_demo", "~taskpool.test_datasets.digits"]
     result = run(tmp_path, "nufilt", overrides=overrides, **CHEAP)
-    assert result.methods[0].matrices[0].missing == ["digits"]
+    assert result.methods["nufilt"].matrices[42].missing == ["digits"]
     assert result.references["individual"]["digits"] is None
 
 
@@ -234,5 +235,5 @@ def test_the_ranks_of_the_sensitivity_fit_the_models(tmp_path):
 def test_a_preset_runs_whole(tmp_path, preset, file):
     specs = preset_specs(preset, "nufilt_demo", [])
     result = compare("nufilt_demo", specs, [42], tmp_path, **CHEAP, preset=preset)
-    assert not any(method.failures for method in result.methods)
+    assert not any(method.failures for method in result.methods.values())
     assert file in result.save(tmp_path)

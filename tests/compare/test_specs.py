@@ -3,7 +3,7 @@
 import pytest
 
 from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.compare.presets import SENSITIVITY, panel_specs, preset_specs
+from fusion_bench_nufilt.compare.paper import SENSITIVITY, panel_specs, preset_specs
 from fusion_bench_nufilt.compare.specs import RunSpec, check_specs, parse_methods, parse_seeds
 
 

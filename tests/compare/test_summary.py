@@ -1,9 +1,11 @@
-"""Means and deviations over seeds, by hand."""
+"""Means and deviations over seeds, by hand; and what reaches a tracker that `fabric/loggers=` names."""
 
+import csv
 import math
 
 import pytest
 
+from fusion_bench_nufilt.compare.configs import is_tracker, make_trackers
 from fusion_bench_nufilt.results.metrics import Mean
 from tests.compare.helpers import SCORES, comparison, failed, finished
 
@@ -21,15 +23,15 @@ def test_one_value_has_no_deviation_and_none_no_mean():
 
 
 def method(*runs):
-    return comparison({"m": list(runs)}).methods[0]
+    return comparison({"m": list(runs)}).methods["m"]
 
 
 def test_acc_bwt_and_plasticity_are_means_of_the_runs():
     result = method(finished(42, change=-0.1), finished(43, change=-0.2))
-    assert result.metrics["plasticity"].mean == pytest.approx(0.6)  # each task's own score, in any order
-    assert result.metrics["BWT"].mean == pytest.approx(-(0.15 + 0.3) / 2)  # two changes and one, over two tasks
-    assert result.metrics["ACC"].mean == pytest.approx(0.6 - 0.15)
-    assert result.seconds.mean == 3.0
+    assert result.mean("plasticity").mean == pytest.approx(0.6)  # each task's own score, in any order
+    assert result.mean("BWT").mean == pytest.approx(-(0.15 + 0.3) / 2)  # two changes and one, over two tasks
+    assert result.mean("ACC").mean == pytest.approx(0.6 - 0.15)
+    assert result.mean("merging_seconds").mean == 3.0
 
 
 def test_a_tasks_score_is_found_by_name_whatever_the_order():
@@ -42,10 +44,50 @@ def test_a_tasks_score_is_found_by_name_whatever_the_order():
 
 def test_failed_runs_are_left_out_and_named_by_reason():
     result = method(finished(42), failed(43, "no"), failed(44, "no"), failed(45, "never"))
-    assert result.metrics["ACC"].count == 1
+    assert result.mean("ACC").count == 1
     assert result.failures == {"no": [43, 44], "never": [45]}
 
 
 def test_environments_that_differ_are_all_named():
     runs = [finished(42, environment={"torch": "2.13.0"}), finished(43, environment={"torch": "2.14.0"})]
-    assert comparison({"m": runs}).environments == {"torch": "2.13.0 and 2.14.0"}
+    assert comparison({"m": runs}).environment == {"torch": "2.13.0 and 2.14.0"}
+
+
+# --- trackers ---
+
+
+def test_tensorboard_gets_every_score_the_means_and_the_pictures(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (logger,) = make_trackers(["modelpool=nufilt_demo", "fabric/loggers=tensorboard_logger"], tmp_path)
+    found = comparison({"one": [finished(42), finished(43, -0.1)], "two": [finished(42), failed(43)]})
+    files = found.save(tmp_path)
+    found.log([logger], [tmp_path / name for name in files if name.endswith(".png")])
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    scalars = set(events.Tags()["scalars"])
+    assert {f"one/seed {seed}/{task}" for seed in (42, 43) for task in SCORES} <= scalars
+    assert "two/seed 42/a" in scalars
+    assert "two/seed 43/a" not in scalars
+    (acc,) = events.Scalars("two/ACC")
+    assert (acc.step, acc.value) == (3, pytest.approx(0.6))
+    assert {"accuracy_matrices", "stability_plasticity"} <= set(events.Tags()["images"])
+
+
+def test_csv_has_a_row_for_each_step(tmp_path):
+    (logger,) = make_trackers(["fabric/loggers=csv_logger"], tmp_path)
+    comparison({"one": [finished(42)]}).log([logger], [])
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert float(rows[-1]["one/ACC"]) == pytest.approx(0.6)
+    assert sum(bool(row["one/seed 42/a"]) for row in rows) >= 1
+
+
+def test_only_what_names_a_tracker_makes_one(tmp_path):
+    assert make_trackers(["modelpool=nufilt_demo", "fabric.precision=32"], tmp_path) == []
+    assert is_tracker("fabric.loggers.name=x")
+    assert not is_tracker("fabric.precision=32")
+    with pytest.raises(ValueError, match="fabric/loggers/nothing"):
+        make_trackers(["fabric/loggers=nothing"], tmp_path)
+    with pytest.raises(ValueError, match=r"say fabric\.loggers\.project=NAME"):
+        make_trackers(["fabric/loggers=wandb_logger"], tmp_path)

@@ -5,8 +5,9 @@ import json
 import pandas as pd
 import pytest
 
-from fusion_bench_nufilt.results import analysis
-from fusion_bench_nufilt.results.analysis import pictures_of, write_analysis
+from fusion_bench_nufilt.results import write
+from fusion_bench_nufilt.results.analysis import pictures_of
+from fusion_bench_nufilt.results.write import write_results
 from tests.results.helpers import LAYERS, TASKS, analysis_folder
 
 TABLES = ("task_vectors", "losses", "affinity")
@@ -109,8 +110,8 @@ def test_what_was_not_measured_is_not_drawn(content):
 
 def test_every_picture_is_written_in_both_formats_and_named(folder, monkeypatch):
     written = []
-    monkeypatch.setattr(analysis, "save_chart", lambda chart, *paths: written.extend(path.name for path in paths))
-    *pictures, page = write_analysis(folder)
+    monkeypatch.setattr(write, "save_chart", lambda chart, *paths: written.extend(path.name for path in paths))
+    *pictures, page = write_results(folder)
     names = ["spectra", "overlap", "affinity", "affinity_by_rank", "losses", "data_free"]
     assert pictures == [f"{name}.png" for name in names]
     assert written == [f"{name}.{kind}" for name in names for kind in ("png", "pdf")]
@@ -121,4 +122,4 @@ def test_every_picture_is_written_in_both_formats_and_named(folder, monkeypatch)
 def test_a_damaged_file_is_named(tmp_path, text, message):
     (tmp_path / "analysis.json").write_text(text)
     with pytest.raises(ValueError, match=rf"analysis\.json' is damaged, .*{message}"):
-        write_analysis(tmp_path)
+        write_results(tmp_path)

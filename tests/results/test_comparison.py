@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from fusion_bench_nufilt.compare.presets import SENSITIVITY, panel_specs
-from fusion_bench_nufilt.compare.summary import MethodResult
+from fusion_bench_nufilt.compare.paper import SENSITIVITY, panel_specs
 from fusion_bench_nufilt.results.comparison import charts_of
+from fusion_bench_nufilt.results.content import Method
 from fusion_bench_nufilt.results.write import write_results
 from tests.compare.helpers import CONFIG, comparison, failed, finished
 from tests.results.charts import legend, parts, rows_of, titles
@@ -28,7 +28,7 @@ def rows(file):
 
 
 def charts(result, panels=True):
-    return charts_of(json.loads(json.dumps(result.as_json())), panels=panels)
+    return charts_of(result, panels=panels)
 
 
 def test_tables_pictures_and_numbers(tmp_path):
@@ -140,12 +140,12 @@ def test_the_ablation_ends_in_bars_beside_the_papers_numbers():
 
 
 def sensitivity():
-    methods = []
+    methods = {}
     for panel in SENSITIVITY:
         for spec in panel_specs(panel, width=768):
             config = {**CONFIG, **{key: int(value) for key, value in (each.split("=") for each in spec.settings)}}
             config = {"max_steps": 50, "lora_rank": 64, "null_rank": 128, "task_rank": 8} | config
-            methods.append(MethodResult(spec, [finished(seed, config=config) for seed in SEEDS]))
+            methods[spec.label] = Method(list(spec.overrides), {s: finished(s, config=config) for s in SEEDS})
     return replace(two(preset="sensitivity"), methods=methods)
 
 
@@ -160,5 +160,5 @@ def test_the_sensitivity_ends_in_a_curve_for_each_panel(tmp_path):
     ]  # fmt: skip
     marked = [[row["mark"] for row in rows_of(panel) if "mark" in row] for panel in parts(bwt)]
     assert marked == [["128"], ["64"], ["8"], ["50"]]
-    result = replace(result, methods=result.methods[:3])  # the others failed
+    result = replace(result, methods=dict(list(result.methods.items())[:3]))  # the others failed
     assert "sensitivity.png" in result.save(tmp_path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.compare.experiment import WatchingEvaluator, read_peak, reset_peak
-from fusion_bench_nufilt.compare.presets import preset_specs
+from fusion_bench_nufilt.compare.paper import preset_specs
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.continual.evaluation import TasksByName
@@ -20,7 +20,7 @@ def numbers(table):
 
 def tables(runs):
     """Ours, and the paper's."""
-    return map(numbers, overhead_tables(comparison(runs, preset="overhead").as_json()))
+    return map(numbers, overhead_tables(comparison(runs, preset="overhead")))
 
 
 def test_the_total_is_the_solver_and_the_rest():
@@ -47,7 +47,7 @@ def test_the_printed_table_is_the_papers():
 def test_a_run_says_what_it_cost(tmp_path, demo):
     specs = parse_methods("nufilt:max_steps=3, task_arithmetic")
     result = compare("nufilt_demo", specs, [42], tmp_path, evaluate="last", preset="overhead")
-    ours, other = (method.runs[0] for method in result.methods)
+    ours, other = (method.runs[42] for method in result.methods.values())
     assert 0 < ours.solving_seconds < sum(ours.merge_seconds)
     assert other.solving_seconds is None
     assert ours.parameters == other.parameters > 0

@@ -89,7 +89,7 @@ def test_a_folder_of_no_kind_is_named(tmp_path):
     ("name", "content", "message"),
     [
         ("results.json", "{", "it is no JSON"),
-        ("results.json", "[]", "input should be a valid dictionary"),
+        ("results.json", "[]", "input should be an object"),
         ("results.json", "{}", "field 'settings': field required"),
         ("accuracy_matrix.json", '{"method": "m", "tasks": "a"}', "field 'config': field required"),
     ],

@@ -1,0 +1,147 @@
+"""What ``results.json`` holds of a comparison, and what is read off it."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from .metrics import METRICS, AccuracyMatrix, Mean
+
+Json = dict[str, Any]
+Published = dict[str, Json]  # the paper's numbers for a row, in per cent, by metric or task
+References = dict[str, dict[str, float | None]]
+"""The scores of the single models, by ``pretrained`` or ``individual`` and by task; None where there is none."""
+
+_ITERATIONS = ("max_steps", "iter_num", "num_steps")  # what methods call them
+
+
+@dataclass(frozen=True)
+class Run:
+    """The scores of one method on one seed, or the reason why there are none: the fields of its file."""
+
+    environment: dict[str, str] = field(default_factory=dict, kw_only=True)  # versions and device
+    config: Json  # the method's, resolved
+    tasks: list[str] | None = None  # as merged
+    accuracy_matrix: list[list[float | None]] | None = None
+    merge_seconds: list[float] = field(default_factory=list)  # one number for each step
+    solving_seconds: float | None = None  # the solver's share of these, for a method that has one
+    memory: int | None = None  # peak bytes while merging, see WatchingEvaluator
+    parameters: int | None = None  # how many the final model has
+    extra_parameters: int | None = None  # how many more than the pretrained model
+    error: str | None = None
+    traceback: str | None = None
+
+    @cached_property
+    def matrix(self) -> AccuracyMatrix | None:
+        """The accuracy matrix; None if the run failed."""
+        rows = self.accuracy_matrix
+        return AccuracyMatrix.from_rows(self.tasks, rows) if self.tasks and rows else None
+
+    @property
+    def merging_seconds(self) -> float:
+        """Seconds of merging all models, without loading and scoring."""
+        return sum(self.merge_seconds)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method on all seeds, which differ in the order of the tasks."""
+
+    overrides: list[str]
+    runs: dict[int, Run]  # by seed
+    data: str = "none"  # what it needs beside models
+    published_percent: Published = field(default_factory=dict)
+
+    @cached_property
+    def matrices(self) -> dict[int, AccuracyMatrix]:
+        """By seed, of the runs that did not fail."""
+        return {seed: run.matrix for seed, run in self.runs.items() if run.matrix is not None}
+
+    @property
+    def failures(self) -> dict[str, list[int]]:
+        """Reasons and the seeds that failed for them."""
+        reasons: dict[str, list[int]] = {}
+        for seed, run in self.runs.items():
+            if run.error is not None:
+                reasons.setdefault(run.error, []).append(seed)
+        return reasons
+
+    @property
+    def complete(self) -> bool:
+        return len(self.matrices) == len(self.runs)
+
+    @property
+    def config(self) -> Json:
+        """That of a run which did not fail, whatever its seed; empty if all failed."""
+        return next((self.runs[seed].config for seed in self.matrices), {})
+
+    @property
+    def iterations(self) -> int | None:
+        """Steps of an optimiser at each merging step; None for a method without one."""
+        if self.config.get("lora_rank") == 0 or self.config.get("solver") == "closed_form":
+            return None
+        places = (self.config, self.config.get("base_method") or {})
+        return next((place[key] for place in places for key in _ITERATIONS if key in place), None)
+
+    def known(self, name: str) -> Any:
+        """Return a field of the first run that has it; None if there is none."""
+        return next((value for run in self.runs.values() if (value := getattr(run, name)) is not None), None)
+
+    def mean(self, name: str) -> Mean:
+        """Return the mean of a metric, or of a field of the runs, over those that did not fail."""
+        if name in METRICS:
+            return Mean.of(METRICS[name].of(matrix) for matrix in self.matrices.values())
+        return Mean.of(getattr(self.runs[seed], name) for seed in self.matrices)
+
+    def final(self, task: str) -> Mean:
+        """Return the mean score of a task after the last step; each order has its own place for it."""
+        return Mean.of(float(matrix.values[-1, matrix.tasks.index(task)]) for matrix in self.matrices.values())
+
+    def as_json(self, tasks: Sequence[str]) -> Json:
+        elsewhere = ("environment", "traceback")
+        runs = {
+            str(seed): {k: v for k, v in asdict(run).items() if k not in elsewhere} for seed, run in self.runs.items()
+        }
+        return {
+            "overrides": self.overrides,
+            **{name: self.mean(name).as_json() for name in (*METRICS, "merging_seconds")},
+            "iterations": self.iterations,
+            "extra_parameters": self.known("extra_parameters"),
+            "data": self.data,
+            "runs": runs,
+            "final": {task: self.final(task).as_json() for task in tasks},
+            "published_percent": self.published_percent,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """All that the tables, the pictures and the page of a comparison are made of."""
+
+    settings: Json  # model pool, overrides, models, …, as in ``compare.json``
+    environment: dict[str, str]  # versions and devices that the runs were made with; several where they differ
+    preset: str | None = ""  # that the methods come from, if any; an older file does not say
+    tasks: list[str]  # in the model pool's order
+    seeds: list[int]
+    references: References
+    published_percent: dict[str, Published] = field(default_factory=dict)  # for the references
+    methods: dict[str, Method]  # by label, in the order in which they were asked for
+    panels: list[Json] | None = None  # of the paper's sensitivity figure
+    published_overhead: dict[str, Published] | None = None  # the paper's table of costs
+
+    @property
+    def done(self) -> dict[str, Method]:
+        """The methods with at least one run that did not fail."""
+        return {label: method for label, method in self.methods.items() if method.matrices}
+
+    @property
+    def printed(self) -> dict[str, Published]:
+        """The paper's numbers for every row; empty for a row without any."""
+        methods = {label: method.published_percent for label, method in self.methods.items()}
+        return {label: self.published_percent.get(label, {}) for label in self.references} | methods
+
+    def as_json(self) -> Json:
+        """Return all numbers, and those that the paper prints for the same."""
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        content["methods"] = {label: method.as_json(self.tasks) for label, method in self.methods.items()}
+        return {name: value for name, value in content.items() if value is not None or name == "preset"}
