@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.utils import get_class
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.continual import ProtocolConfig
@@ -26,7 +27,8 @@ def test_the_yaml_of_a_method_has_the_keys_and_values_of_its_dataclasses(name):
     method = METHODS[name]
     options = (method.Options(), TargetConfig(**method.targets), DeviceConfig(), ProtocolConfig())
     expected = {key: value for each in options for key, value in dataclasses.asdict(each).items()}
-    found = {key: value for key, value in written(name).items() if key not in ("_target_", "layer_method")}
+    found = {key: value for key, value in written(name).items() if key != "layer_method"}
+    assert issubclass(get_class(found.pop("_target_")), LayerwiseMergingAlgorithm)
     found |= {key: float(value) for key, value in found.items() if key == "lr"}  # YAML reads 1e-3 as a text
     assert found == expected
 

@@ -1,4 +1,4 @@
-"""A task given by the factors of its update is the task given by its weight."""
+"""A task given by its factors is the task given by its weight, and no value that is not finite gets by."""
 
 from dataclasses import astuple, replace
 
@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_bench_nufilt.core import FusionConfig, LowRank, fuse_layers
+from fusion_bench_nufilt.core.weights import is_finite
 from tests.core.matrices import random_layer
+from tests.core.test_fusion import only
 
 CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, lr=1e-2, max_steps=5)
 
@@ -68,7 +70,7 @@ def test_factors_and_weights_of_several_ranks_may_be_mixed():
     task |= {"a": low_rank(20, 12, 2, 0), "b": low_rank(20, 12, 3, 1), "c": low_rank(20, 12, 2, 2)}
     together, _ = fuse_layers(pretrained, merged, task, CONFIG)
     for name in pretrained:
-        alone, _ = fuse_layers(*({name: model[name]} for model in (pretrained, merged, task)), CONFIG)
+        alone, _ = fuse_layers(*only(name, (pretrained, merged, task)), CONFIG)
         assert torch.equal(together[name], alone[name])
 
 
@@ -83,3 +85,22 @@ def test_factors_that_do_not_fit_are_refused_with_their_shapes():
     ]:
         with pytest.raises(ValueError, match=f"model 'task', layer 'w': .*{message}"):
             fuse_layers({"w": theta_0}, {"w": theta}, {"w": factors}, CONFIG)
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("extreme", ["max", "min"])
+def test_finite_values_are_finite_even_if_their_sum_is_not(dtype, extreme):
+    """A causal mask, for instance, is filled with the least number of its dtype."""
+    values = torch.full((64, 64), getattr(torch.finfo(dtype), extreme), dtype=dtype)
+    assert is_finite(values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [[float("nan")], [float("inf")], [-float("inf")], [float("inf"), -float("inf")]])
+def test_a_single_nan_or_infinity_is_seen(dtype, bad):
+    values = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)
+    values[: len(bad)] = torch.tensor(bad)
+    assert not is_finite(values)
