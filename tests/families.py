@@ -4,11 +4,16 @@ import torch
 import transformers
 from torch import nn
 
-TEXT = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-WIDE = {**TEXT, "intermediate_size": 64}
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE = {**SMALL, "vocab_size": 50}
 EXPERTS = {**WIDE, "num_key_value_heads": 2, "num_experts_per_tok": 2, "num_local_experts": 3}
-IMAGES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-IMAGES |= {"image_size": 16, "patch_size": 8}
+IMAGES = {**SMALL, "image_size": 16, "patch_size": 8}
+DEEPSEEK = {**WIDE, "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+DEEPSEEK |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "head_dim": 8, "n_routed_experts": 3}
+DEEPSEEK |= {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+RESNET = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 1]}
+CONVNEXT = {"num_stages": 2, "hidden_sizes": [8, 16], "depths": [1, 2]}
 
 
 class OpenClipBlock(nn.Module):
@@ -61,9 +66,7 @@ def openclip():
 
 
 FAMILIES = {
-    "gpt2": lambda: _build(
-        "GPT2LMHeadModel", "GPT2Config", vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=32
-    ),
+    "gpt2": lambda: _build("GPT2LMHeadModel", "GPT2Config", **GPT2),
     "gpt_neox": lambda: _build("GPTNeoXForCausalLM", "GPTNeoXConfig", **WIDE),
     "phi3": lambda: _build("Phi3ForCausalLM", "Phi3Config", **WIDE, pad_token_id=0),
     "mistral": lambda: _build("MistralForCausalLM", "MistralConfig", **WIDE, num_key_value_heads=2),
@@ -71,34 +74,13 @@ FAMILIES = {
     "mixtral": lambda: _build("MixtralForCausalLM", "MixtralConfig", **EXPERTS),
     "gpt_oss": lambda: _build("GptOssForCausalLM", "GptOssConfig", **EXPERTS, head_dim=8),
     "granitemoe": lambda: _build("GraniteMoeForCausalLM", "GraniteMoeConfig", **EXPERTS),
-    "deepseek_v2": lambda: _build(
-        "DeepseekV2ForCausalLM",
-        "DeepseekV2Config",
-        **WIDE,
-        num_key_value_heads=4,
-        kv_lora_rank=8,
-        q_lora_rank=None,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        head_dim=8,
-        n_routed_experts=3,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-    ),
+    "deepseek_v2": lambda: _build("DeepseekV2ForCausalLM", "DeepseekV2Config", **DEEPSEEK),
     "roberta": lambda: _build("RobertaForSequenceClassification", "RobertaConfig", **WIDE, max_position_embeddings=40),
     "bert": lambda: _build("BertForSequenceClassification", "BertConfig", **WIDE),
     "vit": lambda: _build("ViTForImageClassification", "ViTConfig", **IMAGES),
     "dinov2": lambda: _build("Dinov2ForImageClassification", "Dinov2Config", **IMAGES),
-    "resnet": lambda: _build(
-        "ResNetForImageClassification", "ResNetConfig", embedding_size=8, hidden_sizes=[16, 32], depths=[2, 1]
-    ),
-    "convnext": lambda: _build(
-        "ConvNextForImageClassification", "ConvNextConfig", num_stages=2, hidden_sizes=[8, 16], depths=[1, 2]
-    ),
+    "resnet": lambda: _build("ResNetForImageClassification", "ResNetConfig", **RESNET),
+    "convnext": lambda: _build("ConvNextForImageClassification", "ConvNextConfig", **CONVNEXT),
 }
 
 

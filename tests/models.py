@@ -3,73 +3,43 @@
 from copy import deepcopy
 
 import torch
+import transformers as hf
 from torch import nn
-from transformers import (
-    CLIPConfig,
-    CLIPModel,
-    CLIPTextConfig,
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
-SMALL_TRANSFORMER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+VISION = hf.CLIPVisionConfig(**SMALL, image_size=16, patch_size=8)
 
 
-def vision_config():
-    return CLIPVisionConfig(**SMALL_TRANSFORMER, image_size=16, patch_size=8)
+def build(kind, config, seed):
+    torch.manual_seed(seed)
+    return kind(config).eval()
 
 
 def clip(seed=0):
-    torch.manual_seed(seed)
-    return CLIPVisionModel(vision_config()).eval()
+    return build(hf.CLIPVisionModel, deepcopy(VISION), seed)
 
 
 def full_clip(seed=0):
     """Vision and text tower."""
-    torch.manual_seed(seed)
-    text = CLIPTextConfig(**SMALL_TRANSFORMER, vocab_size=50, eos_token_id=2)
-    return CLIPModel(CLIPConfig(text_config=text.to_dict(), vision_config=vision_config().to_dict())).eval()
+    text = hf.CLIPTextConfig(**SMALL, vocab_size=50, eos_token_id=2)
+    return build(hf.CLIPModel, hf.CLIPConfig(text_config=text.to_dict(), vision_config=VISION.to_dict()), seed)
 
 
 def t5(seed=0):
-    torch.manual_seed(seed)
-    config = T5Config(
-        vocab_size=50,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-    )
-    return T5ForConditionalGeneration(config).eval()
+    config = hf.T5Config(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    return build(hf.T5ForConditionalGeneration, config, seed)
 
 
 def llama(seed=0, tie_word_embeddings=True):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        tie_word_embeddings=tie_word_embeddings,
-    )
-    return LlamaForCausalLM(config).eval()
+    size = {**SMALL, "num_attention_heads": 4, "vocab_size": 50}
+    return build(hf.LlamaForCausalLM, hf.LlamaConfig(**size, tie_word_embeddings=tie_word_embeddings), seed)
 
 
 def llava(seed=0):
-    torch.manual_seed(seed)
-    text = LlamaConfig(**SMALL_TRANSFORMER, vocab_size=50)
-    config = LlavaConfig(vision_config=vision_config(), text_config=text, image_token_index=49)
-    return LlavaForConditionalGeneration(config).eval()
+    text = hf.LlamaConfig(**SMALL, vocab_size=50)
+    config = hf.LlavaConfig(vision_config=deepcopy(VISION), text_config=text, image_token_index=49)
+    return build(hf.LlavaForConditionalGeneration, config, seed)
 
 
 class Shared(nn.Module):
