@@ -218,22 +218,19 @@ def test_seed_step_and_name_each_draw_another_adapter():
 
 
 def test_no_argument_is_changed():
-    given_models = models()
-    copies = [{name: weight.clone() for name, weight in model.items()} for model in given_models]
-    fuse_layers(*given_models, CONFIG)
-    for model, copy in zip(given_models, copies, strict=True):
-        assert all(torch.equal(model[name], copy[name]) for name in SHAPES)
+    streams, copies = models(), models()
+    fuse_layers(*streams, CONFIG)
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(streams, copies, strict=True) for name in SHAPES)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32_and_cast_back_once(dtype):
     narrow = models(dtype)
-    wide = [{name: weight.float() for name, weight in model.items()} for model in narrow]
     fused, _ = fuse_layers(*narrow, CONFIG)
-    expected, _ = fuse_layers(*wide, CONFIG)
-    for name in SHAPES:
-        assert fused[name].dtype == dtype
-        assert torch.equal(fused[name], expected[name].to(dtype))
+    expected, _ = fuse_layers(*({name: weight.float() for name, weight in model.items()} for model in narrow), CONFIG)
+    assert all(
+        weight.dtype == dtype and torch.equal(weight, expected[name].to(dtype)) for name, weight in fused.items()
+    )
 
 
 def test_progress_hears_of_every_layer_and_reports_come_in_order():
@@ -249,21 +246,15 @@ def test_progress_hears_of_every_layer_and_reports_come_in_order():
 # --- what goes wrong on a device ---
 
 
-def steep_layer():
-    """Return a layer on which float32 fails, with singular values from 1 to 1e-6."""
-    theta_0, _, theta_t = random_layer(40, 40, seed=0)
-    theta = theta_0 + matrix_with_spectrum(40, 40, torch.logspace(0, -6, 40).double(), seed=1)
-    return theta_0.float() * 0, (theta - theta_0).float(), (theta_t - theta_0).float()
-
-
 def test_float64_takes_over_where_float32_is_too_inaccurate_and_says_so_once(caplog):
+    theta_0, _, theta_t = random_layer(40, 40, seed=0)
+    spectrum = torch.logspace(0, -6, 40).double()  # on which float32 fails
+    layer = [0 * theta_0.float(), matrix_with_spectrum(40, 40, spectrum, seed=1).float(), (theta_t - theta_0).float()]
     config = replace(CONFIG, null_rank=20)
-    layer = steep_layer()
     for _ in range(2):
         fused, _ = fuse_layers(*({"steep": weight} for weight in layer), config)
     exact, _ = fuse_layers(*({"steep": weight.double()} for weight in layer), config)
-    error = (fused["steep"] - exact["steep"]).norm() / layer[2].norm()
-    assert error < 1e-5
+    assert (fused["steep"] - exact["steep"]).norm() / layer[2].norm() < 1e-5
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("layer 'steep': ")
     assert "float64 on the CPU takes over" in message

@@ -8,7 +8,7 @@ from fusion_bench_nufilt.folders import merge_folders
 from fusion_bench_nufilt.methods import METHODS
 from fusion_bench_nufilt.storage.manifest import read_manifest
 from tests.folders.helpers import hashes, merge, plan, same, save_stream, tensors
-from tests.methods.test_toy import RunningSum
+from tests.methods.test_methods import RunningSum
 from tests.models import llama
 
 STATE = "nufilt_state/model.safetensors"

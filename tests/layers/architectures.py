@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -66,30 +66,22 @@ MODELS = {
 }
 
 
-class Pool(NamedTuple):
-    """A model pool of FusionBench."""
-
-    models: str
-    taskpool: str
-    ours: str  # value of `modelpool=` that brings the task pool along
-    tested: str
-
-
 _BOTH = "tiny model, both ways, same bits"
 _COMMAND, _POOL = f"command line; {_BOTH}", f"{_BOTH}; the pool on Python 3.12"
 _TOWER = "tower of the same modules, both ways; open_clip's own on Python 3.12"
 _DECODERS = "Llama, Qwen2, Mistral, Mixtral, DeepSeek-V2"
-POOLS = {  # by the name of the class, and of a variant
-    "CLIPVisionModelPool": Pool("CLIP", "yes", "`clip-vit-base-patch32_TA8`, …", _COMMAND),
-    "OpenCLIPVisionModelPool": Pool("OpenCLIP", "yes", "`openclip-ViT-B-32_TA8`, …", _TOWER),
-    "Seq2SeqLMPool": Pool("Flan-T5", "yes", "`flan-t5-base_glue`", _COMMAND),
-    "Seq2SeqLMPool, LoRA": Pool("Flan-T5", "yes", "", "adapters through `nufilt merge`"),
-    "CausalLMPool": Pool(_DECODERS, "LM-Eval harness", "", _BOTH),
-    "SequenceClassificationModelPool": Pool("RoBERTa, Llama reward", "reward model only", "", f"RoBERTa: {_BOTH}"),
-    "HuggingFaceGPT2ClassificationPool": Pool("GPT-2", "yes", "`gpt-2_glue`", _COMMAND),
-    "ResNetForImageClassificationPool": Pool("ResNet", "a class without a config", "", _POOL),
-    "ConvNextForImageClassificationPool": Pool("ConvNeXt", "yes", "`convnext-base-224_8-tasks`", _POOL),
-    "Dinov2ForImageClassificationPool": Pool("DINOv2", "no", "", _POOL),
+# By the name of the class, and of a variant: models, task pool, the value of `modelpool=` with both, what is tested.
+POOLS = {
+    "CLIPVisionModelPool": ("CLIP", "yes", "`clip-vit-base-patch32_TA8`, …", _COMMAND),
+    "OpenCLIPVisionModelPool": ("OpenCLIP", "yes", "`openclip-ViT-B-32_TA8`, …", _TOWER),
+    "Seq2SeqLMPool": ("Flan-T5", "yes", "`flan-t5-base_glue`", _COMMAND),
+    "Seq2SeqLMPool, LoRA": ("Flan-T5", "yes", "", "adapters through `nufilt merge`"),
+    "CausalLMPool": (_DECODERS, "LM-Eval harness", "", _BOTH),
+    "SequenceClassificationModelPool": ("RoBERTa, Llama reward", "reward model only", "", f"RoBERTa: {_BOTH}"),
+    "HuggingFaceGPT2ClassificationPool": ("GPT-2", "yes", "`gpt-2_glue`", _COMMAND),
+    "ResNetForImageClassificationPool": ("ResNet", "a class without a config", "", _POOL),
+    "ConvNextForImageClassificationPool": ("ConvNeXt", "yes", "`convnext-base-224_8-tasks`", _POOL),
+    "Dinov2ForImageClassificationPool": ("DINOv2", "no", "", _POOL),
 }
 
 _IMPORT = """
@@ -115,47 +107,33 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def models_table() -> str:
-    """Return the table of what auto merges of each model."""
     rows = []
     for name, build in MODELS.items():
         built = build()
         layers = select_layers(built)
         covered = coverage(built, layers, TargetConfig())
-        share, blocks = covered.merged[1], covered.merged_share_of_blocks
-        rows.append(
-            [name, str(len(layers)), f"{share:.1%}", f"{blocks:.1%}", covered.names_left_out.replace("*", r"\*")]
-        )
-    return table(
-        ["model", "layers by `auto`", "of all elements", "of those in blocks", "matrices left in blocks"], rows
-    )
+        shares = [f"{share:.1%}" for share in (covered.merged[1], covered.merged_share_of_blocks)]
+        rows.append([name, str(len(layers)), *shares, covered.names_left_out.replace("*", r"\*")])
+    head = ["model", "layers by `auto`", "of all elements", "of those in blocks", "matrices left in blocks"]
+    return table(head, rows)
 
 
 def pools_table(pythons: list[str]) -> str:
-    """Return the table of the pools that can be imported."""
     names = list(dict.fromkeys(name.partition(",")[0] for name in POOLS))
     answers = []
     for python in pythons:
         done = subprocess.run([python, "-c", _IMPORT, *names], capture_output=True, text=True, check=True)
         answers.append(json.loads(done.stdout.splitlines()[-1]))
     columns = [f"loads on Python {version}" for version, _, _ in answers]
-    rows = [
-        [
-            name,
-            pool.models,
-            *(found[name.partition(",")[0]] for *_, found in answers),
-            pool.taskpool,
-            pool.ours,
-            pool.tested,
-        ]
-        for name, pool in POOLS.items()
-    ]
+    rows = []
+    for name, (models, *rest) in POOLS.items():
+        rows.append([name, models, *(found[name.partition(",")[0]] for *_, found in answers), *rest])
     said = "; ".join(f"Python {version}: {versions}" for version, versions, _ in answers)
     head = ["FusionBench's pool", "models", *columns, "its task pool", "`modelpool=` with both", "tested here"]
     return table(head, rows) + f"\n{said}.\n"
 
 
 def replaced(page: str, what: str, text: str) -> str:
-    """Return the page with one generated part replaced."""
     begin, end = BEGIN.format(what), END.format(what)
     before, _, rest = page.partition(begin)
     _, _, after = rest.partition(end)

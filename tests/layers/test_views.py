@@ -64,15 +64,8 @@ def test_multihead_attention_is_three_linear_layers_and_its_output(separate):
     assert torch.equal(merged.out_proj.weight, merged_as_linear("blocks.0.out_proj", out))
 
 
-def test_a_convolution_of_size_one_is_a_linear_layer():
-    models = stream(nn.Conv2d(6, 10, 1))
-    merged = merge(models[0], models[1:], ["0"]).blocks[0].weight
-    expected = merged_as_linear("blocks.0", [model.blocks[0].weight[:, :, 0, 0] for model in models])
-    assert torch.equal(merged[:, :, 0, 0], expected)
-
-
 @pytest.mark.parametrize(
-    ("kind", "size"), [(nn.Conv1d, (3,)), (nn.Conv2d, (3, 2)), (nn.Conv3d, (2, 1, 2))], ids=["1d", "2d", "3d"]
+    ("kind", "size"), [(nn.Conv1d, (3,)), (nn.Conv2d, (1, 1)), (nn.Conv2d, (3, 2)), (nn.Conv3d, (2, 1, 2))]
 )
 def test_a_convolution_is_the_linear_layer_on_its_unfolded_input(kind, size):
     models = stream(kind(4, 6, size))

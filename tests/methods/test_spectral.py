@@ -1,5 +1,6 @@
-"""Spectral accumulation as a FusionBench algorithm: a method whose state is kept beside the merged model."""
+"""Spectral accumulation: its laws, and as a FusionBench algorithm whose state is kept beside the merged model."""
 
+import itertools
 from copy import deepcopy
 
 import pytest
@@ -9,16 +10,166 @@ from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig, flatten, strengths
 from fusion_bench_nufilt.storage.checkpoint import load_state, read_whole_checkpoint
 from fusion_bench_nufilt.storage.manifest import read_manifest
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
+from tests.core.matrices import matrix_with_spectrum
 
+KAPPA, DAMP = 0.9, 0.5
+SHAPES = [(40, 12), (12, 40), (16, 16)]
 SETTINGS = {"layer_method": "spectral", "shuffle_order": False}
+
+
+def spectrum(rank):
+    """Singular values as those of task vectors fall."""
+    return 0.3 * torch.arange(1, rank + 1, dtype=torch.float64) ** -0.7
+
+
+def task_vectors(shape, count=4, rank=None):
+    return [matrix_with_spectrum(*shape, spectrum(rank or min(shape)), seed) for seed in range(count)]
+
+
+def method_with(**options):
+    return Spectral(SpectralConfig(**options), ["layer"])
+
+
+def merge(taus, dtype=torch.float64, damp=DAMP):
+    """Merge a stream of tasks and return the update of the merged model."""
+    theta_0 = matrix_with_spectrum(*taus[0].shape, torch.ones(min(taus[0].shape), dtype=torch.float64), 99).to(dtype)
+    method = method_with(kappa=KAPPA, damp=damp)
+    state = method.start("layer", theta_0)
+    for tau in taus:
+        state = method.add("layer", state, theta_0, (theta_0 + tau).to(dtype) - theta_0)
+    return method.weight("layer", state, theta_0).double() - theta_0.double()
+
+
+def by_definition(taus, damp=DAMP):
+    """Compute the merged update by full singular value decompositions."""
+    S, s_1 = torch.zeros_like(taus[0]), []
+    for tau in taus:
+        U, s, Vh = torch.linalg.svd(tau, full_matrices=False)
+        S += U * (s / s[0]) ** 3 @ Vh
+        s_1.append(s[0])
+    U, sigma, Vh = torch.linalg.svd(S, full_matrices=False)
+    return KAPPA * sum(s_1) / len(taus) * U * flatten(sigma, damp) @ Vh
+
+
+def distance(X, Y):
+    return ((X - Y).norm() / Y.norm()).item()
+
+
+# --- what the result is ---
+
+
+@pytest.mark.parametrize("damp", [0.5, 1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_result_is_that_of_the_definition(shape, damp):
+    taus = task_vectors(shape)
+    assert distance(merge(taus, damp=damp), by_definition(taus, damp)) < 1e-9
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_order_of_arrival_does_not_matter(shape, dtype, tolerance):
+    taus = task_vectors(shape, count=3)
+    results = [merge(order, dtype) for order in itertools.permutations(taus)]
+    assert max(distance(other, results[0]) for other in results) < tolerance
+
+
+def test_models_in_bfloat16_have_their_votes_in_float32():
+    theta_0 = torch.randn(16, 12).bfloat16()
+    tasks = [(theta_0 + tau).bfloat16() for tau in task_vectors((16, 12), count=3)]
+    method = method_with()
+    state = method.start("layer", theta_0)
+    for task in tasks:
+        state = method.add("layer", state, theta_0, task.float() - theta_0.float())
+    exact = by_definition([task.double() - theta_0.double() for task in tasks])
+    assert distance(method.weight("layer", state, theta_0.double()) - theta_0.double(), exact) < 1e-5
+    assert method.weight("layer", state, theta_0).dtype == torch.bfloat16
+
+
+def test_of_low_rank_tasks_nothing_but_their_directions_is_lifted_in_float32():
+    taus = task_vectors((48, 40), count=4, rank=3)
+    X = merge(taus, torch.float32)
+    s = torch.linalg.svdvals(X)
+    assert s[11] > 0.1
+    assert s[12] < 1e-5
+    assert distance(X, by_definition(taus)) < 1e-4
+
+
+def test_the_first_task_is_taken_whole():
+    (tau,) = task_vectors((6, 5), count=1)
+    torch.testing.assert_close(merge([tau]), tau)
+
+
+def test_a_task_that_moves_nothing_changes_nothing():
+    taus = task_vectors((12, 10), count=2)
+    torch.testing.assert_close(merge([taus[0], torch.zeros(12, 10), taus[1]]), merge(taus))
+
+
+def test_a_task_that_comes_again_is_held_down_by_n_to_the_damp():
+    (tau,) = task_vectors((20, 12), count=1)
+    once, four = (torch.linalg.svdvals(merge([tau] * n)) for n in (2, 8))
+    assert four[-1] / once[-1] == pytest.approx(0.5)  # where both are above one vote: (8 / 2)^-0.5
+
+
+def test_tasks_whose_inputs_and_outputs_are_orthogonal_do_not_disturb_each_other():
+    a, b = torch.zeros(2, 20, 16, dtype=torch.float64)
+    a[:10, :8], b[10:, 8:] = task_vectors((10, 8), count=2)
+    X = merge([a, b])
+    assert X[:10, 8:].abs().max() < 1e-10
+    assert X[10:, :8].abs().max() < 1e-10
+    U, s, Vh = torch.linalg.svd(a[:10, :8], full_matrices=False)
+    torch.testing.assert_close(X[:10, :8], KAPPA * 0.3 * U * flatten((s / s[0]) ** 3, DAMP) @ Vh)
+
+
+def test_the_factors_of_an_update_are_as_good_as_the_weights():
+    theta_0, left, right = torch.randn(12, 10), torch.randn(12, 2), torch.randn(2, 10)
+    method, pretrained = method_with(), {"layer": theta_0}
+    states = {"layer": method.start("layer", theta_0)}
+    ((_, by_weight, _),) = method.add_each(states, pretrained, {"layer": theta_0 + left @ right}, step=1)
+    ((_, by_factors, _),) = method.add_each(states, pretrained, {"layer": LowRank(left, right)}, step=1)
+    torch.testing.assert_close(by_weight, by_factors, rtol=0, atol=1e-5)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(("key", "value"), [("kappa", 0), ("damp", -1), ("damp", True), ("ramp", 1), ("ramp", "x")])
+def test_a_setting_out_of_its_range_is_refused(key, value):
+    with pytest.raises(ValueError, match=key):
+        SpectralConfig(**{key: value})
+
+
+# --- the depth ramp ---
+
+
+def test_kappa_grows_with_the_block_and_stacks_of_blocks_are_told_apart():
+    names = ["embed", "encoder.0.q", "encoder.1.q", "encoder.2.mlp.3.q", "decoder.0.q", "decoder.1.q", "single.0.q"]
+    expected = [0.9, 0.54, 0.9, 1.26, 0.54, 1.26, 0.9]
+    kappas = strengths(names, 0.9, 0.4)
+    assert list(kappas) == names
+    assert list(kappas.values()) == pytest.approx(expected)
+    assert set(strengths(names, 0.9, 0.0).values()) == {0.9}
+
+
+# --- in FusionBench ---
 
 
 def algorithm_in(folder, **settings):
     return logging_to(folder, LayerwiseMergingAlgorithm(**{**SETTINGS, **settings}))
+
+
+def saved_pool(folder, models, merged):
+    """Return a pool of models that are saved and of a merge of others."""
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    paths = {name: str(folder / name) for name in models} | {"_merged_": str(merged)}
+    target = compose_run(["modelpool=nufilt_demo"]).modelpool["_target_"]
+    return instantiate({"_target_": target, "_recursive_": False, "models": paths})
 
 
 def difference(model, other, base):
@@ -62,12 +213,8 @@ def test_a_model_is_merged_onto_an_earlier_merge(tmp_path):
     whole = algorithm_in(tmp_path / "whole").run(deepcopy(models))
     first = {name: models[name] for name in ("_pretrained_", "task1", "task2", "task3")}
     algorithm_in(tmp_path / "first").run(deepcopy(first))
-    for name in ("_pretrained_", "task4"):
-        models[name].save_pretrained(tmp_path / name)
-    paths = {name: str(tmp_path / name) for name in ("_pretrained_", "task4")}
-    paths["_merged_"] = str(tmp_path / "first" / "checkpoints" / "merged_model_2")
-    config = compose_run(["modelpool=nufilt_demo"]).modelpool
-    rest = instantiate({"_target_": config["_target_"], "_recursive_": False, "models": paths})
+    rest = {name: models[name] for name in ("_pretrained_", "task4")}
+    rest = saved_pool(tmp_path, rest, tmp_path / "first" / "checkpoints" / "merged_model_2")
     merged = algorithm_in(tmp_path / "rest").run(rest)
     for view in select_layers(whole, "all-linear").values():
         assert torch.equal(view.read(merged), view.read(whole))
@@ -83,15 +230,10 @@ def test_a_merged_model_without_its_state_is_refused():
 def test_a_merge_of_other_layers_is_refused(tmp_path):
     """What was merged into layers that are not known to the state would be lost."""
     models = pool(3)
-    algorithm_in(tmp_path / "fc1", target_modules=["fc1"]).run(
-        {k: models[k] for k in ("_pretrained_", "task1", "task2")}
-    )
-    models["_pretrained_"].save_pretrained(tmp_path / "_pretrained_")
-    models["task3"].save_pretrained(tmp_path / "task3")
-    paths = {name: str(tmp_path / name) for name in ("_pretrained_", "task3")}
-    paths["_merged_"] = str(tmp_path / "fc1" / "checkpoints" / "merged_model_1")
-    config = compose_run(["modelpool=nufilt_demo"]).modelpool
-    rest = instantiate({"_target_": config["_target_"], "_recursive_": False, "models": paths})
+    first = {name: models[name] for name in ("_pretrained_", "task1", "task2")}
+    algorithm_in(tmp_path / "fc1", target_modules=["fc1"]).run(first)
+    rest = {name: models[name] for name in ("_pretrained_", "task3")}
+    rest = saved_pool(tmp_path, rest, tmp_path / "fc1" / "checkpoints" / "merged_model_1")
     with pytest.raises(ValueError, match=r"merged_model_1' lacks 'encoder.*fc2"):
         algorithm_in(tmp_path / "rest").run(rest)
 
@@ -104,13 +246,6 @@ def test_a_state_that_was_changed_is_refused(tmp_path):
     save_file({**state, name: state[name] + 1}, file)
     with pytest.raises(ValueError, match=rf"'{name}' is not what was saved"):
         load_state(file.parents[1], read_manifest(file.parents[1]))
-
-
-def test_the_configuration_says_the_defaults():
-    config = compose_run(["method=continual/spectral"]).method
-    made, default = instantiate(config), LayerwiseMergingAlgorithm("spectral")
-    assert made.options == default.options
-    assert (made.targets.target_modules, made.targets.other_params) == ("all-linear", "mean")
 
 
 def test_the_report_of_layers_has_the_votes(tmp_path):

@@ -17,11 +17,12 @@ from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.demo import load_test_dataset
 from tests.conftest import REPO
 from tests.models import finetuned, llama, t5
-from tests.tools.helpers import upstream
+from tests.tools.test_upstream import upstream
 
 pytestmark = pytest.mark.slow
 
 OPTIONS = {"null_rank": 8, "lora_rank": 4, "task_rank": 2, "max_steps": 5, "seed": 43}
+SETTINGS = [f"method.{key}={value}" for key, value in OPTIONS.items()]
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +82,13 @@ def write_pool(config, name, pool, taskpool=None):
             (config / room / f"{name}.yaml").write_text(yaml.safe_dump(content))
 
 
-def settings(**options):
-    return [f"method.{key}={value}" for key, value in options.items()]
-
-
 def digests(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
 
 
 def test_the_contributed_tests_pass(checkout, elsewhere):
-    done = elsewhere(
-        "-m", "unittest", "discover", "-s", str(checkout / "tests"), "-p", "test_nufilt.py", checkout=checkout
-    )
+    discover = ["-m", "unittest", "discover", "-s", str(checkout / "tests"), "-p", "test_nufilt.py"]
+    done = elsewhere(*discover, checkout=checkout)
     assert "Ran 13 tests" in done.stderr
     elsewhere(str(upstream.CONTRIBUTION / "examples" / "nufilt" / "merge_own_models.py"), checkout=checkout)
 
@@ -108,14 +104,8 @@ def test_the_command_line_gives_the_plugins_bits(make, checkout, elsewhere, tmp_
         pool["models"][name] = {"_target_": load, "pretrained_model_name_or_path": str(tmp_path / name)}
     write_pool(tmp_path / "tiny", "tiny", pool)
     logs = tmp_path / "logs"
-    arguments = [
-        "--config-dir",
-        str(tmp_path / "tiny"),
-        "method=nufilt/nufilt",
-        "modelpool=tiny",
-        f"path.log_dir={logs}",
-    ]
-    elsewhere("-m", "fusion_bench", *arguments, *settings(**OPTIONS), checkout=checkout)
+    tiny = ["--config-dir", str(tmp_path / "tiny"), "method=nufilt/nufilt", "modelpool=tiny", f"path.log_dir={logs}"]
+    elsewhere("-m", "fusion_bench", *tiny, *SETTINGS, checkout=checkout)
     assert len(list(logs.glob("checkpoints/*"))) == 3
     NufiltContinualMergingAlgorithm(**OPTIONS).run(models).save_pretrained(tmp_path / "ours")
     assert digests(logs / "checkpoints" / "merged_model_2") == digests(tmp_path / "ours") != {}
@@ -142,7 +132,7 @@ def test_steps_are_scored_by_fusionbench_as_the_plugin_scores_them(checkout, els
     }
     pool = {"_target_": "fusion_bench.modelpool.CLIPVisionModelPool", "_recursive_": False, "models": models}
     write_pool(tmp_path / "tiny", "tiny", pool, taskpool)
-    pools = [f"hydra.searchpath=[file://{tmp_path / 'tiny'}]", "modelpool=tiny", "taskpool=tiny", *settings(**OPTIONS)]
+    pools = [f"hydra.searchpath=[file://{tmp_path / 'tiny'}]", "modelpool=tiny", "taskpool=tiny", *SETTINGS]
     theirs = tmp_path / "theirs"
     every_step = ["method=nufilt/nufilt", "method.evaluate_on_every_step=true", f"path.log_dir={theirs}"]
     elsewhere("-m", "fusion_bench", *pools, *every_step, checkout=checkout)

@@ -1,16 +1,22 @@
-"""A new layer-wise method is one class: `fusion_bench` and `nufilt merge` run it, with state, resume and manifest."""
+"""A layer-wise method is one class: `fusion_bench` runs it with state, resume and manifest; its YAML repeats it."""
 
+import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from fusion_bench.utils import instantiate
+from hydra.utils import get_class
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.continual import ProtocolConfig
+from fusion_bench_nufilt.continual.protocol import DeviceConfig
 from fusion_bench_nufilt.core.options import option
-from fusion_bench_nufilt.layers import select_layers
-from fusion_bench_nufilt.methods import METHODS, LayerMethod
+from fusion_bench_nufilt.layers import TargetConfig, select_layers
+from fusion_bench_nufilt.methods import METHODS, LayerMethod, find_method
 from fusion_bench_nufilt.storage.manifest import read_manifest
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
 
@@ -39,7 +45,7 @@ class RunningSum(LayerMethod):
         return theta_0 + self.options.scale * state["sum"]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def registered(monkeypatch):
     monkeypatch.setitem(METHODS, "running_sum", RunningSum)
 
@@ -48,7 +54,7 @@ def algorithm_in(folder, **options):
     return logging_to(folder, LayerwiseMergingAlgorithm("running_sum", **options))
 
 
-def test_fusion_bench_runs_it_on_the_demo_and_resumes_it(demo, tmp_path):
+def test_fusion_bench_runs_it_on_the_demo_and_resumes_it(registered, demo, tmp_path):
     pool = instantiate(compose_run(["modelpool=nufilt_demo"]).modelpool, _recursive_=False)
     merged = algorithm_in(tmp_path / "whole", scale=0.3).run(pool)
     with pytest.raises(InterruptedRunError):
@@ -67,3 +73,37 @@ def test_fusion_bench_runs_it_on_the_demo_and_resumes_it(demo, tmp_path):
     assert (manifest["method"], manifest["step"]) == ("running sum", len(models))
     assert manifest["settings"]["scale"] == 0.3
     assert "nufilt_state/model.safetensors" in manifest["files"]
+
+
+# --- the registry ---
+
+CONFIG = Path(__file__).parents[2] / "config" / "method"
+FILES = {"nufilt": CONFIG / "nufilt.yaml"}
+
+
+def written(name):
+    """Read the YAML file of a method, which says its options and nothing else."""
+    return yaml.load(FILES.get(name, CONFIG / "continual" / f"{name}.yaml").read_text(), yaml.CSafeLoader)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_yaml_of_a_method_has_the_keys_and_values_of_its_dataclasses(name):
+    method = METHODS[name]
+    options = (method.Options(), TargetConfig(**method.targets), DeviceConfig(), ProtocolConfig())
+    expected = {key: value for each in options for key, value in dataclasses.asdict(each).items()}
+    found = {key: value for key, value in written(name).items() if key != "layer_method"}
+    assert issubclass(get_class(found.pop("_target_")), LayerwiseMergingAlgorithm)
+    found |= {key: float(value) for key, value in found.items() if key == "lr"}  # YAML reads 1e-3 as a text
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_algorithm_made_in_python_has_the_options_of_the_yaml(name):
+    config = LayerwiseMergingAlgorithm(name).config
+    for key in written(name).keys() - {"_target_", "lr"}:
+        assert config[key] == written(name)[key], key
+
+
+def test_a_method_that_is_not_registered_is_refused_with_those_that_are():
+    with pytest.raises(ValueError, match="one of nufilt, spectral, got 'sum'"):
+        find_method("sum")
