@@ -8,7 +8,7 @@ one of test images, with a model pool of its name:
 
     nufilt compare --modelpool judge_long "hydra.searchpath=[file://JUDGES/config]" ...
 
-What a judge is was written down, and committed, before anything was merged on it; see docs/spectral.md.
+What a judge is was written down, and committed, before anything was merged on it; see docs/notes/judges.md.
 """
 
 import argparse
