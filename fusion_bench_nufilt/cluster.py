@@ -26,17 +26,20 @@ _TRIES = 3  # a piece of work that kills so many workers will kill the next one,
 def run_locally(work: Work, do: Callable[..., Any], processes: int) -> Results:
     """Yield names and results as processes finish them; they share the cores, and each sees one GPU if there are some.
 
-    Raises:
-        ValueError: a process was killed, which ends the others, too.
+    A process that is killed ends the others, too, with a ValueError.
     """
     gpus = multiprocessing.get_context("spawn").SimpleQueue()
     for gpu in assign_gpus(processes):
         gpus.put(gpu)
+
+    def named(name: str, piece: tuple[Any, ...]) -> tuple[str, Any]:
+        return name, do(*piece)
+
     # Processes hold models, so that idle ones end soon.
     with parallel_config("loky", initializer=_see_one_gpu, initargs=(gpus,), idle_worker_timeout=10):
         run = Parallel(processes, batch_size=1, return_as="generator_unordered")
         try:
-            yield from run(delayed(_named)(name, do, piece) for name, piece in work.items())
+            yield from run(delayed(named)(*item) for item in work.items())
         except BrokenProcessPool:
             raise ValueError("a process was killed, perhaps for want of memory: run on with fewer --jobs") from None
 
@@ -53,10 +56,6 @@ def _see_one_gpu(gpus: Any) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # CUDA reads it when it is first used
 
 
-def _named(name: str, do: Callable[..., Any], piece: tuple[Any, ...]) -> tuple[str, Any]:
-    return name, do(*piece)
-
-
 class Node(NamedTuple):
     """Where one worker runs: on all CPUs of a node, or on a GPU and its share of them."""
 
@@ -68,11 +67,7 @@ class Node(NamedTuple):
 
 
 def connect(address: str | None) -> Any:
-    """Connect Ray to the cluster at an address; None is the one that this machine belongs to, or a new one on it.
-
-    Raises:
-        ValueError: Ray is not installed, or there is no cluster; says what to do.
-    """
+    """Connect Ray to the cluster at an address; None is the one that this machine belongs to, or a new one on it."""
     try:
         import ray
         import ray.util.scheduling_strategies
@@ -130,14 +125,9 @@ class Worker:
 def run_on_cluster(ray: Any, nodes: Sequence[Node], work: Work, make: Make, *arguments: Any) -> Results:
     """Yield names and results as workers on the nodes find them.
 
+    ``make`` is called once on each node, with ``arguments``, and returns the function that does a piece of work there.
     Ray's own retries would repeat a call on the same actor, and wait for ever for the CPUs or GPUs of a lost node. So
     what was given to workers that died is given to the others here, after all else.
-
-    Args:
-        ray: connected to the cluster.
-        nodes: where to start workers.
-        work: what they do.
-        make: called once on each node, with ``arguments``; returns the function that does a piece of work there.
 
     Raises:
         ValueError: ``make`` or the work raises one or an OSError, or a node has other versions of the packages; names

@@ -69,9 +69,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def __init__(self, **kwargs: Any) -> None:
         _, others = split_options([ProtocolConfig], kwargs)
-        for key in others:
-            if key not in self._config_mapping.values():
-                raise ValueError(f"{type(self).__name__}: {unknown_option(key, self._config_mapping.values())}")
+        if unknown := others.keys() - set(known := self._config_mapping.values()):
+            raise ValueError(f"{type(self).__name__}: {unknown_option(min(unknown), known)}")
         super().__init__(**kwargs)
 
     # --- what a method says of itself ---
@@ -124,8 +123,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def on_run_start(self) -> None:
         """Use the task pool that the model pool brings along, unless the user named one."""
-        if self._program is not None:
-            use_bundled_taskpool(self._program)
+        use_bundled_taskpool(self._program)
 
     @torch.no_grad()
     def run(
@@ -134,7 +132,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         taskpool: Any = None,
         on_step: Callable[[int], Any] | None = None,
     ) -> nn.Module:
-        """Merge all models of a pool.
+        """Merge all models of a pool and return the merged model; :attr:`matrix` holds the scores.
 
         Args:
             modelpool: FusionBench model pool, or a dict of models; ``_pretrained_`` is the pretrained one, and
@@ -142,9 +140,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             taskpool: FusionBench task pool, or an evaluator that other runs share; default: the program's task pool.
                 Without one nothing is scored.
             on_step: called with the number of each step that is merged, saved and scored.
-
-        Returns:
-            The merged model. :attr:`matrix` holds the scores.
         """
         if not isinstance(modelpool, BaseModelPool):
             modelpool = BaseModelPool(dict(modelpool))
@@ -250,8 +245,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     def _resume(self, merged: nn.Module) -> int:
         """Give ``merged`` the weights after the newest whole step in the log directory; return that step's number."""
         first, last = self.first_step, self.first_step - 1 + len(self.matrix.tasks)
-        found = None if self.folder is None else self.folder.newest_step(first, last, self._description())
-        if self.folder is None or found is None:
+        if self.folder is None or (found := self.folder.newest_step(first, last, self._description())) is None:
             return first - 1
         folder, manifest = found
         step = manifest["step"]

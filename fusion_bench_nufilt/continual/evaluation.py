@@ -29,10 +29,7 @@ Results = dict[str, dict[str, float]]  # metrics by task
 class TasksByName(ABC):
     """A task pool that can be asked to score some of its tasks alone."""
 
-    @property
-    @abstractmethod
-    def task_names(self) -> list[str]:
-        """The names of all tasks."""
+    task_names: list[str]  # all tasks
 
     @abstractmethod
     def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None) -> Results:
@@ -53,12 +50,9 @@ class Evaluator:
         self._warned: set[str] = set()
 
     def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
-        """Return FusionBench's report of a model.
+        """Return FusionBench's report of a model, which may be moved to the task pool's device.
 
-        Args:
-            model: may be moved to the task pool's device.
-            tasks: what to evaluate; a task that the pool lacks is left out, with a warning.
-            others: whether to evaluate the other tasks of the pool as well.
+        A task that the pool lacks is left out, with a warning; ``others`` adds the tasks of the pool beyond ``tasks``.
         """
         trainable, total = count_parameters(model)
         info = {"trainable_params": trainable, "all_params": total, "trainable_percentage": trainable / total}

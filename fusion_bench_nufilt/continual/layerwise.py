@@ -32,9 +32,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
     Args:
         layer_method: the name of a method in :data:`fusion_bench_nufilt.methods.METHODS`.
-        **kwargs: the options of that method, of :class:`fusion_bench_nufilt.layers.TargetConfig`,
-            :class:`fusion_bench_nufilt.continual.protocol.DeviceConfig` and
-            :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
+        **kwargs: the options of that method and of ``TargetConfig``, ``DeviceConfig`` and ``ProtocolConfig``.
 
     Raises:
         ValueError: a value is out of its range, or there is no such method or option; names it.
@@ -155,10 +153,7 @@ class NufiltContinualMergingAlgorithm(LayerwiseMergingAlgorithm):
     """Null-space filtering for data-free continual model merging (Qiu et al., ICLR 2026).
 
     Args:
-        **kwargs: the options of :class:`fusion_bench_nufilt.core.FusionConfig`,
-            :class:`fusion_bench_nufilt.layers.TargetConfig`,
-            :class:`fusion_bench_nufilt.continual.protocol.DeviceConfig` and
-            :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
+        **kwargs: the options of ``FusionConfig``, ``TargetConfig``, ``DeviceConfig`` and ``ProtocolConfig``.
 
     Raises:
         ValueError: a value is out of its range, or there is no such option; names it.

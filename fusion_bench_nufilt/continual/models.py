@@ -19,9 +19,6 @@ def load_model(modelpool: BaseModelPool, name: str) -> tuple[nn.Module, list[str
     """Load a model of a pool, and tell which of its weights were drawn at random.
 
     transformers draws every weight that a checkpoint lacks, and says so in a warning only.
-
-    Raises:
-        ValueError: it is no torch module.
     """
     with _drawn_at_random() as drawn:
         model = modelpool.load_model(name)
@@ -63,14 +60,9 @@ def describe_model(modelpool: BaseModelPool, name: str) -> Any:
 
 
 def merged_before(modelpool: BaseModelPool, num_merged: int | None) -> tuple[list[str], int]:
-    """Return the names of the models in the pool's ``_merged_`` model, if there is one, and the next one's number.
+    """Return the names of the models in the pool's ``_merged_`` model, if it has one, and the number of the next model.
 
-    Args:
-        modelpool: may have no such model; then the next number is 1.
-        num_merged: how many models are in it; None: the manifest of its checkpoint says, which also has the names.
-
-    Raises:
-        ValueError: their number is not known, or is given where there is no such model.
+    The manifest of its checkpoint has the names and their number, unless ``num_merged`` says how many they are.
     """
     if MERGED not in modelpool.all_model_names:
         if num_merged is not None:

@@ -23,7 +23,7 @@ def use_bundled_taskpool(program: Any) -> None:
 
     FusionBench has a few pairs of the same name, such as ``modelpool=gpt-2_glue`` and ``taskpool=gpt-2_glue``.
     """
-    if program._modelpool is None or not isinstance(program.taskpool, DummyTaskPool):
+    if program is None or program._modelpool is None or not isinstance(program.taskpool, DummyTaskPool):
         return
     run = HydraConfig.get() if HydraConfig.initialized() else None
     if run is not None and any(word.lstrip("+~").startswith("taskpool") for word in run.overrides.task):

@@ -18,11 +18,7 @@ option = partial(options.option, panel="Protocol")
 
 @dataclass(frozen=True)
 class ProtocolConfig:
-    """How a stream of models is merged, scored and saved, whatever the method.
-
-    Raises:
-        ValueError: a value out of its range; the message names the key.
-    """
+    """How a stream of models is merged, scored and saved, whatever the method; a ValueError names a bad key."""
 
     shuffle_order: bool = option(
         True,
@@ -59,11 +55,7 @@ class ProtocolConfig:
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """Where layers are computed.
-
-    Raises:
-        ValueError: the value is neither all nor a list of numbers.
-    """
+    """Where layers are computed; anything but all and a list of numbers is a ValueError."""
 
     devices: Literal["all"] | Sequence[int] | None = options.option(
         None,
@@ -79,11 +71,7 @@ class DeviceConfig:
             raise ValueError(f"devices must be all, or a list of numbers of GPUs such as [0,1], got {numbers!r}")
 
     def choose(self, otherwise: torch.device) -> list[torch.device]:
-        """Return the devices, which are ``otherwise`` if none are named.
-
-        Raises:
-            ValueError: all GPUs are wanted and there is none.
-        """
+        """Return the devices, which are ``otherwise`` if none are named; all of no GPUs is a ValueError."""
         if self.devices is None:
             return [otherwise]
         numbers = range(torch.cuda.device_count()) if self.devices == "all" else self.devices

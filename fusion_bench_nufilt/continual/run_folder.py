@@ -41,19 +41,14 @@ class RunFolder:
         save_checkpoint(model, self._checkpoint(step), about, state)
 
     def load_step(self, step: int, model: nn.Module) -> None:
-        """Give ``model`` the weights that it had after a step.
-
-        Raises:
-            ValueError: that step is damaged; names the file.
-        """
+        """Give ``model`` the weights that it had after a step; damage is a ValueError that names the file."""
         read_whole_checkpoint(self._checkpoint(step))
         load_checkpoint(model, self._checkpoint(step))
 
     def newest_step(self, first: int, last: int, run: Mapping[str, Any]) -> tuple[Path, Manifest] | None:
         """Return folder and manifest of the newest whole step between two; damaged steps are passed over.
 
-        Raises:
-            ValueError: that step is of another run than ``run`` describes; names what differs.
+        Refuse a step of another run than ``run`` describes, naming what differs.
         """
         for step in range(last, first - 1, -1):
             folder = self._checkpoint(step)
@@ -81,11 +76,7 @@ class RunFolder:
 
 @contextmanager
 def open_run_folder(path: str | None) -> Iterator[RunFolder | None]:
-    """Hold the log directory for the length of a run; None where there is none.
-
-    Raises:
-        ValueError: nothing can be written there, or another run is writing there; names its process.
-    """
+    """Hold the log directory, if there is one, for a run; refuse one where nothing or another process can write."""
     if path is None:
         yield None
         return

@@ -36,15 +36,11 @@ class Recipe:
 
     edition: int = 1  # is raised when the code changes the models of the same numbers
     seed: int = 0
-    # torch threads while building: a fixed number, because the order of sums depends on it, and one, because two
-    # threads that wait for each other come to a crawl when the machine is busy
-    threads: int = 1
+    threads: int = 1  # the order of sums depends on it, and on a busy machine two would come to a crawl
 
-    # pictures of each task
-    train_pictures: int = 2000
+    train_pictures: int = 2000  # of each task
     test_pictures: int = 320
 
-    # the model
     width: int = 128
     layers: int = 3
     heads: int = 4
@@ -53,18 +49,14 @@ class Recipe:
     text_width: int = 64
     text_layers: int = 1
 
-    # pretraining on all tasks at once
-    text_steps: int = 100
+    text_steps: int = 100  # before and after pretraining, which is on all tasks at once
     text_lr: float = 2e-3
     pretrain_steps: int = 1000
     pretrain_lr: float = 2e-3
     pretrain_warmup: int = 50
     misalignment: float = 6.0  # how far, in feature lengths, prompts are then moved away from their pictures
-
-    # fine-tuning on one task
     finetune_steps: int = 90
     finetune_lr: float = 5e-4
-
     batch: int = 64
 
     def fingerprint(self) -> str:
@@ -146,7 +138,6 @@ def initialise_embeddings(clip: CLIPModel, pictures: Tensor, generator: Generato
     embeddings = clip.vision_model.embeddings
     weight = embeddings.patch_embedding.weight
     width, _, size, _ = weight.shape
-
     patches = F.unfold(normalise(pictures), size, stride=size).transpose(1, 2).flatten(0, 1)
     _, S, Vh = torch.linalg.svd(patches - patches.mean(0), full_matrices=False)
     std = S / len(patches) ** 0.5
@@ -212,7 +203,6 @@ def pretrain(recipe: Recipe, folder: Path, tick: Tick) -> tuple[CLIPModel, CLIPT
     generator = Generator().manual_seed(recipe.seed)
     tokenizer = make_tokenizer(folder)
     clip = make_clip(recipe, tokenizer).train()
-
     drawn = [draw_pictures(recipe, task, held_out=False) for task in TASKS]
     pictures = torch.cat([images for images, _ in drawn])
     seen = accumulate((len(task.classes) for task in TASKS.values()), initial=0)  # each task's first class among all

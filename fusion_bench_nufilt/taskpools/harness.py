@@ -26,12 +26,7 @@ Results = dict[str, dict[str, Any]]
 
 
 class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
-    """One task of an evaluation harness for each model of a pool.
-
-    Args:
-        tasks: the harness's tasks by the names of the models, or a list where the names are the same.
-        metric: the metric that counts, without its filter; None takes the first of ``metrics`` that a task has.
-    """
+    """One task of an evaluation harness for each model of a pool."""
 
     metrics: ClassVar[tuple[str, ...]]
 
@@ -39,22 +34,11 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
         super().__init__(**kwargs)
         plain: Any = OmegaConf.to_container(tasks) if OmegaConf.is_config(tasks) else tasks
         self._names: dict[str, str] = dict(plain) if isinstance(plain, Mapping) else {name: name for name in plain}
+        self.task_names = list(self._names)  # those of the models
         self._metrics = self.metrics if metric is None else (metric,)
 
-    @property
-    def task_names(self) -> list[str]:
-        """The names of the models."""
-        return list(self._names)
-
     def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
-        """Score a model.
-
-        Args:
-            model: a model of transformers.
-            tasks: names of the models whose tasks count; None is all.
-
-        Returns:
-            ``{name: {"accuracy": score}}``; the score is the metric's, which need not be an accuracy.
+        """Return ``{name: {"accuracy": score}}``, where the score is the metric's, which need not be an accuracy.
 
         Raises:
             ValueError: a task does not have the metric; the message lists the metrics it has.
@@ -129,16 +113,9 @@ class LMEvalTaskPool(HarnessTaskPool):
         scored = lm_eval.models.huggingface.HFLM(
             pretrained=model.to(self.fabric.device), tokenizer=self.tokenizer, batch_size=self.batch_size
         )
-        results: Results = lm_eval.simple_evaluate(
-            scored,
-            tasks=tasks,
-            num_fewshot=self.num_fewshot,
-            limit=self.limit,
-            apply_chat_template=self.apply_chat_template,
-            task_manager=manager,
-            log_samples=False,
-            bootstrap_iters=0,
-        )["results"]
+        settings = {key: getattr(self, key) for key in ("num_fewshot", "limit", "apply_chat_template")}
+        settings |= {"task_manager": manager, "log_samples": False, "bootstrap_iters": 0}
+        results: Results = lm_eval.simple_evaluate(scored, tasks=tasks, **settings)["results"]
         return results
 
     def get_test_dataloader(self, task: str) -> "DataLoader[str]":
@@ -156,7 +133,6 @@ class LMEvalTaskPool(HarnessTaskPool):
         return DataLoader(prompts, batch_size=self.batch_size, collate_fn=tokenize)
 
     def _manager(self) -> Any:
-        _lm_eval()
         manager = _task_manager(self.include_path, self.num_fewshot)
         if unknown := sorted(set(self._names.values()) - {*manager.all_tasks, *manager.all_groups}):
             raise ValueError(f"lm-eval knows no task '{unknown[0]}'; include_path names a folder with more")
@@ -177,10 +153,9 @@ def _task_manager(include_path: str | None, num_fewshot: int | None) -> Any:
 
     Indexing takes seconds, and a loaded task remembers its number of examples, so that each number has its own index.
     """
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=include_path)
-    load = cache(lambda names: TaskManager.load(manager, list(names)))
+    kind = _lm_eval().tasks.TaskManager
+    manager = kind(include_path=include_path)
+    load = cache(lambda names: kind.load(manager, list(names)))
     manager.load = lambda names: load(tuple(names))
     return manager
 
@@ -248,14 +223,13 @@ class LMMSEvalTaskPool(HarnessTaskPool):
             folder, out = Path(temporary) / "model", Path(temporary) / "results"
             model.save_pretrained(folder, safe_serialization=True)
             AutoProcessor.from_pretrained(self.processor).save_pretrained(folder)
-            device, further = str(self.fabric.device), []
+            device, command = str(self.fabric.device), [self._python, "-m", "lmms_eval"]
+            command += [f"--model={self.model}", f"--model_args=pretrained={folder},device_map={device}"]
+            command += [f"--tasks={','.join(tasks)}", f"--device={device}", "--batch_size=1", f"--output_path={out}"]
             if self.include_path is not None:
-                further.append(f"--include_path={Path(self.include_path).expanduser().absolute()}")
+                command.append(f"--include_path={Path(self.include_path).expanduser().absolute()}")
             if self.limit is not None:
-                further.append(f"--limit={self.limit}")
-            command = [self._python, "-m", "lmms_eval", f"--model={self.model}", f"--tasks={','.join(tasks)}"]
-            command += [f"--model_args=pretrained={folder},device_map={device}", f"--device={device}"]
-            command += ["--batch_size=1", f"--output_path={out}", *further]
+                command.append(f"--limit={self.limit}")
             environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
             pipes: Any = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             done = subprocess.run(command, cwd=temporary, env=environment, **pipes)

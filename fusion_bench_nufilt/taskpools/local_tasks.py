@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import PIL.Image
 from datasets import ClassLabel, Dataset, Features, Image, load_from_disk
@@ -11,15 +12,14 @@ from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
 def load_image_task(name: str, path: str, template: str, classnames: Sequence[str] | None = None) -> Dataset:
     """Load a test set, and register its class names and its prompt: ``_target_`` of an entry of ``test_datasets``.
 
+    The data set has the columns ``image`` (PIL) and ``label`` (int).
+
     Args:
         name: the name of the task, which is the key of this entry in the task pool and of its model in the model pool.
         path: a folder of images with one subfolder for each class, or a folder written by ``datasets``'
             ``save_to_disk``.
         template: the prompt, with ``{}`` for the class name.
         classnames: the name of each label; None takes those of the data set, which are the names of the subfolders.
-
-    Returns:
-        A data set with columns ``image`` (PIL) and ``label`` (int).
 
     Raises:
         ValueError: there are no images or several splits, a column is missing, a label has no name, or the template
@@ -44,19 +44,11 @@ def load_image_task(name: str, path: str, template: str, classnames: Sequence[st
 
 
 def load_images(name: str, path: str) -> Dataset:
-    """Load the images of a task: ``_target_`` of an entry of ``train_datasets``.
+    """Load the images and labels of a task: ``_target_`` of an entry of ``train_datasets``.
 
-    Args:
-        name: the name of the task.
-        path: a folder as for :func:`load_image_task`, with the labels of the test set.
-
-    Returns:
-        A data set with columns ``image`` (PIL) and ``label`` (int).
-
-    Raises:
-        ValueError: there are no images or several splits, or a column is missing.
+    The folder is of a kind that :func:`load_image_task` takes, and what is wrong with it is a ValueError.
     """
-    dataset = _load(name, Path(path))
+    dataset = _read(name, Path(path))
     if missing := {"image", "label"} - set(dataset.column_names):
         raise ValueError(
             f"task '{name}': '{path}' has no column {' and no '.join(sorted(missing))}, only "
@@ -67,17 +59,12 @@ def load_images(name: str, path: str) -> Dataset:
 
 def register_task(name: str, classnames: Sequence[str], template: str) -> None:
     """Tell FusionBench the class names and the prompt of a task, in place of any that it knows by that name."""
-    classnames, templates = list(classnames), [template.format]
-    # `register_dataset` of FusionBench 0.2.33 misspells a key if it is only given class names and templates.
-    CLIPTemplateFactory.register_dataset(
-        name,
-        dataset_info={"classnames": classnames, "templates": templates},
-        classnames=classnames,
-        templates=templates,
-    )
+    info: dict[str, Any] = {"classnames": list(classnames), "templates": [template.format]}
+    # FusionBench 0.2.33 misspells a key if it is only given class names and templates.
+    CLIPTemplateFactory.register_dataset(name, dataset_info=info, **info)
 
 
-def _load(name: str, path: Path) -> Dataset:
+def _read(name: str, path: Path) -> Dataset:
     if (path / "dataset_dict.json").exists():
         raise ValueError(f"task '{name}': '{path}' holds several splits: name the folder of one, inside it")
     if (path / "state.json").exists():
@@ -89,8 +76,6 @@ def _load(name: str, path: Path) -> Dataset:
         raise ValueError(
             f"task '{name}': '{path}' has neither subfolders with images, one for each class, nor a saved data set"
         )
-    folders = [file.parent.name for file in files]
-    return Dataset.from_dict(
-        {"image": [str(file) for file in files], "label": folders},
-        features=Features({"image": Image(), "label": ClassLabel(names=sorted(set(folders)))}),
-    )
+    classes = [file.parent.name for file in files]
+    features = Features({"image": Image(), "label": ClassLabel(names=sorted(set(classes)))})
+    return Dataset.from_dict({"image": list(map(str, files)), "label": classes}, features=features)
