@@ -1,5 +1,7 @@
 """Tiny models of every family that FusionBench has a pool for, and of others that hold their layers in other ways."""
 
+from collections import OrderedDict
+
 import torch
 import transformers
 from torch import nn
@@ -23,10 +25,8 @@ class OpenClipBlock(nn.Module):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attn = nn.MultiheadAttention(width, 4, batch_first=True)
-        self.mlp = nn.Sequential()
-        self.mlp.add_module("c_fc", nn.Linear(width, 2 * width))
-        self.mlp.add_module("gelu", nn.GELU())
-        self.mlp.add_module("c_proj", nn.Linear(2 * width, width))
+        c_fc, c_proj = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.mlp = nn.Sequential(OrderedDict(c_fc=c_fc, gelu=nn.GELU(), c_proj=c_proj))
 
     def forward(self, x):
         y = self.ln_1(x)
@@ -52,7 +52,6 @@ class OpenClipVision(nn.Module):
 
 def _build(name, config, **settings):
     torch.manual_seed(0)
-    settings = {**settings, "attn_implementation": "eager"} if name.startswith("GptOss") else settings
     model = getattr(transformers, name)(getattr(transformers, config)(**settings)).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # some are left uninitialised, or at zero
@@ -72,7 +71,7 @@ FAMILIES = {
     "mistral": lambda: _build("MistralForCausalLM", "MistralConfig", **WIDE, num_key_value_heads=2),
     "qwen2": lambda: _build("Qwen2ForCausalLM", "Qwen2Config", **WIDE, num_key_value_heads=2),
     "mixtral": lambda: _build("MixtralForCausalLM", "MixtralConfig", **EXPERTS),
-    "gpt_oss": lambda: _build("GptOssForCausalLM", "GptOssConfig", **EXPERTS, head_dim=8),
+    "gpt_oss": lambda: _build("GptOssForCausalLM", "GptOssConfig", **EXPERTS, head_dim=8, attn_implementation="eager"),
     "granitemoe": lambda: _build("GraniteMoeForCausalLM", "GraniteMoeConfig", **EXPERTS),
     "deepseek_v2": lambda: _build("DeepseekV2ForCausalLM", "DeepseekV2Config", **DEEPSEEK),
     "roberta": lambda: _build("RobertaForSequenceClassification", "RobertaConfig", **WIDE, max_position_embeddings=40),

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fusion_bench_nufilt.layers import View, select_layers, views
+from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.layers.views import View, views
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .checkpoint import Checkpoint, Parts, part

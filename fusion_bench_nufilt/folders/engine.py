@@ -24,7 +24,7 @@ from fusion_bench_nufilt.cluster import Node, connect, find_nodes, run_on_cluste
 from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.core.workers import DevicePool, map_layers
-from fusion_bench_nufilt.layers import running_mean
+from fusion_bench_nufilt.layers.models import running_mean
 from fusion_bench_nufilt.methods import State
 from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, FLOATS, TensorInfo, digest, raw
 

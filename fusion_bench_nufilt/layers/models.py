@@ -69,19 +69,18 @@ def check_model(
 @torch.no_grad()
 def merge_other_params(
     merged: nn.Module, task: nn.Module, layers: Mapping[str, View], counts: defaultdict[str, int]
-) -> int:
+) -> None:
     """Average everything in the state dict of ``merged`` that is outside the merged layers, in place.
 
     The mean of an entry is that of the models which have it in the shape of ``merged``, and ``counts`` is their number,
     which is updated. Until one of them has it, the entry stays the pretrained model's, and so does one that is not
-    floating point. Returns the number of entries that were written.
+    floating point.
     """
     ours, theirs = merged.state_dict(keep_vars=True), task.state_dict()
     in_layers: dict[int, list[View]] = defaultdict(list)
     for view in layers.values():
         in_layers[id(ours[view.key])].append(view)
     done: set[int] = set()
-    written = 0
     for key, value in ours.items():
         parts = in_layers[id(value)]
         whole = sum(math.prod(view.shape) for view in parts) == value.numel()
@@ -96,8 +95,6 @@ def merge_other_params(
         for view in parts:  # the parameter also holds merged layers, which stay
             view.copy(value, new)
         value.copy_(new)
-        written += 1
-    return written
 
 
 def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:

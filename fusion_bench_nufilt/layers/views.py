@@ -95,13 +95,11 @@ def _views_of(name: str, module: nn.Module) -> Iterator[View]:
     own = dict(module.named_parameters(recurse=False))
 
     def one(attribute: str, *, part: str = "", transposed: bool = False, linear: bool = True) -> Iterator[View]:
-        """Yield the whole parameter as one matrix."""
         parameter = own.get(attribute)
         if parameter is not None and parameter.dtype in FLOATS and parameter.ndim >= 2:
             yield _view(name, attribute, part, parameter, (0, len(parameter)), transposed, linear)
 
     def experts(attribute: str, *, part: str, transposed: bool) -> Iterator[View]:
-        """Yield each entry of the first dimension as a matrix."""
         for expert in range(len(own[attribute])):
             rows = (expert, expert + 1)
             yield _view(name, attribute, join(str(expert), part), own[attribute], rows, transposed, True)

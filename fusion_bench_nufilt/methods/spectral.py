@@ -84,12 +84,9 @@ class Spectral(LayerMethod):
         if s_1 == 0:
             return state
         votes, count = state["votes"].double(), state["count"] + 1
-        if count == 1:
-            votes = tau
-        elif count == 2:
-            votes = vote(votes)[0] + A
-        else:
-            votes = votes + A
+        if count == 2:  # the first task stood for itself
+            votes = vote(votes)[0]
+        votes = tau if count == 1 else votes + A
         mean = state["mean"] + (s_1 - state["mean"]) / count
         return {"votes": votes.to(state["votes"].dtype), "mean": mean, "count": count}
 

@@ -13,6 +13,7 @@ from tests.core.matrices import random_layer
 from tests.core.test_fusion import only
 
 CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, lr=1e-2, max_steps=5)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def low_rank(d_o, d_i, rank, seed):
@@ -85,9 +86,6 @@ def test_factors_that_do_not_fit_are_refused_with_their_shapes():
     ]:
         with pytest.raises(ValueError, match=f"model 'task', layer 'w': .*{message}"):
             fuse_layers({"w": theta_0}, {"w": theta}, {"w": factors}, CONFIG)
-
-
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

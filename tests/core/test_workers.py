@@ -1,6 +1,7 @@
 """Laws of layers that are solved side by side, by threads and devices; two that are the CPU stand in for two GPUs."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -122,11 +123,8 @@ def test_every_device_is_at_work_and_none_on_two_stacks_at_a_time():
             held.append(device)
             together.wait()
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(work, range(6)))
     assert all(len(set(held[i : i + 3])) == 3 for i in (0, 3))
 
 

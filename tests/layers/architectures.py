@@ -34,7 +34,9 @@ def model(name: str, config: str, **settings: Any) -> Callable[[], torch.nn.Modu
 
 T5 = {"d_model": 768, "d_ff": 2048, "num_layers": 12, "num_heads": 12, "feed_forward_proj": "gated-gelu"}
 QWEN = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+QWEN |= {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_key_value_heads": 8}
+LLAMA_1B |= {"vocab_size": 128256, "num_labels": 1}
 DEEPSEEK = {"hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 27, "num_attention_heads": 16}
 DEEPSEEK |= {"q_lora_rank": None, "kv_lora_rank": 512, "moe_intermediate_size": 1408, "n_routed_experts": 64}
 DEEPSEEK |= {"n_shared_experts": 2, "num_experts_per_tok": 6, "vocab_size": 102400, "first_k_dense_replace": 1}
@@ -44,16 +46,12 @@ MODELS = {
     "CLIP ViT-B/32": model("CLIPVisionModel", "CLIPVisionConfig"),
     "Flan-T5-base": model("T5ForConditionalGeneration", "T5Config", **T5, tie_word_embeddings=False),
     "Llama-2-7B": model("LlamaForCausalLM", "LlamaConfig"),
-    "Qwen2.5-1.5B": model(
-        "Qwen2ForCausalLM", "Qwen2Config", **QWEN, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True
-    ),
+    "Qwen2.5-1.5B": model("Qwen2ForCausalLM", "Qwen2Config", **QWEN),
     "Mistral-7B": model("MistralForCausalLM", "MistralConfig"),
     "Mixtral-8x7B": model("MixtralForCausalLM", "MixtralConfig"),
     "DeepSeek-V2-Lite": model("DeepseekV2ForCausalLM", "DeepseekV2Config", **DEEPSEEK),
     "RoBERTa-base, classifier": model("RobertaForSequenceClassification", "RobertaConfig", vocab_size=50265),
-    "Llama-3.2-1B, reward model": model(
-        "LlamaForSequenceClassification", "LlamaConfig", **LLAMA_1B, vocab_size=128256, num_labels=1
-    ),
+    "Llama-3.2-1B, reward model": model("LlamaForSequenceClassification", "LlamaConfig", **LLAMA_1B),
     "GPT-2": model("GPT2Model", "GPT2Config"),
     "ResNet-50": model("ResNetForImageClassification", "ResNetConfig"),
     "ConvNeXt-Base": model("ConvNextForImageClassification", "ConvNextConfig", **CONVNEXT),

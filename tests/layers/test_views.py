@@ -9,8 +9,8 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm, fuse_layers
-from fusion_bench_nufilt.layers import TargetConfig, coverage, select_layers, views
-from fusion_bench_nufilt.layers.views import opaque
+from fusion_bench_nufilt.layers import TargetConfig, coverage, select_layers
+from fusion_bench_nufilt.layers.views import opaque, views
 from tests.families import FAMILIES, OpenClipBlock, openclip
 from tests.models import clip, finetuned, full_clip
 
@@ -86,13 +86,12 @@ def test_a_convolution_in_another_memory_format_gives_the_same():
 
 
 class Experts(nn.Module):
-    """Fused experts in either orientation, with 5 inputs and 3 hidden units."""
+    """Two fused experts in either orientation."""
 
-    def __init__(self, transposed, experts=2):
+    def __init__(self, transposed, inputs=5, hidden=3):
         super().__init__()
-        up, down = (6, 5), (5, 3)
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, *(up[::-1] if transposed else up)))
-        self.down_proj = nn.Parameter(torch.empty(experts, *(down[::-1] if transposed else down)))
+        shapes = [shape[::-1] if transposed else shape for shape in ((2 * hidden, inputs), (inputs, hidden))]
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.empty(2, *shape)) for shape in shapes)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -110,12 +109,10 @@ def test_each_fused_expert_is_merged_as_it_is_alone(transposed):
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 4), (4, 8)])
 def test_the_orientation_of_fused_experts_is_told_by_the_two_shapes(sizes):
     inputs, hidden = sizes
+    shapes = {(2 * hidden, inputs), (inputs, hidden)}
     for transposed in (False, True):
-        module = Experts(transposed)
-        shapes = [(2 * hidden, inputs), (inputs, hidden)]
-        up, down = [shape[::-1] if transposed else shape for shape in shapes]
-        module.gate_up_proj, module.down_proj = (nn.Parameter(torch.empty(2, *shape)) for shape in (up, down))
-        assert {(view.transposed, view.shape) for view in views(module)} == {(transposed, shape) for shape in shapes}
+        found = views(Experts(transposed, inputs, hidden))
+        assert {(view.transposed, view.shape) for view in found} == {(transposed, shape) for shape in shapes}
 
 
 @pytest.mark.parametrize("make", [*FAMILIES.values(), openclip], ids=[*FAMILIES, "openclip"])

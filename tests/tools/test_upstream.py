@@ -79,9 +79,8 @@ def test_it_stays_small(laid):
 
 def lines_of_code(path):
     source = path.read_text()
-    texts = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
-    texts = [node for node in texts if isinstance(node.value, ast.Constant)]
-    skipped = {line for node in texts for line in range(node.lineno, node.end_lineno + 1)}
+    texts = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    skipped = {line for text in texts for line in range(text.lineno, text.end_lineno + 1)}
     lines = [line.strip() for number, line in enumerate(source.splitlines(), 1) if number not in skipped]
     return sum(line != "" and not line.startswith("#") for line in lines)
 
