@@ -4,10 +4,8 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
-from fusion_bench_nufilt.analysis import subspaces
 from fusion_bench_nufilt.commands.app import app
 from fusion_bench_nufilt.storage.files import lock_folder
 from tests.models import finetuned, llama
@@ -48,13 +46,6 @@ def test_a_finished_run_measures_as_the_method_itself(demo, fusion_bench, tmp_pa
     assert (live / "losses.csv").read_text() == (kept / "losses.csv").read_text()
 
 
-def test_what_is_no_run_is_named_before_any_work(tmp_path):
-    done = analyze(tmp_path / "out", "--run", str(tmp_path))
-    assert done.exit_code == 1
-    assert "is no log directory of a run" in done.output.replace("\n", "")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -67,12 +58,14 @@ def test_what_is_no_run_is_named_before_any_work(tmp_path):
         (("--base", "x", "--task", "y", "--samples", "9"), "--samples does not go with --base"),
         (("--base", "x", "--task", "y", "taskpool=z"), "taskpool=z does not go with --base"),
         (("--run", "x", "--methods", "opcm"), "--run and --methods"),
+        (("--run", "x"), "'x' is no log directory of a run"),
     ],
 )
-def test_wrong_settings_are_named(tmp_path, words, message):
-    done = analyze(tmp_path, *words)
+def test_wrong_settings_are_named_before_any_work(tmp_path, words, message):
+    done = analyze(tmp_path / "out", *words)
     assert done.exit_code == 1
     assert message in done.output.replace("\n", " ")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture
@@ -108,14 +101,3 @@ def test_a_merged_folder_is_one_more_vector_and_a_second_analysis_is_refused(fol
     done = analyze(tmp_path, *words, "--data-rank", "4")
     assert done.exit_code == 0, done.output
     assert "law and merged so far" in done.stdout
-
-
-def test_block_iteration_agrees_with_the_direct_solver(monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    U, V = (torch.linalg.qr(torch.randn(d, 200, generator=generator)).Q for d in (300, 260))
-    tau = U * torch.arange(1, 201) ** -0.5 @ V.mT
-    direct = subspaces.task_vector(tau, 8)
-    monkeypatch.setattr(subspaces, "_DIRECT", 0)
-    iterated = subspaces.task_vector(tau, 8)
-    assert torch.allclose(iterated.energy, direct.energy, rtol=1e-3)
-    assert subspaces.overlap(iterated, direct, 8) > 0.999

@@ -30,11 +30,15 @@ def inputs_of(model, module, batches):
     return seen
 
 
+def all_inputs(model, module, batches):
+    return torch.cat([x.flatten(0, -2) for x in inputs_of(model, module, batches)])
+
+
 def test_the_moments_are_those_of_all_tokens(tmp_path):
     model, loader = clip(), pictures(10)
     _, moments = record(model, loader, tmp_path)
     for layer in merged_layers(model, "auto").values():
-        X = torch.cat([x.flatten(0, -2) for x in inputs_of(model, layer.module, loader)])
+        X = all_inputs(model, layer.module, loader)
         assert torch.allclose(moments.read(layer.module), second_moment(X), atol=1e-5)
         assert moments.tokens == len(X) == 10 * 5
 
@@ -75,28 +79,30 @@ def test_moments_are_known_again_only_for_the_same(tmp_path):
     assert known_moments(tmp_path / "elsewhere", {"samples": 3}) is None
 
 
+ABOUT = '{"about": {"samples": 3}, "owner": %s, "files": {}, "tokens": 3}'
+
+
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("file", "text", "message"),
     [
-        (lambda folder: (folder / "about.json").write_text("{}"), "'about'"),
-        (lambda folder: (folder / "about.json").write_text("[1"), "it is no JSON"),
-        (lambda folder: (folder / "about.json").write_text(ABOUT % "[]"), "'owner'"),
-        (lambda folder: (folder / "about.json").write_text(ABOUT % '{"a": "b"}'), "the moment of 'b'"),
-        (lambda folder: (folder / "moments-0.safetensors").unlink(), "can't be read"),
-        (lambda folder: (folder / "moments-0.safetensors").write_bytes(b"x"), "truncated or corrupt"),
+        ("about.json", "{}", "'about'"),
+        ("about.json", "[1", "it is no JSON"),
+        ("about.json", ABOUT % "[]", "'owner'"),
+        ("about.json", ABOUT % '{"a": "b"}', "the moment of 'b'"),
+        ("moments-0.safetensors", None, "can't be read"),
+        ("moments-0.safetensors", "x", "truncated or corrupt"),
     ],
 )
-def test_damaged_moments_are_recorded_again_with_one_warning(tmp_path, caplog, damage, message):
+def test_damaged_moments_are_recorded_again_with_one_warning(tmp_path, caplog, file, text, message):
     record(clip(), pictures(3), tmp_path, about={"samples": 3})
-    damage(tmp_path)
+    (tmp_path / file).unlink()
+    if text is not None:
+        (tmp_path / file).write_text(text)
     assert known_moments(tmp_path, {"samples": 3}) is None
     (line,) = caplog.messages
     assert message in line
     assert str(tmp_path) in line
     assert line.endswith("recording again")
-
-
-ABOUT = '{"about": {"samples": 3}, "owner": %s, "files": {}, "tokens": 3}'
 
 
 def test_samples_are_drawn_once_for_a_seed():
@@ -112,13 +118,10 @@ def test_samples_are_drawn_once_for_a_seed():
 def test_output_distance_is_that_of_the_layers_outputs():
     a, b, loader = clip(0), clip(1), pictures(6)
     views = merged_layers(a, "auto")
-    found = output_distance(a, b, loader, views)
     name, last = list(views.items())[-1]
-    outputs = []
-    for model in (a, b):
-        X = torch.cat([x.flatten(0, -2) for x in inputs_of(model, last.module, loader)])
-        outputs.append(model.get_submodule(last.module)(X).detach())
-    assert found[name] == pytest.approx(float((outputs[0] - outputs[1]).square().sum(dim=1).mean()), rel=1e-4)
+    Y_a, Y_b = (model.get_submodule(last.module)(all_inputs(model, last.module, loader)) for model in (a, b))
+    expected = pytest.approx(float((Y_a - Y_b).square().sum(dim=1).mean()), rel=1e-4)
+    assert output_distance(a, b, loader, views)[name] == expected
     assert set(output_distance(a, a, loader, views).values()) == {0.0}
 
 

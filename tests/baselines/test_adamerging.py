@@ -1,38 +1,31 @@
 """Layer-wise AdaMerging on the new task's images, against a computation of its own."""
 
-from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fusion_bench import BaseModelPool
 from fusion_bench.method.adamerging.entropy_loss import entropy_loss
-from fusion_bench.utils import instantiate
-from lightning import Fabric
 from torch.func import functional_call
 
 from fusion_bench_nufilt.baselines.adamerging import NewTaskAdaMergingAlgorithm
 from fusion_bench_nufilt.baselines.task_data import task_data
-from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.demo import TASKS, load_clip, load_processor, load_test_dataset, load_vision_model, to_pixels
 from fusion_bench_nufilt.demo.train import text_features
-from tests.baselines.glue import GLUE
+from tests.baselines.helpers import GLUE, baseline, demo_images, on_cpu, same, unchanged
 from tests.models import finetuned, t5
 
 
 @pytest.fixture
 def pools(demo):
     """The demo's task pool, its pretrained tower, and two others far enough from it for their weights to matter."""
-    taskpool = instantiate(compose_run(["taskpool=nufilt_demo"]).taskpool)
-    taskpool._fabric_instance = Fabric(devices=1, accelerator="cpu")
     pretrained = load_vision_model("_pretrained_")
     models = {"merged": finetuned(pretrained, 1, scale=0.2), "shapes": finetuned(pretrained, 2, scale=0.2)}
-    return BaseModelPool({"_pretrained_": pretrained} | models), taskpool
+    return BaseModelPool({"_pretrained_": pretrained} | models), demo_images()
 
 
 def algorithm(taskpool, **options):
-    made = NewTaskAdaMergingAlgorithm(**options)
-    made._fabric_instance = Fabric(devices=1, accelerator="cpu")
+    made = on_cpu(NewTaskAdaMergingAlgorithm(**options))
     made._program = SimpleNamespace(taskpool=taskpool)
     return made
 
@@ -82,25 +75,22 @@ def test_it_is_adam_on_the_entropy_of_the_new_tasks_predictions(pools):
 
 def test_without_a_step_it_is_task_arithmetic_and_no_model_of_the_pool_changes(pools):
     modelpool, taskpool = pools
-    before = {name: deepcopy(model.state_dict()) for name, model in modelpool._models.items()}
-    merged = algorithm(taskpool, max_steps=0).run(modelpool)
-    for name, theta in before["_pretrained_"].items():
-        expected = theta + 0.3 * (before["merged"][name] - theta) + 0.3 * (before["shapes"][name] - theta)
-        torch.testing.assert_close(merged.state_dict()[name], expected)
-    for name, model in modelpool._models.items():
-        assert all(torch.equal(value, before[name][key]) for key, value in model.state_dict().items())
+    with unchanged(modelpool._models):
+        merged = algorithm(taskpool, max_steps=0).run(modelpool)
+    theta_0, one, two = (model.state_dict() for model in modelpool._models.values())
+    for name, value in merged.state_dict().items():
+        torch.testing.assert_close(
+            value, theta_0[name] + 0.3 * (one[name] - theta_0[name]) + 0.3 * (two[name] - theta_0[name])
+        )
     assert all(parameter.requires_grad for parameter in merged.parameters())
 
 
 @pytest.mark.parametrize(("form", "kept"), [("paper", 1), ("released", 0)])
 def test_the_papers_form_keeps_what_is_merged_and_the_released_one_drops_it(pools, form, kept):
     modelpool, taskpool = pools
-    overrides = [f"method.form={form}", "method.base_method.max_steps=0", "method.shuffle_order=false"]
-    algorithm = instantiate(compose_run(["method=continual/adamerging", *overrides]).method)
-    algorithm._fabric_instance = taskpool.fabric
-    models = {"_pretrained_": modelpool._models["_pretrained_"]}
-    models |= {"digits": modelpool._models["merged"], "shapes": modelpool._models["shapes"]}
-    merged = algorithm.run(models, taskpool)
+    options = [f"method.form={form}", "method.base_method.max_steps=0", "method.shuffle_order=false"]
+    models = dict(zip(("_pretrained_", "digits", "shapes"), modelpool._models.values(), strict=True))
+    merged = baseline("adamerging", *options).run(models, taskpool)
     theta_0, digits, shapes = (model.state_dict() for model in models.values())
     for name, value in merged.state_dict().items():
         expected = kept * 0.3 * (digits[name] - theta_0[name]) + 0.3 * (shapes[name] - theta_0[name])
@@ -121,7 +111,7 @@ def test_one_object_serves_one_step_after_another(pools):
     models["merged"] = first.run(BaseModelPool({"_pretrained_": models["_pretrained_"], "digits": models["merged"]}))
     second = first.run(BaseModelPool(models))
     expected = algorithm(taskpool, max_steps=2).run(BaseModelPool(models))
-    assert all(torch.equal(a, b) for a, b in zip(second.parameters(), expected.parameters(), strict=True))
+    assert same(second, expected)
 
 
 def test_without_test_data_it_is_refused(pools):
@@ -148,13 +138,3 @@ def test_flan_t5_is_adapted_to_the_first_token_of_answers():
         before, after = (entropy_loss(texts.logits(model, batch)) for model in (start, trained))
     assert after < before
     assert all(parameter.is_leaf and parameter.requires_grad for parameter in trained.parameters())
-
-
-def test_it_runs_under_the_protocol(pools):
-    _, taskpool = pools
-    algorithm = instantiate(compose_run(["method=continual/adamerging", "method.base_method.max_steps=1"]).method)
-    algorithm._fabric_instance = taskpool.fabric
-    models = {name: load_vision_model(name) for name in ("_pretrained_", "digits", "shapes")}
-    merged = algorithm.run(models, taskpool)
-    assert type(merged) is type(models["_pretrained_"])
-    assert algorithm.matrix.missing == []

@@ -1,14 +1,9 @@
 """One table: what each method does with models of each family, and what it refuses."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from fusion_bench import BaseModelPool
-from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
 from fusion_bench.utils import instantiate
-from lightning import Fabric
-from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_nufilt.baselines.wemoe import MIXTURES
@@ -16,8 +11,7 @@ from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.specs import NEED_DATA, parse_methods
 from fusion_bench_nufilt.demo import load_vision_model
 from fusion_bench_nufilt.layers import select_layers
-from tests.baselines.glue import GLUE
-from tests.baselines.test_fusionbench import configured
+from tests.baselines.helpers import GLUE, configured, demo_images, on_cpu, unchanged
 from tests.models import clip, finetuned, llama, t5
 
 
@@ -45,36 +39,30 @@ STEPS = {"dop": "base_method.num_steps", "wudi": "base_method.iter_num", "adamer
 STEPS |= {"lora_wemoe": "max_steps", "sequential_finetuning": "num_steps"}
 
 
-class ScoresByTask(V01TaskPool):
-    """A pool that is not CLIP's, as that of Flan-T5."""
-
-    def __init__(self, tasks):
-        super().__init__(OmegaConf.create({"tasks": [{"name": task} for task in tasks]}))
-
-    def load_task(self, name):
-        return SimpleNamespace(evaluate=lambda model: {"accuracy": 0.5})
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_method_merges_and_scores_every_family_or_says_why_not(family, name, request):
     tasks = ["shapes", "counts"]
-    base, taskpool = FAMILIES[family](), ScoresByTask(tasks)
+    base, taskpool = FAMILIES[family](), GLUE(tasks)
+    if name in NEED_DATA and family != "t5":
+        taskpool = None
     if name in NEED_DATA and family == "clip":
-        base, taskpool = clip_with_images(request)
-    elif name in NEED_DATA and family == "t5":
-        taskpool = GLUE(tasks)
-    models = {"_pretrained_": base} | {task: finetuned(base, seed=i) for i, task in enumerate(tasks)}
-    algorithm = instantiate(config(name))
-    algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu")
+        request.getfixturevalue("demo")
+        base, taskpool = load_vision_model("_pretrained_"), demo_images()
+    models = pool = {"_pretrained_": base} | {task: finetuned(base, seed=i) for i, task in enumerate(tasks)}
     if name == "sequential_finetuning" and family == "clip":
         images = compose_run(["modelpool=nufilt_demo"]).modelpool.train_datasets
-        models = BaseModelPool(models, train_datasets=images)
+        pool = BaseModelPool(models, train_datasets=images)
+    steps = [f"method.{STEPS[name]}=2"] if name in STEPS else []
+    algorithm = on_cpu(instantiate(configured(name if name == "nufilt" else f"continual/{name}", *steps)))
     if why := REFUSED.get((name, family)):
         with pytest.raises(ValueError, match=why):
-            algorithm.run(models, taskpool)
+            algorithm.run(pool, taskpool)
         return
-    merged = algorithm.run(models, taskpool)
+    done = []
+    with unchanged(models):
+        merged = algorithm.run(pool, taskpool, done.append)
+    assert done == [1, 2]
     assert algorithm.matrix.missing == []
     assert type(merged) is (MIXTURES[type(base)] if name == "lora_wemoe" else type(base))
     assert all(torch.isfinite(parameter).all() for parameter in merged.parameters())
@@ -89,16 +77,3 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
         left = "class_embedding" if name == "dop" else "nothing"
         expected = {key for key, _ in base.named_parameters() if not key.endswith(left)}
     assert expected <= changed
-
-
-def config(name):
-    method = name if name == "nufilt" else f"continual/{name}"
-    return configured(method, *([f"method.{STEPS[name]}=2"] if name in STEPS else []))
-
-
-def clip_with_images(request):
-    """The tower and the task pool of the demo."""
-    request.getfixturevalue("demo")
-    taskpool = instantiate(compose_run(["taskpool=nufilt_demo"]).taskpool)
-    taskpool._fabric_instance = Fabric(devices=1, accelerator="cpu")
-    return load_vision_model("_pretrained_"), taskpool

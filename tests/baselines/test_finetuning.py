@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from fusion_bench import BaseModelPool
 from fusion_bench.utils import instantiate
-from lightning import Fabric
 
 from fusion_bench_nufilt.baselines import SequentialFineTuning
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.demo import TASKS, load_clip, load_processor, load_train_dataset, load_vision_model, to_pixels
 from fusion_bench_nufilt.demo.train import Recipe, text_features
+from tests.baselines.helpers import demo_images, on_cpu, same
 
 TWO = ("shapes", "digits")
 
@@ -19,18 +19,12 @@ TWO = ("shapes", "digits")
 def pools(demo):
     """Of two of the demo's tasks; each has one batch of 64 training images."""
     config = compose_run(["modelpool=nufilt_demo"]).modelpool
-    taskpool = instantiate(config.taskpool)
-    taskpool._fabric_instance = Fabric(devices=1, accelerator="cpu")
     config.models = {name: config.models[name] for name in ("_pretrained_", *TWO)}
-    return instantiate(config), taskpool
+    return instantiate(config), demo_images()
 
 
-def algorithm(**options):
-    made = SequentialFineTuning(
-        **{"shuffle_order": False, "learning_rate": 1e-3, "num_steps": 3, "batch_size": 64} | options
-    )
-    made._fabric_instance = Fabric(devices=1, accelerator="cpu")
-    return made
+def algorithm(kind=SequentialFineTuning, **options):
+    return on_cpu(kind(shuffle_order=False, learning_rate=1e-3, num_steps=3, **{"batch_size": 64} | options))
 
 
 def test_it_is_adam_with_a_cosine_on_one_task_after_another(pools):
@@ -39,10 +33,8 @@ def test_it_is_adam_with_a_cosine_on_one_task_after_another(pools):
     for task in TWO:
         text = text_features(clip, load_processor().tokenizer, TASKS[task].prompts()).detach()
         pictures = list(load_train_dataset(task))
-        images, labels = (
-            torch.stack([to_pixels(p["image"]) for p in pictures]),
-            torch.tensor([p["label"] for p in pictures]),
-        )
+        images = torch.stack([to_pixels(picture["image"]) for picture in pictures])
+        labels = torch.tensor([picture["label"] for picture in pictures])
         optimizer = torch.optim.Adam(tower.parameters(), lr=1e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
         for _ in range(3):
@@ -60,26 +52,19 @@ def test_it_is_adam_with_a_cosine_on_one_task_after_another(pools):
 
 
 def test_an_interrupted_run_goes_on_with_the_same_bits(pools, tmp_path):
-    modelpool, taskpool = pools
-    whole = algorithm(batch_size=16).run(*pools)
+    class InFolder(SequentialFineTuning):
+        log_dir = str(tmp_path)
 
     def stop(step):
         raise KeyboardInterrupt
 
-    class InFolder(SequentialFineTuning):
-        log_dir = str(tmp_path)
-
-    for on_step in (stop, None):
-        made = InFolder(shuffle_order=False, learning_rate=1e-3, num_steps=3, batch_size=16, resume=True)
-        made._fabric_instance = taskpool.fabric
-        if on_step:
-            with pytest.raises(KeyboardInterrupt):
-                made.run(modelpool, taskpool, on_step)
-        else:
-            steps = []
-            resumed = made.run(modelpool, taskpool, steps.append)
+    steps = []
+    whole = algorithm(batch_size=16).run(*pools)
+    with pytest.raises(KeyboardInterrupt):
+        algorithm(InFolder, batch_size=16, resume=True).run(*pools, stop)
+    resumed = algorithm(InFolder, batch_size=16, resume=True).run(*pools, steps.append)
     assert steps == [2]
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    assert same(whole, resumed)
 
 
 def test_it_is_refused_before_any_work_without_data(pools):

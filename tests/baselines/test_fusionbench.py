@@ -1,24 +1,32 @@
-"""FusionBench's methods give through the protocol what they give by themselves."""
+"""FusionBench's methods under the protocol: they give what they give by themselves, or what a formula says.
+
+The formulas are written out for vectors of one layer.
+"""
 
 from copy import deepcopy
+from functools import reduce
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from fusion_bench import BaseModelPool
 from fusion_bench.method import MagMaxAlgorithm, TaskArithmeticAlgorithm
 from fusion_bench.utils import instantiate
 from lightning import Fabric
+from lightning.fabric.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_nufilt.baselines import BatchMethodBaseline, ContinualMethodBaseline
+from fusion_bench_nufilt.baselines.fusionbench import RuleConfig, shifted
 from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.compare.overrides import key_value
-from tests.models import clip, finetuned
+from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
+from tests.baselines.helpers import baseline, configured, on_cpu, same
+from tests.baselines.test_knots import oracle_knots, oracle_ties
+from tests.models import clip, finetuned, llama
 
-BATCH = ("task_arithmetic", "ties_merging", "magmax", "wudi", "iso_c", "iso_cts", "tsvm", "knots_ties")
-OWN = ("opcm", "weight_average")
+IN_ORDER = "method.shuffle_order=false"
 
 
 def pool(tasks=3):
@@ -26,25 +34,9 @@ def pool(tasks=3):
     return {"_pretrained_": base} | {f"task{i}": finetuned(base, seed=i) for i in range(1, tasks + 1)}
 
 
-def configured(method, *overrides):
-    """The config of a method. Options are set on the composed config, since Hydra takes long to compose another."""
-    options = [word for word in overrides if word.startswith("method.")]
-    config = compose_run([f"method={method}", *(word for word in overrides if word not in options)]).method
-    for key, value in map(key_value, options):
-        OmegaConf.update(config, key.removeprefix("method."), value)
-    return config
-
-
-def baseline(name, *overrides):
-    algorithm = instantiate(configured(f"continual/{name}", *overrides))
-    algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu")
-    return algorithm
-
-
 def by_itself(name, models, *overrides):
     """FusionBench's own run of a continual method."""
-    method = instantiate(configured(f"{'dop' if name == 'dop' else 'opcm'}/{name}", *overrides))
-    method._fabric_instance = Fabric(devices=1, accelerator="cpu")
+    method = on_cpu(instantiate(configured(f"{'dop' if name == 'dop' else 'opcm'}/{name}", *overrides)))
     method._program = SimpleNamespace(taskpool=SimpleNamespace(_test_datasets=None))
     method.save_on_every_step = method.evaluate_on_every_step = False
     return method.run(BaseModelPool(deepcopy(models)))
@@ -54,19 +46,7 @@ def assert_same(model, other, **tolerances):
     torch.testing.assert_close(dict(model.named_parameters()), dict(other.named_parameters()), **tolerances)
 
 
-@pytest.mark.parametrize("name", [*BATCH, *OWN])
-def test_every_step_is_finite_and_no_model_of_the_pool_is_changed(name):
-    models = pool()
-    before = {key: deepcopy(model.state_dict()) for key, model in models.items()}
-    steps = []
-    merged = baseline(name).run(models, on_step=steps.append)
-    assert steps == [1, 2, 3]
-    assert all(torch.isfinite(parameter).all() for parameter in merged.parameters())
-    for key, model in models.items():
-        assert all(torch.equal(value, before[key][name]) for name, value in model.state_dict().items()), key
-
-
-@pytest.mark.parametrize("name", [*OWN, "dop"])
+@pytest.mark.parametrize("name", ["opcm", "weight_average", "dop"])
 def test_a_continual_method_of_fusionbench_is_run_as_it_is(name):
     models, seed = pool(), 43
     settings = ["num_steps=2"] if name == "dop" else []
@@ -82,39 +62,29 @@ def test_it_is_fusionbenchs_continual_one(name, form):
     assert_same(merged, by_itself(name, models, "method.seed=43", "method.scaling_factor=0.3"))
 
 
-@pytest.mark.parametrize(
-    ("name", "form", "method"),
-    [("task_arithmetic", "paper", TaskArithmeticAlgorithm), ("magmax", "released", MagMaxAlgorithm)],
-)
+AT_ONCE = [("task_arithmetic", "paper", TaskArithmeticAlgorithm), ("magmax", "released", MagMaxAlgorithm)]
+
+
+@pytest.mark.parametrize(("name", "form", "method"), AT_ONCE)
 def test_with_its_own_factor_a_method_gives_what_it_gives_for_all_models_at_once(name, form, method):
-    models, settings = pool(), [f"method.form={form}", "method.shuffle_order=false"]
-    merged = baseline(name, *settings, "method.base_method.scaling_factor=0.4").run(models)
+    models = pool()
+    merged = baseline(name, f"method.form={form}", IN_ORDER, "method.base_method.scaling_factor=0.4").run(models)
     assert_same(merged, method(scaling_factor=0.4).run(BaseModelPool(deepcopy(models))))
 
 
-def test_without_a_factor_the_method_merges_what_it_is_given():
-    models = pool(2)
-    merged = baseline("task_arithmetic", "method.shuffle_order=false", "method.merged_scale=1").run(models)
-    theta_0, theta_1, theta_2 = (dict(model.named_parameters()) for model in models.values())
-    for key, value in merged.named_parameters():
-        tau_1, tau_2 = theta_1[key] - theta_0[key], theta_2[key] - theta_0[key]
-        torch.testing.assert_close(value, theta_0[key] + 0.3 * (tau_1 + tau_2))
-
-
 def test_any_batch_method_of_fusionbench_can_be_run():
-    merged = baseline("batch", "+method@method.base_method=simple_average", "method.shuffle_order=false").run(pool(2))
     models = pool(2)
-    for key, value in merged.named_parameters():
-        mean = (models["task1"].get_parameter(key) + models["task2"].get_parameter(key)) / 2
-        torch.testing.assert_close(value, mean)
+    merged = baseline("batch", "+method@method.base_method=simple_average", IN_ORDER).run(models)
+    for value, *both in zip(*(model.parameters() for model in (merged, models["task1"], models["task2"])), strict=True):
+        torch.testing.assert_close(value, sum(both) / 2)
 
 
-def test_a_batch_method_goes_on_from_a_merged_model(tmp_path):
-    models, name = pool(), "method.shuffle_order=false"
-    whole = baseline("iso_c", name).run(models)
-    first = baseline("iso_c", name).run({key: models[key] for key in ("_pretrained_", "task1", "task2")})
+def test_a_batch_method_goes_on_from_a_merged_model():
+    models = pool()
+    whole = baseline("iso_c", IN_ORDER).run(models)
+    first = baseline("iso_c", IN_ORDER).run({key: models[key] for key in ("_pretrained_", "task1", "task2")})
     rest = {"_pretrained_": models["_pretrained_"], "_merged_": first, "task3": models["task3"]}
-    assert_same(baseline("iso_c", name, "method.num_merged=2").run(rest), whole, rtol=0, atol=0)
+    assert_same(baseline("iso_c", IN_ORDER, "method.num_merged=2").run(rest), whole, rtol=0, atol=0)
 
 
 class ReturnsAnother:
@@ -129,11 +99,9 @@ class ReturnsNaN:
         return model
 
 
-@pytest.mark.parametrize(
-    ("method", "says"), [(ReturnsAnother, "Linear"), (ReturnsNaN, r"after step 2.*post_layernorm")]
-)
-def test_a_result_that_is_no_model_of_the_pool_is_refused(method, says):
-    algorithm = BatchMethodBaseline(OmegaConf.create({"_target_": f"{__name__}.{method.__name__}"}))
+@pytest.mark.parametrize(("name", "says"), [("ReturnsAnother", "Linear"), ("ReturnsNaN", r"after step 2.*post_layer")])
+def test_a_result_that_is_no_model_of_the_pool_is_refused(name, says):
+    algorithm = BatchMethodBaseline(OmegaConf.create({"_target_": f"{__name__}.{name}"}))
     with pytest.raises(ValueError, match=says):
         algorithm.run(pool(2))
 
@@ -151,3 +119,134 @@ def test_a_method_with_a_memory_of_its_own_does_not_go_on_from_a_model():
         ContinualMethodBaseline(opcm, num_merged=1).run({**models, "_merged_": models["_pretrained_"]})
     with pytest.raises(ValueError, match=r"OPCM.*resume"):
         ContinualMethodBaseline(opcm, resume=True)
+
+
+# --- the continual formulas ---
+
+LAMBDA = 0.4
+KEPT = 30  # per cent
+
+
+def magmax(old, new):
+    return np.where(abs(new) >= abs(old), new, old)
+
+
+def ties(old, new):
+    return oracle_ties([old.ravel(), new.ravel()], KEPT, "sum").reshape(old.shape)
+
+
+def flattened(*taus):
+    U, S, V = np.linalg.svd(sum(taus), full_matrices=False)
+    return S.mean() * U @ V
+
+
+def added(join):
+    """θ + λ join(τ~, τ)."""
+    return lambda taus: reduce(lambda sofar, tau: sofar + LAMBDA * join(sofar, tau), taus[1:], LAMBDA * taus[0])
+
+
+def running(join):
+    """θ + λ T_t, T_t = join(T_{t-1}, τ_t)."""
+
+    def merged(taus):
+        results = [taus[0]]
+        for tau in taus[1:]:
+            results.append(join(results[-1], tau))
+        return LAMBDA * sum(results)
+
+    return merged
+
+
+FORMULAS = {
+    ("task_arithmetic", "paper"): lambda taus: LAMBDA * sum(taus),
+    ("task_arithmetic", "released"): lambda taus: LAMBDA * taus[-1],
+    ("ties_merging", "paper"): running(ties),
+    ("ties_merging", "released"): added(ties),
+    ("magmax", "paper"): running(magmax),
+    ("magmax", "released"): lambda taus: LAMBDA * reduce(magmax, taus),
+    ("knots_ties", "paper"): added(lambda old, new: oracle_knots([old, new], KEPT, "sum")),
+    ("iso_c", "paper"): lambda taus: reduce(flattened, taus),
+}
+FACTOR, SHARE = f"method.base_method.scaling_factor={LAMBDA}", f"method.base_method.threshold={KEPT}"
+SETTINGS = {"task_arithmetic": [FACTOR], "magmax": [FACTOR], "iso_c": []}
+SETTINGS |= {"ties_merging": [FACTOR, SHARE], "knots_ties": [FACTOR, SHARE]}
+
+
+class Layer(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        self.layer = nn.Linear(7, 5, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            self.layer.weight.copy_(torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(("name", "form"), FORMULAS)
+def test_a_method_follows_the_formula_of_its_form(name, form, steps):
+    models = {"_pretrained_": Layer(0)} | {f"task{i}": Layer(i) for i in range(1, steps + 1)}
+    theta_0, *thetas = (model.layer.weight.detach().numpy().copy() for model in models.values())
+    merged = baseline(name, f"method.form={form}", IN_ORDER, *SETTINGS[name]).run(models)
+    expected = FORMULAS[name, form]([theta - theta_0 for theta in thetas])
+    torch.testing.assert_close(merged.layer.weight.detach().numpy() - theta_0, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["iso_c", "iso_cts", "tsvm", "wudi"])
+def test_a_method_without_a_factor_takes_the_first_model_as_it_is(name):
+    models = pool(1)
+    assert same(baseline(name).run(models), models["task1"])
+
+
+@pytest.mark.parametrize("name", ["iso_c", "iso_cts", "tsvm", "wudi", "knots_ties", "opcm", "weight_average", "batch"])
+def test_a_method_of_one_form_refuses_the_other(name):
+    method = ["+method@method.base_method=simple_average"] if name == "batch" else []
+    with pytest.raises(Exception, match=r"this method has one form"):
+        baseline(name, "method.form=released", *method)
+
+
+@pytest.mark.parametrize("bad", [{"form": "printed"}, {"rule": "sum"}, {"merged_scale": 0}, {"merged_scale": "x"}])
+def test_values_out_of_range_are_refused(bad):
+    (key,) = bad
+    with pytest.raises(ValueError, match=f"{key} must be"):
+        RuleConfig(**bad)
+
+
+def test_a_shifted_model_is_rounded_once():
+    """In bfloat16, where three roundings leave an update 4 % off."""
+    base = clip().bfloat16()
+    merged, scale = finetuned(base, seed=1, scale=0.01), 0.3
+    theta_0, theta = ({key: value.double() for key, value in m.state_dict().items()} for m in (base, merged))
+    for key, value in shifted(base, merged, base, 1 / scale).state_dict().items():
+        expected = theta_0[key] + (theta[key] - theta_0[key]) / scale
+        once = (expected.bfloat16().double() - expected).norm()
+        assert (value.double() - expected).norm() <= 1.001 * once
+
+
+def test_a_weight_with_two_names_is_shifted_once():
+    base = llama(tie_word_embeddings=True)
+    other = finetuned(base, 1)
+    moved = shifted(base, other, base, 2.0)
+    for key, value in moved.state_dict().items():
+        torch.testing.assert_close(value, 2 * other.state_dict()[key] - base.state_dict()[key])
+
+
+def test_a_running_result_goes_on_with_the_same_bits(tmp_path):
+    models = pool(4)
+
+    def run(folder, *overrides, stop=None):
+        algorithm = baseline("magmax", "method.form=paper", IN_ORDER, *overrides)
+        algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", ""))
+        algorithm.run(models, on_step=lambda step: step == stop and pytest.fail("interrupted"))
+        return read_whole_checkpoint(folder / "checkpoints" / "merged_model_3")["files"]
+
+    whole = run(tmp_path / "whole")
+    for step in (1, 3):
+        with pytest.raises(pytest.fail.Exception, match="interrupted"):
+            run(tmp_path / "parts", stop=step)
+        assert run(tmp_path / "parts", "method.resume=true") == whole
+
+
+def test_a_running_result_is_not_in_a_merged_model():
+    base = clip()
+    pool = {"_pretrained_": base, "_merged_": finetuned(base, 1), "task": finetuned(base, 2)}
+    with pytest.raises(ValueError, match=r"add_running.*_merged_"):
+        baseline("ties_merging", "method.num_merged=1").run(pool)

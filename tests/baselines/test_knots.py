@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fusion_bench_nufilt.baselines.knots import KnotsTiesMergingAlgorithm, knots_ties
+from tests.baselines.helpers import unchanged
 from tests.models import clip, finetuned
 
 SHAPES = [(7, 4), (3, 8)]
@@ -74,14 +75,13 @@ def test_a_zero_update_adds_nothing():
 def test_linear_layers_of_the_pretrained_model_are_written_and_nothing_else():
     base = clip()
     pool = {"_pretrained_": deepcopy(base), "one": finetuned(base, 1), "two": finetuned(base, 2)}
-    before = {name: deepcopy(model.state_dict()) for name, model in pool.items()}
-    merged = KnotsTiesMergingAlgorithm(scaling_factor=0.5, threshold=30, merge_func="mean").run(pool)
+    states = [dict(model.named_parameters()) for model in (base, pool["one"], pool["two"])]
+    with unchanged({name: pool[name] for name in ("one", "two")}):
+        merged = KnotsTiesMergingAlgorithm(scaling_factor=0.5, threshold=30, merge_func="mean").run(pool)
     assert merged is pool["_pretrained_"]
-    for name in ("one", "two"):
-        assert all(torch.equal(value, before[name][key]) for key, value in pool[name].state_dict().items())
     linear = {f"{name}.weight" for name, module in base.named_modules() if isinstance(module, nn.Linear)}
     for key, value in merged.named_parameters():
-        theta_0, one, two = (before[name][key] for name in pool)
+        theta_0, one, two = (state[key] for state in states)
         if key in linear:
             torch.testing.assert_close(value, theta_0 + 0.5 * knots_ties([one - theta_0, two - theta_0], 30, "mean"))
         else:

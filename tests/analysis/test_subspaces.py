@@ -1,9 +1,10 @@
-"""Affinity: its range, its chance level, its summary."""
+"""Task vectors and their affinity with data: ranges, chance level, summaries."""
 
 import numpy as np
 import pytest
 import torch
 
+from fusion_bench_nufilt.analysis import subspaces
 from fusion_bench_nufilt.analysis.subspaces import (
     affinity_by_rank,
     data_subspace,
@@ -14,12 +15,6 @@ from fusion_bench_nufilt.analysis.subspaces import (
 )
 from fusion_bench_nufilt.core.subspace import subspace_affinity, top_right_singular_vectors
 from tests.analysis.helpers import second_moment
-
-
-@pytest.fixture
-def draw():
-    generator = torch.Generator().manual_seed(0)
-    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def basis(draw, width, rank):
@@ -86,3 +81,13 @@ def test_a_task_vector_of_zeros_has_nothing():
     found = task_vector(zero, 2)
     assert (found.norm, found.effective_rank, found.rank_for(0.9)) == (0, 0, None)
     assert overlap(found, found, 2) == 0
+
+
+def test_block_iteration_agrees_with_the_direct_solver(draw, monkeypatch):
+    U, V = (basis(draw, width, 200).float() for width in (300, 260))
+    tau = U * torch.arange(1, 201) ** -0.5 @ V.mT
+    direct = task_vector(tau, 8)
+    monkeypatch.setattr(subspaces, "_DIRECT", 0)
+    iterated = task_vector(tau, 8)
+    assert torch.allclose(iterated.energy, direct.energy, rtol=1e-3)
+    assert overlap(iterated, direct, 8) > 0.999
