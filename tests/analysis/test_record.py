@@ -20,31 +20,25 @@ def record(model, loader, folder, max_memory=10**9, about=None):
 
 
 def inputs_of(model, module, batches):
-    """What a layer gets, by a hook of the plainest kind."""
-    seen = []
+    """The rows that a layer gets, without padding, by a hook of the plainest kind."""
+    seen, rows = [], []
     handle = model.get_submodule(module).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    with torch.no_grad():
-        for batch in batches:
+    for batch in batches:
+        with torch.no_grad():
             model(**batch) if isinstance(batch, dict) else model(batch[0])
+        X = seen.pop()
+        rows.append(X[batch["attention_mask"].bool()] if isinstance(batch, dict) else X.flatten(0, -2))
     handle.remove()
-    return seen
+    return torch.cat(rows)
 
 
-def all_inputs(model, module, batches):
-    return torch.cat([x.flatten(0, -2) for x in inputs_of(model, module, batches)])
-
-
-def test_the_moments_are_those_of_all_tokens(tmp_path):
+def test_the_moments_are_those_of_all_tokens_and_query_key_and_value_share_one(tmp_path):
     model, loader = clip(), pictures(10)
-    _, moments = record(model, loader, tmp_path)
+    owner, moments = record(model, loader, tmp_path)
     for layer in merged_layers(model, "auto").values():
-        X = all_inputs(model, layer.module, loader)
+        X = inputs_of(model, layer.module, loader)
         assert torch.allclose(moments.read(layer.module), second_moment(X), atol=1e-5)
         assert moments.tokens == len(X) == 10 * 5
-
-
-def test_query_key_and_value_share_one_moment(tmp_path):
-    owner, _ = record(clip(), pictures(2), tmp_path)
     attention = "vision_model.encoder.layers.1.self_attn"
     assert owner[f"{attention}.k_proj"] == owner[f"{attention}.v_proj"] == owner[f"{attention}.q_proj"]
     assert len(set(owner.values())) == 2 * 3
@@ -57,9 +51,7 @@ def test_padding_is_left_out(tmp_path):
     assert all(layer.name.startswith("encoder.") for layer in layers)
     _, moments = record(model, loader, tmp_path)
     assert moments.tokens == 9 + 4 + 7 + 2
-    batches = list(loader)
-    seen = inputs_of(model, layers[0].module, batches)
-    X = torch.cat([x[batch["attention_mask"].bool()] for x, batch in zip(seen, batches, strict=True)])
+    X = inputs_of(model, layers[0].module, loader)
     assert torch.allclose(moments.read(layers[0].module), second_moment(X), atol=1e-5)
 
 
@@ -119,22 +111,17 @@ def test_output_distance_is_that_of_the_layers_outputs():
     a, b, loader = clip(0), clip(1), pictures(6)
     views = merged_layers(a, "auto")
     name, last = list(views.items())[-1]
-    Y_a, Y_b = (model.get_submodule(last.module)(all_inputs(model, last.module, loader)) for model in (a, b))
+    Y_a, Y_b = (model.get_submodule(last.module)(inputs_of(model, last.module, loader)) for model in (a, b))
     expected = pytest.approx(float((Y_a - Y_b).square().sum(dim=1).mean()), rel=1e-4)
     assert output_distance(a, b, loader, views)[name] == expected
     assert set(output_distance(a, a, loader, views).values()) == {0.0}
 
 
-@pytest.mark.parametrize(
-    ("pool", "message"),
-    [
-        (pool_of({"a": pictures(2)}), "has no data of task 'b', only of a"),
-        (SimpleNamespace(evaluate=None), "SimpleNamespace has no test data of a single task"),
-    ],
-)
-def test_a_task_pool_that_lacks_inputs_is_named(pool, message):
-    with pytest.raises(ValueError, match=message):
-        task_inputs(pool, "b", 5, 0)
+def test_a_task_pool_that_lacks_inputs_is_named():
+    with pytest.raises(ValueError, match="has no data of task 'b', only of a"):
+        task_inputs(pool_of({"a": pictures(2)}), "b", 5, 0)
+    with pytest.raises(ValueError, match="SimpleNamespace has no test data of a single task"):
+        task_inputs(SimpleNamespace(evaluate=None), "b", 5, 0)
 
 
 def test_a_layer_that_gets_nothing_is_named():

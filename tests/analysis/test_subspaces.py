@@ -5,14 +5,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.analysis import subspaces
-from fusion_bench_nufilt.analysis.subspaces import (
-    affinity_by_rank,
-    data_subspace,
-    dominance,
-    example_pairs,
-    overlap,
-    task_vector,
-)
+from fusion_bench_nufilt.analysis.subspaces import data_subspace, dominance, example_pairs, overlap, task_vector
 from fusion_bench_nufilt.core.subspace import subspace_affinity, top_right_singular_vectors
 from tests.analysis.helpers import second_moment
 
@@ -37,7 +30,7 @@ def test_random_subspaces_meet_at_chance(draw):
 
 def test_the_curve_over_ranks_is_the_affinity_at_each(draw):
     V, W = basis(draw, 16, 8), basis(draw, 16, 8)
-    curve = affinity_by_rank(V, W, [1, 4, 8])
+    curve = subspaces.affinity_by_rank(V, W, [1, 4, 8])
     assert curve.tolist() == pytest.approx([float(subspace_affinity(V[:, :r], W[:, :r])) for r in (1, 4, 8)])
 
 

@@ -13,7 +13,6 @@ D_O, D_I = 12, 16
 
 
 def test_the_losses_are_the_averages_over_explicitly_formed_outputs(draw):
-    """Identity (a), for weights of any method."""
     W_new, W_old, W_task = draw(D_O, D_I), draw(D_O, D_I), draw(D_O, D_I)
     old, new = [draw(50, D_I), draw(30, D_I)], draw(40, D_I)
 
@@ -35,7 +34,6 @@ def test_inputs_of_zero_have_no_relative_losses(draw):
 
 
 def test_the_filter_alone_moves_nothing_on_inputs_inside_the_protected_subspace(draw):
-    """Identity (b)."""
     pretrained, tau_old, tau_task = draw(D_O, D_I), draw(D_O, D_I), draw(D_O, D_I)
     config = FusionConfig(null_rank=5, lora_rank=0)
     old = {"layer": pretrained + tau_old}
@@ -52,7 +50,6 @@ def test_the_filter_alone_moves_nothing_on_inputs_inside_the_protected_subspace(
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_the_data_free_losses_sum_to_the_loss_that_the_method_reports(draw, lora_rank):
-    """Identity (c)."""
     pretrained, tau_old, tau_task = draw(D_O, D_I), draw(D_O, D_I), draw(D_O, D_I)
     config = FusionConfig(null_rank=5, lora_rank=lora_rank, task_rank=3)
     task = {"layer": pretrained + tau_task}

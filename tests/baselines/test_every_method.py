@@ -15,16 +15,13 @@ from tests.baselines.helpers import GLUE, configured, demo_images, on_cpu, uncha
 from tests.models import clip, finetuned, llama, t5
 
 
-class Plain(nn.Module):
+def plain():
     """No model of transformers."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-        self.norm = nn.LayerNorm(8)
+    body = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    return nn.ModuleDict({"body": body, "norm": nn.LayerNorm(8)})
 
 
-FAMILIES = {"clip": clip, "t5": t5, "llama": llama, "plain": Plain}
+FAMILIES = {"clip": clip, "t5": t5, "llama": llama, "plain": plain}
 NAMES = [*(spec.method for spec in parse_methods("all")), *NEED_DATA]
 NO_IMAGES = "needs a CLIPVisionModelTaskPool"
 REFUSED = {

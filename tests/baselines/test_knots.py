@@ -72,9 +72,13 @@ def test_a_zero_update_adds_nothing():
     assert torch.equal(knots_ties([zero, zero], 20, "sum"), zero)
 
 
+def pool_of(base):
+    return {"_pretrained_": deepcopy(base), "one": finetuned(base, 1), "two": finetuned(base, 2)}
+
+
 def test_linear_layers_of_the_pretrained_model_are_written_and_nothing_else():
     base = clip()
-    pool = {"_pretrained_": deepcopy(base), "one": finetuned(base, 1), "two": finetuned(base, 2)}
+    pool = pool_of(base)
     states = [dict(model.named_parameters()) for model in (base, pool["one"], pool["two"])]
     with unchanged({name: pool[name] for name in ("one", "two")}):
         merged = KnotsTiesMergingAlgorithm(scaling_factor=0.5, threshold=30, merge_func="mean").run(pool)
@@ -96,9 +100,7 @@ def test_a_single_model_is_kept_whole():
 
 
 def test_half_precision_is_merged_in_single():
-    base = clip()
-    pool = {"_pretrained_": base, "one": finetuned(base, 1), "two": finetuned(base, 2)}
-    half = {name: deepcopy(model).bfloat16() for name, model in pool.items()}
+    half = {name: model.bfloat16() for name, model in pool_of(clip()).items()}
     expected = KnotsTiesMergingAlgorithm().run({name: deepcopy(model).float() for name, model in half.items()})
     merged = KnotsTiesMergingAlgorithm().run(half)
     for key, value in expected.named_parameters():

@@ -24,8 +24,8 @@ def output(model, items=slice(None)):
         return model(input_ids=TOKENS[items], decoder_input_ids=TOKENS[items, :2]).logits
 
 
-def mixture(base, *tasks, rank=64, init_lambda=0.3, batch_reduce=True, level_gates=False):
-    made = mixture_of(base, WEMoEConfig(rank=rank, init_lambda=init_lambda, batch_reduce=batch_reduce))
+def mixture(base, *tasks, rank=64, batch_reduce=True, level_gates=False):
+    made = mixture_of(base, WEMoEConfig(rank=rank, batch_reduce=batch_reduce))
     torch.manual_seed(3)
     for task in tasks:
         made.add_expert(base, task)
@@ -34,50 +34,53 @@ def mixture(base, *tasks, rank=64, init_lambda=0.3, batch_reduce=True, level_gat
     return made
 
 
-@pytest.mark.parametrize("family", [clip, t5])
-class TestModel:
-    def test_with_whole_experts_and_level_gates_it_is_task_arithmetic(self, family):
-        base = family()
-        tasks = [finetuned(base, seed, scale=0.1) for seed in (1, 2)]
-        expected, found = finetuned(base, 0, scale=0), mixture(base, *tasks, level_gates=True)
-        for task in tasks:
-            for value, theta, theta_0 in zip(*(m.parameters() for m in (expected, task, base)), strict=True):
-                value.data += 0.3 * (theta - theta_0).detach()
-        torch.testing.assert_close(output(found), output(expected), rtol=1e-4, atol=1e-5)
+@pytest.fixture(params=[clip, t5])
+def base(request):
+    return request.param()
 
-    def test_it_is_saved_and_loaded_whole(self, family, tmp_path):
-        base = family()
-        made = mixture(base, finetuned(base, 1), finetuned(base, 2), rank=4)
-        made.save_pretrained(tmp_path)
-        loaded = type(made).from_pretrained(tmp_path)
-        assert loaded.config.experts == made.config.experts
-        assert torch.equal(output(loaded), output(made))
-        loaded.add_expert(base, finetuned(base, 3))  # and can take up more
 
-    def test_an_expert_is_the_truncated_svd_of_its_task_vector(self, family):
-        base, task = family(), finetuned(family(), 1)
-        for name, module in mixture(base, task, rank=3).mixtures():
-            for layer, B in module.B.items():
-                key = f"{name}.{layer}.weight"
-                U, S, Vh = torch.linalg.svd(task.get_parameter(key) - base.get_parameter(key), full_matrices=False)
-                torch.testing.assert_close(B @ module.A[layer], (U[:, :3] * S[:3]) @ Vh[:3], rtol=1e-3, atol=1e-5)
+def test_with_whole_experts_and_level_gates_it_is_task_arithmetic(base):
+    tasks = [finetuned(base, seed, scale=0.1) for seed in (1, 2)]
+    expected, found = finetuned(base, 0, scale=0), mixture(base, *tasks, level_gates=True)
+    for task in tasks:
+        for value, theta, theta_0 in zip(*(m.parameters() for m in (expected, task, base)), strict=True):
+            value.data += 0.3 * (theta - theta_0).detach()
+    torch.testing.assert_close(output(found), output(expected), rtol=1e-4, atol=1e-5)
 
-    def test_a_new_expert_leaves_the_gate_of_the_others(self, family):
-        base = family()
-        made = mixture(base, finetuned(base, 1))
-        before = [module.gate.fc.weight.clone() for _, module in made.mixtures()]
-        made.add_expert(base, finetuned(base, 2))
-        for (_, module), rows in zip(made.mixtures(), before, strict=True):
-            assert torch.equal(module.gate.fc.weight[:1], rows)
-            assert module.gate.fc.bias.tolist() == pytest.approx([0.3, 0.3])
 
-    def test_one_gate_for_a_batch_or_one_for_each_item(self, family):
-        base = family()
-        tasks = [finetuned(base, seed, scale=0.3) for seed in (1, 2)]
-        for batch_reduce in (False, True):
-            made = mixture(base, *tasks, batch_reduce=batch_reduce)
-            alone = torch.cat([output(made, slice(i, i + 1)) for i in range(3)])
-            assert torch.allclose(output(made), alone, atol=1e-2) is not batch_reduce
+def test_it_is_saved_and_loaded_whole(base, tmp_path):
+    made = mixture(base, finetuned(base, 1), finetuned(base, 2), rank=4)
+    made.save_pretrained(tmp_path)
+    loaded = type(made).from_pretrained(tmp_path)
+    assert loaded.config.experts == made.config.experts
+    assert torch.equal(output(loaded), output(made))
+    loaded.add_expert(base, finetuned(base, 3))  # and can take up more
+
+
+def test_an_expert_is_the_truncated_svd_of_its_task_vector(base):
+    task = finetuned(base, 1)
+    for name, module in mixture(base, task, rank=3).mixtures():
+        for layer, B in module.B.items():
+            key = f"{name}.{layer}.weight"
+            U, S, Vh = torch.linalg.svd(task.get_parameter(key) - base.get_parameter(key), full_matrices=False)
+            torch.testing.assert_close(B @ module.A[layer], (U[:, :3] * S[:3]) @ Vh[:3], rtol=1e-3, atol=1e-5)
+
+
+def test_a_new_expert_leaves_the_gate_of_the_others(base):
+    made = mixture(base, finetuned(base, 1))
+    before = [module.gate.fc.weight.clone() for _, module in made.mixtures()]
+    made.add_expert(base, finetuned(base, 2))
+    for (_, module), rows in zip(made.mixtures(), before, strict=True):
+        assert torch.equal(module.gate.fc.weight[:1], rows)
+        assert module.gate.fc.bias.tolist() == pytest.approx([0.3, 0.3])
+
+
+def test_one_gate_for_a_batch_or_one_for_each_item(base):
+    tasks = [finetuned(base, seed, scale=0.3) for seed in (1, 2)]
+    for batch_reduce in (False, True):
+        made = mixture(base, *tasks, batch_reduce=batch_reduce)
+        alone = torch.cat([output(made, slice(i, i + 1)) for i in range(3)])
+        assert torch.allclose(output(made), alone, atol=1e-2) is not batch_reduce
 
 
 def test_the_experts_of_eight_tasks_are_half_a_vit_b_32():
@@ -105,9 +108,6 @@ def test_a_few_items_of_each_class_are_drawn():
     assert next(data.batches(32, per_class=5, seed=2)).tolist() != drawn
     batches = data.batches(32, per_class=5, seed=1)
     assert sorted(next(batches)) == sorted(next(batches)) == sorted(drawn)  # the same items again and again
-
-
-# --- under the protocol ---
 
 
 @pytest.fixture
