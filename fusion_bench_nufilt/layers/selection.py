@@ -12,8 +12,6 @@ from fusion_bench_nufilt.layers.views import View, opaque, views
 
 log = logging.getLogger(__name__)
 
-NOTHING = "(?!)"  # a regular expression that no name matches
-
 
 class Family(NamedTuple):
     """One kind of models, and the layers that ``auto`` merges in them."""
@@ -64,7 +62,8 @@ def select_layers(
     """
     there, unknown = views(model), opaque(model)
     target = _rule(there, unknown, target_modules, _output_head(model))
-    exclude = _Rule(NOTHING) if exclude_modules is None else _rule(there, unknown, exclude_modules, head=None)
+    nothing = _Rule("(?!)")  # which no name matches
+    exclude = nothing if exclude_modules is None else _rule(there, unknown, exclude_modules, head=None)
     for name, why in unknown.items():
         refused = "quantised" in why or target.explicit
         if refused and target.names(name) and not exclude.names(name):

@@ -80,16 +80,11 @@ def test_a_share_is_the_whole_number_it_comes_to_in_each_layer():
 # --- where options are read ---
 
 
-def test_the_algorithm_names_every_option_in_its_signature():
+def test_every_option_has_help_and_is_in_the_signature_of_the_algorithm():
     parameters = inspect.signature(NufiltContinualMergingAlgorithm).parameters
-    defaults = {each.name: each.default for kind in KINDS for each in dataclasses.fields(kind)}
-    assert {name: parameters[name].default for name in defaults} == defaults
-
-
-def test_every_option_has_help():
-    for kind in KINDS:
-        for each in dataclasses.fields(kind):
-            assert each.metadata["help"].endswith("."), each.name
+    for each in (each for kind in KINDS for each in dataclasses.fields(kind)):
+        assert parameters[each.name].default == each.default, each.name
+        assert each.metadata["help"].endswith("."), each.name
 
 
 def test_every_choice_of_solver_has_its_function():
