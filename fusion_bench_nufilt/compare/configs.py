@@ -33,11 +33,7 @@ def composing() -> Iterator[None]:
 
 
 def compose_run(overrides: Sequence[str]) -> DictConfig:
-    """Return what `fusion_bench` composes from overrides.
-
-    Raises:
-        ValueError: they can't be composed.
-    """
+    """Return what `fusion_bench` composes from overrides; a ValueError says why it can't."""
     with composing(), config_loader():
         return compose(PROGRAM, list(overrides))
 
@@ -51,14 +47,9 @@ def config_loader() -> Iterator[Any]:
 
 
 def taskpool_config(config: DictConfig) -> DictConfig:
-    """Return the task pool of a run: the one that is named, or else the one that the model pool brings along.
-
-    Raises:
-        ValueError: there is neither.
-    """
-    named = config.taskpool
-    if not str(named.get("_target_", "")).endswith("DummyTaskPool"):
-        return named
+    """Return the task pool of a run: the one that is named, or else the one that the model pool brings along."""
+    if not str(config.taskpool.get("_target_", "")).endswith("DummyTaskPool"):
+        return config.taskpool
     if (bundled := config.modelpool.get("taskpool")) is None:
         raise ValueError("the model pool brings no task pool, and nothing can be scored: add taskpool=NAME")
     return bundled
@@ -90,8 +81,7 @@ def is_tracker(override: str) -> bool:
 def make_trackers(overrides: Sequence[str], folder: Path) -> list[Any]:
     """Make the trackers that the overrides name, with their files in ``folder``.
 
-    Raises:
-        ValueError: there is no such tracker, or it takes its name from Hydra, which does not run here.
+    One that takes its name from Hydra, which does not run here, is refused.
     """
     if not any(map(is_tracker, overrides)):
         return []
@@ -105,7 +95,7 @@ def make_trackers(overrides: Sequence[str], folder: Path) -> list[Any]:
 
 
 class _Nowhere(io.TextIOBase):
-    """A stream that drops all that FusionBench prints. It is never closed, because log handlers may keep it."""
+    """A stream that drops all that is printed. It is never closed, because log handlers may keep it."""
 
     def write(self, text: str) -> int:
         return len(text)
@@ -113,10 +103,7 @@ class _Nowhere(io.TextIOBase):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence standard output and error, and FusionBench's log but for errors.
-
-    FusionBench prints a bar for every data set, every call it makes, and a summary of every run.
-    """
+    """Silence standard output and error, which get a bar for every data set, and FusionBench's log but for errors."""
     nowhere = _Nowhere()
     levels = {logger: logger.level for logger in map(logging.getLogger, ("fusion_bench", "lightning.fabric"))}
     for logger in levels:

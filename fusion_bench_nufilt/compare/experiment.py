@@ -4,7 +4,7 @@ import gc
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,6 @@ class WatchingEvaluator(Evaluator):
 
     On a CUDA device it is the memory that torch has allocated there; elsewhere it is what the process holds in memory,
     which only Linux tells.
-
-    Args:
-        taskpool: the one of :class:`fusion_bench_nufilt.continual.Evaluator`.
-        device: the device that merges.
     """
 
     peak: int | None  # bytes since the last `watch`; None where that can't be known
@@ -79,11 +75,7 @@ def read_peak(device: torch.device) -> int:
 
 
 class Experiment:
-    """A model pool and an evaluator, made when they are first needed, and methods that run on them.
-
-    Args:
-        config: what `fusion_bench` composes; its method is not used.
-    """
+    """The pools that `fusion_bench` composes, made when they are first needed, and methods that run on them."""
 
     def __init__(self, config: DictConfig) -> None:
         self._config = config
@@ -117,7 +109,7 @@ class Experiment:
 
     @cached_property
     def parameters(self) -> int:
-        """How many parameters the pretrained model has."""
+        """Those of the pretrained model."""
         return num_parameters(self.modelpool.load_model("_pretrained_"))
 
     @cached_property
@@ -159,7 +151,7 @@ class Experiment:
         """Merge the stream with a method's configuration, which has the seed; if it fails, that is the result."""
         device = self.fabric.device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-        environment = {**package_versions(), "device": kind}
+        result = partial(Run, config, environment={**package_versions(), "device": kind})
         try:
             lightning.seed_everything(config["seed"], verbose=False)  # some methods draw from the global generators
             algorithm = self.make_method(config)
@@ -167,19 +159,15 @@ class Experiment:
             merged = algorithm.run(self.modelpool, self.evaluator, on_step=on_step)
             seconds, parameters = algorithm.merge_seconds, num_parameters(merged)
             share = algorithm.solving_share if isinstance(algorithm, LayerwiseMergingAlgorithm) else None
-            return Run(
-                config,
-                algorithm.matrix.tasks,
-                algorithm.matrix.rows(),
-                seconds,
+            return result(
+                *(algorithm.matrix.tasks, algorithm.matrix.rows(), seconds),
                 solving_seconds=None if share is None else share * sum(seconds),
                 memory=self.evaluator.peak,
                 parameters=parameters,
                 extra_parameters=parameters - self.parameters,
-                environment=environment,
             )
         except Exception as error:
-            return Run(config, environment=environment, error=reason(error), traceback=traceback.format_exc())
+            return result(error=reason(error), traceback=traceback.format_exc())
         finally:
             gc.collect()
             torch.cuda.empty_cache()
@@ -197,7 +185,6 @@ def _experiment(overrides: tuple[str, ...]) -> Experiment:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Count the parameters of a model; those with several names count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -9,11 +9,7 @@ from hydra.errors import HydraException
 
 
 def key_value(word: str) -> tuple[str, Any]:
-    """Return the key of a word that sets something to one value, and that value.
-
-    Raises:
-        ValueError: the word is of another form; names the word.
-    """
+    """Return the key of a word that sets something to one value, and that value; refuse a word of another form."""
     override = _parse(word)
     if override.type is not OverrideType.CHANGE or override.is_sweep_override():
         raise ValueError(f"'{word}' is not of the form KEY=VALUE with one value")
@@ -21,11 +17,7 @@ def key_value(word: str) -> tuple[str, Any]:
 
 
 def key_of(word: str) -> str:
-    """Return the key of a word of any form, such as ``+method.x=1`` or ``~taskpool``.
-
-    Raises:
-        ValueError: the word has no key; names the word.
-    """
+    """Return the key of a word of any form, such as ``+method.x=1`` or ``~taskpool``; refuse one without a key."""
     return _parse(word).key_or_group
 
 

@@ -99,9 +99,6 @@ def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_da
     by both formulas where there are two, those that need data only ``with_data``; ``sensitivity`` the panels of
     :data:`SENSITIVITY`, their ranks in proportion to the width of the models; ``overhead`` the data-free rows of its
     table of costs.
-
-    Raises:
-        ValueError: there is no such preset, or ``with_data`` is for one in which no method needs data.
     """
     if with_data and name != "paper":
         raise ValueError(f"--with-data goes with --preset paper: no method of '{name}' needs data")

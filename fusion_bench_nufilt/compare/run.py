@@ -106,11 +106,7 @@ def _check(specs: Sequence[RunSpec], overrides: Sequence[str], evaluate: str, jo
 def _configure(
     specs: Sequence[RunSpec], overrides: Sequence[str], experiment: Experiment
 ) -> tuple[dict[RunSpec, Json], dict[RunSpec, str]]:
-    """Return the configurations of the methods that can be built, and why the others can't.
-
-    Raises:
-        ValueError: there is no method that can be built.
-    """
+    """Return the configurations of the methods that can be built, and why the others can't; refuse none at all."""
     configs, wrong = {}, {}
     for spec in specs:
         try:
@@ -166,17 +162,10 @@ def _run_apart(work: Work, pools: tuple[str, ...], jobs: int, engine: Engine, ad
 
 def _progress_bars(console: Console | None) -> Progress:
     """Make progress bars that are shown on a terminal only."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=console is None or not console.is_terminal,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
+    hidden = console is None or not console.is_terminal
+    counts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), *counts)
+    return Progress(*columns, console=console, disable=hidden, redirect_stdout=False, redirect_stderr=False)
 
 
 @contextmanager

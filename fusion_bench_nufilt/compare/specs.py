@@ -43,9 +43,6 @@ def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
 
     >>> [spec.label for spec in parse_methods("nufilt, NUFILT small=nufilt:null_rank=21:lora_rank=10")]
     ['nufilt', 'NUFILT small']
-
-    Raises:
-        ValueError: a method does not exist (the message lists what there is), or a setting has no value.
     """
     methods, specs = _MethodConfigs(overrides), []
     for part in _split(text, ","):

@@ -26,15 +26,10 @@ class _Settings(TypedDict):
 
 
 class Store:
-    """The files of a comparison.
+    """The files of a comparison with settings: all that every run depends on, but for the models' weights.
 
-    Args:
-        folder: it is made if it is not there.
-        settings: all that every run depends on, for JSON, without the models' weights, see :meth:`identify`.
-        overwrite: delete what the folder holds of a comparison; otherwise it goes on.
-
-    Raises:
-        ValueError: the folder holds results of other settings, is held by another process, or is no folder.
+    It goes on with what the folder holds of the same comparison, unless it is to ``overwrite`` that. A folder that
+    holds results of other settings or that another process holds is refused.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
@@ -56,11 +51,7 @@ class Store:
             raise
 
     def identify(self, weights: dict[str, str]) -> None:
-        """Write the settings and the digests of the models' weights, by name.
-
-        Raises:
-            ValueError: the folder holds results of models with other weights; names one.
-        """
+        """Write the settings and the digests of the models' weights, by name; refuse other weights than those there."""
         if self._there is not None:
             if (known := self._there.get("weights")) is None:
                 why = "was made by an older version, which did not keep what the models' weights were"
@@ -72,7 +63,6 @@ class Store:
         write_text(self._file, json.dumps(self.settings, indent=2))
 
     def close(self) -> None:
-        """Let other processes write here."""
         self._lock.release()
 
     def _delete(self, is_comparison: bool) -> None:
@@ -86,11 +76,7 @@ class Store:
                 folder.rmdir()
 
     def load(self, spec: RunSpec, config: dict[str, Any]) -> Run | None:
-        """Return the finished run of a method with a configuration and its seed, or None, also for a failed one.
-
-        Raises:
-            ValueError: the run under this label has another configuration, or its file is damaged.
-        """
+        """Return the finished run of a method with a configuration, or None; refuse one of another configuration."""
         file = self._run_file(spec, config)
         run = read_json(file, Run, _DELETE)
         if run is None or run.error is not None:
@@ -102,17 +88,14 @@ class Store:
         return run
 
     def save(self, spec: RunSpec, run: Run) -> None:
-        """Write a run to its file."""
         file = self._run_file(spec, run.config)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, json.dumps({"label": spec.label, "seed": run.config["seed"], **asdict(run)}, indent=2))
 
     def load_references(self) -> References | None:
-        """Return the scores of the single models, or None."""
         return read_json(self._references, References, _DELETE)
 
     def save_references(self, references: References) -> None:
-        """Write the scores of the single models."""
         write_text(self._references, json.dumps(references, indent=2))
 
     def _run_file(self, spec: RunSpec, config: dict[str, Any]) -> Path:

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any, NotRequired
 
 import altair as alt
+import numpy as np
 import pandas as pd
 from altair.typing import ChartType
 from typing_extensions import TypedDict
 
-from .charts import by_depth, ecdf, heat_maps, lines
+from .charts import aside, by_depth, heat_maps, lines
 from .page import Files, Page
-from .theme import Rows, clean, style, tooltip
+from .theme import Rows, by_block, data, style, tooltip
 
 Json = dict[str, Any]
 Tables = Mapping[str, pd.DataFrame]
@@ -56,12 +57,7 @@ def analysis_files(content: Content, folder: Path) -> Files:
 
 
 def pictures_of(content: Content, tables: Tables) -> dict[str, ChartType]:
-    """Draw all that there are numbers for, and return the charts by the names of their files.
-
-    Args:
-        content: the content of ``analysis.json``.
-        tables: the tables beside it, ``task_vectors``, ``losses`` and ``affinity``, as far as there are any.
-    """
+    """Draw all that ``analysis.json`` and the tables beside it have numbers for, by the names of the pictures."""
     apart: Any = dict.fromkeys(("color", "shape", "strokeDash"), "independent")  # each chart has its own legend
     pictures: dict[str, ChartType] = {"spectra": _energy(content)}
     if "task_vectors" in tables:
@@ -95,14 +91,18 @@ def _affinity(content: Content, panels: int) -> ChartType:
 
 
 def _distributions(content: Content, table: pd.DataFrame, panels: int) -> ChartType:
-    """Draw how the affinity of a high, a moderate and a low pair is distributed over the layers."""
-    tasks, sets, chance = content["tasks"], {}, {}
+    """Draw how the affinity of a high, a moderate and a low pair is distributed over the layers, from 0 to 1."""
+    tasks, sets, marks = content["tasks"], {}, {}
+    grid, scale = np.arange(201) / 200, alt.Scale(domain=[0, 1])
     for group, row in content["affinity"].items():
         members = table[table["kind"].eq(group) | (group == "all")]
-        by_pair = {pair: values.tolist() for pair, values in members.groupby(["data", "vector"])["affinity"]}
-        sets[group] = {f"{tasks[i]} → {tasks[j]}": by_pair[tasks[i], tasks[j]] for i, j in content["pairs"]}
-        chance[group] = (row["chance"], "chance")
-    return ecdf(sets, "affinity a (data → task vector)", "share of layers with A ≤ a", marks=chance, panels=panels)
+        by_pair = {pair: values.to_numpy() for pair, values in members.groupby(["data", "vector"])["affinity"]}
+        found = {f"{tasks[i]} → {tasks[j]}": by_pair[tasks[i], tasks[j]] for i, j in content["pairs"]}
+        sets[group] = {name: (values <= grid[:, None]).mean(axis=1).tolist() for name, values in found.items()}
+        marks[group] = (row["chance"], "chance")
+    look: Any = {"x_scale": scale, "y_scale": scale, "dots": False, "size": (300, 220), "panels": panels}
+    x_title, y_title = "affinity a (data → task vector)", "share of layers with A ≤ a"
+    return lines(sets, grid.tolist(), x_title, y_title, marks=marks, **look)
 
 
 def _by_rank(content: Content) -> ChartType:
@@ -139,13 +139,9 @@ def _effective_ranks(content: Content, table: pd.DataFrame) -> ChartType:
     layers = pd.DataFrame(content["layers"]).set_index("name")
     kinds = list(layers["kind"].unique())
     rows = table.join(layers, on="layer").rename(columns={"kind": "name", "effective_rank": "y"})
-    aside = rows["name"].map(kinds.index) + 0.5  # the kinds stand beside each other
-    rows["x"] = rows["depth"] + 0.35 * (aside / len(kinds) - 0.5)
-    blocks = list(range(0, int(layers["depth"].max()) + 1, 1 + int(layers["depth"].max()) // 16))
-    axis = alt.Axis(values=blocks, format="d", grid=False)
-    x = alt.X("x:Q", title="block", axis=axis, scale=alt.Scale(zero=False, nice=False, padding=12))
-    shown = rows[["name", "x", "y", "layer", "task"]].to_dict("records")
-    return _points(shown, kinds, x, alt.Y("y:Q", title="effective rank"))
+    rows["x"] = rows["depth"] + rows["name"].map(lambda kind: aside(kind, kinds))
+    x = by_block(int(layers["depth"].max()), format="d")
+    return _points(rows, kinds, x, alt.Y("y:Q", title="effective rank"))
 
 
 def _measured(content: Content) -> dict[str, Json]:
@@ -185,21 +181,19 @@ def _data_free(measured: Mapping[str, Json], table: pd.DataFrame) -> ChartType:
     for loss in _BOTH:
         free = f"data_free_{loss}"
         known = table[(table["step"] > 1) & (table[loss] > 0) & (table[free] > 0) & table["method"].isin(names)]
-        rows = [
-            {"name": names[method], "x": clean(x), "y": clean(y), "layer": layer, "task": task}
-            for method, x, y, layer, task in known[["method", free, loss, "layer", "task"]].itertuples(index=False)
-        ]
+        rows = known.assign(name=known["method"].map(names), x=known[free], y=known[loss])
         options: Any = {"scale": alt.Scale(type="log", nice=False, padding=8), "axis": alt.Axis(labelSeparation=10)}
         x = alt.X("x:Q", title=f"data-free {loss} loss", **options)
         panels.append(_points(rows, list(names.values()), x, alt.Y("y:Q", title=f"measured {loss} loss", **options)))
     return alt.hconcat(*panels)
 
 
-def _points(rows: Rows, names: Sequence[str], x: alt.X, y: alt.Y) -> alt.Chart:
+def _points(rows: pd.DataFrame, names: Sequence[str], x: alt.X, y: alt.Y) -> alt.Chart:
     """Draw one point for each row, with its layer and task for hovering."""
+    shown: Rows = rows[["name", "x", "y", "layer", "task"]].to_dict("records")
     looks = style(names, names)
     looks = {key: looks[key] for key in ("color", "shape")} | {"tooltip": tooltip(name="", layer="layer", task="task")}
-    points = alt.Chart(alt.Data(values=rows)).mark_point(size=22, opacity=0.6).encode(x=x, y=y, **looks)
+    points = alt.Chart(data(shown)).mark_point(size=22, opacity=0.6).encode(x=x, y=y, **looks)
     return points.properties(width=420, height=320)
 
 

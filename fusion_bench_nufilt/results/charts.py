@@ -1,38 +1,37 @@
-"""Every chart, defined once: the same definition is interactive on a page and still in a PNG or a PDF.
+"""Charts that several pages share: the same definition is interactive on a page and still in a PNG or a PDF.
 
 Functions take plain numbers. Where there are several sets of them, ``panels`` is 0 for one chart with a menu to choose
 a set, as on a page, or the number of panels in a row, as in a picture. A slider chooses a step on a page; it stands at
-the last one in a picture. ``among`` has all names whose place decides on colours and shapes, where a chart has some.
+the last one in a picture.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from math import nan
 
 import altair as alt
 from altair.typing import ChartType
 
 from .names import depth, kind
 from .theme import (
-    COLOURS,
     GREY,
     Matrix,
-    Numbers,
     Options,
     Rows,
     arranged,
+    by_block,
     by_name,
     cells,
     clean,
-    curve_points,
-    horizontal,
+    data,
     layered,
-    padded,
     style,
     tooltip,
-    vertical,
     with_slider,
-    x_axis,
 )
+
+Curves = Mapping[str, Mapping[str, Sequence[float | None]]]  # by set and name
+Marks = Mapping[str, tuple[float | str, str]]
 
 
 def heat_maps(
@@ -45,13 +44,11 @@ def heat_maps(
     legend: str = "",
     panels: int = 0,
 ) -> ChartType:
-    """Draw matrices as colours with their numbers on them; a cell without a number stays empty.
+    """Draw matrices by name as colours with their numbers on them; a cell without a number stays empty.
 
-    Args:
-        maps: matrices by name, all of one shape. A line break in a name begins a new line of a panel's title.
-        rows: the labels of the rows, from the top; ``columns`` those of the columns.
-        words: what rows and columns are; ``legend`` is what the numbers are.
-        domain: the values at the two ends of the colours; by default from 0, or below, to the largest value.
+    Rows and columns, from the top and the left, have labels and ``words`` for what they are; ``legend`` is what the
+    numbers are. ``domain`` has the values at the two ends of the colours; by default from 0, or below, to the largest
+    value. A line break in a map's name begins a new line of a panel's title.
     """
     numbers = cells(maps, rows, columns, ("set", "row", "column"))
     values = [cell["value"] for cell in numbers]
@@ -80,14 +77,14 @@ def heat_maps(
 
 
 def lines(
-    sets: Mapping[str, Mapping[str, Numbers]],
+    sets: Curves,
     x: Sequence[float | str],
     x_title: str,
     y_title: str = "",
     *,
-    deviations: Mapping[str, Mapping[str, Numbers]] | None = None,
+    deviations: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
     heights: Mapping[str, float] | None = None,
-    marks: Mapping[str, tuple[float | str, str]] | None = None,
+    marks: Marks | None = None,
     x_scale: alt.Scale | None = None,
     y_scale: alt.Scale | None = None,
     among: Sequence[str] = (),
@@ -96,105 +93,64 @@ def lines(
     size: tuple[int, int] = (560, 320),
     panels: int = 0,
 ) -> ChartType:
-    """Draw curves.
+    """Draw curves, which have a number for each of ``x``, or fewer, or None where they have no point.
 
-    Args:
-        sets: for each set, curves by name; a curve has one number for each of ``x``, or fewer, or None where it has no
-            point.
-        x: the same for all curves: numbers, or words, which stand at equal distances.
-        deviations: half the height of the band around a curve, by set and name.
-        heights: dashed horizontal lines, by the words that stand on them.
-        marks: for each set, where a dashed vertical line stands, and the words on it.
-        x_scale: by default from the first to the last number.
-        y_scale: by default from near the smallest number to near the largest.
-        ranked: whether the legend is in the order of the last numbers, from the top, instead of that of the names.
-        dots: whether there is a point at each number.
-        size: width and height of a panel.
+    ``x`` are numbers, or words, which stand at equal distances. ``deviations`` are half the heights of the bands around
+    the curves. ``heights`` are dashed horizontal lines by the words on them; ``marks`` have for each set where a dashed
+    vertical line stands, and the words on it. The place of a curve ``among`` all names decides on its look. A legend
+    that is ``ranked`` is in the order of the last numbers, from the top.
     """
-    rows = curve_points(sets, x, deviations or {})
+    bands = deviations or {}
+    rows: Rows = [
+        {"set": group, "x": place, "name": name, "y": y, "low": y - half, "high": y + half}
+        for group, curves in sets.items()
+        for name, numbers in curves.items()
+        for place, number, half in zip(x, numbers, bands.get(group, {}).get(name, repeat(nan)), strict=False)
+        if (y := clean(number)) is not None
+    ]
     last = {row["name"]: row["y"] for row in rows}
-    names = sorted(last, key=lambda name: -last[name]) if ranked else list(last)
-    looks = style(among or list(last), names)
+    looks = style(among or list(last), sorted(last, key=lambda name: -last[name]) if ranked else list(last))
     rows += [{"set": name, "mark": place, "words": words} for name, (place, words) in (marks or {}).items()]
-    letter, axis = x_axis(x, x_title, x_scale)
+    letter, axis = _x_axis(x, x_title, x_scale)
     upwards: Options = {"title": y_title or None, "scale": y_scale or alt.Scale(zero=False, nice=False, padding=18)}
 
     def draw(part: Rows, title: str | None) -> alt.LayerChart:
         base = alt.Chart().encode(x=alt.X(f"x:{letter}", **axis), color=looks["color"])
-        known = base.transform_filter("isValid(datum.y)")
-        layers: list[alt.Chart] = horizontal(heights or {})
-        if marks:
-            layers += vertical(alt.X(f"mark:{letter}", **axis))
+        points = base.transform_filter("isValid(datum.y)")
+        layers: list[alt.Chart] = _dashed_lines(heights or {}, alt.X(f"mark:{letter}", **axis) if marks else None)
         if deviations:
-            layers.append(known.mark_area(opacity=0.12).encode(y=alt.Y("low:Q", **upwards), y2="high:Q"))
-        layers.append(known.mark_line().encode(y=alt.Y("y:Q", **upwards), strokeDash=looks["strokeDash"]))
+            layers.append(points.mark_area(opacity=0.12).encode(y=alt.Y("low:Q", **upwards), y2="high:Q"))
+        layers.append(points.mark_line().encode(y=alt.Y("y:Q", **upwards), strokeDash=looks["strokeDash"]))
         if dots:
-            dot = known.mark_point(size=45).encode(y=alt.Y("y:Q", **upwards), shape=looks["shape"])
+            dot = points.mark_point(size=45).encode(y=alt.Y("y:Q", **upwards), shape=looks["shape"])
             layers.append(dot.encode(tooltip=tooltip(name="", x=x_title, y=y_title or "value")))
         return layered(layers, part, size, title)
 
     return arranged(rows, list(sets), draw, panels)
 
 
-def ecdf(
-    sets: Mapping[str, Mapping[str, Sequence[float]]],
-    x_title: str,
-    y_title: str,
-    *,
-    marks: Mapping[str, tuple[float | str, str]] | None = None,
-    panels: int = 0,
-) -> ChartType:
-    """Draw the empirical distributions of numbers from 0 to 1, by set and name; for ``marks`` see :func:`lines`."""
-    grid = [place / 200 for place in range(201)]
-    curves = {
-        name: {label: [sum(v <= x for v in values) / len(values) for x in grid] for label, values in groups.items()}
-        for name, groups in sets.items()
-    }
-    scale = alt.Scale(domain=[0, 1])
-    look: Options = {"x_scale": scale, "y_scale": scale, "dots": False, "size": (300, 220)}
-    return lines(curves, grid, x_title, y_title, marks=marks, panels=panels, **look)
+def _x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tuple[str, Options]:
+    """Return the type and the options of an axis of numbers, or of words at equal distances."""
+    if isinstance(x[0], str):
+        return "O", {"title": title, "scale": alt.Scale(domain=list(x)), "sort": None}
+    whole = [place for place in x if isinstance(place, int)]
+    axis = alt.Axis(values=whole) if len(whole) == len(x) <= 20 else alt.Axis()
+    return "Q", {"title": title, "scale": scale or alt.Scale(zero=False, nice=False, padding=8), "axis": axis}
 
 
-def points(
-    series: Mapping[str, Mapping[str, Any]],
-    x_title: str,
-    y_title: str,
-    *,
-    among: Sequence[str] = (),
-    background: Callable[[list[float], list[float]], Rows] | None = None,
-) -> ChartType:
-    """Draw one point for each series, with a bar for its deviation in each direction.
-
-    Args:
-        series: by name ``x``, ``y`` and, if known, ``x_std``, ``y_std`` and ``words`` (a mapping) for hovering.
-        background: given the ends of both axes, returns grey lines as rows with ``x``, ``y``, ``x2``, ``y2``, and the
-            ``words`` at the first end.
-    """
-    rows: Rows = []
-    for name, point in series.items():
-        row: Options = {"name": name, **point.get("words", {})}
-        for side in ("x", "y"):
-            extent = clean(point.get(f"{side}_std")) or 0.0
-            row |= {side: clean(point[side]), f"{side}_low": point[side] - extent, f"{side}_high": point[side] + extent}
-        rows.append(row)
-    ends = [padded([row[f"{side}_{end}"] for row in rows for end in ("low", "high")]) for side in ("x", "y")]
-    axis = alt.Axis(grid=background is None)
-    x: Options = {"title": x_title, "scale": alt.Scale(domain=ends[0], nice=False), "axis": axis}
-    y: Options = {"title": y_title, "scale": alt.Scale(domain=ends[1], nice=False), "axis": axis}
-    looks = style(among or list(series), list(series))
-    words = {key: key for point in series.values() for key in point.get("words", {})}
-    base = alt.Chart().encode(color=looks["color"], tooltip=tooltip(name="", **words))
-    here: Options = {"x": alt.X("x:Q", **x), "y": alt.Y("y:Q", **y)}
-    layers = [
-        base.mark_rule().encode(x=alt.X("x_low:Q", **x), x2="x_high:Q", y=here["y"]),
-        base.mark_rule().encode(y=alt.Y("y_low:Q", **y), y2="y_high:Q", x=here["x"]),
-        base.mark_point(size=110).encode(**here, shape=looks["shape"]),
-    ]
-    if background:
-        grey = alt.Chart(alt.Data(values=background(*ends))).encode(**here)
-        text = grey.mark_text(color=GREY, fontSize=9, align="right", baseline="top", dx=-3, dy=3)
-        layers = [grey.mark_rule(color="#d4d8de").encode(x2="x2:Q", y2="y2:Q"), text.encode(text="words:N"), *layers]
-    return layered(layers, rows, (520, 380))
+def _dashed_lines(heights: Mapping[str, float], place: alt.X | None) -> list[alt.Chart]:
+    """Return horizontal lines with their words on the right, and a vertical one for each row that has a ``mark``."""
+    layers = []
+    if heights:
+        rows = [{"level": height, "words": words} for words, height in heights.items()]
+        base = alt.Chart(data(rows)).encode(y=alt.Y("level:Q"))
+        words = base.mark_text(color=GREY, fontSize=10, align="right", baseline="bottom", dx=-3, dy=-2)
+        layers += [base.mark_rule(color=GREY, strokeDash=[4, 4]), words.encode(x=alt.value("width"), text="words:N")]
+    if place is not None:
+        base = alt.Chart().transform_filter("isValid(datum.mark)").encode(x=place)
+        words = base.mark_text(color=GREY, fontSize=10, align="left", baseline="top", dx=4, dy=2)
+        layers += [base.mark_rule(color=GREY, strokeDash=[4, 4]), words.encode(y=alt.value(0), text="words:N")]
+    return layers
 
 
 def bars_by_step(series: Mapping[str, Matrix], tasks: Sequence[str]) -> ChartType:
@@ -203,47 +159,15 @@ def bars_by_step(series: Mapping[str, Matrix], tasks: Sequence[str]) -> ChartTyp
     The matrices have a row for each step and a column for each of ``tasks``, in merging order, in per cent.
     """
     rows = cells(series, range(1, len(tasks) + 1), tasks, ("name", "step", "task"))
-    chart = (
-        alt.Chart(alt.Data(values=rows), width=560, height=300)
-        .mark_bar()
-        .encode(
-            x=alt.X("task:N", **by_name(tasks, None)),
-            xOffset=alt.XOffset("name:N", scale=alt.Scale(domain=list(series))),
-            y=alt.Y("value:Q", title="score (%)", scale=alt.Scale(domain=[0, 100])),
-            color=style(list(series), list(series))["color"],
-            tooltip=tooltip(name="", task="task", value="score (%)"),
-        )
+    chart = alt.Chart(data(rows), width=560, height=300).mark_bar()
+    chart = chart.encode(
+        x=alt.X("task:N", **by_name(tasks, None)),
+        xOffset=alt.XOffset("name:N", scale=alt.Scale(domain=list(series))),
+        y=alt.Y("value:Q", title="score (%)", scale=alt.Scale(domain=[0, 100])),
+        color=style(list(series), list(series))["color"],
+        tooltip=tooltip(name="", task="task", value="score (%)"),
     )
     return with_slider(chart, len(tasks))
-
-
-def bars(rows: Sequence[Mapping[str, Any]], title: str, *, labels: bool = True) -> ChartType:
-    """Draw a horizontal bar for each row, from the top, with its deviation and, on its right, a text.
-
-    Args:
-        rows: ``name``, ``value``, ``text`` and, if known, ``deviation`` and ``printed``, another number for the same,
-            which becomes a diamond.
-        title: what the bars measure.
-        labels: whether the names stand on the left.
-    """
-    cleaned: Rows = []
-    for row in rows:
-        value, deviation = clean(row["value"]), clean(row.get("deviation"))
-        cleaned.append({"name": row["name"], "text": row["text"], "value": value, "paper": clean(row.get("printed"))})
-        if value is not None and deviation is not None:
-            cleaned[-1] |= {"low": value - deviation, "high": value + deviation}
-    axis = alt.Y("name:N", **by_name([row["name"] for row in cleaned], None, shown=labels))
-    base = alt.Chart().encode(y=axis, tooltip=tooltip(name="", text=title))
-    layers = [
-        base.mark_bar(color=COLOURS[0], height=alt.RelativeBandSize(0.6)).encode(x=alt.X("value:Q", title=title)),
-        base.transform_filter("isValid(datum.low)").mark_rule(size=1.5).encode(x=alt.X("low:Q"), x2="high:Q"),
-        base.mark_text(align="left", fontSize=11).encode(x=alt.value(272), text="text:N"),
-    ]
-    if any(row["paper"] is not None for row in cleaned):
-        printed = base.transform_filter("isValid(datum.paper)").transform_calculate(what="'paper'")
-        colour = alt.Color("what:N", scale=alt.Scale(domain=["paper"], range=[COLOURS[1]]), title=None)
-        layers.append(printed.mark_point(shape="diamond", size=90).encode(x=alt.X("paper:Q"), color=colour))
-    return layered(layers, cleaned, (260, 34 * len(cleaned)))
 
 
 def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]]) -> ChartType:
@@ -253,25 +177,26 @@ def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]]) -> ChartType:
     """
     quantities, steps = list(values), next(iter(values.values()))
     kinds = list(dict.fromkeys(map(kind, steps[-1])))
-    rows: Rows = []
-    for number, layers in enumerate(steps):
-        for layer in layers:
-            aside = 0.35 * ((kinds.index(kind(layer)) + 0.5) / len(kinds) - 0.5)  # the kinds stand beside each other
-            row: Options = {"step": number + 1, "layer": layer, "kind": kind(layer), "x": depth(layer) + aside}
-            rows.append(row | {quantity: clean(values[quantity][number][layer]) for quantity in quantities})
-    looks, deepest = style(kinds, kinds, "kind"), max(map(depth, steps[-1]))
-    axis = alt.Axis(values=list(range(0, deepest + 1, 1 + deepest // 16)), grid=False)
-    chart = (
-        alt.Chart(alt.Data(values=rows), width=560, height=300)
-        .mark_point(size=55, opacity=0.7)
-        .encode(
-            x=alt.X("x:Q", title="block", axis=axis, scale=alt.Scale(zero=False, nice=False, padding=12)),
-            y=alt.Y("y:Q", title=quantities[0] if len(quantities) == 1 else None),
-            color=looks["color"],
-            shape=looks["shape"],
-            tooltip=tooltip(layer="", y="value"),
-        )
+    rows: Rows = [
+        {"step": number + 1, "layer": layer, "kind": kind(layer), "x": depth(layer) + aside(kind(layer), kinds)}
+        | {quantity: values[quantity][number][layer] for quantity in quantities}
+        for number, layers in enumerate(steps)
+        for layer in layers
+    ]
+    looks = style(kinds, kinds, "kind")
+    chart = alt.Chart(data(rows), width=560, height=300).mark_point(size=55, opacity=0.7)
+    chart = chart.encode(
+        x=by_block(max(map(depth, steps[-1]))),
+        y=alt.Y("y:Q", title=quantities[0] if len(quantities) == 1 else None),
+        color=looks["color"],
+        shape=looks["shape"],
+        tooltip=tooltip(layer="", y="value"),
     )
     menu = alt.binding_select(options=quantities, name="show ") if len(quantities) > 1 else alt.Undefined
     chart = chart.add_params(alt.param("quantity", value=quantities[0], bind=menu))
     return with_slider(chart.transform_calculate(y="datum[quantity]"), len(steps))
+
+
+def aside(kind: str, kinds: Sequence[str]) -> float:
+    """Return how far from the middle of its block a layer stands, so that the kinds stand beside each other."""
+    return 0.35 * ((kinds.index(kind) + 0.5) / len(kinds) - 0.5)

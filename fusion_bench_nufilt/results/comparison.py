@@ -1,20 +1,19 @@
 """What a comparison leaves beside ``results.json``: tables, pictures and a page."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import altair as alt
-import numpy as np
 from altair.typing import ChartType
 
-from .charts import bars, bars_by_step, heat_maps, lines, points
+from .charts import bars_by_step, heat_maps, lines
 from .comparison_tables import main_table, method_numbers, overhead_tables, task_numbers, task_table
 from .content import Results
 from .metrics import METRICS, AccuracyMatrix, Mean
 from .page import Files, Page
-from .tables import fits_terminal, print_table
-from .theme import Rows
+from .tables import print_table
+from .theme import COLOURS, GREY, Options, Rows, by_name, clean, data, layered, style, tooltip
 
 #: The pictures of a comparison, and what they show on its page.
 PICTURES = {
@@ -51,8 +50,7 @@ def comparison_files(results: Results, _: Path) -> Files:
 
 def print_comparison(results: Results) -> None:
     """Print the tables to the terminal: that of the tasks if it fits, and below it the main one with its notes."""
-    if fits_terminal(per_task := task_table(results).as_rich()):  # else it is in per_task.md
-        print_table(per_task)
+    print_table(task_table(results).as_rich(), if_it_fits=True)  # else it is in per_task.md
     main = main_table(results)
     for table in (main, *overhead_tables(results)):
         print_table(table.as_rich())
@@ -140,28 +138,55 @@ def _stability_plasticity(results: Results) -> ChartType:
 
     ACC = plasticity + (T-1)/T · BWT for T tasks, so that lines of equal ACC fall from left to right.
     """
-    share = (len(results.tasks) - 1) / len(results.tasks)
-    series = {}
+    rows: Rows = []
     for label, method in results.done.items():
         acc, bwt, plasticity = map(method.mean, ("ACC", "BWT", "plasticity"))
-        if not math.isnan(bwt.mean + plasticity.mean):
-            words = {"ACC": acc.percent(), "BWT": bwt.percent(sign=True), "right after its step": plasticity.percent()}
-            x, y = (100 * np.array([mean.mean, mean.std]) for mean in (plasticity, bwt))
-            series[label] = {"x": x[0], "x_std": x[1], "y": y[0], "y_std": y[1], "words": words}
-
-    def of_equal_acc(x_ends: list[float], y_ends: list[float]) -> Rows:
-        (left, right), (bottom, top) = x_ends, y_ends
-        lowest, highest = left + share * bottom, min(100, right + share * top)
-        distance = max(1, 5 * round((highest - lowest) / 50))
-        rows = []
-        for acc in range(math.ceil(lowest / distance) * distance, math.floor(highest) + 1, distance):
-            x, x2 = max(left, acc - share * top), min(right, acc - share * bottom)
-            words = f"ACC {acc}" if x - left > 0.08 * (right - left) else ""  # there is no room for them
-            rows.append({"x": x, "y": (acc - x) / share, "x2": x2, "y2": (acc - x2) / share, "words": words})
-        return rows
-
+        if math.isnan(bwt.mean + plasticity.mean):
+            continue
+        rows.append({"name": label, "ACC": acc.percent(), "BWT": bwt.percent(sign=True)})
+        rows[-1]["right after its step"] = plasticity.percent()
+        for side, mean in (("x", plasticity), ("y", bwt)):
+            middle, half = 100 * mean.mean, clean(100 * mean.std) or 0.0
+            rows[-1] |= {side: middle, f"{side}_low": middle - half, f"{side}_high": middle + half}
+    names, axis = [row["name"] for row in rows], alt.Axis(grid=False)
+    ends = [_padded([row[f"{side}_{end}"] for row in rows for end in ("low", "high")]) for side in ("x", "y")]
     x_title, y_title = "plasticity: score of each task right after its own step (%)", "stability: BWT (%)"
-    return points(series, x_title, y_title, among=list(results.methods), background=of_equal_acc)
+    x: Options = {"title": x_title, "scale": alt.Scale(domain=ends[0], nice=False), "axis": axis}
+    y: Options = {"title": y_title, "scale": alt.Scale(domain=ends[1], nice=False), "axis": axis}
+    here: Options = {"x": alt.X("x:Q", **x), "y": alt.Y("y:Q", **y)}
+    looks = style(list(results.methods), names)
+    words = {key: key for key in ("ACC", "BWT", "right after its step")}
+    base = alt.Chart().encode(color=looks["color"], tooltip=tooltip(name="", **words))
+    share = (len(results.tasks) - 1) / len(results.tasks)
+    grey = alt.Chart(data(_lines_of_equal_acc(ends, share))).encode(**here)
+    text = grey.mark_text(color=GREY, fontSize=9, align="right", baseline="top", dx=-3, dy=3)
+    layers = [
+        grey.mark_rule(color="#d4d8de").encode(x2="x2:Q", y2="y2:Q"),
+        text.encode(text="words:N"),
+        base.mark_rule().encode(x=alt.X("x_low:Q", **x), x2="x_high:Q", y=here["y"]),
+        base.mark_rule().encode(y=alt.Y("y_low:Q", **y), y2="y_high:Q", x=here["x"]),
+        base.mark_point(size=110).encode(**here, shape=looks["shape"]),
+    ]
+    return layered(layers, rows, (520, 380))
+
+
+def _lines_of_equal_acc(ends: Sequence[Sequence[float]], share: float) -> Rows:
+    (left, right), (bottom, top) = ends
+    lowest, highest = left + share * bottom, min(100, right + share * top)
+    distance = max(1, 5 * round((highest - lowest) / 50))
+    rows = []
+    for acc in range(math.ceil(lowest / distance) * distance, math.floor(highest) + 1, distance):
+        x, x2 = max(left, acc - share * top), min(right, acc - share * bottom)
+        words = f"ACC {acc}" if x - left > 0.08 * (right - left) else ""  # there is no room for them
+        rows.append({"x": x, "y": (acc - x) / share, "x2": x2, "y2": (acc - x2) / share, "words": words})
+    return rows
+
+
+def _padded(values: Sequence[float]) -> list[float]:
+    """Return the two ends of an axis on which the values have room around them."""
+    low, high = round(min(values), 6), round(max(values), 6)
+    room = 0.12 * (high - low) or 1.0
+    return [low - room, high + room]
 
 
 def _accuracy_matrices(matrices: Mapping[str, AccuracyMatrix], panels: bool) -> ChartType:
@@ -176,15 +201,27 @@ def _accuracy_matrices(matrices: Mapping[str, AccuracyMatrix], panels: bool) -> 
 
 
 def _ablation(results: Results, name: str) -> ChartType:
-    """A metric with one deviation over the seeds, and the paper's ACC where it is printed."""
-    rows = []
+    """A metric as bars with one deviation over the seeds, and the paper's ACC where it is printed as a diamond."""
+    rows: Rows = []
     for label, method in results.methods.items():
         mean = method.mean(name)
         text = mean.percent(sign=METRICS[name].signed) if method.matrices else "failed"
-        printed = method.published_percent.get(name, {}).get("value") if name == "ACC" else None
-        numbers = {"value": 100 * mean.mean, "deviation": 100 * mean.std, "printed": printed}
-        rows.append({"name": label, "text": text, **numbers})
-    return bars(rows, f"{name} (%)", labels=name == "ACC")
+        paper = method.published_percent.get(name, {}).get("value") if name == "ACC" else None
+        low, high = 100 * (mean.mean - mean.std), 100 * (mean.mean + mean.std)
+        rows.append({"name": label, "text": text, "value": 100 * mean.mean, "low": low, "high": high, "paper": paper})
+    title = f"{name} (%)"
+    axis = alt.Y("name:N", **by_name(list(results.methods), None, shown=name == "ACC"))
+    base = alt.Chart().encode(y=axis, tooltip=tooltip(name="", text=title))
+    layers = [
+        base.mark_bar(color=COLOURS[0], height=alt.RelativeBandSize(0.6)).encode(x=alt.X("value:Q", title=title)),
+        base.transform_filter("isValid(datum.low)").mark_rule(size=1.5).encode(x=alt.X("low:Q"), x2="high:Q"),
+        base.mark_text(align="left", fontSize=11).encode(x=alt.value(272), text="text:N"),
+    ]
+    if any(row["paper"] is not None for row in rows):
+        printed = base.transform_filter("isValid(datum.paper)").transform_calculate(what="'paper'")
+        colour = alt.Color("what:N", scale=alt.Scale(domain=["paper"], range=[COLOURS[1]]), title=None)
+        layers.append(printed.mark_point(shape="diamond", size=90).encode(x=alt.X("paper:Q"), color=colour))
+    return layered(layers, rows, (260, 34 * len(rows)))
 
 
 def _sensitivity(results: Results) -> ChartType:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,24 +45,12 @@ class Mean:
         return percent(self.mean, sign=sign) + ("" if math.isnan(self.std) else f" ± {percent(self.std)}")
 
     def as_json(self) -> dict[str, float | int | None]:
-        """Return what :meth:`from_json` reads; JSON knows no NaN."""
+        """Return the fields; JSON knows no NaN."""
         return {"mean": or_none(self.mean), "std": or_none(self.std), "count": self.count}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any] | None) -> "Mean":
-        """Return the mean that a file holds; one of no values where the file does not have it."""
-        if content is None:
-            return cls.of([])
-        mean, std = (math.nan if content[key] is None else content[key] for key in ("mean", "std"))
-        return cls(mean, std, content["count"])
 
 
 class AccuracyMatrix:
-    r"""Scores :math:`a_i(\theta_t)` of task i after step t; NaN where not (or not yet) measured.
-
-    Args:
-        tasks: the T task names in the order in which they are merged.
-    """
+    r"""Scores :math:`a_i(\theta_t)` of T tasks i, in merging order, after step t; NaN where not measured."""
 
     def __init__(self, tasks: Sequence[str]) -> None:
         self.tasks = list(tasks)
@@ -71,7 +59,6 @@ class AccuracyMatrix:
 
     @classmethod
     def from_rows(cls, tasks: Sequence[str], rows: Sequence[Sequence[float | None]]) -> "AccuracyMatrix":
-        """The inverse of :meth:`rows`."""
         matrix = cls(tasks)
         matrix.values[:] = [[math.nan if value is None else value for value in row] for row in rows]
         return matrix
@@ -113,12 +100,7 @@ class AccuracyMatrix:
         return line
 
     def save(self, folder: Path, about: dict[str, Any]) -> None:
-        """Write ``accuracy_matrix.json``; scores are fractions, and a missing one is null.
-
-        Args:
-            folder: an existing folder.
-            about: what else a reader needs to know (method, seed, versions); goes into the JSON file.
-        """
+        """Write ``accuracy_matrix.json``: what it is ``about``, and scores as fractions; a missing one is null."""
         metrics = {name: or_none(value) for name, value in self.metrics().items()}
         scores = {"tasks": self.tasks, "accuracy_matrix": self.rows(), **metrics, "missing": self.missing}
         write_text(folder / "accuracy_matrix.json", json.dumps({**about, **scores}, indent=2))
@@ -126,12 +108,12 @@ class AccuracyMatrix:
     @property
     def acc(self) -> float:
         r"""ACC :math:`= \operatorname{mean}_i a_i(\theta_T)` over the tasks that have a final score, else NaN."""
-        return _mean_of_measured(self.values[-1])
+        return Mean.of(self.values[-1]).mean
 
     @property
     def plasticity(self) -> float:
         r"""Mean score of each task right after its own step, :math:`\operatorname{mean}_i a_i(\theta_i)`, else NaN."""
-        return _mean_of_measured(np.diagonal(self.values))
+        return Mean.of(np.diagonal(self.values)).mean
 
     @property
     def mean_seen(self) -> NDArray[np.float64]:
@@ -150,42 +132,28 @@ class AccuracyMatrix:
 
         The mean score of tasks that are still to come; the paper announces forward transfer and prints none.
         """
-        ahead = [row[step:] for step, row in enumerate(self.values[:-1], 1)]
-        if not ahead or any(np.isnan(row).all() for row in ahead):
-            return math.nan
-        return float(np.mean([np.nanmean(row) for row in ahead]))
+        ahead = [Mean.of(row[step:]).mean for step, row in enumerate(self.values[:-1], 1)]
+        return float(np.mean(ahead)) if ahead else math.nan
 
     @property
     def bwt(self) -> float:
         r"""BWT :math:`= \frac{1}{T-1} \sum_{i<T} [a_i(\theta_T) - a_i(\theta_i)]` of tasks with both, else NaN."""
-        return _mean_of_measured((self.values[-1] - np.diagonal(self.values))[:-1])
-
-
-def _mean_of_measured(values: NDArray[np.float64]) -> float:
-    measured = values[~np.isnan(values)]
-    return float(measured.mean()) if measured.size else math.nan
+        return Mean.of((self.values[-1] - np.diagonal(self.values))[:-1]).mean
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that is read off an accuracy matrix.
-
-    Args:
-        of: computes it, as a fraction.
-        signed: it is a difference, which is shown with its sign.
-        headline: where it was measured, it stands in tables and in the line below a matrix; the others are in the files
-            only.
-    """
+    """A number that is read off an accuracy matrix, as a fraction."""
 
     of: Callable[[AccuracyMatrix], float]
-    signed: bool = False
-    headline: bool = True
+    signed: bool = False  # it is a difference, which is shown with its sign
+    headline: bool = True  # it stands in tables and in the line below a matrix; the others are in the files only
 
 
+#: What is reported of every run, by name: files, tables and loggers all read this.
 METRICS = {
     "ACC": Metric(lambda matrix: matrix.acc),
     "BWT": Metric(lambda matrix: matrix.bwt, signed=True),
     "FWT": Metric(lambda matrix: matrix.fwt),
     "plasticity": Metric(lambda matrix: matrix.plasticity, headline=False),
 }
-"""What is reported of every run, by name: files, tables and loggers all read this."""

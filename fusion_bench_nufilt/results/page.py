@@ -32,15 +32,12 @@ class Page:
     parts: list[str] = field(default_factory=list)
 
     def heading(self, text: str) -> None:
-        """Begin a section."""
         self.parts.append(f"<h2>{escape(text)}</h2>")
 
-    def words(self, *paragraphs: str) -> None:
-        """Write paragraphs."""
-        self.parts += [f"<p>{escape(text)}</p>" for text in paragraphs]
+    def words(self, text: str) -> None:
+        self.parts.append(f"<p>{escape(text)}</p>")
 
     def bullets(self, sentences: Iterable[str]) -> None:
-        """Write a list."""
         self.parts.append(f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in sentences)}</ul>")
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[Value]], digits: int = 3) -> None:
@@ -66,9 +63,8 @@ class Page:
         if "layer" in spec or "mark" in spec:
             spec |= {"width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
         data = json.dumps(spec, ensure_ascii=False, separators=(",", ":")).translate(_ESCAPED)
-        self.parts.append(
-            f'<div class="wide"><div class="chart"></div><script type="application/json">{data}</script></div>'
-        )
+        script = f'<script type="application/json">{data}</script>'
+        self.parts.append(f'<div class="wide"><div class="chart"></div>{script}</div>')
 
     def configuration(self, contents: dict[str, Any]) -> None:
         """Write a section of what only some readers want to see, folded away by title: anything JSON can hold."""

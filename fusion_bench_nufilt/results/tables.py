@@ -15,20 +15,12 @@ from .metrics import AccuracyMatrix, percent
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of words under a header.
-
-    Args:
-        title: stands above the table.
-        texts: the words; the first column has the names of the rows.
-        ranks: 1 for the best and 2 for the second best cell of a column, for cells that are compared.
-        references: so many rows at the top are not methods but single models.
-        notes: lines below the table.
-    """
+    """Rows of words under a header, and lines below it."""
 
     title: str
-    texts: pd.DataFrame
-    ranks: pd.DataFrame = field(default_factory=pd.DataFrame)
-    references: int = 0
+    texts: pd.DataFrame  # the first column has the names of the rows
+    ranks: pd.DataFrame = field(default_factory=pd.DataFrame)  # 1 for the best and 2 for the second best of a column
+    references: int = 0  # so many rows at the top are not methods but single models
     notes: list[str] = field(default_factory=list)
 
     def rows(self, best: str, second: str, escaped: Callable[[str], str]) -> list[list[str]]:
@@ -98,20 +90,11 @@ def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
     print_table(table)
 
 
-def print_table(table: RichTable) -> None:
+def print_table(table: RichTable, *, if_it_fits: bool = False) -> None:
     """Print a table to standard output, whole also where that is no terminal."""
     console = Console()
+    width = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     if not console.is_terminal:  # a pipe has no width of its own, and a cropped table is of no use
-        console = Console(width=_width(table))
-    console.print(table)
-
-
-def fits_terminal(table: RichTable) -> bool:
-    """Would :func:`print_table` show all of it?"""
-    console = Console()
-    return not console.is_terminal or _width(table) <= console.width
-
-
-def _width(table: RichTable) -> int:
-    console = Console()
-    return Measurement.get(console, console.options.update(max_width=1000), table).maximum
+        console = Console(width=width)
+    if width <= console.width or not if_it_fits:
+        console.print(table)

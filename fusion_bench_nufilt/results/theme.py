@@ -13,9 +13,7 @@ from fusion_bench_nufilt.storage.files import atomic_file
 
 Rows = list[dict[str, Any]]
 Options = dict[str, Any]
-Numbers = Sequence[float | None]
-Matrix = Sequence[Numbers]
-Draw = Callable[[Rows, str | None], alt.LayerChart]
+Matrix = Sequence[Sequence[float | None]]
 
 #: The colours of Okabe and Ito, which readers with any colour vision can tell apart.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
@@ -51,8 +49,14 @@ def save_chart(chart: ChartType, *paths: Path) -> None:
 
 
 def clean(value: float | None) -> float | None:
-    """Return a number with six digits, which a chart can show, and None for what is not finite."""
+    """Return a number with six digits, and None for what is not finite."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
+
+
+def data(rows: Rows) -> alt.Data:
+    """Return rows for a chart, with numbers as it can show them, and without those that are missing."""
+    cleaned = ({key: clean(value) if isinstance(value, float) else value for key, value in row.items()} for row in rows)
+    return alt.Data(values=[{key: value for key, value in row.items() if value is not None} for row in cleaned])
 
 
 def cells(maps: Mapping[str, Matrix], rows: Sequence[Any], columns: Sequence[str], keys: tuple[str, str, str]) -> Rows:
@@ -64,22 +68,6 @@ def cells(maps: Mapping[str, Matrix], rows: Sequence[Any], columns: Sequence[str
         for column, value in zip(columns, values, strict=True)
         if (number := clean(value)) is not None
     ]
-
-
-def curve_points(
-    sets: Mapping[str, Mapping[str, Numbers]], x: Sequence[float | str], deviations: Mapping[str, Mapping[str, Numbers]]
-) -> Rows:
-    """Return a row for each point of curves, with the ends of the band where there is one."""
-    rows: Rows = []
-    for set_name, curves in sets.items():
-        for name, numbers in curves.items():
-            band = deviations.get(set_name, {}).get(name) or [None] * len(x)
-            for place, number, half in zip(x, numbers, band, strict=False):
-                if (y := clean(number)) is not None:
-                    extent = clean(half)
-                    ends = {} if extent is None else {"low": y - extent, "high": y + extent}
-                    rows.append({"set": set_name, "x": place, "name": name, "y": y, **ends})
-    return rows
 
 
 def style(among: Sequence[str], shown: Sequence[str], field: str = "name") -> Options:
@@ -106,61 +94,35 @@ def by_name(labels: Sequence[str], title: str | None, *, shown: bool = True) -> 
     return {"scale": alt.Scale(domain=list(labels)), "sort": None, "title": title if shown else None, "axis": axis}
 
 
-def x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tuple[str, Options]:
-    """Return the type and the options of an axis of numbers, or of words at equal distances."""
-    if isinstance(x[0], str):
-        return "O", {"title": title, "scale": alt.Scale(domain=list(x)), "sort": None}
-    whole = [place for place in x if isinstance(place, int)]
-    axis = alt.Axis(values=whole) if len(whole) == len(x) <= 20 else alt.Axis()
-    return "Q", {"title": title, "scale": scale or alt.Scale(zero=False, nice=False, padding=8), "axis": axis}
+def by_block(deepest: int, **axis: Any) -> alt.X:
+    """Return an axis of a model's blocks, which ends at the deepest."""
+    ticks = alt.Axis(values=list(range(0, deepest + 1, 1 + deepest // 16)), grid=False, **axis)
+    return alt.X("x:Q", title="block", axis=ticks, scale=alt.Scale(zero=False, nice=False, padding=12))
 
 
 def tooltip(**fields: str) -> list[alt.Tooltip]:
-    """Return what is shown where the pointer is: fields and their titles; ``x``, ``y`` and ``value`` are numbers."""
+    """Return what is shown where the pointer is: fields and their titles; ``y`` and ``value`` are numbers."""
     number: Options = {"type": "quantitative", "format": ".4g"}
     looks = [number if field in ("y", "value") else {"type": "nominal"} for field in fields]
     return [alt.Tooltip(field, title=fields[field], **look) for field, look in zip(fields, looks, strict=True)]
 
 
-def padded(values: Sequence[float]) -> list[float]:
-    """Return the two ends of an axis on which the values have room around them."""
-    low, high = min(values), max(values)
-    room = 0.12 * (high - low) or 1.0
-    return [low - room, high + room]
-
-
 def layered(layers: Sequence[alt.Chart], rows: Rows, size: tuple[int, int], title: str | None = None) -> alt.LayerChart:
     """Lay charts over each other; those without data of their own show ``rows``. The title may have several lines."""
     above = title.split("\n") if title else alt.Undefined
-    return alt.LayerChart(data=alt.Data(values=rows), layer=list(layers), width=size[0], height=size[1], title=above)
+    return alt.LayerChart(data=data(rows), layer=list(layers), width=size[0], height=size[1], title=above)
 
 
-def horizontal(heights: Mapping[str, float]) -> list[alt.Chart]:
-    """Return dashed horizontal lines, each with its words on the right end."""
-    if not heights:
-        return []
-    rows = [{"level": clean(height), "words": words} for words, height in heights.items()]
-    base = alt.Chart(alt.Data(values=rows)).encode(y=alt.Y("level:Q"))
-    words = base.mark_text(color=GREY, fontSize=10, align="right", baseline="bottom", dx=-3, dy=-2)
-    return [base.mark_rule(color=GREY, strokeDash=[4, 4]), words.encode(x=alt.value("width"), text="words:N")]
-
-
-def vertical(place: alt.X) -> list[alt.Chart]:
-    """Return dashed vertical lines for the rows that have a ``mark``, each with its ``words`` on the upper end."""
-    base = alt.Chart().transform_filter("isValid(datum.mark)").encode(x=place)
-    words = base.mark_text(color=GREY, fontSize=10, align="left", baseline="top", dx=4, dy=2)
-    return [base.mark_rule(color=GREY, strokeDash=[4, 4]), words.encode(y=alt.value(0), text="words:N")]
-
-
-def arranged(rows: Rows, sets: Sequence[str], draw: Draw, panels: int) -> ChartType:
+def arranged(
+    rows: Rows, sets: Sequence[str], draw: Callable[[Rows, str | None], alt.LayerChart], panels: int
+) -> ChartType:
     """Draw one panel for each set, ``panels`` of them in a row, or, for 0, one chart with a menu of the sets."""
     if len(sets) == 1:
         return draw(rows, sets[0] if panels else None)
     if panels:
         return alt.concat(*(draw([row for row in rows if row["set"] == name], name) for name in sets), columns=panels)
-    chart = draw(rows, None)
     shown = alt.param("show", value=sets[0], bind=alt.binding_select(options=list(sets), name="show "))
-    return chart.add_params(shown).transform_filter("datum.set === show")
+    return draw(rows, None).add_params(shown).transform_filter("datum.set === show")
 
 
 def with_slider(chart: alt.Chart, steps: int) -> alt.Chart:

@@ -58,6 +58,14 @@ def test_every_number_of_the_affinity_is_in_its_picture(content, pictures):
     assert {row["mark"] for row in rows(curves[0]) if "mark" in row} == {content["affinity"]["all"]["chance"]}
 
 
+def test_a_distribution_counts_the_layers_in_which_the_affinity_is_at_most_so_large(content, tables, pictures):
+    data, vector = (TASKS[place] for place in content["pairs"][0])
+    found = tables["affinity"].query("data == @data and vector == @vector")["affinity"]
+    drawn = [row for row in rows(panels(pictures["affinity"])[6]) if row.get("name") == f"{data} → {vector}"]
+    assert [row["y"] for row in drawn] == [(found <= row["x"]).mean() for row in drawn]
+    assert drawn[-1]["y"] == 1
+
+
 def test_a_vectors_overlap_with_itself_is_left_out(pictures):
     for panel in panels(pictures["overlap"]):
         assert len(rows(panel)) == 6

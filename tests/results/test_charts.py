@@ -15,11 +15,8 @@ CURVES = {"one": [1.0, 2.0, 4.0], "two": [3.0, None, 2.0]}
 LAYERS = ["layers.0.self_attn.q", "layers.0.mlp.fc1", "layers.11.mlp.fc1"]
 KINDS = {
     "heat map": charts.heat_maps({"a": [[1.0, NAN], [0.5, 0.2]]}, ["r", "s"], ["t", "u"], ("row", "column")),
-    "lines": charts.lines({"": CURVES}, [1, 2, 3], "step", "score", heights={"all": 3.5}),
-    "ecdf": charts.ecdf({"a": {"x": [0.2, 0.4]}}, "x", "y", marks={"a": (0.3, "chance")}),
-    "points": charts.points({"m": {"x": 1.0, "y": 2.0, "x_std": 0.5}, "n": {"x": 3.0, "y": 1.0}}, "x", "y"),
+    "lines": charts.lines({"": CURVES}, [1, 2, 3], "step", "score"),
     "bars by step": charts.bars_by_step({"m": [[50.0, None], [40.0, 60.0]]}, ["t", "u"]),
-    "bars": charts.bars([{"name": "m", "value": 5.0, "deviation": 1.0, "text": "5 ± 1", "printed": 4.0}], "ACC"),
     "by depth": charts.by_depth({"norm": [dict.fromkeys(LAYERS, 1.0)]}),
 }
 
@@ -84,18 +81,10 @@ def test_a_logarithmic_axis_names_every_place():
     assert axis["axis"]["values"] == [1, 4, 16]
 
 
-def test_a_distribution_counts_what_is_at_most_so_large():
-    heights = {row["x"]: row["y"] for row in rows_of(KINDS["ecdf"], name="x")}
-    assert [heights[x] for x in (0.0, 0.195, 0.2, 0.395, 0.4, 1.0)] == [0, 0, 0.5, 0.5, 1, 1]
-    assert [(row["mark"], row["words"]) for row in rows_of(KINDS["ecdf"]) if "mark" in row] == [(0.3, "chance")]
-
-
-def test_a_point_has_its_deviations_and_room_around_it():
-    (point,) = rows_of(KINDS["points"], name="m")
-    assert (point["x_low"], point["x_high"], point["y_low"], point["y_high"]) == (0.5, 1.5, 2.0, 2.0)
-    low, high = encodings(KINDS["points"], "x")[0]["scale"]["domain"]
-    assert low < 0.5
-    assert high > 3
+def test_dashed_lines_have_their_words():
+    chart = charts.lines({"": CURVES}, [1, 2, 3], "step", heights={"all": 3.5}, marks={"": (2, "chance")})
+    places = {row["words"]: row.get("mark", row.get("level")) for row in rows_of(chart) if "words" in row}
+    assert places == {"chance": 2, "all": 3.5}
 
 
 def test_a_slider_stands_at_the_last_step():
