@@ -131,11 +131,7 @@ def _ranks(settings: Mapping[str, Any]) -> FusionConfig:
 
 
 def measure_methods(
-    pool: PoolAnalysis,
-    result: Analysis,
-    specs: Sequence[RunSpec],
-    overrides: Sequence[str],
-    on_step: Callable[[], Any] = lambda: None,
+    pool: PoolAnalysis, result: Analysis, specs: Sequence[RunSpec], overrides: Sequence[str], on_step: Callable[[], Any]
 ) -> None:
     """Run methods over the stream, and put their losses, ACC and BWT into ``result``; one that fails says why there."""
     settings = ["++method.evaluate=every_step", "++method.save_on_every_step=false", "++method.check_models=false"]
@@ -211,9 +207,7 @@ def _checkpoint(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"merged_model_{step}"
 
 
-def measure_run(
-    pool: PoolAnalysis, result: Analysis, run: FinishedRun, on_step: Callable[[], Any] = lambda: None
-) -> None:
+def measure_run(pool: PoolAnalysis, result: Analysis, run: FinishedRun, on_step: Callable[[], Any]) -> None:
     """Put the losses of a finished run, from its checkpoints, into ``result``.
 
     Raises:

@@ -35,24 +35,19 @@ _CPU = torch.device("cpu")
 
 
 class PoolAnalysis:
-    """A model pool under analysis. What needs data is recorded once, in ``folder / "moments"``.
+    """A model pool under analysis, by its name. What needs data is recorded once, in ``folder / "moments"``.
 
     Raises:
         ValueError: the task pool lacks a task's data, or has fewer samples than r_d; a model that does not fit.
     """
 
     def __init__(
-        self,
-        experiment: Experiment,
-        name: str,
-        config: AnalysisConfig,
-        folder: Path,
-        target_modules: str | Sequence[str] = "auto",
+        self, experiment: Experiment, name: str, config: AnalysisConfig, folder: Path, targets: str | Sequence[str]
     ) -> None:
         self.experiment, self.name, self.config, self.folder = experiment, name, config, folder
         self.tasks = experiment.tasks
         self.pretrained: nn.Module = experiment.modelpool.load_pretrained_model()
-        self.views = merged_layers(self.pretrained, target_modules)
+        self.views = merged_layers(self.pretrained, targets)
         self._modules = [view.module for view in self.views.values()]
         self._inputs = self._draw_inputs(config.samples)
         self._samples = {task: len(inputs.dataset) for task, inputs in self._inputs.items()}  # type: ignore[arg-type]
@@ -64,7 +59,7 @@ class PoolAnalysis:
 
     @property
     def width(self) -> int:
-        """d_i of the narrowest layer."""
+        """The width d_i of the narrowest layer."""
         return min(view.shape[1] for view in self.views.values())
 
     @property
