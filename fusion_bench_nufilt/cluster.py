@@ -31,15 +31,11 @@ def run_locally(work: Work, do: Callable[..., Any], processes: int) -> Results:
     gpus = multiprocessing.get_context("spawn").SimpleQueue()
     for gpu in assign_gpus(processes):
         gpus.put(gpu)
-
-    def named(name: str, piece: tuple[Any, ...]) -> tuple[str, Any]:
-        return name, do(*piece)
-
     # Processes hold models, so that idle ones end soon.
     with parallel_config("loky", initializer=_see_one_gpu, initargs=(gpus,), idle_worker_timeout=10):
         run = Parallel(processes, batch_size=1, return_as="generator_unordered")
         try:
-            yield from run(delayed(named)(*item) for item in work.items())
+            yield from run(delayed(lambda name, piece: (name, do(*piece)))(*item) for item in work.items())
         except BrokenProcessPool:
             raise ValueError("a process was killed, perhaps for want of memory: run on with fewer --jobs") from None
 

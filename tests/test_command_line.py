@@ -59,35 +59,22 @@ def test_an_explicit_task_pool_wins_and_a_missing_task_is_shown_as_missing(fusio
 @pytest.mark.slow
 def test_an_explicit_placeholder_means_no_evaluation(fusion_bench):
     fusion_bench(*DEMO, "taskpool=dummy", "method.save_on_every_step=false")
-    assert not (fusion_bench.logs / "accuracy_matrix.json").exists()
-    assert not (fusion_bench.logs / "checkpoints").exists()
+    assert not {"accuracy_matrix.json", "checkpoints"} & {path.name for path in fusion_bench.logs.iterdir()}
+
+
+OWN = {
+    "OPCMForCLIP": ["method=continual/opcm"],
+    "DareTaskArithmetic": ["method=continual/batch", "+method@method.base_method=dare/task_arithmetic"],
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "name"),
-    [
-        (["method=continual/opcm"], "OPCMForCLIP"),
-        (["method=continual/batch", "+method@method.base_method=dare/task_arithmetic"], "DareTaskArithmetic"),
-    ],
-)
-def test_fusionbenchs_own_methods_merge_score_and_save_likewise(fusion_bench, method, name):
-    fusion_bench(*method, "modelpool=nufilt_demo")
+@pytest.mark.parametrize("name", OWN)
+def test_fusionbenchs_own_methods_merge_score_and_save_likewise(fusion_bench, name):
+    fusion_bench(*OWN[name], "modelpool=nufilt_demo")
     result = matrix_of(fusion_bench.logs)
-    assert result["method"] == name
-    assert result["missing"] == []
+    assert (result["method"], result["missing"]) == (name, [])
     CLIPVisionModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_7")
-
-
-@pytest.mark.slow
-def test_an_interrupted_command_goes_on(fusion_bench):
-    fusion_bench(*DEMO)
-    whole = matrix_of(fusion_bench.logs)
-    for step in (6, 7):
-        (fusion_bench.logs / "checkpoints" / f"merged_model_{step}" / "model.safetensors").unlink()
-    done = fusion_bench(*DEMO, "method.resume=true")
-    assert "going on after step 6" in done.stdout + done.stderr
-    assert matrix_of(fusion_bench.logs)["accuracy_matrix"] == whole["accuracy_matrix"]
 
 
 PRESETS = {
@@ -103,10 +90,7 @@ PRESETS = {
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_changes_what_it_says_and_nothing_else(preset):
     default, changed = (compose_run([f"method={name}"]).method for name in ("nufilt", f"nufilt/{preset}"))
-    assert {key: value for key, value in changed.items() if value != default[key]} == {
-        key: value for key, value in PRESETS[preset].items() if value != default[key]
-    }
-    assert changed.keys() == default.keys()
+    assert changed == {**default, **PRESETS[preset]}
 
 
 SIZES, TASK_SETS = ("base-patch32", "base-patch16", "large-patch14"), ("TA8", "TALL14", "TALL20")
@@ -148,15 +132,9 @@ def test_bad_input_ends_with_its_message_and_leaves_no_result(fusion_bench, over
     done = fusion_bench(*DEMO, override, check=False)
     assert done.returncode != 0
     assert message in done.stdout + done.stderr
+    if "null_rank" not in override:  # which ends the making of the method, before the run
+        assert "Traceback" not in done.stdout + done.stderr
     assert not (fusion_bench.logs / "checkpoints").exists()
-
-
-@pytest.mark.slow
-def test_a_log_directory_that_is_a_file_is_refused(fusion_bench, tmp_path):
-    (tmp_path / "logs").touch()
-    done = fusion_bench(*DEMO, check=False)
-    assert done.returncode != 0
-    assert "logs" in done.stdout + done.stderr
 
 
 @pytest.fixture(scope="session")

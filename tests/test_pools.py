@@ -1,10 +1,13 @@
-"""FusionBench's model pools that need Python 3.12, on tiny checkpoints in folders; other pools have tests elsewhere."""
+"""FusionBench's pools for GPT-2, and those that need Python 3.12, on tiny checkpoints."""
+
+import json
 
 import pytest
 import torch
 from fusion_bench import modelpool
 from omegaconf import OmegaConf
-from transformers import ConvNextImageProcessor
+from transformers import AutoModel, ConvNextImageProcessor, GPT2Config, GPT2ForSequenceClassification
+from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.layers import TargetConfig, coverage, select_layers
@@ -47,3 +50,55 @@ def test_open_clips_own_vision_tower():
     layers = select_layers(tower)
     assert len(layers) == 12 * 5
     assert coverage(tower, layers, TargetConfig()).left_out == {"visual.transformer.resblocks.*.mlp.c_proj.weight": 12}
+
+
+# --- GPT-2 on GLUE ---
+
+COLUMNS = {
+    "cola": ["sentence"],
+    "mnli": ["premise", "hypothesis"],
+    "mrpc": ["sentence1", "sentence2"],
+    "qnli": ["question", "sentence"],
+    "qqp": ["question1", "question2"],
+    "rte": ["sentence1", "sentence2"],
+    "sst2": ["sentence"],
+}
+
+
+def build(folder):
+    """Write `gpt2`, `tanganke/gpt2_cola`, … and `glue`, each a folder under its public name."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=257, n_embd=16, n_layer=2, n_head=2, n_positions=512, pad_token_id=256)
+    base = GPT2ForSequenceClassification(config)
+    base.transformer.save_pretrained(folder / "gpt2")
+    letters = [*bytes_to_unicode().values(), "<|endoftext|>"]
+    (folder / "gpt2" / "vocab.json").write_text(json.dumps({letter: i for i, letter in enumerate(letters)}))
+    (folder / "gpt2" / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "glue").mkdir()
+    card = ["---", "configs:"]
+    for seed, (task, columns) in enumerate(COLUMNS.items(), 1):
+        model = finetuned(base, seed)
+        model.config.num_labels = 3 if task == "mnli" else 2
+        model.score = torch.nn.Linear(16, model.config.num_labels, bias=False)
+        model.save_pretrained(folder / "tanganke" / f"gpt2_{task}")
+        split = "validation_matched" if task == "mnli" else "validation"
+        card += [f"- config_name: {task}", "  data_files:", f"  - {{split: {split}, path: {task}.jsonl}}"]
+        rows = [{**dict.fromkeys(columns, f"Words {i}."), "label": i % 2, "idx": i} for i in range(4)]
+        (folder / "glue" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "glue" / "README.md").write_text("\n".join([*card, "---", ""]))
+
+
+@pytest.mark.slow
+def test_gpt2_on_glue_is_merged_and_scored_by_the_task_pool_of_the_same_name(fusion_bench):
+    build(fusion_bench.folder)
+    done = fusion_bench("method=nufilt", "modelpool=gpt-2_glue", "method.null_rank=4", "method.lora_rank=4")
+    result = json.loads((fusion_bench.logs / "accuracy_matrix.json").read_text())
+    assert sorted(result["tasks"]) == sorted(COLUMNS)
+    assert result["missing"] == []
+    assert result["BWT"] is not None
+    assert "merging 8 layers" in done.stdout + done.stderr
+    manifest = json.loads((fusion_bench.logs / "checkpoints" / "merged_model_6" / "nufilt.json").read_text())
+    assert manifest["coverage"]["layers"] == 8
+    merged = AutoModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_6")
+    base = AutoModel.from_pretrained(fusion_bench.folder / "gpt2")
+    assert not torch.equal(merged.h[0].attn.c_attn.weight, base.h[0].attn.c_attn.weight)

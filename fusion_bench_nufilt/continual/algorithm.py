@@ -32,6 +32,7 @@ from .run_folder import RunFolder, open_run_folder
 
 log = logging.getLogger(__name__)
 
+OnStep = Callable[[int], Any]
 _NOT_IN_THE_RESULT = ("_target_", "save_on_every_step", "check_models", "resume", "devices")
 
 
@@ -127,10 +128,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     @torch.no_grad()
     def run(
-        self,
-        modelpool: BaseModelPool | Mapping[str, nn.Module],
-        taskpool: Any = None,
-        on_step: Callable[[int], Any] | None = None,
+        self, modelpool: BaseModelPool | Mapping[str, nn.Module], taskpool: Any = None, on_step: OnStep | None = None
     ) -> nn.Module:
         """Merge all models of a pool and return the merged model; :attr:`matrix` holds the scores.
 
@@ -146,7 +144,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         with one_line_errors(self._program), open_run_folder(self.log_dir) as self.folder:
             return self._run(modelpool, taskpool, on_step)
 
-    def _run(self, modelpool: BaseModelPool, taskpool: Any, on_step: Callable[[int], Any] | None) -> nn.Module:
+    def _run(self, modelpool: BaseModelPool, taskpool: Any, on_step: OnStep | None) -> nn.Module:
         if not modelpool.has_pretrained:
             raise ValueError(f"the model pool has no '{PRETRAINED}' model, only {modelpool.all_model_names}")
         if not modelpool.model_names:

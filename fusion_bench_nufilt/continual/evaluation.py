@@ -37,11 +37,10 @@ class TasksByName(ABC):
 
 
 class Evaluator:
-    """Evaluates models on some tasks of a FusionBench task pool.
+    """Evaluates models on some tasks of any FusionBench task pool.
 
-    Args:
-        taskpool: any FusionBench task pool. CLIP vision and v0.1 (Flan-T5) pools, and a :class:`TasksByName`, are
-            narrowed to the tasks asked for; another pool evaluates all it has and the rest is dropped.
+    CLIP vision and v0.1 (Flan-T5) pools, and a :class:`TasksByName`, are narrowed to the tasks asked for; another pool
+    evaluates all it has, and the rest is dropped.
     """
 
     def __init__(self, taskpool: Any) -> None:

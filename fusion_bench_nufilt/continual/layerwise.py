@@ -56,9 +56,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         return self._kind.label
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
-        targets = self.targets
-        self._layers = select_layers(pretrained, targets.target_modules, targets.exclude_modules)
-        self._coverage = coverage(pretrained, self._layers, targets)
+        self._layers = select_layers(pretrained, self.targets.target_modules, self.targets.exclude_modules)
+        self._coverage = coverage(pretrained, self._layers, self.targets)
         self.method = self._kind(self.options, list(self._layers), self.seed)
         self._states: dict[str, State] = {}
         if not self.method.state_is_weight:

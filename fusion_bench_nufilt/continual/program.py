@@ -78,10 +78,7 @@ def _drop_trace(record: logging.LogRecord) -> bool:
 
 
 def log_picture(loggers: Sequence[Any], name: str, file: Path, step: int) -> None:
-    """Give a picture to the trackers that take some: TensorBoard, Weights & Biases, SwanLab, MLflow.
-
-    A tracker that fails is a warning, since the run is done and its files are there.
-    """
+    """Give a picture to the trackers that take some; one that fails is a warning, since the run's files are there."""
     for logger in loggers:
         try:
             if hasattr(logger, "log_image"):  # Weights & Biases, SwanLab

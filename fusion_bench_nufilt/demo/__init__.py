@@ -27,10 +27,9 @@ for _name, _task in TASKS.items():
 
 
 class Pictures(TensorDataset):
-    """Pictures as FusionBench expects them, from tensors (n, 32, 32, 3) of uint8 and (n,) of int64."""
+    """Items `{"image": PIL.Image, "label": int}`, from tensors (n, 32, 32, 3) of uint8 and (n,) of int64."""
 
     def __getitem__(self, index: int) -> Any:
-        """Return `{"image": PIL.Image, "label": int}`."""
         image, label = super().__getitem__(index)
         return {"image": Image.fromarray(image.numpy()), "label": int(label)}
 

@@ -1,4 +1,4 @@
-"""`make demo`: merge the eight models of the demo by NUFILT and by FusionBench's own continual methods."""
+"""What `make demo` runs."""
 
 import time
 from pathlib import Path
@@ -26,6 +26,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the tables and pictures.")] = Path("outputs/demo"),
     seed: Annotated[int, typer.Option(help="Seed of the task order.")] = 42,
 ) -> None:
+    """Merge the eight models of the demo by NUFILT and by FusionBench's own continual methods."""
     begin = time.perf_counter()
     demo_folder()  # made on first use, with a progress bar of its own
     compare(["fabric.accelerator=cpu"], METHODS, seeds=str(seed), out=out, overwrite=True)

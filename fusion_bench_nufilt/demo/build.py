@@ -28,8 +28,8 @@ def cache_folder() -> Path:
 def demo_folder() -> Path:
     """Return the finished folder of the active recipe: `pictures`, `clip`, `_pretrained_` and the tasks.
 
-    What is missing is built. Each part appears at once and complete, so that an interrupted build goes on where it
-    stopped. If several processes ask, one builds and the others wait.
+    What is missing is built, by one process while others wait. Each part appears at once and complete, so that an
+    interrupted build goes on where it stopped.
     """
     recipe = active_recipe()
     folder = cache_folder() / recipe.fingerprint()
@@ -42,7 +42,8 @@ def demo_folder() -> Path:
             _say("waiting for another process that is building the demo")
             held = lock.acquire()
         with held:
-            _build(recipe, folder)
+            if missing := _missing(recipe, folder):  # unless another process built them while this one waited
+                _build(recipe, folder, missing)
     return folder
 
 
@@ -53,10 +54,7 @@ def _missing(recipe: Recipe, folder: Path) -> dict[str, int]:
     return {part: number for part, number in steps.items() if not (folder / part).is_dir()}
 
 
-def _build(recipe: Recipe, folder: Path) -> None:
-    missing = _missing(recipe, folder)
-    if not missing:  # another process built them while this one waited
-        return
+def _build(recipe: Recipe, folder: Path, missing: dict[str, int]) -> None:
     _say(f"building the demo's pictures and models, once, in {folder} (a minute or two)")
     titles = {"pictures": "drawing test pictures", "clip": "pretraining a tiny CLIP"}
     with tqdm(total=sum(missing.values()), unit="step", disable=None) as bar:

@@ -1,8 +1,7 @@
 """Small pictures, drawn from stamps: a pen places them, and a painter colours the result.
 
-A picture is made in two steps. The first makes a *mask*, a float32 array (32, 32) in [0, 1] that says where there is
-ink. Then :func:`paint` lays ink of one colour over a background of others. The class of a picture depends on its mask
-or, in the task about colours, on its ink; a model must learn to ignore the rest.
+A *mask*, a float32 array (32, 32) in [0, 1], says where there is ink, which :func:`paint` lays over a background. The
+class of a picture depends on its mask or, in the task about colours, on its ink; a model must learn to ignore the rest.
 """
 
 import math
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
 
 import matplotlib
 import numpy as np
@@ -20,7 +18,6 @@ from PIL import Image, ImageDraw, ImageFont
 SIDE = 32  # width and height of a picture, in pixels
 STAMP = 64  # width and height of a stamp, twice its size in the picture, so that edges are smooth
 
-T = TypeVar("T")
 Mask = NDArray[np.float32]
 Point = tuple[float, float]
 Range = tuple[float, float]
@@ -101,7 +98,7 @@ class Pen:
     held_out: bool = False  # whether pictures are for testing: no handwriting is in training and test pictures
     turn: int = 0  # how often each class was drawn
 
-    def pick(self, *choices: T) -> T:
+    def pick(self, *choices: str) -> str:
         return choices[self.rng.integers(len(choices))]
 
     def place(

@@ -51,8 +51,7 @@ def draw_letter(pen: Pen, name: str) -> Mask:
 
 
 def draw_typeface(pen: Pen, name: str) -> Mask:
-    text = pen.pick(*"aegknr")
-    return pen.place(text_stamp(text, TYPEFACES[name]), size=(26, 31), sway=2)
+    return pen.place(text_stamp(pen.pick(*"aegknr"), TYPEFACES[name]), size=(26, 31), sway=2)
 
 
 def draw_shape(pen: Pen, name: str) -> Mask:

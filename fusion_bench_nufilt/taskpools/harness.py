@@ -110,9 +110,8 @@ class LMEvalTaskPool(HarnessTaskPool):
     def run_harness(self, model: nn.Module, tasks: list[str]) -> Results:
         """Move the model to the fabric's device, and score it there."""
         manager, lm_eval = self._manager(), _lm_eval()
-        scored = lm_eval.models.huggingface.HFLM(
-            pretrained=model.to(self.fabric.device), tokenizer=self.tokenizer, batch_size=self.batch_size
-        )
+        kind = lm_eval.models.huggingface.HFLM
+        scored = kind(pretrained=model.to(self.fabric.device), tokenizer=self.tokenizer, batch_size=self.batch_size)
         settings = {key: getattr(self, key) for key in ("num_fewshot", "limit", "apply_chat_template")}
         settings |= {"task_manager": manager, "log_samples": False, "bootstrap_iters": 0}
         results: Results = lm_eval.simple_evaluate(scored, tasks=tasks, **settings)["results"]
@@ -142,6 +141,7 @@ class LMEvalTaskPool(HarnessTaskPool):
 def _lm_eval() -> Any:
     try:
         import lm_eval.models.huggingface
+        import lm_eval.tasks
     except ImportError as error:
         raise ImportError(f"{error}; scores by lm-eval need: pip install 'fusion-bench-nufilt[lm-eval]'") from error
     return lm_eval
@@ -168,9 +168,8 @@ class _ResultsFile(TypedDict):
 class LMMSEvalTaskPool(HarnessTaskPool):
     """Tasks of lmms-eval, one for each model of a pool.
 
-    The model and its processor are written to a temporary folder, from which a process of lmms-eval reads them. It may
-    run in another environment, because a plain installation of lmms-eval brings some ninety packages and a torch of
-    its own.
+    The model and its processor are written to a temporary folder, from which a process of lmms-eval reads them, in
+    another environment if need be: a plain installation brings some ninety packages and a torch of its own.
 
     Args:
         tasks: names of lmms-eval's tasks by the names of the models (``{iconqa: iconqa_val}``), or a list where these

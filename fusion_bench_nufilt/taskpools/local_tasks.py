@@ -33,8 +33,7 @@ def load_image_task(name: str, path: str, template: str, classnames: Sequence[st
         if not isinstance(feature, ClassLabel):
             raise ValueError(f"task '{name}': the labels in '{path}' have no names, only {feature}: give classnames")
         classnames = feature.names
-    labels = set(dataset["label"])
-    if unnamed := labels - set(range(len(classnames))):
+    if unnamed := set(dataset["label"]) - set(range(len(classnames))):
         raise ValueError(
             f"task '{name}': label {min(unnamed, key=str)!r} in '{path}' is not one of 0 to {len(classnames) - 1}, "
             f"for which there are class names"
@@ -44,10 +43,7 @@ def load_image_task(name: str, path: str, template: str, classnames: Sequence[st
 
 
 def load_images(name: str, path: str) -> Dataset:
-    """Load the images and labels of a task: ``_target_`` of an entry of ``train_datasets``.
-
-    The folder is of a kind that :func:`load_image_task` takes, and what is wrong with it is a ValueError.
-    """
+    """Load images and labels as :func:`load_image_task` does: ``_target_`` of an entry of ``train_datasets``."""
     dataset = _read(name, Path(path))
     if missing := {"image", "label"} - set(dataset.column_names):
         raise ValueError(

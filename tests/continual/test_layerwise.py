@@ -1,37 +1,26 @@
 """The algorithm on real model classes, without the command line."""
 
-import csv
 import json
-import random
 from copy import deepcopy
 
+import pandas as pd
 import pytest
 import torch
 from fusion_bench.utils import instantiate
-from lightning import Fabric
-from lightning.fabric.loggers import TensorBoardLogger
 from torch import nn
 
 from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm, fuse_layers
 from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.continual import task_order
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.storage.files import HOLDER, LOCK
+from tests.continual.helpers import logging_to, pool
 from tests.core.test_parity import load_case
-from tests.models import Shared, clip, finetuned, llama, t5
+from tests.models import Shared, clip, llama, t5
 
-SMALL = {
-    "null_rank": 6,
-    "lora_rank": 4,
-    "task_rank": 3,
-    "max_steps": 5,
-    "shuffle_order": False,
-    "evaluate": "last",
-}
+RANKS = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5}
+SMALL = {**RANKS, "shuffle_order": False, "evaluate": "last"}
 FAMILIES = [clip, t5, llama]
-
-
-def pool_of(base, tasks=3):
-    return {"_pretrained_": base} | {f"task{i}": finetuned(base, seed=i) for i in range(1, tasks + 1)}
 
 
 def same(state, other):
@@ -40,12 +29,12 @@ def same(state, other):
 
 @pytest.mark.parametrize("make", FAMILIES)
 def test_a_dict_of_models_is_merged_as_fuse_layers_says(make):
-    models = pool_of(make())
+    models = pool(3, make())
     before = {name: deepcopy(model.state_dict()) for name, model in models.items()}
     merged = NufiltContinualMergingAlgorithm(**SMALL, seed=7).run(models).state_dict()
 
     layers = {view.key: name for name, view in select_layers(models["_pretrained_"]).items()}
-    config = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, max_steps=5)
+    config = FusionConfig(**RANKS)
     states = {name: {layer: before[name][key] for key, layer in layers.items()} for name in models}
     expected = states["_pretrained_"]
     for step in (1, 2, 3):
@@ -58,23 +47,20 @@ def test_a_dict_of_models_is_merged_as_fuse_layers_says(make):
 
 @pytest.mark.parametrize("make", FAMILIES)
 def test_the_first_step_is_the_first_model_on_the_merged_layers(make):
-    models = pool_of(make(), tasks=1)
+    models = pool(1, make())
     merged = NufiltContinualMergingAlgorithm(**SMALL).run(models)
     for view in select_layers(models["_pretrained_"]).values():
         assert torch.equal(view.read(merged), view.read(models["task1"]))
 
 
 def test_the_order_is_the_seeds():
-    models = pool_of(clip())
     algorithm = NufiltContinualMergingAlgorithm(**{**SMALL, "shuffle_order": True}, seed=43)
-    algorithm.run(models)
-    expected = ["task1", "task2", "task3"]
-    random.Random(43).shuffle(expected)
-    assert algorithm.matrix.tasks == expected != sorted(expected)
+    algorithm.run(pool(3))
+    assert algorithm.matrix.tasks == task_order(["task1", "task2", "task3"], shuffle=True, seed=43)
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_other_ones():
-    models = pool_of(clip())
+    models = pool(3)
     results = [NufiltContinualMergingAlgorithm(**SMALL, seed=seed).run(models).state_dict() for seed in (1, 1, 2)]
     assert same(results[0], results[1])
     assert not same(results[0], results[2])
@@ -82,12 +68,12 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_other_ones():
 
 def test_weights_shared_by_modules_are_merged_once_and_stay_shared():
     base = Shared()
-    merged = NufiltContinualMergingAlgorithm(**SMALL, target_modules="all-linear").run(pool_of(base))
+    merged = NufiltContinualMergingAlgorithm(**SMALL, target_modules="all-linear").run(pool(3, base))
     assert merged.first.weight is merged.second.weight
     assert merged.head.weight is merged.embedding.weight
     unshared = nn.ModuleDict({"first": nn.Linear(6, 6, bias=False), "head": nn.Linear(6, 10, bias=False)})
     models = {}
-    for name, model in pool_of(base).items():
+    for name, model in pool(3, base).items():
         models[name] = deepcopy(unshared)
         models[name].first.weight.data.copy_(model.first.weight)
         models[name].head.weight.data.copy_(model.head.weight)
@@ -97,7 +83,7 @@ def test_weights_shared_by_modules_are_merged_once_and_stay_shared():
 
 
 def test_all_linear_with_the_mean_of_the_rest():
-    models = pool_of(clip())
+    models = pool(3)
     options = {**SMALL, "target_modules": "all-linear", "other_params": "mean"}
     merged = NufiltContinualMergingAlgorithm(**options).run(models)
     key = "vision_model.post_layernorm.bias"
@@ -106,24 +92,19 @@ def test_all_linear_with_the_mean_of_the_rest():
 
 
 def test_bfloat16_models_stay_bfloat16():
-    merged = NufiltContinualMergingAlgorithm(**SMALL).run(
-        {name: model.bfloat16() for name, model in pool_of(llama()).items()}
-    )
+    models = {name: model.bfloat16() for name, model in pool(3, llama()).items()}
+    merged = NufiltContinualMergingAlgorithm(**SMALL).run(models)
     assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
 
 
 def test_files_of_a_run_with_a_log_directory(tmp_path):
-    algorithm = NufiltContinualMergingAlgorithm(**SMALL)
-    algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(tmp_path, "", ""))
-    merged = algorithm.run(pool_of(clip()))
+    merged = logging_to(tmp_path, NufiltContinualMergingAlgorithm(**SMALL)).run(pool(3))
     last = type(merged).from_pretrained(tmp_path / "checkpoints" / "merged_model_2")
     assert same(merged.state_dict(), last.state_dict())
     assert json.loads((tmp_path / "model_names.json").read_text()) == ["task1", "task2", "task3"]
-    with open(tmp_path / "layers.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 3 * 10
-    assert {row["step"] for row in rows} == {"1", "2", "3"}
-    assert all(float(row["filtered_share"]) > 0 for row in rows if row["step"] != "1")
+    rows = pd.read_csv(tmp_path / "layers.csv")
+    assert rows.groupby("step").size().to_dict() == {1: 10, 2: 10, 3: 10}
+    assert (rows[rows["step"] > 1]["filtered_share"] > 0).all()
     hidden = {path.name for path in tmp_path.rglob(".*") if path.is_file()}
     assert hidden <= {LOCK, HOLDER}, "temporary files were left behind"
 
@@ -137,71 +118,53 @@ def test_the_config_of_an_algorithm_says_everything():
 # --- bad input: refused before any work ---
 
 
-def refuse(models, message, **options):
-    algorithm = NufiltContinualMergingAlgorithm(**{**SMALL, **options})
-    steps = []
-    merge_step = algorithm.merge_step
-    algorithm.merge_step = lambda step, *args: steps.append(step) or merge_step(step, *args)
+def mlp(model):
+    return model.vision_model.encoder.layers[0].mlp
+
+
+def spoil(model, value):
+    mlp(model).fc1.weight.data[0, 0] = value
+
+
+LACKS = r"model 'task3' lacks layer 'vision_model\.encoder\.layers\.1\.self_attn\.k_proj\.weight' \(32, 32\)"
+SHAPE = r"model 'task3', layer '.*fc1\.weight': shape \(65, 32\) differs from the pretrained model's \(64, 32\)"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda models: models.pop("_pretrained_"), r"no '_pretrained_' model, only \['task1', 'task2', 'task3'\]"),
+        (lambda models: [models.pop(f"task{i}") for i in (1, 2, 3)], "model pool is empty"),
+        (lambda models: models["task3"].vision_model.encoder.layers.pop(1), LACKS),
+        (lambda models: setattr(mlp(models["task3"]), "fc1", nn.Linear(32, 65)), SHAPE),
+        (lambda models: spoil(models["task3"], float("nan")), r"'task3', layer '.*fc1\.weight' has NaN or infinite"),
+        (lambda models: spoil(models["_pretrained_"], float("inf")), r"'_pretrained_', layer '.*fc1\.weight' has NaN"),
+    ],
+)
+def test_a_bad_pool_is_refused_before_any_work(damage, message):
+    models = pool(3)
+    damage(models)
     with pytest.raises(ValueError, match=message):
-        algorithm.run(models)
-    assert steps == []
-
-
-def test_a_pool_without_a_pretrained_model():
-    models = pool_of(clip())
-    del models["_pretrained_"]
-    refuse(models, r"no '_pretrained_' model, only \['task1', 'task2', 'task3'\]")
-
-
-def test_an_empty_pool():
-    refuse({"_pretrained_": clip()}, "model pool is empty")
-
-
-def test_the_last_model_lacks_a_layer():
-    models = pool_of(clip())
-    del models["task3"].vision_model.encoder.layers[1]
-    refuse(
-        models, r"model 'task3' lacks layer 'vision_model\.encoder\.layers\.1\.self_attn\.k_proj\.weight' \(32, 32\)"
-    )
-
-
-def test_the_last_model_has_another_shape():
-    models = pool_of(clip())
-    models["task3"].vision_model.encoder.layers[0].mlp.fc1 = nn.Linear(32, 65)
-    refuse(
-        models, r"model 'task3', layer '.*fc1\.weight': shape \(65, 32\) differs from the pretrained model's \(64, 32\)"
-    )
-
-
-def test_the_last_model_holds_nan():
-    models = pool_of(clip())
-    models["task3"].vision_model.encoder.layers[0].mlp.fc1.weight.data[0, 0] = float("nan")
-    refuse(models, r"model 'task3', layer '.*fc1\.weight' has NaN or infinite values")
-
-
-def test_the_pretrained_model_holds_nan():
-    models = pool_of(clip())
-    models["_pretrained_"].vision_model.encoder.layers[0].mlp.fc1.weight.data[0, 0] = float("inf")
-    refuse(models, r"model '_pretrained_', layer '.*fc1\.weight' has NaN or infinite values")
+        NufiltContinualMergingAlgorithm(**SMALL).run(models, on_step=lambda step: pytest.fail("merged"))
 
 
 def test_a_target_that_matches_nothing():
-    refuse(pool_of(clip()), "'fc9' of .* names no layer", target_modules=["fc9"])
+    with pytest.raises(ValueError, match=r"'fc9' of .* names no layer"):
+        NufiltContinualMergingAlgorithm(**SMALL, target_modules=["fc9"]).run(pool(1))
 
 
 def test_a_bad_model_is_also_refused_when_models_are_not_checked_beforehand():
-    models = pool_of(clip())
-    models["task3"].vision_model.encoder.layers[0].mlp.fc1.weight.data[0, 0] = float("nan")
+    models = pool(3)
+    spoil(models["task3"], float("nan"))
     with pytest.raises(ValueError, match="model 'task3'"):
         NufiltContinualMergingAlgorithm(**SMALL, check_models=False).run(models)
 
 
 def test_a_log_directory_that_cannot_be_written(tmp_path, monkeypatch):
-    algorithm = NufiltContinualMergingAlgorithm(**SMALL)
     (tmp_path / "file").touch()
     monkeypatch.setattr(NufiltContinualMergingAlgorithm, "log_dir", str(tmp_path / "file" / "logs"))
     with pytest.raises(ValueError, match=r"log directory '.*logs' can't be written"):
-        algorithm.run(pool_of(clip()))
+        NufiltContinualMergingAlgorithm(**SMALL).run(pool(1))
 
 
 @pytest.mark.parametrize(
@@ -216,16 +179,16 @@ def test_a_protocol_value_out_of_range_is_refused_by_name(key, value):
 # --- the published stream, through the presets and the algorithm ---
 
 
-@pytest.mark.parametrize(
-    ("preset", "case"),
-    [
-        ("nufilt", "rank_saturated_f64"),
-        ("nufilt/release", "release_first_task_two_tasks_f64"),
-        ("nufilt/filter_only", "filter_only_f64"),
-    ],
-)
-def test_a_preset_reproduces_the_published_stream(preset, case, monkeypatch):
-    case, vectors = load_case(case)
+CASES = {
+    "nufilt": "rank_saturated_f64",
+    "nufilt/release": "release_first_task_two_tasks_f64",
+    "nufilt/filter_only": "filter_only_f64",
+}
+
+
+@pytest.mark.parametrize("preset", CASES)
+def test_a_preset_reproduces_the_published_stream(preset, monkeypatch):
+    case, vectors = load_case(CASES[preset])
     # The presets hold the paper's ranks; the vectors belong to smaller layers.
     overrides = [f"method.null_rank={case['null_rank']}", f"method.task_rank={case['task_rank']}"]
     if case["lora_rank"]:

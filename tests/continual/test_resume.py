@@ -1,17 +1,15 @@
 """An interrupted run goes on with the same result; one more model on top of a merge is the same thing."""
 
-import csv
 import json
 
+import pandas as pd
 import pytest
 import torch
-from fusion_bench.utils import instantiate
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from fusion_bench_nufilt.storage.files import MANIFEST
-from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool, saved_pool
 from tests.models import clip, finetuned, llama
 
 SMALL = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5, "shuffle_order": False, "other_params": "mean"}
@@ -23,12 +21,11 @@ def algorithm_in(folder, **settings):
 
 def without_times(folder):
     """All that a run leaves behind and that must not depend on when it ran."""
-    rows = list(csv.DictReader((folder / "layers.csv").read_text().splitlines()))
-    for row in rows:
-        assert float(row.pop("seconds")) >= float(row.pop("solving_seconds")) >= 0
+    rows = pd.read_csv(folder / "layers.csv", dtype=str)
+    assert (rows["seconds"].astype(float) >= rows["solving_seconds"].astype(float)).all()
     weights = [read_whole_checkpoint(path)["files"] for path in sorted((folder / "checkpoints").glob("merged_model_*"))]
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report_*.json"))]
-    return rows, weights, reports
+    return rows.drop(columns=["seconds", "solving_seconds"]).to_csv(), weights, reports
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
@@ -79,16 +76,11 @@ def test_a_run_with_other_settings_is_not_gone_on_with(tmp_path, settings, named
         algorithm_in(tmp_path, resume=True, **settings).run(pool(2))
 
 
-def test_other_models_are_not_gone_on_with(tmp_path):
-    algorithm_in(tmp_path).run(pool(2))
+def test_other_models_and_other_weights_under_the_same_name_are_not_gone_on_with(tmp_path):
+    models = pool(2)
+    algorithm_in(tmp_path).run(models)
     with pytest.raises(ValueError, match=r"another order, model 'task3'"):
         algorithm_in(tmp_path, resume=True).run(pool(3))
-
-
-def test_other_weights_under_the_same_name_are_not_gone_on_with(tmp_path):
-    models = pool(3)
-    with pytest.raises(InterruptedRunError):
-        algorithm_in(tmp_path).run(models, on_step=interrupt_after(2))
     with torch.no_grad():
         next(models["task1"].parameters()).add_(0.01)
     with pytest.raises(ValueError, match="another model 'task1'"):
@@ -99,12 +91,7 @@ def test_the_same_weights_from_another_place_are_gone_on_with(tmp_path):
     models, steps = pool(3), []
     with pytest.raises(InterruptedRunError):
         algorithm_in(tmp_path / "run").run(models, on_step=interrupt_after(2))
-    for name, model in models.items():
-        model.save_pretrained(tmp_path / name)
-    config = compose_run(["modelpool=nufilt_demo"]).modelpool
-    paths = {name: str(tmp_path / name) for name in models}
-    moved = instantiate({"_target_": config["_target_"], "_recursive_": False, "models": paths})
-    algorithm_in(tmp_path / "run", resume=True).run(moved, on_step=steps.append)
+    algorithm_in(tmp_path / "run", resume=True).run(saved_pool(tmp_path, models), on_step=steps.append)
     assert steps == [3]
 
 
@@ -119,29 +106,18 @@ def test_models_merged_onto_a_merge_give_the_bits_of_one_stream(tmp_path, by):
     whole = algorithm_in(tmp_path / "whole").run(models).state_dict()
     algorithm_in(tmp_path / "first").run({key: models[key] for key in ("_pretrained_", "task1", "task2")})
     checkpoint = tmp_path / "first" / "checkpoints" / "merged_model_1"
+    rest = {key: models[key] for key in ("_pretrained_", "task3", "task4")}
     if by == "manifest":
-        rest = local_pool(tmp_path, models, checkpoint)
-        algorithm = algorithm_in(tmp_path / "rest")
+        rest = saved_pool(tmp_path / "models", rest, _merged_=checkpoint)
     else:
-        rest = {"_pretrained_": models["_pretrained_"], "_merged_": type(clip()).from_pretrained(checkpoint)}
-        rest |= {key: models[key] for key in ("task3", "task4")}
-        algorithm = algorithm_in(tmp_path / "rest", num_merged=2)
-    steps = []
-    merged = algorithm.run(rest, on_step=steps.append).state_dict()
+        rest["_merged_"] = type(clip()).from_pretrained(checkpoint)
+    steps, number = [], None if by == "manifest" else 2
+    merged = algorithm_in(tmp_path / "rest", num_merged=number).run(rest, on_step=steps.append).state_dict()
     assert steps == [3, 4]
     assert all(torch.equal(value, whole[key]) for key, value in merged.items())
     manifest = read_whole_checkpoint(tmp_path / "rest" / "checkpoints" / "merged_model_3")
     assert manifest["step"] == 4
     assert manifest["tasks"] == [*(("task1", "task2") if by == "manifest" else ()), "task3", "task4"]
-
-
-def local_pool(folder, models, merged):
-    """FusionBench's CLIP pool of local folders."""
-    for name in ("_pretrained_", "task3", "task4"):
-        models[name].save_pretrained(folder / "models" / name)
-    paths = {name: str(folder / "models" / name) for name in ("_pretrained_", "task3", "task4")}
-    pool = {"_target_": "fusion_bench.modelpool.CLIPVisionModelPool", "_recursive_": False}
-    return instantiate({**pool, "models": {**paths, "_merged_": str(merged)}})
 
 
 def test_how_many_models_are_in_a_merge_must_be_known():
@@ -165,12 +141,7 @@ def test_a_bad_merge_is_refused_before_any_work():
 def test_a_mean_goes_on_from_the_models_that_it_is_of(tmp_path, order):
     """A model with a grown vocabulary is not in the mean of the embedding, and does not count there."""
     base = llama()
-    models = {
-        "_pretrained_": base,
-        "task1": finetuned(base, 1),
-        "task2": finetuned(base, 2),
-        "grown": finetuned(base, 3),
-    }
+    models = {**pool(2, base), "grown": finetuned(base, 3)}
     models["grown"].resize_token_embeddings(base.config.vocab_size + 3)
     settings = {"on_shape_mismatch": "keep-base"}
     with pytest.raises(InterruptedRunError):

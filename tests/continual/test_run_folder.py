@@ -9,9 +9,9 @@ import pytest
 from torch import nn
 
 from fusion_bench_nufilt.continual.run_folder import RunFolder
-from fusion_bench_nufilt.storage.files import MANIFEST, lock_folder
+from fusion_bench_nufilt.storage.files import MANIFEST
 from tests.conftest import REPO
-from tests.continual.helpers import InterruptedRunError, interrupt_after, pool
+from tests.continual.helpers import pool
 from tests.continual.test_resume import algorithm_in
 
 RUN = {"method": "NUFILT", "order": ["a", "b"], "inputs": {"a": {"sha256": "1f"}}, "settings": {"seed": 42}}
@@ -39,13 +39,6 @@ def test_a_second_run_in_a_log_directory_is_refused_and_told_which_process_is_wr
             algorithm_in(tmp_path).run(pool(2))
         other.kill()
     algorithm_in(tmp_path).run(pool(2))  # the lock of a killed process is none
-
-
-def test_the_log_directory_is_free_again_after_a_run_and_after_one_that_failed(tmp_path):
-    with pytest.raises(InterruptedRunError):
-        algorithm_in(tmp_path).run(pool(2), on_step=interrupt_after(1))
-    algorithm_in(tmp_path, resume=True).run(pool(2))
-    lock_folder(tmp_path).release()
 
 
 def test_files_of_the_user_in_the_log_directory_stay(tmp_path):

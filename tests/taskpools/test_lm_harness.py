@@ -56,18 +56,21 @@ def pool(folder, tasks, **options):
 
 
 @torch.no_grad()
-def likes(word):
-    """A model whose next word is always the same."""
-    model = llama(tie_word_embeddings=False)
-    model.lm_head.weight.zero_()
-    model.model.norm.weight.fill_(1)
-    index = WORDS.index(word)
-    model.lm_head.weight[index] = 0.01
-    model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight.abs() + 1)
-    for layer in model.model.layers:  # what is left is the embedding, which is positive
+def always_saying(word, model, decoder):
+    """Change a language model so that its next word is always the same."""
+    decoder.norm.weight.fill_(1)
+    decoder.embed_tokens.weight.copy_(decoder.embed_tokens.weight.abs() + 1)
+    for layer in decoder.layers:  # what is left is the embedding of the last word, which is positive
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
+    model.lm_head.weight.zero_()
+    model.lm_head.weight[word] = 0.01
     return model
+
+
+def likes(word):
+    model = llama(tie_word_embeddings=False)
+    return always_saying(WORDS.index(word), model, model.model)
 
 
 def test_a_model_scores_what_its_answers_are_worth(folder):

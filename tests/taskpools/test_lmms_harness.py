@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from datasets import Dataset, Features, Image, Value
 from lightning import Fabric
 from PIL import Image as Picture
@@ -17,6 +16,7 @@ from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.taskpools import LMMSEvalTaskPool
 from tests.models import finetuned, llava
+from tests.taskpools.test_lm_harness import always_saying
 
 WORDS = ["<unk>", "<s>", "</s>", "USER:", "ASSISTANT:", "red", "blue", *(f"word{i}" for i in range(42)), "<image>"]
 TASK = """
@@ -78,19 +78,9 @@ def lmms_eval():
     return python
 
 
-@torch.no_grad()
 def says(word):
-    """A model whose answers are always the same."""
     model = llava()
-    language = model.model.language_model
-    language.norm.weight.fill_(1)
-    language.embed_tokens.weight.copy_(language.embed_tokens.weight.abs() + 1)
-    for layer in language.layers:  # what is left is the embedding of the last word, which is positive
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
-    model.lm_head.weight.zero_()
-    model.lm_head.weight[WORDS.index(word)] = 0.01
-    return model
+    return always_saying(WORDS.index(word), model, model.model.language_model)
 
 
 @pytest.mark.slow

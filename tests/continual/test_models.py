@@ -1,13 +1,12 @@
 """A weight that a checkpoint lacks is drawn at random by transformers, and never merged."""
 
 import pytest
-from fusion_bench.utils import instantiate
 from safetensors.torch import load_file, save_file
 from transformers import CLIPVisionModel
 
 from fusion_bench_nufilt.continual.models import load_model
+from tests.continual.helpers import pool, saved_pool
 from tests.continual.test_resume import algorithm_in
-from tests.models import clip, finetuned
 
 FC1 = "vision_model.encoder.layers.1.mlp.fc1.weight"
 NORM = "vision_model.post_layernorm.weight"
@@ -15,13 +14,10 @@ NORM = "vision_model.post_layernorm.weight"
 
 def pool_without(folder, name, key):
     """A pool of folders, one of which lacks a weight."""
-    base = clip()
-    for each, model in {"_pretrained_": base, "task1": finetuned(base, 1), "task2": finetuned(base, 2)}.items():
-        model.save_pretrained(folder / each)
+    models = saved_pool(folder, pool(2))
     path = folder / name / "model.safetensors"
     save_file({k: value for k, value in load_file(path).items() if k != key}, path, metadata={"format": "pt"})
-    pool = {"_target_": "fusion_bench.modelpool.CLIPVisionModelPool", "_recursive_": False}
-    return instantiate({**pool, "models": {each: str(folder / each) for each in ("_pretrained_", "task1", "task2")}})
+    return models
 
 
 @pytest.mark.parametrize("check_models", [True, False])
@@ -33,17 +29,17 @@ def test_a_model_whose_checkpoint_lacks_a_merged_layer_is_refused_by_name(tmp_pa
 
 
 def test_a_weight_that_is_not_merged_may_be_missing_unless_it_is_averaged(tmp_path):
-    pool = pool_without(tmp_path, "task1", NORM)
-    algorithm_in(tmp_path / "kept", other_params="pretrained").run(pool)
+    models = pool_without(tmp_path, "task1", NORM)
+    algorithm_in(tmp_path / "kept", other_params="pretrained").run(models)
     with pytest.raises(ValueError, match=rf"model 'task1': its checkpoint lacks '{NORM}'"):
-        algorithm_in(tmp_path / "mean", other_params="mean").run(pool)
+        algorithm_in(tmp_path / "mean", other_params="mean").run(models)
 
 
 def test_transformers_loads_as_before_afterwards(tmp_path):
     loader = vars(CLIPVisionModel.__mro__[2])
-    pool = pool_without(tmp_path, "task1", FC1)
-    assert load_model(pool, "task1")[1] == [FC1]
-    assert load_model(pool, "task2")[1] == []
+    models = pool_without(tmp_path, "task1", FC1)
+    assert load_model(models, "task1")[1] == [FC1]
+    assert load_model(models, "task2")[1] == []
     assert vars(CLIPVisionModel.__mro__[2]) == loader
     _, info = CLIPVisionModel.from_pretrained(tmp_path / "task1", output_loading_info=True)
     assert list(info["missing_keys"]) == [FC1]
