@@ -104,7 +104,6 @@ def _run(console: Console, plan: Plan, out: Path) -> None:
 
 
 def _print_plan(console: Console, plan: Plan, out: Path) -> None:
-    """Print what will be done and what it takes."""
     table = Table(show_header=False, box=None, title="Plan", title_justify="left")
     for key, value in _rows(plan, out):
         table.add_row(key, shown(value))
@@ -177,13 +176,8 @@ class _Made(TypedDict):
 def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[str]) -> dict[str, Any]:
     """Collect everything that the user says about a merge, by name; later sources win.
 
-    Args:
-        words: at most one recipe file, and ``KEY=VALUE`` in Hydra's grammar.
-        typed: options of the command line.
-        settings: the names that are allowed beside ``base``, ``tasks``, ``merged`` and ``out``.
-
-    Raises:
-        ValueError: a name is unknown, a value is of the wrong type, or a file can't be read; the message names it.
+    These are at most one recipe file, ``KEY=VALUE`` in Hydra's grammar, and the options of the command line. A name
+    that is neither of ``MODELS`` nor of ``settings``, a value of the wrong type or a bad file is refused by name.
     """
     files = [word for word in words if "=" not in word or Path(word).is_file()]
     if len(files) > 1:

@@ -25,8 +25,6 @@ def _printable_lines(text: str) -> str:
 
 
 class _Message(logging.Formatter):
-    """Formats a record as its bare message, without characters that would control the terminal."""
-
     def format(self, record: logging.LogRecord) -> str:
         return _printable_lines(record.getMessage())
 
@@ -52,21 +50,19 @@ def terminal() -> Iterator[Console]:
 def interruptible(console: Console, kept: str) -> Iterator[None]:
     """End after the work at hand on Ctrl-C or SIGTERM, and at once on a second one.
 
-    Args:
-        console: is told at once where finished work is kept.
-        kept: the folder where finished work is kept.
+    The console is told at once in which folder finished work is ``kept``.
     """
-    numbers = [int(signal.SIGINT)]  # the last is the number of the signal that arrived
+    arrived: list[int] = []
+
+    def say(what: str) -> None:
+        console.print(f"{what}: finished work is kept in {shown(kept)}; the same command goes on", highlight=False)
 
     def stop(number: int, frame: FrameType | None) -> None:
         restore()
         signal.signal(number, signal.SIG_DFL)
-        numbers.append(number)
+        arrived.append(number)
         say("stopping when the work at hand is done (once more: at once)")
         raise KeyboardInterrupt
-
-    def say(what: str) -> None:
-        console.print(f"{what}: finished work is kept in {shown(kept)}; the same command goes on", highlight=False)
 
     def restore() -> None:
         for number, handler in before.items():
@@ -76,8 +72,8 @@ def interruptible(console: Console, kept: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if len(numbers) == 1:
+        if not arrived:
             say("interrupted")
-        raise typer.Exit(128 + numbers[-1]) from None
+        raise typer.Exit(128 + (arrived or [signal.SIGINT])[-1]) from None
     finally:
         restore()

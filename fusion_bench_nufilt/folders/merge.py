@@ -34,7 +34,7 @@ CARD = "README.md"
 
 
 def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] | None = None) -> Path:
-    """Carry out a plan.
+    """Carry out a plan, and return ``out``.
 
     A tensor goes through all tasks before the next one is read, so that each input is read once, whatever the number
     of tasks, and nothing between is stored. A run that was interrupted goes on where it stopped.
@@ -44,9 +44,6 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         out: the folder to make.
         progress: called with the numbers of finished tensors and of all.
 
-    Returns:
-        ``out``.
-
     Raises:
         ValueError: ``out`` exists, the disk has no room, or a tensor, which is named, has NaN or infinite values.
     """
@@ -55,8 +52,12 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         return out
     _fetch(plan)
     run, files = _run_identity(plan), [*map(str, plan.base.small_files()), MANIFEST, CARD]
+    headers = {name: (file.header, file.stamp[0]) for name, file in plan.base.opened.items()}
+    if plan.keeps_state:
+        header, tensors = state_layout(plan)
+        headers[STATE_FILE] = header, max(info.stop for info in tensors.values())
     try:
-        with closing(Output(out, run, _headers(plan), files)) as output:
+        with closing(Output(out, run, headers, files)) as output:
             check_disk(plan, out, already=output.nbytes_done)
             _merge(plan, output, progress or (lambda done, total: None))
             if changed := some(plan.changed()):
@@ -100,7 +101,6 @@ def check_output(plan: Plan, out: Path) -> bool:
 
 
 def _nearest(out: Path) -> Path:
-    """Return the folder that ``out``, or the first folder on the way to it, is to be made in."""
     return next(parent for parent in out.absolute().parents if parent.exists())
 
 
@@ -126,15 +126,6 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
     written = map_layers(lambda slot: write_other(plan, slot, output), others, torch.device("cpu"))
     for _ in chain(merge(plan, layers, output.add), written):
         progress(len(done), total)
-
-
-def _headers(plan: Plan) -> dict[str, tuple[bytes, int]]:
-    """Return header and size of every weight file of the result: the base's, and that of the state."""
-    headers = {name: (file.header, file.stamp[0]) for name, file in plan.base.opened.items()}
-    if plan.keeps_state:
-        header, tensors = state_layout(plan)
-        headers[STATE_FILE] = header, max(info.stop for info in tensors.values())
-    return headers
 
 
 def _write_small_files(plan: Plan, output: Output, run: str) -> None:
@@ -168,8 +159,6 @@ def _nufilt_json(plan: Plan, records: Sequence[Record], run: str) -> str:
     ``sha256`` of an input is over the digests of the tensors that were read of it, by name: it does not depend on
     how they are spread over files. Of an adapter's averaged tensors, the full ones count. That of the result likewise.
     """
-    models = {"base": plan.pretrained, "merged": plan.merged, "state": plan.state}
-    models |= {f"task {number}": task for number, task in enumerate(plan.tasks)}
     inputs = {
         source: {
             "name": model.checkpoint.label,
@@ -177,8 +166,7 @@ def _nufilt_json(plan: Plan, records: Sequence[Record], run: str) -> str:
             "tensors_read": sum(source in record["read"] for record in records),
             "sha256": combined_digest((record["slot"], record["read"].get(source)) for record in records),
         }
-        for source, model in models.items()
-        if model is not None
+        for source, model in plan.models.items()
     }
     names = {layer.slot: layer.name for layer in plan.layers}
     counts = {record["slot"]: record["mean_count"] for record in records if "mean_count" in record}

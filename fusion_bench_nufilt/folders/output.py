@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,10 @@ _JOURNAL = "journal.jsonl"
 class Output:
     """A folder beside ``out`` that takes its place when it is finished.
 
-    Weight files have the base's headers, so every tensor's place is known from the start: tensors are written in any
-    order, by any thread. A journal says which are done, and the digest of their bytes. It is an error if another
-    process writes the same folder, or the one beside it holds what this program did not put there. What was left by
-    another ``run``, which stands for inputs and settings, is thrown away. ``headers`` are those of the weight files,
-    with their sizes in bytes; ``others`` are the paths of the files beside them.
+    ``headers`` of the weight files, with their sizes in bytes, tell every tensor's place from the start: tensors are
+    written in any order, by any thread. A journal says which are done, and the digest of their bytes. A folder that
+    another process writes, or with anything but the program's own files, weights and ``others``, is refused. What was
+    left by another ``run``, which stands for inputs and settings, is thrown away.
     """
 
     def __init__(self, out: Path, run: str, headers: Mapping[str, tuple[bytes, int]], others: Collection[str]) -> None:
@@ -79,9 +78,13 @@ class Output:
             if before:
                 log.info("starting anew: '%s' was begun with other inputs, settings or versions", self.out)
             shutil.rmtree(self.model, ignore_errors=True)
-        write_text(self._journal, _lines([head, *records]))
+        write_text(self._journal, "".join(map(_line, [head, *records])))
         for file, (header, size) in headers.items():
-            self._open(file, header, size)
+            path = self.model / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._files[file] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            os.ftruncate(self._files[file], size)
+            write_at(self._files[file], memoryview(header), 0)
         done = {record["slot"]: record for record in records if self._holds(record)}
         if damaged := len(records) - len(done):
             log.warning("%d tensors of '%s' were damaged since they were written: made again", damaged, self.work)
@@ -96,14 +99,6 @@ class Output:
         known |= {name for name in there if name.name.startswith((temporary, f".{HOLDER}-"))}
         if foreign := [str(name) for name, path in there.items() if path.is_symlink() or name not in known]:
             raise ValueError(f"'{self.work}' holds {some(sorted(foreign))}, which nufilt did not make: move it away")
-
-    def _open(self, file: str, header: bytes, size: int) -> None:
-        """Open a weight file of the result, made with its header and in its size if it is not there."""
-        path = self.model / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._files[file] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        os.ftruncate(self._files[file], size)
-        write_at(self._files[file], memoryview(header), 0)
 
     def _holds(self, record: Record) -> bool:
         return all(file_digest(self._files[file], start, stop) == sha for file, start, stop, sha in record["written"])
@@ -120,13 +115,12 @@ class Output:
         self.record(record)
 
     def write(self, file: str, data: memoryview, offset: int) -> None:
-        """Write some bytes of a tensor."""
         write_at(self._files[file], data, offset)
 
     def record(self, record: Record) -> None:
         """Note that a tensor is written: its ``slot``, and in ``written`` files, first and last bytes, and digests."""
         with self._writing, open(self._journal, "a", encoding="utf-8") as journal:
-            journal.write(_lines([record]))
+            journal.write(_line(record))
             self.done[record["slot"]] = record
 
     def finish(self) -> None:
@@ -163,10 +157,9 @@ def clear_work_folder(out: Path) -> None:
         work.rmdir()
 
 
-def _lines(records: Iterable[Record]) -> str:
-    """Return the lines of a journal, each with the digest of its text."""
-    texts = [json.dumps(record) for record in records]
-    return "".join(f"{_digest(text)} {text}\n" for text in texts)
+def _line(record: Record) -> str:
+    text = json.dumps(record)
+    return f"{_digest(text)} {text}\n"
 
 
 def _read_journal(path: Path) -> list[Record]:

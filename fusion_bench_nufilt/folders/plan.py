@@ -117,10 +117,16 @@ class Plan:
         return self.pretrained.checkpoint
 
     @property
+    def models(self) -> dict[str, FullModel]:
+        """All models by what they are to the merge, the base first."""
+        named = {"base": self.pretrained, "merged": self.merged, "state": self.state}
+        named |= {f"task {number}": task for number, task in enumerate(self.tasks)}
+        return {source: model for source, model in named.items() if model is not None}
+
+    @property
     def checkpoints(self) -> list[Checkpoint]:
         """The checkpoints of all models, the base's first."""
-        models = (self.pretrained, self.merged, self.state, *self.tasks)
-        return [model.checkpoint for model in models if model is not None]
+        return [model.checkpoint for model in self.models.values()]
 
     def changed(self) -> list[str]:
         """Return the names of the models whose weights were written to since they were opened."""
@@ -224,8 +230,12 @@ def check_state_tensors(plan: Plan) -> list[str]:
             known.add(slot)
             if plan.state is None or slot not in there:
                 missing.append(key)
-            else:
-                _check_tensor(plan.state, slot, like)
+                continue
+            found, shape = plan.state.checkpoint.tensors[there[slot]], tuple(like.shape)
+            if (found.dtype, found.shape) != (dtype_name(like), shape):
+                but = f"{found.dtype} {found.shape} is not {str(like.dtype).removeprefix('torch.')} {shape}"
+                advice = "as the base's layer would be; remove that folder if the weights beside it are right"
+                raise ValueError(f"'{plan.state.checkpoint.name}', tensor '{slot}': {but}, {advice}")
     if method.state_is_weight:
         if before.get("accumulate") == "float32" and plan.settings.accumulate == "stored":
             return [f"'{name}' has the merged layers in float32; --accumulate float32 goes on from there"]
@@ -238,11 +248,3 @@ def check_state_tensors(plan: Plan) -> list[str]:
         own = f"{method.label} goes on from its own merges of the same layers only"
         raise ValueError(f"the merged model '{name}' has {what} in {STATE_FILE}: {own}")
     return []
-
-
-def _check_tensor(kept: FullModel, slot: str, like: Tensor) -> None:
-    found, shape = kept.checkpoint.tensors[kept.keys[slot]], tuple(like.shape)
-    if (found.dtype, found.shape) != (dtype_name(like), shape):
-        but = f"{found.dtype} {found.shape} is not {str(like.dtype).removeprefix('torch.')} {shape}"
-        advice = "as the base's layer would be; remove that folder if the weights beside it are right"
-        raise ValueError(f"'{kept.checkpoint.name}', tensor '{slot}': {but}, {advice}")

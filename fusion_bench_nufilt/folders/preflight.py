@@ -181,13 +181,12 @@ def _check_shapes(plan: Plan, task: FullModel, architecture: Architecture, chose
 
 def check_relation(plan: Plan) -> list[str]:
     """Return warnings, with the evidence, where samples of the weights say that a model was not made from the base."""
-    models = [model for model in (plan.merged, plan.state, *plan.tasks) if type(model) is FullModel]
+    models = [model for model in plan.models.values() if type(model) is FullModel and model is not plan.pretrained]
     here = [model for model in models if not (model.checkpoint.remote or plan.base.remote)]
     return [text for model in here if (text := _relation(plan, model))]
 
 
 def _relation(plan: Plan, model: FullModel) -> str:
-    """Compare some elements of some layers of a model with the base's."""
     base, layers = plan.base, plan.layers
     chosen = layers[:: max(1, len(layers) // _SAMPLED_LAYERS)][:_SAMPLED_LAYERS]
     xx = yy = xy = dd = 0.0

@@ -2,15 +2,25 @@
 
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from transformers import LlamaForCausalLM
 
-from tests.adversary.tally import as_table
 from tests.folders.helpers import merge, save_stream, tensors
 from tests.folders.test_adapters import save_adapter
 from tests.models import llama
+
+GOOD = ("cases", "clean refusals", "merged as if nothing were wrong", "kills", "kills resumed")
+BAD = ("tracebacks", "hangs", "wrong results", "inputs or foreign files changed", "work folders damaged")
+COUNTS: Counter[str] = Counter()
+
+
+def expect(condition: object, otherwise: str, message: object = "") -> None:
+    """Fail, and count what went wrong, unless the condition holds."""
+    COUNTS[otherwise] += not condition
+    assert condition, f"{otherwise}: {message}"
 
 
 def pytest_addoption(parser):
@@ -20,7 +30,7 @@ def pytest_addoption(parser):
 def pytest_terminal_summary(terminalreporter, config):
     if config.getoption("tally", False):
         terminalreporter.section("bad inputs")
-        terminalreporter.write_line("\n".join(as_table()))
+        terminalreporter.write_line("\n".join(f"{name:32} {COUNTS[name]:6}" for name in (*GOOD, *BAD)))
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +45,12 @@ def good(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture
+def inputs(good, tmp_path) -> Path:
+    """A copy of the good inputs to write to."""
+    return shutil.copytree(good, tmp_path / "inputs")
+
+
 @pytest.fixture(scope="session")
 def expected(good):
     """The tensors that the good inputs are merged into."""
@@ -45,7 +61,6 @@ def contents(folder: Path) -> dict[str, object]:
     """All there is in a folder, links unfollowed."""
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
-        link = path.is_symlink()
-        content = os.readlink(path) if link else path.read_bytes() if path.is_file() else None
+        content = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
         found[str(path.relative_to(folder))] = content
     return found

@@ -1,7 +1,6 @@
 """What is done to the good inputs: each mutation takes their folder."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.models import llama
 
 Mutation = Callable[[Path], object]
+Tensors = dict[str, torch.Tensor]
 
 INDEX = "base/model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -43,19 +43,31 @@ def in_index(file: str | None, tensor: str = UP) -> Mutation:
     return mutate
 
 
-def change(model: str, key: str, function: Callable[[torch.Tensor], torch.Tensor | None]) -> Mutation:
-    """Put another tensor in place of one, or none."""
+def rewrite(model: str, edit: Callable[[Tensors], Tensors]) -> Mutation:
+    """Store other tensors in every file of a model."""
 
     def mutate(folder: Path) -> None:
         for path in (folder / model).glob("*.safetensors"):
-            state = load_file(path)
-            if key in state and (value := function(state.pop(key))) is not None:
-                state[key] = value
-            save_file(state, path, metadata={"format": "pt"})
+            save_file(edit(load_file(path)), path, metadata={"format": "pt"})
         if model == "base":  # the index would tell
-            in_index_of_what_is_there(folder)
+            there = {key: path.name for path in (folder / "base").glob("*.safetensors") for key in load_file(path)}
+            in_json(INDEX, weight_map=there)(folder)
 
     return mutate
+
+
+def change(model: str, key: str, function: Callable[[torch.Tensor], torch.Tensor | None]) -> Mutation:
+    """Put another tensor in place of one, or none."""
+
+    def edit(state: Tensors) -> Tensors:
+        new = function(state[key]) if key in state else None
+        return {k: w for k, w in state.items() if k != key} | ({} if new is None else {key: new})
+
+    return rewrite(model, edit)
+
+
+def rename(model: str, key: str, name: str) -> Mutation:
+    return rewrite(model, lambda state: {name if k == key else k: w for k, w in state.items()})
 
 
 def half(mutation: Mutation) -> Mutation:
@@ -72,21 +84,6 @@ def half(mutation: Mutation) -> Mutation:
 def another_base(folder: Path) -> None:
     """Put a model in place of task2 that was not made from the base."""
     llama(seed=9).save_pretrained(folder / "task2")
-
-
-def rename(model: str, key: str, name: str) -> Mutation:
-    def mutate(folder: Path) -> None:
-        for path in (folder / model).glob("*.safetensors"):
-            save_file({name if k == key else k: v for k, v in load_file(path).items()}, path, metadata={"format": "pt"})
-        if model == "base":
-            in_index_of_what_is_there(folder)
-
-    return mutate
-
-
-def in_index_of_what_is_there(folder: Path) -> None:
-    there = {key: path.name for path in (folder / "base").glob("*.safetensors") for key in load_file(path)}
-    in_json(INDEX, weight_map=there)(folder)
 
 
 def state_of(dtype: torch.dtype | None) -> Mutation:
@@ -120,19 +117,9 @@ def overwrite(path: Path, head: bytes) -> None:
         file.write(head)
 
 
-def as_folder(path: Path) -> None:
+def instead(path: Path, make: Callable[[Path], object]) -> None:
     path.unlink()
-    path.mkdir()
-
-
-def as_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def as_link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("nowhere")
+    make(path)
 
 
 def link(path: Path, target: Path | str) -> None:

@@ -16,32 +16,8 @@ from typing import NamedTuple
 import torch
 
 from fusion_bench_nufilt.commands.merge import MODELS, merge
-from tests.adversary.mutations import (
-    EMBEDDING,
-    INDEX,
-    NORM,
-    UP,
-    Mutation,
-    another_base,
-    as_folder,
-    as_link,
-    as_pipe,
-    change,
-    half,
-    in_index,
-    in_json,
-    link,
-    nothing,
-    overwrite,
-    rename,
-    shard,
-    single,
-    state_of,
-    swap,
-    twice,
-    wider,
-    write,
-)
+from tests.adversary import mutations as do
+from tests.adversary.mutations import EMBEDDING, INDEX, NORM, UP, Mutation, change, in_json, link, nothing, write
 
 STREAM = ("--task", "task1", "--task", "task2")
 LORA = ("--task", "task1", "--task", "lora")
@@ -131,9 +107,9 @@ def json_fields() -> Iterator[Row]:
     yield Row("other settings than before", nothing, "~seed was 42, is 7", (*MORE, "--seed", "7"))
     yield Row("an index of nothing", in_json(INDEX, weight_map={}), r"index\.json' names no tensor")
     for name in ("README.md", "nufilt.json", "../task1/model.safetensors", "/etc/passwd", "", ".", "a\0b"):
-        yield Row(f"a shard called {name!r}", in_index(name), r"index\.json' names .*: no safetensors files of this")
-    yield Row("a shard that is not there", in_index("no.safetensors"), "names shards that are not there: 'no.safe")
-    more = in_index(None, "model.more.weight")
+        yield Row(f"a shard called {name!r}", do.in_index(name), r"index\.json' names .*: no safetensors files of this")
+    yield Row("a shard that is not there", do.in_index("no.safetensors"), "names shards that are not there: 'no.safe")
+    more = do.in_index(None, "model.more.weight")
     yield Row("a tensor that no file has", more, "names tensors that its files lack: 'model.more.weight'")
 
 
@@ -149,7 +125,7 @@ def option_values() -> Iterator[Row]:
 
 def weight_files() -> Iterator[Row]:
     says = "is truncated or corrupt"
-    for model, file in (("base", shard), ("task2", single)):
+    for model, file in (("base", do.shard), ("task2", do.single)):
         for size in (0, 1, 7, 8, 100, -1000, -1):
             cut = lambda folder, m=model, f=file, s=size: os.truncate(f(folder / m), s % f(folder / m).stat().st_size)  # noqa: E731
             yield Row(f"{model} is cut to {size} bytes", cut, says)
@@ -161,14 +137,19 @@ def weight_files() -> Iterator[Row]:
             "a zip": b"PK\x03\x04",
             "other letters": b"\x08\x00\x00\x00\x00\x00\x00\x00[[[[[[[[",
         }.items():
-            yield Row(f"{model} begins with {name}", lambda d, m=model, f=file, h=head: overwrite(f(d / m), h), says)
-        yield Row(f"{model} is a folder", lambda d, m=model, f=file: as_folder(f(d / m)), "no regular file|not there")
-        yield Row(f"{model} is a pipe", lambda d, m=model, f=file: as_pipe(f(d / m)), "no regular file|not there")
-        yield Row(f"{model} is a dead link", lambda d, m=model, f=file: as_link(f(d / m)), "No such file|not there")
-        yield Row(f"{model} is gone", lambda d, m=model, f=file: f(d / m).unlink(), "no safetensors file|not there")
-    yield Row("pickled weights", lambda d: single(d / "task2").rename(d / "task2" / "pytorch_model.bin"), "are refused")
+            yield Row(f"{model} begins with {name}", lambda d, m=model, f=file, h=head: do.overwrite(f(d / m), h), says)
+        kinds: dict[str, tuple[str, Callable[[Path], object]]] = {
+            "a folder": ("no regular file", os.mkdir),
+            "a pipe": ("no regular file", os.mkfifo),
+            "a dead link": ("No such file", lambda path: path.symlink_to("nowhere")),
+            "gone": ("no safetensors file", lambda path: None),
+        }
+        for kind, (why, make) in kinds.items():
+            instead = lambda d, m=model, f=file, make=make: do.instead(f(d / m), make)  # noqa: E731
+            yield Row(f"{model} is {kind}", instead, f"{why}|not there")
+    yield Row("pickled weights", lambda d: do.single(d / "task2").rename(d / "task2" / "x.bin"), "are refused")
     yield Row("two files and no index", lambda d: (d / INDEX).unlink(), r"no model\.safetensors\.index\.json")
-    yield Row("a tensor in two shards", twice, "in another file: remove one of them")
+    yield Row("a tensor in two shards", do.twice, "in another file: remove one of them")
     for name in ("tokenizer.json", "additional_chat_templates/x.jinja"):
         elsewhere = lambda d, n=name: link(d / "base" / n, "/etc/hostname")  # noqa: E731
         yield Row(f"{name} is a link to elsewhere", elsewhere, "is a link to")
@@ -206,13 +187,13 @@ def weights() -> Iterator[Row]:
                 "one": "merged model '.*one' was not made from the base|files lack",
             }[model]
             yield Row(f"a layer of {model} is {name}", change(model, UP, shape), says, arguments)
-        control = rename(model, UP, "model.layers.1.mlp.up\x1b[31m_proj.weight")
+        control = do.rename(model, UP, "model.layers.1.mlp.up\x1b[31m_proj.weight")
         yield Row(f"a control character in a name of {model}", control, "lack|was not made", arguments)
 
     for model in ("base", "task1", "task2"):
         huge = change(model, UP, lambda w: torch.full_like(w, 1e36).index_fill(0, torch.tensor([0]), 0.0))
         yield Row(f"squares that are not finite in {model}", huge, "up_proj.* too large for", (*STREAM, *STREAM[:2]))
-    lost = half(change("task2", UP, lambda w: w.float() + 1e6))
+    lost = do.half(change("task2", UP, lambda w: w.float() + 1e6))
     yield Row(
         "a result that float16 can't hold", lost, r"task2', layer '.*up_proj': the result is too large for torch\.f"
     )
@@ -234,10 +215,10 @@ def other_tensors() -> Iterator[Row]:
     nan = {model: change(model, NORM, lambda w: w.fill_(float("nan"))) for model in ("base", "task2")}
     yield Row("a norm of NaN in base", nan["base"], f"~tensor '{NORM}' has NaN or infinite values in the base")
     yield Row("a norm of NaN in task2", nan["task2"], f"task2', tensor '{NORM}' has NaN or infinite values", mean)
-    lost = half(change("task2", EMBEDDING, lambda w: w.float() + 1e6))
+    lost = do.half(change("task2", EMBEDDING, lambda w: w.float() + 1e6))
     yield Row("a mean that float16 can't hold", lost, r"the mean has values that torch\.float16 can't hold", mean)
     yield Row(
-        "a task of another base", another_base, r"~task2' looks as if it was made from another base.*cosine -?0\.0"
+        "a task of another base", do.another_base, r"~task2' looks as if it was made from another base.*cosine -?0\.0"
     )
 
 
@@ -268,12 +249,13 @@ def adapters() -> Iterator[Row]:
         yield Row(f"adapter: {part} is gone", change("lora", key, lambda w: None), "and no|no LoRA of", LORA)
         flat = change("lora", key, lambda w: w.flatten())
         yield Row(f"adapter: {part} is flat", flat, "belong together|no LoRA of", LORA)
-        yield Row(f"adapter: {part} is wider", change("lora", key, wider), "belong together|another base|shape", LORA)
+        wide = change("lora", key, do.wider)
+        yield Row(f"adapter: {part} is wider", wide, "belong together|another base|shape", LORA)
         yield Row(f"adapter: {part} is int8", change("lora", key, lambda w: w.to(torch.int8)), "is stored as I8", LORA)
         nan = change("lora", key, lambda w: w.fill_(float("nan")))
         yield Row(f"adapter: NaN in {part}", nan, "has NaN or infinite values", LORA)
-    yield Row("an adapter as base", lambda d: swap(d / "base", d / "lora"), "is an adapter")
-    yield Row("an adapter as merged model", lambda d: swap(d / "one", d / "lora"), "is an adapter", MORE)
+    yield Row("an adapter as base", lambda d: do.swap(d / "base", d / "lora"), "is an adapter")
+    yield Row("an adapter as merged model", lambda d: do.swap(d / "one", d / "lora"), "is an adapter", MORE)
 
 
 # --- options and places ---
@@ -320,8 +302,8 @@ def options() -> Iterator[Row]:
     spellings = ("--task", "task1", "--task", "./base/../task1")
     yield Row("the same task by two spellings", nothing, "~comes more than once", spellings)
     yield Row("a task that is not there", nothing, "is neither a folder nor the name of a", ("--task", "no/such/task"))
-    yield Row("int8 float32 layers", state_of(torch.int8), "not float32", (*MORE, "--accumulate", "float32"))
-    yield Row("short float32 layers", state_of(None), "not float32", (*MORE, "--accumulate", "float32"))
+    yield Row("int8 float32 layers", do.state_of(torch.int8), "not float32", (*MORE, "--accumulate", "float32"))
+    yield Row("short float32 layers", do.state_of(None), "not float32", (*MORE, "--accumulate", "float32"))
 
 
 def places() -> Iterator[Row]:
@@ -345,8 +327,8 @@ def places() -> Iterator[Row]:
 
     def linked(folder: Path) -> None:
         write(folder / work / "model" / "nothing")
-        single(folder / "task1").rename(folder / work / "model" / "model.safetensors")
-        single(folder / "task1").symlink_to(folder / work / "model" / "model.safetensors")
+        do.single(folder / "task1").rename(folder / work / "model" / "model.safetensors")
+        do.single(folder / "task1").symlink_to(folder / work / "model" / "model.safetensors")
 
     yield Row("weights that are links into the work folder", linked, r"task1' is inside '.*\.out\.nufilt'")
     yield Row("OUT in an input", nothing, "which is not written to", (*STREAM, "--out", "task1/out"))

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fusion_bench_nufilt.folders import merge as merge_module
 from fusion_bench_nufilt.folders.output import work_folder
-from tests.adversary.tally import COUNTS, expect
-from tests.folders.helpers import merge, same, tensors
+from tests.adversary.conftest import COUNTS, expect
+from tests.folders.helpers import interrupt, merge, same, tensors
 
 # Those whose every change must be found, or have no effect on the weights, and those that may mean something else then.
 FILES = [
@@ -33,8 +32,10 @@ EDITS = st.lists(
 )
 
 
-def corrupt(path: Path, edits) -> None:
-    """Edit a JSON file anywhere, a safetensors file in its header."""
+def corrupt(source: Path, folder: Path, file: Path, edits) -> None:
+    """Copy a folder and edit a file of it: JSON anywhere, safetensors in its header."""
+    shutil.rmtree(folder, ignore_errors=True)
+    path = shutil.copytree(source, folder) / file
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little") if path.suffix == ".safetensors" else len(data)
     head, rest = bytearray(data[:end]), data[end:]
@@ -49,9 +50,7 @@ def corrupt(path: Path, edits) -> None:
 
 def check(good: Path, folder: Path, expected, file: str, edits) -> None:
     """One corrupted input: a refusal of one line, or the result of the good inputs."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(good, folder)
-    corrupt(folder / file, edits)
+    corrupt(good, folder, Path(file), edits)
     before = (folder / file).read_bytes()
     tasks = ["task1", "lora" if file.startswith("lora") else "task2"]
     more = {"merged": "one"} if file.startswith("one") else {}
@@ -72,29 +71,15 @@ def check(good: Path, folder: Path, expected, file: str, edits) -> None:
 @pytest.fixture(scope="module")
 def interrupted(good, tmp_path_factory):
     """A copy of the good inputs with the work folder of a merge that stopped half way."""
-
-    class StopError(Exception):
-        pass
-
-    def stop(done, total):
-        if done > total // 2:
-            raise StopError
-
     folder = tmp_path_factory.mktemp("interrupted") / "inputs"
     shutil.copytree(good, folder)
-    whole = merge_module.merge_folders
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.folders.helpers.merge_folders", lambda plan, out: whole(plan, out, stop))
-        with pytest.raises(StopError):
-            merge(folder, ["task1", "task2"])
+    interrupt(folder, after=11, tasks=["task1", "task2"])
     return folder
 
 
 def check_work_folder(interrupted: Path, folder: Path, expected, file: str, edits) -> None:
     """A work folder damaged anywhere: what is damaged is made again."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(interrupted, folder)
-    corrupt(work_folder(folder / "out") / file, edits)
+    corrupt(interrupted, folder, work_folder(Path("out")) / file, edits)
     COUNTS["cases"] += 1
     try:
         expect(same(tensors(merge(folder, ["task1", "task2"])), expected), "work folders damaged", file)
@@ -105,25 +90,22 @@ def check_work_folder(interrupted: Path, folder: Path, expected, file: str, edit
         COUNTS["merged as if nothing were wrong"] += 1
 
 
-def examples(number):
-    return settings(max_examples=number, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+def corrupt_each(number, files, check, *arguments):
+    """Check some corruptions of some files."""
+
+    @settings(max_examples=number, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(file=st.sampled_from(files), edits=EDITS)
+    def run(file, edits):
+        check(*arguments, file, edits)
+
+    run()
 
 
 @pytest.mark.parametrize("number", [30, pytest.param(350, marks=pytest.mark.slow)])
 def test_corrupted_inputs_are_refused_or_merged_rightly(good, tmp_path, expected, number):
-    @examples(number)
-    @given(file=st.sampled_from(FILES + MEANINGFUL), edits=EDITS)
-    def run(file, edits):
-        check(good, tmp_path / "inputs", expected, file, edits)
-
-    run()
+    corrupt_each(number, FILES + MEANINGFUL, check, good, tmp_path / "inputs", expected)
 
 
 @pytest.mark.parametrize("number", [30, pytest.param(150, marks=pytest.mark.slow)])
 def test_a_corrupted_work_folder_gives_the_same_result(interrupted, tmp_path, expected, number):
-    @examples(number)
-    @given(file=st.sampled_from(WORK), edits=EDITS)
-    def run(file, edits):
-        check_work_folder(interrupted, tmp_path / "inputs", expected, file, edits)
-
-    run()
+    corrupt_each(number, WORK, check_work_folder, interrupted, tmp_path / "inputs", expected)

@@ -17,7 +17,7 @@ from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
 from fusion_bench_nufilt.folders.output import work_folder
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
-from tests.adversary.tally import COUNTS, expect
+from tests.adversary.conftest import COUNTS, expect
 from tests.conftest import REPO
 from tests.continual.test_resume import without_times
 from tests.folders.helpers import hashes, merge
@@ -66,9 +66,7 @@ for number in range(kills):
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(60, marks=pytest.mark.slow)])
-def test_nufilt_merge(good, tmp_path, kills):
-    inputs = tmp_path / "inputs"
-    shutil.copytree(good, inputs)
+def test_nufilt_merge(inputs, kills):
     whole = hashes(merge(inputs, ["task1", "task2"], "whole"))
     COUNTS["kills"] += kills
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
@@ -149,9 +147,7 @@ def merge_and_tell(inputs, start, errors):
         errors.put(str(error) or repr(error))
 
 
-def test_two_merges_into_one_folder_make_one_result_and_the_other_says_who_is_writing(good, tmp_path):
-    inputs = tmp_path / "inputs"
-    shutil.copytree(good, inputs)
+def test_two_merges_into_one_folder_make_one_result_and_the_other_says_who_is_writing(inputs):
     whole = hashes(merge(inputs, ["task1", "task2"], "whole"))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])

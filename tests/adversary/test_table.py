@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import re
-import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -13,9 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fusion_bench_nufilt.commands.app import app
-from tests.adversary.conftest import contents
+from tests.adversary.conftest import COUNTS, contents, expect
 from tests.adversary.table import STREAM, Row, rows
-from tests.adversary.tally import COUNTS, expect
 from tests.folders.helpers import RANKS, same, tensors
 
 ROWS = rows()
@@ -27,11 +25,9 @@ SECONDS = 120  # after which a row counts as a hang, on a busy machine too
 
 
 @pytest.fixture
-def folder(good, tmp_path, monkeypatch):
-    copy = tmp_path / "inputs"
-    shutil.copytree(good, copy)
-    monkeypatch.chdir(copy)
-    return copy
+def folder(inputs, monkeypatch):
+    monkeypatch.chdir(inputs)
+    return inputs
 
 
 @contextlib.contextmanager

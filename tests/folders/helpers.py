@@ -3,17 +3,21 @@
 import hashlib
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.core.options import split_options
 from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
+from fusion_bench_nufilt.folders.output import work_folder
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.methods import METHODS
 from tests.models import finetuned
 
 RANKS = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5}
 SHARDED = "20KB"
+STATE = "nufilt_state/model.safetensors"
 
 
 def save_stream(folder, base, tasks=3, dtype=torch.float32, shards=SHARDED):
@@ -27,25 +31,33 @@ def save_stream(folder, base, tasks=3, dtype=torch.float32, shards=SHARDED):
     return models
 
 
-def configs(options, method="nufilt"):
-    """The method's options and the targets, from options of either."""
-    kind = METHODS[method]
-    (config, targets), left = split_options([kind.Options, TargetConfig], {**kind.targets, **options})
-    assert not left, left
-    return config, targets
+def algorithm(models, **options):
+    """The model that the algorithm makes of loaded models."""
+    return NufiltContinualMergingAlgorithm(**{**RANKS, "shuffle_order": False, **options}).run(models)
 
 
 def plan(folder, tasks=("task1", "task2", "task3"), merged=None, settings=None, method="nufilt", **options):
     """Plan a merge of tasks by the names of their folders, with options of the method and of the targets."""
-    options = {**RANKS, **options} if method == "nufilt" else options
-    return plan_merge(
-        str(folder / "base"),
-        [str(folder / task) for task in tasks],
-        None if merged is None else str(folder / merged),
-        *configs(options, method),
-        settings if isinstance(settings, Settings) else Settings(**(settings or {})),
-        method=method,
-    )
+    kind = METHODS[method]
+    options = {**kind.targets, **(RANKS if method == "nufilt" else {}), **options}
+    (config, targets), left = split_options([kind.Options, TargetConfig], options)
+    assert not left, left
+    base, *tasks = (str(folder / name) for name in ("base", *tasks))
+    merged = None if merged is None else str(folder / merged)
+    return plan_merge(base, tasks, merged, config, targets, Settings(**(settings or {})), method=method)
+
+
+def interrupt(folder, after=8, out="out", **options):
+    """Leave a merge that stopped after some tensors; returns how many are in its journal."""
+
+    def stop(done, total):
+        if done >= after:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        merge_folders(plan(folder, **options), folder / out, stop)
+    assert not (folder / out).exists()
+    return len((work_folder(folder / out) / "journal.jsonl").read_text().splitlines()) - 1
 
 
 def merge(folder, tasks=("task1", "task2", "task3"), out="out", merged=None, **options):
@@ -56,6 +68,15 @@ def merge(folder, tasks=("task1", "task2", "task3"), out="out", merged=None, **o
 def tensors(folder):
     """All tensors of a folder's weight files."""
     return {key: value for path in sorted(folder.glob("*.safetensors")) for key, value in load_file(path).items()}
+
+
+def manifest(folder):
+    return json.loads((folder / "nufilt.json").read_text())
+
+
+def change_json(path, **fields):
+    """Set some fields of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 def same(state, other):

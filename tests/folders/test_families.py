@@ -1,6 +1,5 @@
 """Models of every family: through folders as through the algorithm, and known answers of the merged model."""
 
-import json
 from copy import deepcopy
 
 import pytest
@@ -9,16 +8,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
 
-from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.storage.tensors import TensorFile
 from tests.families import FAMILIES, openclip, output
-from tests.folders.helpers import RANKS, change, merge, same, save_stream, tensors
+from tests.folders.helpers import algorithm, change, change_json, manifest, merge, same, save_stream, tensors
 from tests.models import finetuned
-
-
-def algorithm(models, **options):
-    return NufiltContinualMergingAlgorithm(**{**RANKS, "shuffle_order": False, **options}).run(models)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,16 +64,14 @@ def test_packed_projections_are_merged_in_folders_without_a_config(tmp_path):
     models = save_openclip(tmp_path)
     out = merge(tmp_path, ["task1", "task2"])
     assert same(tensors(out), algorithm(models).state_dict())
-    manifest = json.loads((out / "nufilt.json").read_text())
-    assert "visual.transformer.resblocks.0.attn.in_proj.q" in manifest["layers"]
-    assert manifest["coverage"]["left_out"] == {"visual.transformer.resblocks.*.mlp.c_proj.weight": 2}
+    assert "visual.transformer.resblocks.0.attn.in_proj.q" in manifest(out)["layers"]
+    assert manifest(out)["coverage"]["left_out"] == {"visual.transformer.resblocks.*.mlp.c_proj.weight": 2}
 
 
 def test_transposed_layers_are_told_by_a_shape_where_transformers_does_not_know_the_model(tmp_path):
     save_stream(tmp_path, FAMILIES["gpt2"](), tasks=2)
     expected = tensors(merge(tmp_path, ["task1", "task2"], "expected"))
-    config = json.loads((tmp_path / "base" / "config.json").read_text())
-    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "architectures": ["TheirOwnForCausalLM"]}))
+    change_json(tmp_path / "base" / "config.json", architectures=["TheirOwnForCausalLM"])
     assert same(tensors(merge(tmp_path, ["task1", "task2"])), expected)
 
 
@@ -147,13 +139,8 @@ def test_a_base_whose_shape_its_config_denies(tmp_path):
 
 def test_quantised_checkpoints(tmp_path):
     save_stream(tmp_path, FAMILIES["mistral"](), tasks=1, shards="1GB")
-    key = "model.layers.0.mlp.up_proj.weight"
-    change(tmp_path / "base", key, lambda value: value.to(torch.float8_e4m3fn))
-    refuse(tmp_path, rf"'{key}' is stored as F8_E4M3: quantised weights can't be merged")
-    change(tmp_path / "base", key, lambda value: None)
-    config = json.loads((tmp_path / "base" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    change(tmp_path / "base", "model.layers.0.mlp.up_proj.weight", lambda value: None)
+    change_json(tmp_path / "base" / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
     refuse(tmp_path, "stored by gptq; name the model that it was quantised from")
 
 

@@ -9,14 +9,7 @@ from fusion_bench_nufilt.core.workers import working_bytes
 from fusion_bench_nufilt.folders import forecast
 from fusion_bench_nufilt.folders.forecast import batches, layer_budget, layer_memory, peak_memory, predict_seconds
 from fusion_bench_nufilt.methods import METHODS
-from tests.folders.helpers import plan, save_stream
-from tests.models import llama
-
-
-@pytest.fixture
-def stream(tmp_path):
-    save_stream(tmp_path, llama())
-    return tmp_path
+from tests.folders.helpers import plan
 
 
 def test_layers_that_are_solved_are_counted_and_bytes_that_are_read(stream, monkeypatch):

@@ -1,20 +1,14 @@
 """A folder merge gives what the algorithm gives on loaded models, and leaves the rest of a checkpoint as it was."""
 
-import json
-
 import pytest
 import torch
-from lightning import Fabric
-from lightning.fabric.loggers import TensorBoardLogger
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPVisionModel
 
-from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.layers import select_layers
-from tests.folders.helpers import RANKS, change, hashes, merge, plan, same, save_stream, tensors
+from tests.folders.helpers import STATE, algorithm, change, change_json, manifest, merge, same, save_stream, tensors
 from tests.models import clip, full_clip, llama, llava, t5
 
-STATE = "nufilt_state/model.safetensors"
 FAMILIES = [clip, full_clip, t5, llama, llava]
 OPTIONS = [
     {},
@@ -26,10 +20,6 @@ OPTIONS = [
 
 def merged_keys(model):
     return {view.key for view in select_layers(model).values()}
-
-
-def algorithm(models, **options):
-    return NufiltContinualMergingAlgorithm(**{**RANKS, "shuffle_order": False, **options}).run(models)
 
 
 @pytest.mark.parametrize("make", FAMILIES)
@@ -67,19 +57,8 @@ def test_a_stream_at_once_is_the_stream_one_by_one(tmp_path, make, options):
     merge(tmp_path, ["task2"], "out2", merged="out1", **options)
     one_by_one = merge(tmp_path, ["task3"], "out3", merged="out2", **options)
     assert same(tensors(one_by_one), tensors(merge(tmp_path, **options)))
-    manifest = json.loads((one_by_one / "nufilt.json").read_text())
-    assert (manifest["step"], manifest["tasks"]) == (3, ["task1", "task2", "task3"])
-
-
-def test_a_step_that_fusion_bench_saved_goes_on_as_a_folder(tmp_path):
-    models = save_stream(tmp_path, clip())
-    first = NufiltContinualMergingAlgorithm(**{**RANKS, "shuffle_order": False})
-    first._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(tmp_path / "run", "", ""))
-    first.run({name: models[name] for name in ("_pretrained_", "task1", "task2")})
-    out = merge(tmp_path, ["task3"], merged="run/checkpoints/merged_model_1")
-    assert same(CLIPVisionModel.from_pretrained(out).state_dict(), algorithm(models).state_dict())
-    manifest = json.loads((out / "nufilt.json").read_text())
-    assert (manifest["step"], manifest["tasks"]) == (3, ["task1", "task2", "task3"])
+    made = manifest(one_by_one)
+    assert (made["step"], made["tasks"]) == (3, ["task1", "task2", "task3"])
 
 
 @pytest.mark.parametrize("make", FAMILIES)
@@ -89,9 +68,8 @@ def test_the_result_has_the_bases_keys_dtypes_files_and_untouched_bits(tmp_path,
     (tmp_path / "base" / "pytorch_model.bin").write_bytes(b"an old copy")
     out = merge(tmp_path)
     base, result = tensors(tmp_path / "base"), tensors(out)
-    assert {key: (value.dtype, value.shape) for key, value in base.items()} == {
-        key: (value.dtype, value.shape) for key, value in result.items()
-    }
+    kinds, expected = ({key: (w.dtype, w.shape) for key, w in state.items()} for state in (result, base))
+    assert kinds == expected
     changed = [key for key in base if not torch.equal(base[key], result[key])]
     assert len(changed) == len(select_layers(models["_pretrained_"]))
     before = {path.name for path in (tmp_path / "base").iterdir()} - {"pytorch_model.bin"}
@@ -126,12 +104,11 @@ def test_a_task_that_unties_its_head_gives_its_embedding_to_the_tied_weight(tmp_
     assert same(tensors(merge(tmp_path, ["task1"], other_params="mean")), expected)
 
 
-def test_a_tensor_that_a_task_lacks_is_left_out_of_its_mean_with_a_warning(tmp_path):
-    save_stream(tmp_path, llama(), tasks=1)
-    change(tmp_path / "task1", "model.norm.weight", lambda value: None)
-    out = merge(tmp_path, ["task1"], other_params="mean")
+def test_a_tensor_that_a_task_lacks_is_left_out_of_its_mean_with_a_warning(stream):
+    change(stream / "task1", "model.norm.weight", lambda value: None)
+    out = merge(stream, ["task1"], other_params="mean")
     assert "'task1' is left out of the mean of 'model.norm.weight'" in (out / "nufilt.json").read_text()
-    assert torch.equal(*(tensors(folder)["model.norm.weight"] for folder in (out, tmp_path / "base")))
+    assert torch.equal(*(tensors(folder)["model.norm.weight"] for folder in (out, stream / "base")))
 
 
 def test_a_task_that_names_its_tensors_otherwise_is_the_same_task(tmp_path):
@@ -145,26 +122,14 @@ def test_a_task_that_names_its_tensors_otherwise_is_the_same_task(tmp_path):
     assert same(tensors(merge(tmp_path, out="again")), expected)
 
 
-def test_layers_are_told_by_name_where_transformers_does_not_know_the_model(tmp_path):
-    save_stream(tmp_path, llama())
-    expected = tensors(merge(tmp_path))
-    path = tmp_path / "base" / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "architectures": ["TheirOwnForCausalLM"], "auto_map": {"AutoConfig": "x.y"}}))
-    (tmp_path / "base" / "x.py").write_text("raise RuntimeError('code of a checkpoint was run')")
-    out = merge(tmp_path, out="by_name")
-    assert json.loads((out / "nufilt.json").read_text())["linear_layers_known_from"] == "names of the tensors"
+def test_layers_are_told_by_name_where_transformers_does_not_know_the_model(stream):
+    expected = tensors(merge(stream))
+    own = {"architectures": ["TheirOwnForCausalLM"], "auto_map": {"AutoConfig": "x.y"}}
+    change_json(stream / "base" / "config.json", **own)
+    (stream / "base" / "x.py").write_text("raise RuntimeError('code of a checkpoint was run')")
+    out = merge(stream, out="by_name")
+    assert manifest(out)["linear_layers_known_from"] == "names of the tensors"
     assert same(tensors(out), expected)
-
-
-def twenty_runs(folder, **settings):
-    """Merge twenty tasks, one run each; returns the last folder."""
-    previous = None
-    for i in range(1, 21):
-        out = f"{settings.get('accumulate', 'stored')}{i}"
-        merge(folder, [f"task{i}"], out, merged=previous, settings=settings, lora_rank=0, null_rank=2)
-        previous = out
-    return folder / previous
 
 
 @pytest.mark.slow
@@ -173,7 +138,11 @@ def test_accumulating_in_float32_removes_the_drift_of_twenty_bfloat16_merges(tmp
     exact = algorithm({name: model.float() for name, model in models.items()}, lora_rank=0, null_rank=2).state_dict()
     errors = {}
     for accumulate in ("stored", "float32"):
-        result = tensors(twenty_runs(tmp_path, accumulate=accumulate))
+        options, previous = {"settings": {"accumulate": accumulate}, "lora_rank": 0, "null_rank": 2}, None
+        for i in range(1, 21):
+            out = merge(tmp_path, [f"task{i}"], f"{accumulate}{i}", previous, **options)
+            previous = out.name
+        result = tensors(out)
         keys = merged_keys(models["_pretrained_"])
         errors[accumulate] = sum((result[key].float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
         rounding = sum((exact[key].bfloat16().float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
@@ -207,7 +176,7 @@ def test_a_mean_of_bfloat16_tensors_is_rounded_once(tmp_path):
 def test_float32_layers_are_kept_beside_the_model_and_out_of_its_way(tmp_path):
     models = save_stream(tmp_path, llama(), dtype=torch.bfloat16)
     out = merge(tmp_path, settings={"accumulate": "float32"})
-    state = load_file(out / "nufilt_state" / "model.safetensors")
+    state = load_file(out / STATE)
     assert set(state) == merged_keys(models["_pretrained_"])
     weights = tensors(out)
     assert all(torch.equal(value.bfloat16(), weights[key]) for key, value in state.items())
@@ -219,66 +188,57 @@ def test_float32_layers_go_on_where_they_are_and_rounded_ones_where_they_are_not
     save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
     merge(tmp_path, ["task1"], "one", settings={"accumulate": "float32"}, target_modules=["mlp"])
     out = merge(tmp_path, ["task2"], "two", merged="one", settings={"accumulate": "float32"})
-    warnings = json.loads((out / "nufilt.json").read_text())["warnings"]
-    assert any("does not have all merged layers in float32" in text for text in warnings)
-    assert len(load_file(out / "nufilt_state" / "model.safetensors")) == 14
+    assert any("does not have all merged layers in float32" in text for text in manifest(out)["warnings"])
+    assert len(load_file(out / STATE)) == 14
 
 
-def test_a_float32_base_needs_no_float32_layers_beside_it(tmp_path):
-    save_stream(tmp_path, llama(), tasks=2)
+def test_a_float32_base_needs_no_float32_layers_beside_it(stream):
     settings = {"accumulate": "float32"}
-    merge(tmp_path, ["task1"], "one", settings=settings)
-    assert plan(tmp_path, ["task2"], "one", settings).warnings == []
+    merge(stream, ["task1"], "one", settings=settings)
+    assert manifest(merge(stream, ["task2"], merged="one", settings=settings))["warnings"] == []
 
 
-def test_a_task_stored_in_more_digits_is_computed_in_the_bases(tmp_path):
-    save_stream(tmp_path, llama(), tasks=2)
-    expected = tensors(merge(tmp_path, ["task1", "task2"], "expected"))
+def test_a_task_stored_in_more_digits_is_computed_in_the_bases(stream):
+    expected = tensors(merge(stream, ["task1", "task2"], "expected"))
     for key in merged_keys(llama()):
-        change(tmp_path / "task2", key, lambda value: value.double())
-    assert same(tensors(merge(tmp_path, ["task1", "task2"])), expected)
+        change(stream / "task2", key, lambda value: value.double())
+    assert same(tensors(merge(stream, ["task1", "task2"])), expected)
 
 
-def test_the_manifest_says_what_was_merged_and_the_card_names_no_folder(tmp_path):
-    save_stream(tmp_path, llama())
-    out = merge(tmp_path)
-    manifest = json.loads((out / "nufilt.json").read_text())
-    assert manifest["tensors"] == {"merged": 14, "averaged": 0, "copied": 6}
-    assert [report["step"] for report in manifest["layers"]["model.layers.0.mlp.up_proj"]] == [1, 2, 3]
-    assert set(manifest["inputs"]) == {"base", "task 0", "task 1", "task 2"}
-    assert len({entry["sha256"] for entry in manifest["inputs"].values()}) == 4
-    assert str(tmp_path) not in (out / "nufilt.json").read_text() + (out / "README.md").read_text()
+def test_the_manifest_says_what_was_merged_and_the_card_names_no_folder(stream):
+    out = merge(stream)
+    made = manifest(out)
+    assert made["tensors"] == {"merged": 14, "averaged": 0, "copied": 6}
+    assert [report["step"] for report in made["layers"]["model.layers.0.mlp.up_proj"]] == [1, 2, 3]
+    assert set(made["inputs"]) == {"base", "task 0", "task 1", "task 2"}
+    assert len({entry["sha256"] for entry in made["inputs"].values()}) == 4
+    assert str(stream) not in (out / "nufilt.json").read_text() + (out / "README.md").read_text()
     assert "base_model" not in (out / "README.md").read_text()  # which would have to be a name on the hub
 
 
-def test_warnings_in_the_manifest_name_no_folder(tmp_path):
-    save_stream(tmp_path, llama(), tasks=1)
-    llama(seed=9).save_pretrained(tmp_path / "task1")
-    text = (merge(tmp_path, ["task1"]) / "nufilt.json").read_text()
+def test_warnings_in_the_manifest_name_no_folder(stream):
+    llama(seed=9).save_pretrained(stream / "task1")
+    text = (merge(stream, ["task1"]) / "nufilt.json").read_text()
     assert "'task1' looks as if it was made from another base than 'base'" in text
-    assert str(tmp_path) not in text
+    assert str(stream) not in text
 
 
-def test_digests_of_inputs_tell_averaged_tensors_too(tmp_path):
-    save_stream(tmp_path, llama(), tasks=1)
+def test_digests_of_inputs_tell_averaged_tensors_too(stream):
     digests = []
     for out in ("one", "two"):
-        manifest = json.loads((merge(tmp_path, ["task1"], out, other_params="mean") / "nufilt.json").read_text())
-        assert manifest["inputs"]["task 0"]["tensors_read"] == 20
-        digests.append(manifest["inputs"]["task 0"]["sha256"])
-        change(tmp_path / "task1", "model.norm.weight", lambda value: value + 1e-3)
+        read = manifest(merge(stream, ["task1"], out, other_params="mean"))["inputs"]["task 0"]
+        assert read["tensors_read"] == 20
+        digests.append(read["sha256"])
+        change(stream / "task1", "model.norm.weight", lambda value: value + 1e-3)
     assert digests[0] != digests[1]
 
 
-def test_the_inputs_are_not_written_to(tmp_path):
-    save_stream(tmp_path, llama())
-    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.rglob("*") if path.is_file()}
-    merge(tmp_path)
+def test_the_inputs_are_not_written_to(stream):
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in stream.rglob("*") if path.is_file()}
+    merge(stream)
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in before} == before
 
 
-def test_two_devices_give_the_bits_of_one(tmp_path):
-    save_stream(tmp_path, llama())
-    expected = hashes(merge(tmp_path, out="one"))
-    folders = hashes(merge(tmp_path, out="two", settings={"device": "cpu,cpu"}))
-    assert {name for name in expected if expected[name] != folders[name]} == {"nufilt.json"}  # which names them
+def test_two_devices_give_the_bits_of_one(stream):
+    two = merge(stream, out="two", settings={"device": "cpu,cpu"})
+    assert same(tensors(two), tensors(merge(stream)))

@@ -4,26 +4,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fusion_bench_nufilt.folders import merge_folders
 from fusion_bench_nufilt.methods import METHODS
 from fusion_bench_nufilt.storage.manifest import read_manifest
-from tests.folders.helpers import hashes, merge, plan, same, save_stream, tensors
+from tests.folders.helpers import STATE, hashes, interrupt, merge, same, tensors
 from tests.methods.test_methods import RunningSum
-from tests.models import llama
 
-STATE = "nufilt_state/model.safetensors"
 UP = "model.layers.0.mlp.up_proj"
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     monkeypatch.setitem(METHODS, "running_sum", RunningSum)
-
-
-@pytest.fixture
-def stream(tmp_path):
-    save_stream(tmp_path, llama())
-    return tmp_path
 
 
 def test_its_weights_are_rendered_once_from_the_state_of_all_tasks(stream, monkeypatch):
@@ -44,16 +35,7 @@ def test_one_by_one_or_interrupted_it_is_the_same(stream):
     last = merge(stream, ["task3"], "last", merged="two", method="running_sum")
     assert same(tensors(last), tensors(whole))
     assert same(load_file(last / STATE), load_file(whole / STATE))
-
-    class StopError(Exception):
-        pass
-
-    def stop(done, total):
-        if done >= 8:
-            raise StopError
-
-    with pytest.raises(StopError):
-        merge_folders(plan(stream, method="running_sum"), stream / "resumed", stop)
+    interrupt(stream, out="resumed", method="running_sum")
     assert hashes(merge(stream, out="resumed", method="running_sum")) == hashes(whole)
 
 

@@ -98,21 +98,15 @@ def is_computing(process):
 
 
 @pytest.mark.slow
-def test_layers_of_a_worker_that_is_killed_are_given_to_others(cluster, stream, caplog):
+@pytest.mark.parametrize("dies", ["worker", "node"])
+def test_layers_of_a_worker_or_a_node_that_dies_are_given_to_others(cluster, stream, caplog, dies):
     folder, expected = stream
-    killer = when_computing(lambda process: process.kill())
-    assert on_cluster(folder, "killed") == expected
+    third = cluster.add_node(**node()) if dies == "node" else None
+    killer = when_computing(
+        lambda process: cluster.remove_node(third, allow_graceful=False) if third else process.kill()
+    )
+    assert on_cluster(folder, dies) == expected
     killer.join()
-    assert "worker lost, others take its work" in caplog.text
-
-
-@pytest.mark.slow
-def test_layers_of_a_node_that_is_removed_are_given_to_others(cluster, stream, caplog):
-    folder, expected = stream
-    third = cluster.add_node(**node())
-    remover = when_computing(lambda process: cluster.remove_node(third, allow_graceful=False))
-    assert on_cluster(folder, "removed") == expected
-    remover.join()
     assert "worker lost, others take its work" in caplog.text
 
 

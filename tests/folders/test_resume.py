@@ -1,4 +1,4 @@
-"""A run that was killed leaves nothing that looks finished, and goes on where it stopped."""
+"""A run that is killed or disturbed leaves nothing that looks finished, and goes on where it stopped."""
 
 import errno
 import json
@@ -11,42 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 from transformers import LlamaForCausalLM
 
-from fusion_bench_nufilt.folders import merge as merge_module
 from fusion_bench_nufilt.folders.output import work_folder
 from fusion_bench_nufilt.methods import nufilt
-from fusion_bench_nufilt.storage.files import LOCK
 from tests.conftest import REPO
-from tests.folders.helpers import change, hashes, merge, save_stream
+from tests.folders.helpers import change, change_json, hashes, interrupt, merge
 from tests.folders.test_adapters import save_adapter
-from tests.models import llama
-
-
-@pytest.fixture
-def stream(tmp_path):
-    save_stream(tmp_path, llama())
-    return tmp_path
-
-
-def interrupted(stream, monkeypatch, after=8):
-    """Leave a run that stopped after some tensors; returns how many it recorded."""
-
-    class StopError(Exception):
-        pass
-
-    def progress(done, total):
-        if done >= after:
-            raise StopError
-
-    plan_and_merge = merge_module.merge_folders
-    monkeypatch.setattr("tests.folders.helpers.merge_folders", lambda plan, out: plan_and_merge(plan, out, progress))
-    with pytest.raises(StopError):
-        merge(stream)
-    monkeypatch.setattr("tests.folders.helpers.merge_folders", plan_and_merge)
-    assert not (stream / "out").exists()
-    return len((work_folder(stream / "out") / "journal.jsonl").read_text().splitlines()) - 1
 
 
 def count_layers(monkeypatch):
@@ -58,7 +29,7 @@ def count_layers(monkeypatch):
 
 
 def test_what_is_finished_is_not_computed_again(stream, monkeypatch):
-    done = interrupted(stream, monkeypatch)
+    done = interrupt(stream)
     assert done >= 8
     computed = count_layers(monkeypatch)
     merge(stream)
@@ -67,7 +38,7 @@ def test_what_is_finished_is_not_computed_again(stream, monkeypatch):
 
 def test_what_is_finished_but_damaged_is_computed_again(stream, monkeypatch):
     expected = hashes(merge(stream, out="expected"))
-    done = interrupted(stream, monkeypatch)
+    done = interrupt(stream)
     journal = (work_folder(stream / "out") / "journal.jsonl").read_text().splitlines()
     file, start, _, _ = json.loads(journal[1].partition(" ")[2])["written"][0]
     with open(work_folder(stream / "out") / "model" / file, "r+b") as damaged:
@@ -78,16 +49,8 @@ def test_what_is_finished_but_damaged_is_computed_again(stream, monkeypatch):
     assert len(set(computed)) == 14 - min(done, 14) + 1
 
 
-def test_a_half_written_line_of_the_journal_is_forgotten(stream, monkeypatch):
-    expected = hashes(merge(stream, out="expected"))
-    interrupted(stream, monkeypatch)
-    path = work_folder(stream / "out") / "journal.jsonl"
-    path.write_text(path.read_text()[:-30])
-    assert hashes(merge(stream)) == expected
-
-
 def test_a_disk_too_full_for_the_journal_loses_nothing(stream, monkeypatch):
-    done = interrupted(stream, monkeypatch)
+    done = interrupt(stream)
     write_text = Path.write_text
 
     def full(path, text, **options):
@@ -107,18 +70,18 @@ def test_an_adapter_scaled_otherwise_starts_anew(stream, monkeypatch):
     save_adapter(stream, LlamaForCausalLM.from_pretrained(stream / "base"))
     (stream / "task3").rename(stream / "unused")
     (stream / "adapter").rename(stream / "task3")
-    interrupted(stream, monkeypatch)
+    interrupt(stream)
     path = stream / "task3" / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": 64}))
+    change_json(path, lora_alpha=64)
     assert hashes(merge(stream)) == hashes(merge(stream, out="expected"))
-    path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": 32}))
+    change_json(path, lora_alpha=32)
     with pytest.raises(ValueError, match="out' exists"):  # it is not what is asked for now
         merge(stream)
 
 
 @pytest.mark.parametrize("what", ["settings", "input"])
 def test_changed_settings_or_inputs_start_anew(stream, monkeypatch, what):
-    interrupted(stream, monkeypatch)
+    interrupt(stream)
     options = {"null_rank": 5} if what == "settings" else {}
     if what == "input":
         change(stream / "task3", "model.layers.0.mlp.up_proj.weight", lambda value: torch.zeros_like(value))
@@ -137,10 +100,44 @@ def test_a_finished_run_asked_for_again_is_finished(stream, monkeypatch):
     assert not work_folder(stream / "out").exists()
 
 
-def test_two_processes_do_not_write_the_same_folder(stream):
-    work_folder(stream / "out").mkdir()
-    with FileLock(work_folder(stream / "out") / LOCK), pytest.raises(ValueError, match="is writing"):
+def refuse_late(stream, message):
+    with pytest.raises(ValueError, match=message):
         merge(stream)
+    assert not (stream / "out").exists()
+
+
+def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
+    fuse = nufilt.fuse_each
+
+    def overwrite_and_fuse(*args, **kwargs):
+        with (stream / "task2" / "model.safetensors").open("r+b") as file:  # in place: another thread may be reading
+            file.seek(-64, os.SEEK_END)
+            file.write(bytes(64))
+        return fuse(*args, **kwargs)
+
+    monkeypatch.setattr(nufilt, "fuse_each", overwrite_and_fuse)
+    refuse_late(stream, "task2' was changed during the run")
+
+
+def test_no_room_on_the_disk(stream, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    refuse_late(stream, r"the result takes 0\.0 GB and '.*' has 0\.0 GB left")
+
+
+def test_a_disk_that_fills_up_half_way_is_said_and_the_run_goes_on_from_there(stream, monkeypatch):
+    expected = hashes(merge(stream, out="expected"))
+    written, pwrite = [], os.pwrite
+
+    def full_after_ten(descriptor, data, offset):
+        written.append(offset)
+        if len(written) > 10:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full_after_ten)
+    refuse_late(stream, "no room left on the disk.*run the same command again")
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    assert hashes(merge(stream)) == expected
 
 
 @pytest.mark.slow
