@@ -45,12 +45,8 @@ class _Lazy(TyperCommand):
         return typer.main.get_command(alone).make_context(info_name, args, *others, **more)
 
 
-def _stand_in() -> None:
-    """Is never called, because a ``_Lazy`` runs the command that it stands in for."""
-
-
 for _name, _summary in COMMANDS.items():
-    app.command(_name, cls=_Lazy, help=_summary)(_stand_in)
+    app.command(_name, cls=_Lazy, help=_summary)(lambda: None)
 
 
 if __name__ == "__main__":

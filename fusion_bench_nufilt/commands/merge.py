@@ -22,10 +22,10 @@ from fusion_bench_nufilt.compare.overrides import key_value
 from fusion_bench_nufilt.core.options import split_options, unknown_option
 from fusion_bench_nufilt.folders import Plan, Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.folders.engine import cluster_nodes
-from fusion_bench_nufilt.folders.forecast import disk_bytes, peak_memory, predict_seconds
 from fusion_bench_nufilt.folders.merge import check_disk, check_output
 from fusion_bench_nufilt.folders.models import LoraAdapter
 from fusion_bench_nufilt.folders.output import work_folder
+from fusion_bench_nufilt.folders.plan import disk_bytes, peak_memory, predict_seconds
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.storage.json_files import Count, checked, parse_json
@@ -73,7 +73,12 @@ def merge(
         typed |= {"base": base, "tasks": tasks, "merged": merged, "out": out, "method": method}
         known = ["method", *(field.name for kind in KINDS for field in fields(kind))]
         plan, folder = _plan(gather(words or (), typed_values(context, typed), known))
-        _print_plan(console, plan, folder)
+        table = Table(show_header=False, box=None, title="Plan", title_justify="left")
+        for key, value in _rows(plan, folder):
+            table.add_row(key, shown(value))
+        console.print(table)
+        for warning in plan.warnings:
+            console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
         if not dry_run:
             _run(console, plan, folder)
         elif not check_output(plan, folder):
@@ -101,15 +106,6 @@ def _run(console: Console, plan: Plan, out: Path) -> None:
         bar = bars.add_task("", total=None)
         merge_folders(plan, out, lambda done, total: bars.update(bar, completed=done, total=total))
     console.print(f"[bold]{shown(str(out))}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
-
-
-def _print_plan(console: Console, plan: Plan, out: Path) -> None:
-    table = Table(show_header=False, box=None, title="Plan", title_justify="left")
-    for key, value in _rows(plan, out):
-        table.add_row(key, shown(value))
-    console.print(table)
-    for warning in plan.warnings:
-        console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
 
 
 def _rows(plan: Plan, out: Path) -> Iterator[tuple[str, str]]:

@@ -5,11 +5,13 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
+from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from fusion_bench_nufilt.compare.overrides import key_value
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import choices
 
@@ -23,12 +25,11 @@ def takes_options(*kinds: type) -> Callable[[_Command], _Command]:
 
     def decorate(command: _Command) -> _Command:
         parameters = list(inspect.signature(command).parameters.values())[:-1]
-        for each in (each for kind in kinds for each in dataclasses.fields(kind)):
+        for each in chain(*map(dataclasses.fields, kinds)):
             kind, default = _as_typed(each)
             info = typer.Option(help=each.metadata["help"], rich_help_panel=each.metadata["panel"])
-            parameters.append(
-                Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
-            )
+            annotation: Any = Annotated[kind, info]
+            parameters.append(Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
 
@@ -52,18 +53,14 @@ def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
 def typed_values(context: typer.Context, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that the user typed, with the values that they would have in YAML."""
     values = {key: value for key, value in options.items() if was_typed(context, key)}
-    for key in ("target_modules", "exclude_modules"):
-        if key in values:
-            values[key] = patterns(values[key])
-    if (word := values.get("null_space")) in ("true", "false"):
-        values["null_space"] = word == "true"
-    for key in RANKS & values.keys():
-        values[key] = _number(key, values[key])
+    for key in {"target_modules", "exclude_modules"} & values.keys():
+        values[key] = patterns(values[key])
+    for key in {"null_space", *RANKS} & values.keys():
+        _, values[key] = key_value(f"{key}={values[key]}")
     return values
 
 
 def was_typed(context: typer.Context, name: str) -> bool:
-    """Whether an option was typed, and not left at its default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -75,13 +72,6 @@ def patterns(words: list[str] | None) -> str | list[str] | None:
     if len(words) == 1 and (words[0] in ("auto", "all-linear") or re.search(r"[\\*+?()\[\]|^$]", words[0])):
         return words[0]
     return words
-
-
-def _number(name: str, text: str) -> int | float:
-    try:
-        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-    except ValueError:
-        raise ValueError(f"{name} must be a number, got '{text}'") from None
 
 
 def as_bytes(size: object) -> int:

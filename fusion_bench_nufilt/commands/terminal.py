@@ -17,16 +17,12 @@ from fusion_bench_nufilt.storage.files import printable
 
 def shown(text: str) -> str:
     """Escape markup and control characters in a text for a console, since it may hold names from elsewhere."""
-    return escape(_printable_lines(text))
-
-
-def _printable_lines(text: str) -> str:
-    return "\n".join(map(printable, text.split("\n")))
+    return escape("\n".join(map(printable, text.split("\n"))))
 
 
 class _Message(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return _printable_lines(record.getMessage())
+        return "\n".join(map(printable, record.getMessage().split("\n")))
 
 
 @contextmanager

@@ -65,7 +65,6 @@ class Architecture:
             self.views |= {self.slot_of(view): view for view in held}
 
     def slot_of(self, view: View) -> str:
-        """Return the slot that holds a layer."""
         slot = self._slots[view.key]
         return part(slot, view.rows) if slot in self._parts else slot
 

@@ -3,8 +3,9 @@
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class Checkpoint:
     """
 
     def __init__(self, name: str, folder: Path, files: _Files, opened: dict[str, TensorFile] | None = None) -> None:
-        self.name, self.folder, self.remote = name, folder, opened is None
+        self.name, self.folder, self.files, self.remote = name, folder, list(files), opened is None
         self.tensors: dict[str, TensorInfo] = {}
         self.opened = opened or {}
         self._parts: Mapping[str, Parts] = {}
@@ -111,18 +112,7 @@ class Checkpoint:
         return printable(Path(self.name).absolute().name if Path(self.name).expanduser().is_dir() else self.name)
 
     @property
-    def files(self) -> list[str]:
-        """The names of the weight files, in order."""
-        return list(dict.fromkeys(info.file for info in self.tensors.values()))
-
-    @property
-    def paths(self) -> set[Path]:
-        """Where the checkpoint lies: its folder, and its weight files, which may be links to elsewhere."""
-        return {self.folder.resolve(), *(file.path.resolve() for file in self.opened.values())}
-
-    @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
         return sum(info.nbytes for info in self.tensors.values())
 
     @cached_property
@@ -130,8 +120,10 @@ class Checkpoint:
         """The content of config.json, empty if there is none; one that promises far too many layers is refused."""
         path = self.folder / "config.json"
         config: dict[str, Any] = dict(read_json(path, _ModelConfig) or {})
-        most = max(1000, len(self.tensors))
-        for key, value in _fields(config):
+        most, inside = max(1000, len(self.tensors)), [config]
+        for each in inside:
+            inside += [value for value in each.values() if isinstance(value, dict)]
+        for key, value in chain.from_iterable(each.items() for each in inside):
             numbers = value if isinstance(value, list) else [value]
             if _COUNTS.fullmatch(key) and any(isinstance(number, int) and number > most for number in numbers):
                 can_have = f"'{self.name}' with its {len(self.tensors)} tensors can have"
@@ -201,13 +193,6 @@ def some(names: Iterable[str], at_most: int = 4) -> str:
     names = list(names)
     more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
     return ", ".join(f"'{name}'" for name in names[:at_most]) + more
-
-
-def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    inside = [config]  # the configuration, and those in it
-    for part in inside:
-        yield from part.items()
-        inside += [value for value in part.values() if isinstance(value, dict)]
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

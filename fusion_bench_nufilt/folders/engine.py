@@ -26,14 +26,14 @@ from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.core.workers import DevicePool, map_layers
 from fusion_bench_nufilt.layers.models import running_mean
 from fusion_bench_nufilt.methods import State
+from fusion_bench_nufilt.storage.manifest import check_state
 from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, FLOATS, TensorInfo, digest, raw
 
 from .architecture import Layer
 from .checkpoint import some
-from .forecast import layer_budget, layer_memory
 from .models import FullModel
 from .output import Output, Record
-from .plan import Plan, read_state, state_layout, state_to_keep
+from .plan import Plan, layer_budget, layer_memory, state_layout, state_tensors
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,10 @@ class LayerMerger:
         self.plan = plan
         self._budget, self._devices = Budget(layer_budget(plan)), DevicePool(plan.settings.devices)
         self._kept = state_layout(plan)[1] if plan.keeps_state else {}
-        _return_freed_memory()
+        # By itself, glibc keeps freed blocks of up to 32 MB for later, per thread, and a process of many threads then
+        # takes twice what it uses.
+        if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+            mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
 
     def merge(self, layers: list[Layer], write: Write) -> None:
         """Merge all tasks into some layers of one shape, and write each layer."""
@@ -78,7 +81,7 @@ class LayerMerger:
     def _start(self, layer: Layer) -> _Work:
         """Read a layer of the base, and the state that it is in before the first task of this merge."""
         weight, sha = self.plan.base.read(layer.keys[0])
-        kept, digests = read_state(self.plan, layer)
+        kept, digests = _read_state(self.plan, layer)
         read = {"base": sha, "state": digests} if kept else {"base": sha}
         work = _Work(layer, layer.view.matrix(weight), kept, {"slot": layer.slot, "read": read, "reports": []})
         if self.plan.method.state_is_weight:
@@ -127,7 +130,7 @@ class LayerMerger:
         states, pretrained = {layer.name: work.state}, {layer.name: work.theta_0}
         ((_, matrix),) = self.plan.method.weigh_each(states, pretrained, device=device)
         weight = layer.view.part(matrix)
-        kept = state_to_keep(self.plan, layer, work.state) if self._kept else {}
+        kept = _state_to_keep(self.plan, layer, work.state) if self._kept else {}
         stored: list[tuple[TensorInfo, Tensor]] = [(self._kept[key], value) for key, value in kept.items()]
         for key in layer.keys:
             info = base.tensors[key]
@@ -137,6 +140,31 @@ class LayerMerger:
         work.record["written"] = [(info.file, info.start, info.stop, digest(value)) for info, value in stored]
         work.record["state"] = {key: entry[3] for key, entry in zip(kept, work.record["written"], strict=False)}
         return [raw(value) for _, value in stored]
+
+
+def _read_state(plan: Plan, layer: Layer) -> tuple[State, str]:
+    """Read the state that an earlier merge kept of a layer, empty if it kept none, and the digest of what was read."""
+    kept, state, digests = plan.state, {}, ""
+    for name, (key, slot, _) in state_tensors(plan, layer).items():
+        if kept is not None and slot in kept.keys:
+            state[name], found = kept.checkpoint.read(kept.keys[slot])
+            check_state(plan.before, key, found, kept.checkpoint.file(kept.keys[slot]).path)
+            digests += found
+    return state, digests
+
+
+def _state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:
+    """Return the tensors of a layer's state by their keys in the file, whose shapes and dtypes they must have."""
+    if plan.method.state_is_weight:
+        state = {"weight": layer.view.part(state["weight"]).to(torch.float32)}
+    tensors = {}
+    for name, (key, _, like) in state_tensors(plan, layer).items():
+        if (value := state[name]).shape != like.shape or value.dtype != like.dtype:
+            after, before = (f"{each.dtype} {tuple(each.shape)}" for each in (value, like))
+            what = f"'{name}' of its state is {after} after the last task and was {before} before the first"
+            raise ValueError(f"method {plan.method.name}, layer '{layer.name}': {what}")
+        tensors[key] = value
+    return tensors
 
 
 class Budget:
@@ -158,17 +186,6 @@ class Budget:
             with self._changed:
                 self._used -= nbytes
                 self._changed.notify_all()
-
-
-def _return_freed_memory() -> None:
-    """Have freed matrices go back to the system at once, where the C library is glibc.
-
-    By itself it keeps freed blocks of up to 32 MB for later, per thread, and a process of many threads then takes
-    twice what it uses.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
 
 
 def merge_here(plan: Plan, batches: Sequence[list[Layer]], write: Write) -> Iterator[None]:

@@ -23,9 +23,8 @@ from fusion_bench_nufilt.storage.manifest import STATE_FILE, read_manifest
 
 from .checkpoint import some
 from .engine import NOT_FINITE, merge_here, merge_on_cluster, write_other
-from .forecast import batches, disk_bytes
 from .output import Output, Record, clear_work_folder, work_folder
-from .plan import Plan, state_layout
+from .plan import Plan, batches, disk_bytes, state_layout
 from .preflight import check_relation
 
 log = logging.getLogger(__name__)
@@ -58,7 +57,8 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         headers[STATE_FILE] = header, max(info.stop for info in tensors.values())
     try:
         with closing(Output(out, run, headers, files)) as output:
-            check_disk(plan, out, already=output.nbytes_done)
+            written = chain.from_iterable(record["written"] for record in output.done.values())
+            check_disk(plan, out, already=sum(stop - start for _, start, stop, _ in written))
             _merge(plan, output, progress or (lambda done, total: None))
             if changed := some(plan.changed()):
                 raise ValueError(f"{changed} was changed during the run: run the same command again, it starts anew")
@@ -74,9 +74,8 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
 
 def check_disk(plan: Plan, out: Path, already: int = 0) -> None:
     """Refuse a disk that can't take the result; ``already`` bytes of it are there."""
-    folder = _nearest(out)
-    free = shutil.disk_usage(folder).free + already
-    if (needed := disk_bytes(plan)) > free:
+    folder, needed = _nearest(out), disk_bytes(plan)
+    if needed > (free := shutil.disk_usage(folder).free + already):
         raise ValueError(f"the result takes {needed / 1e9:.1f} GB and '{folder}' has {free / 1e9:.1f} GB left")
 
 
@@ -84,7 +83,8 @@ def check_output(plan: Plan, out: Path) -> bool:
     """Return whether ``out`` is this very merge, finished; refuse any other place that is not free and writable."""
     place, work = out.resolve(), work_folder(out.resolve())
     for checkpoint in plan.checkpoints:
-        for path in checkpoint.paths:
+        # Weight files may be links to elsewhere.
+        for path in {checkpoint.folder.resolve(), *(file.path.resolve() for file in checkpoint.opened.values())}:
             if path in (place, *place.parents):
                 raise ValueError(f"'{out}' is inside '{checkpoint.name}', which is not written to: name another folder")
             if work in (path, *path.parents):
@@ -106,13 +106,12 @@ def _nearest(out: Path) -> Path:
 
 def _fetch(plan: Plan) -> None:
     """Download the weights that are still on the hub, and warn about what they then say of the models."""
-    if any(checkpoint.remote for checkpoint in plan.checkpoints):
-        for checkpoint in plan.checkpoints:
-            checkpoint.fetch()
-        for text in check_relation(plan):
-            if text not in plan.warnings:
-                plan.warnings.append(text)
-                log.warning("%s", text)
+    for checkpoint in (remote := [checkpoint for checkpoint in plan.checkpoints if checkpoint.remote]):
+        checkpoint.fetch()
+    for text in check_relation(plan) if remote else ():
+        if text not in plan.warnings:
+            plan.warnings.append(text)
+            log.warning("%s", text)
 
 
 def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -> None:

@@ -30,38 +30,66 @@ _REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class FullModel:
-    """A whole checkpoint: ``slots`` are the shapes of what it changes or brings, ``keys`` those that it has in full."""
+    """A whole checkpoint.
+
+    ``slots`` are the shapes of what a model changes or brings, ``keys`` are those of the tensors that it has in full,
+    and ``pairs`` those of factors A and B of a layer's update, with their scaling.
+    """
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.checkpoint = checkpoint
+        self.slots: dict[str, tuple[int, ...]] = {}
+        self.keys: dict[str, str] = {}
+        self.pairs: dict[str, tuple[str, str, float]] = {}
+        self.ignored: set[str] = set()
+        self._transposed = {slot for slot, view in architecture.views.items() if view.transposed}
         architecture.split(checkpoint)
-        # Where a model that the base ties is stored untied, the slot's own name wins: the embedding, not the head.
-        self.keys = {
-            slot: next((key for key in keys if architecture.module_name(key) == slot), keys[0])
-            for slot, keys in architecture.by_slot(checkpoint).items()
-        }
-        self.slots = {slot: checkpoint.tensors[key].shape for slot, key in self.keys.items()}
+        self._find_tensors(architecture)
 
-    def weight(self, slot: str) -> tuple[Tensor | LowRank, str]:
-        """Read a whole tensor, or the factors of a layer's update; return it and the digest of what was read."""
-        return self.checkpoint.read(self.keys[slot])
-
-    def rank(self, slot: str) -> int | None:
-        """Return the rank of a layer's update where it is given by factors."""
-        return None
+    def _find_tensors(self, architecture: Architecture) -> None:
+        for slot, keys in architecture.by_slot(self.checkpoint).items():
+            # Where a model that the base ties is stored untied, the slot's own name wins: the embedding, not the head.
+            key = next((key for key in keys if architecture.module_name(key) == slot), keys[0])
+            self.keys[slot], self.slots[slot] = key, self.checkpoint.tensors[key].shape
 
     def has(self, slot: str) -> bool:
         """Return whether the model says what a tensor of the base is."""
         return slot in self.keys
 
-    def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
-        """Return some elements of a flattened tensor that the model has, given the base's."""
-        key = self.keys[slot]
-        return self.checkpoint.file(key).elements(self.checkpoint.tensors[key], start, stop)
-
     def ignore(self, slot: str) -> None:
         """Take a tensor outside the merged layers as if it were not there."""
-        del self.keys[slot], self.slots[slot]
+        self.ignored.add(slot)
+        for known in (self.slots, self.keys, self.pairs):
+            known.pop(slot, None)
+
+    def rank(self, slot: str) -> int | None:
+        """Return the rank of a layer's update where it is given by factors."""
+        return None if slot in self.keys else self.checkpoint.tensors[self.pairs[slot][0]].shape[0]
+
+    def weight(self, slot: str) -> tuple[Tensor | LowRank, str]:
+        """Read a whole tensor, or the factors of a layer's update; return it and the digest of what was read."""
+        if slot in self.keys:
+            return self.checkpoint.read(self.keys[slot])
+        key_a, key_b, scaling = self.pairs[slot]
+        (a, digest_a), (b, digest_b) = self.checkpoint.read(key_a), self.checkpoint.read(key_b)
+        wide = wide_dtype(a)
+        return LowRank(b.to(wide) * scaling, a.to(wide)), digest_a + digest_b
+
+    def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
+        """Return some elements of a flattened tensor that the model has, given the base's."""
+        if slot in self.keys:
+            key = self.keys[slot]
+            return self.checkpoint.file(key).elements(self.checkpoint.tensors[key], start, stop)
+        if slot not in self.pairs:
+            return theta_0
+        update, _ = self.weight(slot)
+        assert isinstance(update, LowRank)
+        if slot in self._transposed:
+            update = LowRank(update.right.T, update.left.T)
+        d_i, wide = update.shape[1], wide_dtype(theta_0)
+        first, last = start // d_i, -(-stop // d_i)  # the rows that hold these elements
+        rows = LowRank(update.left[first:last], update.right).product().flatten()
+        return theta_0.to(wide) + rows[start - first * d_i : stop - first * d_i]
 
 
 class LoraAdapter(FullModel):
@@ -71,17 +99,16 @@ class LoraAdapter(FullModel):
     """
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
-        self.checkpoint = checkpoint
         self.config: Mapping[str, Any] = checkpoint.adapter_config
         self._check_kind(checkpoint.name)
-        architecture.split(checkpoint)
-        self._transposed = {slot for slot, view in architecture.views.items() if view.transposed}
-        self.pairs: dict[str, tuple[str, str, float]] = {}  # key of A, key of B, scaling
-        self.keys: dict[str, str] = {}
-        self.slots: dict[str, tuple[int, ...]] = {}
-        self._ignored: set[str] = set()
-        unknown = []
-        for key, info in checkpoint.tensors.items():
+        super().__init__(checkpoint, architecture)
+
+    def has(self, slot: str) -> bool:
+        return slot not in self.ignored  # what an adapter leaves alone is the base's
+
+    def _find_tensors(self, architecture: Architecture) -> None:
+        unknown, tensors = [], self.checkpoint.tensors
+        for key, info in tensors.items():
             name = key.removeprefix(_PREFIX).replace(".base_layer.bias", ".bias")  # biases that were trained as well
             module, is_a, _ = name.partition(".lora_A.weight")
             if is_a and len(info.shape) == 2:
@@ -91,10 +118,10 @@ class LoraAdapter(FullModel):
             elif ".lora_" not in name:
                 slot = architecture.slot(name)
                 self.keys[slot], self.slots[slot] = key, info.shape
-            elif not name.endswith(".lora_B.weight") or key.replace(".lora_B.", ".lora_A.") not in checkpoint.tensors:
+            elif not name.endswith(".lora_B.weight") or key.replace(".lora_B.", ".lora_A.") not in tensors:
                 unknown.append(key)
         if unknown:
-            raise ValueError(f"adapter '{checkpoint.name}': {some(unknown)}: no LoRA of a linear layer")
+            raise ValueError(f"adapter '{self.checkpoint.name}': {some(unknown)}: no LoRA of a linear layer")
 
     def _check_kind(self, name: str) -> None:
         """Refuse an adapter that is not B A added to the weights of the base."""
@@ -132,39 +159,6 @@ class LoraAdapter(FullModel):
         of = f"adapter '{self.checkpoint.name}', {field}"
         values = self.config.get(field) or {}
         return next((values[key] for key in values if matches(rf"(.*\.)?({key})", module, of=of)), default)
-
-    def weight(self, slot: str) -> tuple[Tensor | LowRank, str]:
-        if slot in self.keys:
-            return super().weight(slot)
-        key_a, key_b, scaling = self.pairs[slot]
-        (a, digest_a), (b, digest_b) = self.checkpoint.read(key_a), self.checkpoint.read(key_b)
-        wide = wide_dtype(a)
-        return LowRank(b.to(wide) * scaling, a.to(wide)), digest_a + digest_b
-
-    def rank(self, slot: str) -> int | None:
-        return None if slot in self.keys else self.checkpoint.tensors[self.pairs[slot][0]].shape[0]
-
-    def has(self, slot: str) -> bool:
-        return slot not in self._ignored  # what an adapter leaves alone is the base's
-
-    def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
-        if slot in self.keys:
-            return super().elements(slot, start, stop, theta_0)
-        if slot not in self.pairs:
-            return theta_0
-        update, _ = self.weight(slot)
-        assert isinstance(update, LowRank)
-        if slot in self._transposed:
-            update = LowRank(update.right.T, update.left.T)
-        d_i, wide = update.shape[1], wide_dtype(theta_0)
-        first, last = start // d_i, -(-stop // d_i)  # the rows that hold these elements
-        rows = LowRank(update.left[first:last], update.right).product().flatten()
-        return theta_0.to(wide) + rows[start - first * d_i : stop - first * d_i]
-
-    def ignore(self, slot: str) -> None:
-        self._ignored.add(slot)
-        for known in (self.slots, self.keys, self.pairs):
-            known.pop(slot, None)
 
 
 def open_task(name: str, architecture: Architecture) -> FullModel:

@@ -103,11 +103,6 @@ class Output:
     def _holds(self, record: Record) -> bool:
         return all(file_digest(self._files[file], start, stop) == sha for file, start, stop, sha in record["written"])
 
-    @property
-    def nbytes_done(self) -> int:
-        """The bytes of all finished tensors."""
-        return sum(stop - start for record in self.done.values() for _, start, stop, _ in record["written"])
-
     def add(self, record: Record, pieces: Sequence[memoryview]) -> None:
         """Write a tensor, given the bytes for each range in ``written`` of its record, and note that it is done."""
         for (file, start, _, _), data in zip(record["written"], pieces, strict=True):

@@ -1,25 +1,37 @@
-"""How folders are merged: the settings, the plan of a merge, and the state that its method keeps of the layers."""
+"""How folders are merged: the settings, the plan of a merge, and what it will take: memory, disk and time."""
 
 import dataclasses
+import hashlib
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal
 
+import psutil
 import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core.options import check_choices, check_seed, check_whole, option
-from fusion_bench_nufilt.core.workers import check_devices
+from fusion_bench_nufilt.core.workers import check_devices, map_layers, stack_size, working_bytes
 from fusion_bench_nufilt.layers import Coverage, TargetConfig
-from fusion_bench_nufilt.methods import LayerMethod, State
-from fusion_bench_nufilt.storage.manifest import STATE_FILE, Manifest, check_state
-from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, dtype_name, make_header, read_header
+from fusion_bench_nufilt.methods import LayerMethod
+from fusion_bench_nufilt.methods.nufilt import BATCH_BYTES
+from fusion_bench_nufilt.storage.manifest import STATE_FILE, Manifest
+from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, make_header, read_header
 
 from .architecture import Layer
 from .checkpoint import Checkpoint
 from .models import FullModel
 
 _option = partial(option, panel="Machine")
+
+# The stack, allocator arena and buffers of matrix products of each worker; measured, rounded up.
+_WORKER_BYTES = 64 * 2**20
+# The width of the sample layer: at this one, the rate is about that of layers of any size.
+_SAMPLE_WIDTH = 1024
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,6 @@ class Settings:
 
     @property
     def devices(self) -> list[torch.device]:
-        """The devices that compute, all of one kind."""
         return [torch.device(name) for name in self.device.split(",")]
 
     @property
@@ -144,7 +155,6 @@ class Plan:
 
     @property
     def last_step(self) -> int:
-        """The number of tasks that the result holds."""
         return self.first_step + len(self.tasks) - 1
 
     @cached_property
@@ -158,7 +168,6 @@ class Plan:
         return self.settings.accumulate == "float32" and any(self.dtype(layer).itemsize < 4 for layer in self.layers)
 
     def dtype(self, layer: Layer) -> torch.dtype:
-        """Return the base's dtype of a layer."""
         return FLOATS[self.base.tensors[layer.keys[0]].dtype]
 
     def options(self) -> dict[str, Any]:
@@ -171,80 +180,112 @@ class Plan:
         }
 
 
-def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, Tensor]]:
-    """Return the keys of a layer's state in the file, and tensors without numbers, by the names in the state."""
+def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]]:
+    """Return key and slot of each tensor of a layer's state in the file, and its like without numbers, by its name."""
     if plan.method.state_is_weight:
         shape = plan.base.tensors[layer.keys[0]].shape
-        return {"weight": (layer.keys[0], torch.empty(shape, dtype=torch.float32, device="meta"))}
+        return {"weight": (layer.keys[0], layer.slot, torch.empty(shape, dtype=torch.float32, device="meta"))}
     theta_0 = torch.empty(layer.view.shape, dtype=plan.dtype(layer), device="meta")
     state = plan.method.start(layer.name, theta_0)
-    return {name: (f"{layer.name}.{name}", value) for name, value in state.items()}
+    return {name: (key := f"{layer.name}.{name}", key, value) for name, value in state.items()}
 
 
 def state_bytes(plan: Plan, layer: Layer) -> int:
-    """Return the bytes that a layer's state takes in the file."""
-    return sum(value.nbytes for _, value in state_tensors(plan, layer).values())
+    return sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
 
 
 def state_layout(plan: Plan) -> tuple[bytes, dict[str, TensorInfo]]:
     """Return the header of the file, and where it has each tensor."""
-    header = make_header(dict(pair for layer in plan.layers for pair in state_tensors(plan, layer).values()))
+    kept = (tensor for layer in plan.layers for tensor in state_tensors(plan, layer).values())
+    header = make_header({key: like for key, _, like in kept})
     return header, read_header(STATE_FILE, header)
 
 
-def read_state(plan: Plan, layer: Layer) -> tuple[State, str]:
-    """Read the state that an earlier merge kept of a layer, empty if it kept none, and the digest of what was read."""
-    kept, state, digests = plan.state, {}, ""
-    for name, (key, _) in state_tensors(plan, layer).items():
-        slot = layer.slot if plan.method.state_is_weight else key
-        if kept is not None and slot in kept.keys:
-            state[name], found = kept.checkpoint.read(kept.keys[slot])
-            check_state(plan.before, key, found, kept.checkpoint.file(kept.keys[slot]).path)
-            digests += found
-    return state, digests
+def process_memory(workers: int) -> int:
+    """Return the bytes that the process takes apart from the layers: what it takes now, and its workers' overhead."""
+    return int(psutil.Process().memory_info().rss) + workers * _WORKER_BYTES
 
 
-def state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:
-    """Return the tensors of a layer's state by their keys in the file, whose shapes and dtypes they must have."""
-    if plan.method.state_is_weight:
-        state = {"weight": layer.view.part(state["weight"]).to(torch.float32)}
-    tensors = {}
-    for name, (key, like) in state_tensors(plan, layer).items():
-        if (value := state[name]).shape != like.shape or value.dtype != like.dtype:
-            after, before = (f"{each.dtype} {tuple(each.shape)}" for each in (value, like))
-            what = f"'{name}' of its state is {after} after the last task and was {before} before the first"
-            raise ValueError(f"method {plan.method.name}, layer '{layer.name}': {what}")
-        tensors[key] = value
-    return tensors
+def layer_memory(plan: Plan, layer: Layer) -> int:
+    """Return the bytes held while a layer is merged: its weights and its state as they are read, and working memory."""
+    dtype, shape = plan.dtype(layer), layer.view.shape
+    # The factors of a LoRA are too thin to count.
+    full = [task.checkpoint.tensors[task.keys[layer.slot]] for task in plan.tasks if layer.slot in task.keys]
+    stored = (dtype.itemsize + max((FLOATS[info.dtype].itemsize for info in full), default=0)) * math.prod(shape)
+    stored += state_bytes(plan, layer) if plan.keeps_state else dtype.itemsize * math.prod(shape)
+    wide = max(plan.method.itemsize, dtype.itemsize)
+    return stored + (working_bytes(shape, wide) if plan.settings.on_cpu else 0)
 
 
-def check_state_tensors(plan: Plan) -> list[str]:
-    """Refuse a state beside the merged model from which the method can't go on; return warnings."""
-    if plan.merged is None:
-        return []
-    name, method, there = plan.merged.checkpoint.name, plan.method, plan.state.keys if plan.state else {}
-    before, missing, known = plan.before.get("settings", {}), [], set()
-    for layer in plan.layers:
-        for key, like in state_tensors(plan, layer).values():
-            slot = layer.slot if method.state_is_weight else key
-            known.add(slot)
-            if plan.state is None or slot not in there:
-                missing.append(key)
-                continue
-            found, shape = plan.state.checkpoint.tensors[there[slot]], tuple(like.shape)
-            if (found.dtype, found.shape) != (dtype_name(like), shape):
-                but = f"{found.dtype} {found.shape} is not {str(like.dtype).removeprefix('torch.')} {shape}"
-                advice = "as the base's layer would be; remove that folder if the weights beside it are right"
-                raise ValueError(f"'{plan.state.checkpoint.name}', tensor '{slot}': {but}, {advice}")
-    if method.state_is_weight:
-        if before.get("accumulate") == "float32" and plan.settings.accumulate == "stored":
-            return [f"'{name}' has the merged layers in float32; --accumulate float32 goes on from there"]
-        if plan.keeps_state and missing and plan.before:
-            return [f"'{name}' does not have all merged layers in float32: going on from the rounded ones"]
-        return []
-    others = sorted(there.keys() - known)
-    if missing or others or before.get("method", method.name) != method.name:
-        what = f"no '{missing[0]}'" if missing else f"'{others[0]}'" if others else "that of another method"
-        own = f"{method.label} goes on from its own merges of the same layers only"
-        raise ValueError(f"the merged model '{name}' has {what} in {STATE_FILE}: {own}")
-    return []
+def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
+    """Yield layers that are worked on at a time: one on a CPU, else as many of a shape as are solved together."""
+    groups: dict[tuple[tuple[int, ...], torch.dtype], list[Layer]] = defaultdict(list)
+    for layer in layers:
+        groups[layer.view.shape, plan.dtype(layer)].append(layer)
+    for (shape, dtype), group in groups.items():
+        size = stack_size(shape, max(4, dtype.itemsize), plan.settings.devices[0], BATCH_BYTES)
+        if plan.settings.max_memory is not None:
+            size = max(1, min(size, layer_budget(plan) // layer_memory(plan, group[0])))
+        yield from (group[i : i + size] for i in range(0, len(group), size))
+
+
+def layer_budget(plan: Plan, workers: int | None = None) -> int:
+    """Return the bytes that all layers in work may take together; by default they are in work in this process."""
+    workers, bound = workers or plan.settings.workers, plan.settings.max_memory
+    return _largest(plan, workers) if bound is None else bound - process_memory(workers)
+
+
+def peak_memory(plan: Plan, workers: int | None = None) -> int:
+    """Predict the peak of a process's resident memory in bytes, by default of this process."""
+    workers = workers or plan.settings.workers
+    return process_memory(workers) + min(_largest(plan, workers), layer_budget(plan, workers))
+
+
+def _largest(plan: Plan, workers: int) -> int:
+    """Return the bytes that the largest batches of layers take together."""
+    held = sorted(sum(layer_memory(plan, layer) for layer in batch) for batch in batches(plan, plan.layers))
+    return sum(held[-workers:])
+
+
+def disk_bytes(plan: Plan) -> int:
+    """Return the bytes that the result takes."""
+    return plan.base.nbytes + (sum(state_bytes(plan, layer) for layer in plan.layers) if plan.keeps_state else 0)
+
+
+def predict_seconds(plan: Plan, workers: int) -> float:
+    """Estimate how long the merge takes with so many CPUs like this machine's, as busy as they are now."""
+    computed = plan.tasks[int(plan.merged is None and plan.method.takes_first_whole) :]
+    ranks = ([task.rank(layer.slot) for task in computed if layer.slot in task.slots] for layer in plan.layers)
+    flops = sum(map(plan.method.flops, (layer.view.shape for layer in plan.layers), ranks))
+    read = sum(checkpoint.nbytes for checkpoint in plan.checkpoints)
+    per_flop, per_byte = _rates(plan.method, plan.layers[0].name, plan.settings.workers)
+    return (flops * per_flop + (read + disk_bytes(plan)) * per_byte) * plan.settings.workers / workers
+
+
+def _rates(method: LayerMethod, name: str, workers: int) -> tuple[float, float]:
+    """Measure the seconds of an operation and of a byte, with a sample and a digest on every worker at a time."""
+
+    def merge(weights: tuple[Tensor, Tensor, Tensor]) -> None:
+        theta_0, *tasks = weights
+        state = method.start(name, theta_0)
+        for step, task in enumerate(tasks, 1):
+            ((_, state, _),) = method.add_each({name: state}, {name: theta_0}, {name: task}, step=step)
+        method.weight(name, state, theta_0)
+
+    def seconds(work: Callable[[Any], object], what: Any) -> float:
+        begin = time.perf_counter()
+        list(map_layers(work, [what] * workers, torch.device("cpu"), workers))
+        return (time.perf_counter() - begin) / workers
+
+    seconds(merge, _sample(64))  # first calls are slow
+    ranks = [None] if method.takes_first_whole else [None, None]
+    per_flop = seconds(merge, _sample(_SAMPLE_WIDTH)) / method.flops((_SAMPLE_WIDTH, _SAMPLE_WIDTH), ranks)
+    return per_flop, seconds(hashlib.sha256, bytes(2**24)) / 2**24
+
+
+def _sample(width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a base and two tasks ``(width, width)`` whose differences have the spectrum of task vectors."""
+    random = torch.Generator().manual_seed(0)
+    decay = torch.arange(1, width + 1.0) ** -0.7
+    theta_0, tau_1, tau_2 = (torch.randn(width, width, generator=random) for _ in range(3))
+    return theta_0, theta_0 + tau_1 * decay, theta_0 + tau_2 * decay

@@ -9,13 +9,12 @@ from fusion_bench_nufilt.layers import TargetConfig, coverage
 from fusion_bench_nufilt.methods import find_method
 from fusion_bench_nufilt.storage.files import MANIFEST
 from fusion_bench_nufilt.storage.manifest import STATE_FILE, Manifest, read_manifest
-from fusion_bench_nufilt.storage.tensors import FLOATS
+from fusion_bench_nufilt.storage.tensors import FLOATS, dtype_name
 
 from .architecture import Architecture
 from .checkpoint import Checkpoint, download, is_adapter, some
-from .forecast import layer_memory, process_memory
 from .models import FullModel, LoraAdapter, open_task
-from .plan import Plan, Settings, check_state_tensors
+from .plan import Plan, Settings, layer_memory, process_memory, state_tensors
 
 # A fine-tuned model stays close to its base; models trained apart have a cosine of about zero.
 _LEAST_COSINE, _MOST_CHANGE = 0.9, 0.5
@@ -111,7 +110,7 @@ def _check(plan: Plan, architecture: Architecture) -> None:
         plan.warnings.append(f"{some(twice)} comes more than once in the stream")
     for task in plan.tasks:
         plan.warnings += _check_task(plan, task, architecture)
-    plan.warnings += [*check_state_tensors(plan), *check_relation(plan)]
+    plan.warnings += [*_check_state(plan), *check_relation(plan)]
     bound = plan.settings.max_memory
     needed = process_memory(plan.settings.workers) + max(layer_memory(plan, layer) for layer in plan.layers)
     if bound is not None and needed > bound:
@@ -151,7 +150,7 @@ def _check_task(plan: Plan, task: FullModel, architecture: Architecture) -> list
         warnings.append(f"'{name}' has {len(extra)} tensors that the base lacks, ignored: {some(extra)}")
     if absent := sorted(slot for slot in plan.averaged if not task.has(slot)):
         warnings.append(f"'{name}' is left out of the mean of {some(absent)}")
-    outside = [slot for slot in task.pairs if slot not in chosen] if isinstance(task, LoraAdapter) else []
+    outside = [slot for slot in task.pairs if slot not in chosen]
     if outside and plan.targets.other_params == "pretrained":
         warnings.append(f"adapter '{name}' also changes {some(outside)}: ignored")
     return warnings
@@ -164,7 +163,7 @@ def _check_shapes(plan: Plan, task: FullModel, architecture: Architecture, chose
         parts = architecture.parts(slot)  # of a tensor that was not split, since it has another shape
         expected = architecture.shape(slot) if parts else plan.pretrained.slots.get(slot)
         if expected is None:
-            if isinstance(task, LoraAdapter) and slot in task.pairs:
+            if slot in task.pairs:
                 raise ValueError(f"adapter '{name}' is for another base: '{plan.base.name}' has no '{slot}'")
         elif shape != expected:
             outside = chosen.isdisjoint([slot, *parts])
@@ -177,6 +176,37 @@ def _check_shapes(plan: Plan, task: FullModel, architecture: Architecture, chose
     for slot in kept:
         task.ignore(slot)
     return [f"'{name}': kept from the base because of their shape: {some(kept)}"] if kept else []
+
+
+def _check_state(plan: Plan) -> list[str]:
+    """Refuse a state beside the merged model from which the method can't go on; return warnings."""
+    if plan.merged is None:
+        return []
+    name, method, there = plan.merged.checkpoint.name, plan.method, plan.state.keys if plan.state else {}
+    before, missing, known = plan.before.get("settings", {}), [], set()
+    for layer in plan.layers:
+        for key, slot, like in state_tensors(plan, layer).values():
+            known.add(slot)
+            if plan.state is None or slot not in there:
+                missing.append(key)
+                continue
+            found, shape = plan.state.checkpoint.tensors[there[slot]], tuple(like.shape)
+            if (found.dtype, found.shape) != (dtype_name(like), shape):
+                but = f"{found.dtype} {found.shape} is not {str(like.dtype).removeprefix('torch.')} {shape}"
+                advice = "as the base's layer would be; remove that folder if the weights beside it are right"
+                raise ValueError(f"'{plan.state.checkpoint.name}', tensor '{slot}': {but}, {advice}")
+    if method.state_is_weight:
+        if before.get("accumulate") == "float32" and plan.settings.accumulate == "stored":
+            return [f"'{name}' has the merged layers in float32; --accumulate float32 goes on from there"]
+        if plan.keeps_state and missing and plan.before:
+            return [f"'{name}' does not have all merged layers in float32: going on from the rounded ones"]
+        return []
+    others = sorted(there.keys() - known)
+    if missing or others or before.get("method", method.name) != method.name:
+        what = f"no '{missing[0]}'" if missing else f"'{others[0]}'" if others else "that of another method"
+        own = f"{method.label} goes on from its own merges of the same layers only"
+        raise ValueError(f"the merged model '{name}' has {what} in {STATE_FILE}: {own}")
+    return []
 
 
 def check_relation(plan: Plan) -> list[str]:

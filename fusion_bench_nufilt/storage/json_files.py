@@ -51,12 +51,8 @@ def checked(content: Any, kind: type[_T]) -> _T:
         return adapter.validate_json(json.dumps(content), strict=True)  # strict Python would want a dataclass already
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        what = f"{first['msg'][0].lower()}{first['msg'][1:]}, got {_short(first['input'])}"
+        got = repr(first["input"])
+        what = f"{first['msg'][0].lower()}{first['msg'][1:]}, got {got if len(got) <= 60 else f'{got[:57]}...'}"
         raise ValueError(f"field '{'.'.join(map(str, first['loc']))}': {what}" if first["loc"] else what) from error
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -72,7 +72,6 @@ class TensorFile:
         self.tensors = read_header(path.name, self.header)
 
     def changed(self) -> bool:
-        """Return whether the file was written to since it was opened."""
         return _stamp(self.path) != self.stamp
 
     @cached_property
@@ -89,7 +88,6 @@ class TensorFile:
         return {**state, "path": self.path.absolute()}
 
     def read(self, info: TensorInfo) -> Tensor:
-        """Read a tensor in the dtype that it is stored in."""
         return self._bytes(info.start, info.stop).view(_DTYPES[info.dtype]).reshape(info.shape)
 
     def chunks(self, info: TensorInfo) -> Iterator[Tensor]:
@@ -123,7 +121,6 @@ def read_header(file: str, header: bytes) -> dict[str, TensorInfo]:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Return the name that safetensors has for the dtype of a tensor."""
     return next(name for name, dtype in _DTYPES.items() if dtype == tensor.dtype)
 
 
@@ -160,7 +157,6 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's bytes."""
     return hashlib.sha256(raw(tensor)).hexdigest()
 
 

@@ -265,7 +265,7 @@ def options() -> Iterator[Row]:
     for words, says in {
         "--null-rank -1": "null_rank must be a whole number >= 0",
         "--null-rank 1.5": "null_rank must be a whole number >= 0, or a share of the layer's width",
-        "--lora-rank half": "lora_rank must be a number",
+        "--lora-rank half": "lora_rank must be a whole number",
         "--lora-rank 1000000000": "lora_rank must be a whole number >= 0 and <= 65536",
         "--max-steps -5": "max_steps must be",
         "--lr 0": "lr must be a number > 0",
