@@ -20,7 +20,6 @@ from fusion_bench_nufilt.storage.files import lock_folder
 from .options import patterns, takes_options, was_typed
 from .terminal import terminal
 
-Targets = str | list[str]
 without_data = partial(typer.Option, rich_help_panel="Folders, without data")
 
 #: Options that mean nothing where folders are analysed without data.
@@ -74,7 +73,7 @@ def analyze(
                 with tqdm(total=len(plan.layers), desc="Analysing layers", disable=None) as bar:
                     analysis = analyze_folders(plan, config.task_rank, bar.update)
             else:
-                analysis = _pool(console, modelpool, methods, runs, words, targets, out, config)
+                analysis = _pool(console, methods, runs, words, modelpool, config, out, targets)
             content, files = save_analysis(analysis, out)
             files += leave_results(out)
         finally:
@@ -84,7 +83,6 @@ def analyze(
 
 
 def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
-    """Refuse options that do not go together, given the names of those that were typed."""
     if ("base" in typed) != ("task" in typed):
         raise ValueError("--base and --task go together: name the pretrained model and at least one task")
     if "run" in typed and "methods" in typed:
@@ -96,7 +94,7 @@ def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
         raise ValueError(f"{ignored[0]} does not go with --base, which analyses folders without data: leave it out")
 
 
-def _plan(console: Console, base: str, tasks: list[str], merged: str | None, targets: Targets) -> Plan:
+def _plan(console: Console, base: str, tasks: list[str], merged: str | None, targets: str | list[str]) -> Plan:
     from fusion_bench_nufilt.folders import Settings, plan_merge
     from fusion_bench_nufilt.layers import TargetConfig
 
@@ -108,15 +106,9 @@ def _plan(console: Console, base: str, tasks: list[str], merged: str | None, tar
 
 
 def _pool(
-    console: Console,
-    modelpool: str,
-    methods: str | None,
-    runs: Sequence[Any],
-    overrides: list[str],
-    targets: Targets,
-    out: Path,
-    config: AnalysisConfig,
+    console: Console, methods: str | None, runs: Sequence[Any], overrides: list[str], modelpool: str, *analysis: Any
 ) -> Any:
+    """Analyse a model pool, and methods or finished runs on it; ``analysis`` says what, where and which layers."""
     from fusion_bench_nufilt.analysis.measure import default_methods, measure_methods, measure_run
     from fusion_bench_nufilt.analysis.pool import PoolAnalysis
     from fusion_bench_nufilt.compare.configs import compose_run, quiet
@@ -127,7 +119,7 @@ def _pool(
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("fusion_bench_nufilt.analysis").setLevel(logging.INFO)
     with quiet():
-        pool = PoolAnalysis(Experiment(compose_run(without_method(words))), modelpool, config, out, targets)
+        pool = PoolAnalysis(Experiment(compose_run(without_method(words))), modelpool, *analysis)
         console.print(pool.memory_note, highlight=False)
         wanted = "" if runs or methods == "none" else methods or default_methods(pool.width)
         specs = parse_methods(wanted, overrides)

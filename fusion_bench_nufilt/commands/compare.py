@@ -71,11 +71,7 @@ def _specs(methods: str | None, preset: str | None, with_data: bool, modelpool: 
     from fusion_bench_nufilt.compare.paper import preset_specs
     from fusion_bench_nufilt.compare.specs import parse_methods
 
-    if not preset:
-        methods = methods or "all"
-    specs = parse_methods(methods, words) if methods else []
-    if preset:
-        specs += preset_specs(preset, modelpool, words, with_data=with_data)
-    elif with_data:
+    if with_data and not preset:
         raise ValueError("--with-data goes with --preset paper; name other methods that need data with --methods")
-    return specs
+    specs = parse_methods(methods or "all", words) if methods or not preset else []
+    return specs + preset_specs(preset, modelpool, words, with_data=with_data) if preset else specs

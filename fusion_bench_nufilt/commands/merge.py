@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired
 import typer
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -30,7 +30,7 @@ from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.storage.json_files import Count, checked, parse_json
 
-from .options import as_bytes, takes_options, typed_values
+from .options import takes_options, typed_values
 from .terminal import interruptible, shown, terminal
 
 KINDS = (*dict.fromkeys(method.Options for method in METHODS.values()), TargetConfig, Settings)
@@ -86,9 +86,11 @@ def merge(
 
 
 def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
-    """Return the plan of a recipe, and the folder to make."""
-    if recipe.get("max_memory") is not None:
-        recipe["max_memory"] = as_bytes(recipe["max_memory"])
+    if (size := recipe.get("max_memory")) is not None:
+        try:
+            recipe["max_memory"] = TypeAdapter(ByteSize).validate_python(size)
+        except ValidationError:
+            raise ValueError(f"max_memory must be a size such as 4GB, got '{size}'") from None
     method = recipe.pop("method", "nufilt")
     kind = find_method(method)
     options, models = split_options((kind.Options, TargetConfig, Settings), {**kind.targets, **recipe})
@@ -99,7 +101,6 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
 
 
 def _run(console: Console, plan: Plan, out: Path) -> None:
-    """Carry out a plan with a bar of its progress."""
     columns = (TextColumn("Merging"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     bars = Progress(*columns, console=console, disable=not console.is_terminal)
     with interruptible(console, str(work_folder(out))), bars:
@@ -109,7 +110,6 @@ def _run(console: Console, plan: Plan, out: Path) -> None:
 
 
 def _rows(plan: Plan, out: Path) -> Iterator[tuple[str, str]]:
-    """Yield the rows about the models, about what becomes of the tensors, and about what the merge takes."""
     yield "base", plan.base.name
     if plan.merged is not None:
         exact = plan.state is not None and plan.method.state_is_weight
@@ -194,10 +194,7 @@ def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
-    """Read a YAML recipe, or the ``nufilt.json`` of a result, into one mapping of models and settings.
-
-    If there is no such file, it can't be read, or a field is missing or of the wrong type, a ValueError names both.
-    """
+    """Read a YAML recipe, or the manifest of a result; a ValueError names the file and the field that is wrong."""
     if not file.is_file():
         raise ValueError(f"there is no recipe file '{file}'; what is no file must be of the form KEY=VALUE")
     try:
@@ -214,10 +211,7 @@ def read_recipe(file: Path) -> dict[str, Any]:
 
 
 def _recipe_of(made: _Made, folder: Path) -> dict[str, Any]:
-    """Return the recipe of the merge that made a folder.
-
-    A manifest holds no folders of the user, only names. A name is looked for where we are, then beside the folder.
-    """
+    """Return the recipe of a merge, whose models are looked for by name: where we are, then beside its folder."""
     found = {source: model["name"] for source, model in made["inputs"].items()}
     if "base" not in found:
         raise ValueError("field 'inputs.base': field required")

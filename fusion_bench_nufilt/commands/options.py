@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from fusion_bench_nufilt.compare.overrides import key_value
 from fusion_bench_nufilt.core import FusionConfig
@@ -37,7 +36,6 @@ def takes_options(*kinds: type) -> Callable[[_Command], _Command]:
 
 
 def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
-    """Return the type and the default of an option on the command line."""
     if values := choices(option):
         words = tuple(str(value).lower() if isinstance(value, bool) else value for value in values)
         return Literal[words], words[values.index(option.default)]
@@ -72,11 +70,3 @@ def patterns(words: list[str] | None) -> str | list[str] | None:
     if len(words) == 1 and (words[0] in ("auto", "all-linear") or re.search(r"[\\*+?()\[\]|^$]", words[0])):
         return words[0]
     return words
-
-
-def as_bytes(size: object) -> int:
-    """Convert a size such as ``4GB``, ``500MB`` or ``4GiB``, or a plain number, to bytes."""
-    try:
-        return TypeAdapter(ByteSize).validate_python(size)
-    except ValidationError:
-        raise ValueError(f"max_memory must be a size such as 4GB, got '{size}'") from None

@@ -44,10 +44,7 @@ def terminal() -> Iterator[Console]:
 
 @contextmanager
 def interruptible(console: Console, kept: str) -> Iterator[None]:
-    """End after the work at hand on Ctrl-C or SIGTERM, and at once on a second one.
-
-    The console is told at once in which folder finished work is ``kept``.
-    """
+    """End after the work at hand on Ctrl-C or SIGTERM, and at once on a second one; say where that work is kept."""
     arrived: list[int] = []
 
     def say(what: str) -> None:

@@ -97,7 +97,6 @@ class Architecture:
         return next((name for name in self._names(key) if name in self._slots), key)
 
     def _names(self, key: str) -> tuple[str, ...]:
-        """Return what a model may call a checkpoint's key."""
         name = key
         for pattern, replacement in self._renames.items():
             name, found = re.subn(pattern, replacement, name)

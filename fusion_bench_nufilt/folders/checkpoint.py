@@ -83,7 +83,6 @@ class Checkpoint:
 
     @classmethod
     def from_folder(cls, name: str, folder: Path) -> "Checkpoint":
-        """Read the headers of a folder."""
         files = {file: TensorFile(folder / file) for file in _weight_files(name, folder)}
         checkpoint = cls(name, folder, {file: opened.tensors for file, opened in files.items()}, files)
         promised = {key for key, file in _weight_map(folder).items() if file in files}
@@ -92,7 +91,6 @@ class Checkpoint:
         return checkpoint
 
     def fetch(self) -> None:
-        """Download the weights if they are still on the hub."""
         if self.remote:
             local = self.from_folder(self.name, download(self.name, self.folder.name, self.files))
             self.folder, self.tensors, self.opened, self.remote = local.folder, local.tensors, local.opened, False
@@ -159,7 +157,6 @@ class Checkpoint:
         return [self.label, files, self.adapter_config]
 
     def file(self, key: str) -> TensorFile:
-        """Return the open file that holds a tensor."""
         return self.opened[self.tensors[key].file]
 
     def check_floats(self, keys: Iterable[str]) -> None:
@@ -179,17 +176,14 @@ class Checkpoint:
 
 
 def part(key: str, rows: tuple[int, int]) -> str:
-    """Return the name of a part of a tensor."""
     return f"{key}[{rows[0]}:{rows[1]}]"
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds a peft adapter."""
     return (folder / "adapter_config.json").is_file() and (folder / _ADAPTER).is_file()
 
 
 def some(names: Iterable[str], at_most: int = 4) -> str:
-    """Return a few of many names, for a message."""
     names = list(names)
     more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
     return ", ".join(f"'{name}'" for name in names[:at_most]) + more
@@ -208,7 +202,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _weight_files(name: str, folder: Path) -> list[str]:
-    """Return the names of the files that hold the weights of a folder."""
     if is_adapter(folder):
         return [_ADAPTER]
     if (folder / SINGLE).is_file():
@@ -231,10 +224,7 @@ def _weight_files(name: str, folder: Path) -> list[str]:
 
 
 def _hub_folder(name: str) -> Path:
-    """Return a folder with a repository's small files, an adapter's weights, and what an earlier run downloaded.
-
-    ``name`` is ``owner/model``, or ``owner/model@revision``.
-    """
+    """Return a folder with what a plan needs of ``owner/model@revision``, and what an earlier run downloaded."""
     try:
         return download(name, name.partition("@")[2] or None, [_ADAPTER])
     except HFValidationError as error:
@@ -244,7 +234,6 @@ def _hub_folder(name: str) -> Path:
 
 
 def _hub_headers(name: str, commit: str) -> _Files:
-    """Return the tensors in each weight file of a version of a repository."""
     try:
         metadata = huggingface_hub.get_safetensors_metadata(name.partition("@")[0], revision=commit)
     except NotASafetensorsRepoError as error:
@@ -261,9 +250,6 @@ def _hub_headers(name: str, commit: str) -> _Files:
 
 
 def download(name: str, revision: str | None, files: Sequence[str]) -> Path:
-    """Download small files and some others of a repository into a folder; interrupted downloads go on.
-
-    The folder's name is the commit, by which the other files of the same version are downloaded later.
-    """
+    """Download small files and some others into a folder, which is named after the commit that they are of."""
     repository, wanted = name.partition("@")[0], [*_SMALL, *files]
     return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=wanted))

@@ -80,21 +80,21 @@ class LayerMerger:
 
     def _start(self, layer: Layer) -> _Work:
         """Read a layer of the base, and the state that it is in before the first task of this merge."""
-        weight, sha = self.plan.base.read(layer.keys[0])
-        kept, digests = _read_state(self.plan, layer)
-        read = {"base": sha, "state": digests} if kept else {"base": sha}
-        work = _Work(layer, layer.view.matrix(weight), kept, {"slot": layer.slot, "read": read, "reports": []})
-        if self.plan.method.state_is_weight:
-            work.state = {"weight": self._weight_so_far(work, kept)}
-        elif not kept:
-            work.state = self.plan.method.start(layer.name, work.theta_0)
-        return work
+        plan = self.plan
+        weight, sha = plan.base.read(layer.keys[0])
+        theta_0, (state, digests) = layer.view.matrix(weight), _read_state(plan, layer)
+        read = {"base": sha, "state": digests} if state else {"base": sha}
+        if plan.method.state_is_weight:
+            state = {"weight": self._weight_so_far(layer, theta_0, state, read)}
+        elif not state:
+            state = plan.method.start(layer.name, theta_0)
+        return _Work(layer, theta_0, state, {"slot": layer.slot, "read": read, "reports": []})
 
-    def _weight_so_far(self, work: _Work, kept: State) -> Tensor:
+    def _weight_so_far(self, layer: Layer, theta_0: Tensor, kept: State, read: dict[str, str]) -> Tensor:
         """Return the merged weight before the first task, in the dtype that it is kept in."""
-        layer, merged, so_far = work.layer, self.plan.merged, work.theta_0
+        merged, so_far, dtype = self.plan.merged, theta_0, theta_0.dtype
         if merged is not None:
-            weight, work.record["read"]["merged"] = merged.checkpoint.read(merged.keys[layer.slot])
+            weight, read["merged"] = merged.checkpoint.read(merged.keys[layer.slot])
             so_far = layer.view.matrix(weight)
         if self.plan.state is not None and kept:
             exact, name = layer.view.matrix(kept["weight"]), self.plan.state.checkpoint.name
@@ -102,7 +102,6 @@ class LayerMerger:
                 why = f"'{layer.name}' differs; remove it if the weights are right"
                 raise ValueError(f"'{name}' does not belong to the weights beside it: {why}")
             so_far = exact
-        dtype = work.theta_0.dtype
         return so_far.to(torch.promote_types(dtype, torch.float32) if self._kept else dtype)
 
     def _add_task(self, number: int, works: dict[str, _Work], device: torch.device) -> None:
@@ -176,7 +175,6 @@ class Budget:
 
     @contextmanager
     def reserve(self, nbytes: int) -> Iterator[None]:
-        """Wait until there is room for ``nbytes``, and hold it."""
         with self._changed:
             self._changed.wait_for(lambda: self._used == 0 or self._used + nbytes <= self._bound)
             self._used += nbytes
@@ -188,23 +186,21 @@ class Budget:
                 self._changed.notify_all()
 
 
-def merge_here(plan: Plan, batches: Sequence[list[Layer]], write: Write) -> Iterator[None]:
-    """Merge batches of layers in this process, write each layer as it is finished, and yield for each batch."""
-    merge = partial(LayerMerger(plan).merge, write=write)
-    return map_layers(merge, batches, plan.settings.devices[0], plan.settings.workers)
-
-
 def cluster_nodes(plan: Plan) -> list[Node]:
     """Return the nodes of the plan's cluster with a layer at a time for each CPU, or all of its GPUs with one each."""
     found = find_nodes(connect(plan.settings.address), gpus=not plan.settings.on_cpu)
     return [node._replace(slots=node.cpus) for node in found] if plan.settings.on_cpu else found
 
 
-def merge_on_cluster(plan: Plan, batches: Sequence[list[Layer]], write: Write) -> Iterator[None]:
-    """Merge batches of layers on the nodes of the plan's cluster, write each layer here, and yield for each batch."""
-    ray, nodes = connect(plan.settings.address), cluster_nodes(plan)
+def merge_layers(plan: Plan, batches: Sequence[list[Layer]], write: Write) -> Iterator[None]:
+    """Merge batches of layers here, or on the plan's cluster, write each layer here, and yield for each batch."""
+    settings = plan.settings
+    if settings.engine == "local":
+        merge = partial(LayerMerger(plan).merge, write=write)
+        yield from map_layers(merge, batches, settings.devices[0], settings.workers)
+        return
     work = {f"layer '{layers[0].slot}'": ([layer.slot for layer in layers],) for layers in batches}
-    for _, merged in run_on_cluster(ray, nodes, work, _make_merger, plan):
+    for _, merged in run_on_cluster(connect(settings.address), cluster_nodes(plan), work, _make_merger, plan):
         for record, pieces in merged:
             write(record, [piece.data for piece in pieces])
         yield

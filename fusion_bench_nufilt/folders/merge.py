@@ -1,7 +1,4 @@
-"""Merging checkpoint folders tensor by tensor: no model is ever loaded.
-
-The merged folder says what it is: ``nufilt.json`` to programs, a model card to people.
-"""
+"""Merging checkpoint folders tensor by tensor; the result says what it is to programs, and to people."""
 
 import dataclasses
 import errno
@@ -22,7 +19,7 @@ from fusion_bench_nufilt.storage.identity import combined_digest, package_versio
 from fusion_bench_nufilt.storage.manifest import STATE_FILE, read_manifest
 
 from .checkpoint import some
-from .engine import NOT_FINITE, merge_here, merge_on_cluster, write_other
+from .engine import NOT_FINITE, merge_layers, write_other
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan, batches, disk_bytes, state_layout
 from .preflight import check_relation
@@ -121,14 +118,12 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
         log.info("going on: %d of %d tensors are done", len(done), total)
     layers = list(batches(plan, [layer for layer in plan.layers if layer.slot not in done]))
     others = [slot for slot in plan.others if slot not in done]
-    merge = merge_here if plan.settings.engine == "local" else merge_on_cluster
     written = map_layers(lambda slot: write_other(plan, slot, output), others, torch.device("cpu"))
-    for _ in chain(merge(plan, layers, output.add), written):
+    for _ in chain(merge_layers(plan, layers, output.add), written):
         progress(len(done), total)
 
 
 def _write_small_files(plan: Plan, output: Output, run: str) -> None:
-    """Write configuration, tokenizer and index as in the base, the manifest and the model card."""
     for path in plan.base.small_files():
         (output.model / path).parent.mkdir(exist_ok=True)
         shutil.copyfile(plan.base.folder / path, output.model / path)
@@ -153,10 +148,9 @@ def _run_identity(plan: Plan) -> str:
 
 
 def _nufilt_json(plan: Plan, records: Sequence[Record], run: str) -> str:
-    """Return the manifest.
+    """Return the manifest; each ``sha256`` is over the digests of tensors by name, however files hold them.
 
-    ``sha256`` of an input is over the digests of the tensors that were read of it, by name: it does not depend on
-    how they are spread over files. Of an adapter's averaged tensors, the full ones count. That of the result likewise.
+    Of an adapter's averaged tensors, the full ones count.
     """
     inputs = {
         source: {
@@ -193,7 +187,6 @@ def _nufilt_json(plan: Plan, records: Sequence[Record], run: str) -> str:
 
 
 def _model_card(plan: Plan) -> str:
-    """Return README.md of the merged folder."""
     method, names = plan.method, plan.names
     stream = "\n".join(f"{number}. {name}" for number, name in enumerate(names, 1))
     options = {**dataclasses.asdict(method.options), "seed": plan.settings.seed}

@@ -124,7 +124,6 @@ class LoraAdapter(FullModel):
             raise ValueError(f"adapter '{self.checkpoint.name}': {some(unknown)}: no LoRA of a linear layer")
 
     def _check_kind(self, name: str) -> None:
-        """Refuse an adapter that is not B A added to the weights of the base."""
         if (kind := self.config.get("peft_type")) != "LORA":
             raise ValueError(f"adapter '{name}' is of type {kind}: only LORA can be merged")
         for key, what in _REFUSED.items():

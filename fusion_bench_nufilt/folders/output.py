@@ -49,10 +49,7 @@ class Output:
             raise
 
     def _claim(self) -> None:
-        """Make the work folder, or take that of an earlier run, for this user alone.
-
-        It must be no link and of no other user, who could have its files written elsewhere.
-        """
+        """Make or take the work folder for this user alone: another, or a link, could have files written elsewhere."""
         place = f"'{self.work}', where the merge is to grow,"
         try:
             self.work.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -67,18 +64,15 @@ class Output:
             os.close(descriptor)
 
     def _resume(self, head: Record, headers: Mapping[str, tuple[bytes, int]]) -> dict[str, Record]:
-        """Return by slot what an interrupted run with these inputs and settings finished and nobody damaged since.
-
-        The first line of the journal is the run, with all files that it makes; the others are finished tensors.
-        """
-        before, *records = _read_journal(self._journal) or [{}]
+        """Return by slot what an interrupted run with these inputs and settings finished and nobody damaged since."""
+        before, *records = _read_journal(self._journal) or [{}]  # the run, with all files that it makes; its tensors
         self._refuse_foreign([*head["files"], *before.get("files", [])])
         if before != head:
             records = []
             if before:
                 log.info("starting anew: '%s' was begun with other inputs, settings or versions", self.out)
             shutil.rmtree(self.model, ignore_errors=True)
-        write_text(self._journal, "".join(map(_line, [head, *records])))
+        write_text(self._journal, "".join(f"{_line(json.dumps(record))}\n" for record in [head, *records]))
         for file, (header, size) in headers.items():
             path = self.model / file
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,8 +89,8 @@ class Output:
         made = [Path("model", file) for file in files]
         known = {*made, *(folder for file in made for folder in file.parents), *map(Path, (LOCK, HOLDER, _JOURNAL))}
         there = {path.relative_to(self.work): path for path in self.work.rglob("*")}
-        temporary = f".{_JOURNAL}-"  # of a process that was killed
-        known |= {name for name in there if name.name.startswith((temporary, f".{HOLDER}-"))}
+        # Temporary files are of a process that was killed.
+        known |= {name for name in there if name.name.startswith((f".{_JOURNAL}-", f".{HOLDER}-"))}
         if foreign := [str(name) for name, path in there.items() if path.is_symlink() or name not in known]:
             raise ValueError(f"'{self.work}' holds {some(sorted(foreign))}, which nufilt did not make: move it away")
 
@@ -115,7 +109,7 @@ class Output:
     def record(self, record: Record) -> None:
         """Note that a tensor is written: its ``slot``, and in ``written`` files, first and last bytes, and digests."""
         with self._writing, open(self._journal, "a", encoding="utf-8") as journal:
-            journal.write(_line(record))
+            journal.write(f"{_line(json.dumps(record))}\n")
             self.done[record["slot"]] = record
 
     def finish(self) -> None:
@@ -152,19 +146,12 @@ def clear_work_folder(out: Path) -> None:
         work.rmdir()
 
 
-def _line(record: Record) -> str:
-    text = json.dumps(record)
-    return f"{_digest(text)} {text}\n"
+def _line(text: str) -> str:
+    """Return the line of a journal for a text, behind the digest of it."""
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:16]} {text}"
 
 
 def _read_journal(path: Path) -> list[Record]:
     """Return the records of a journal but for lines that a killed process did not finish, or that were damaged."""
-    try:
-        lines = [line.partition(" ") for line in path.read_text(encoding="utf-8", errors="replace").split("\n")]
-    except FileNotFoundError:
-        return []
-    return [json.loads(text) for digest, _, text in lines if text and digest == _digest(text)]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    return [json.loads(text) for line in lines if line == _line(text := line.partition(" ")[2])]

@@ -159,13 +159,9 @@ class Plan:
 
     @cached_property
     def keeps_state(self) -> bool:
-        """Whether the result has a file with the state.
-
-        A state that is the merged weight alone is kept only where the model has the weight in less than float32.
-        """
-        if not self.method.state_is_weight:
-            return True
-        return self.settings.accumulate == "float32" and any(self.dtype(layer).itemsize < 4 for layer in self.layers)
+        """Whether the result has a file with the state; weights alone are kept where the model rounds float32."""
+        rounded = self.settings.accumulate == "float32" and any(self.dtype(each).itemsize < 4 for each in self.layers)
+        return rounded or not self.method.state_is_weight
 
     def dtype(self, layer: Layer) -> torch.dtype:
         return FLOATS[self.base.tensors[layer.keys[0]].dtype]
@@ -248,7 +244,6 @@ def _largest(plan: Plan, workers: int) -> int:
 
 
 def disk_bytes(plan: Plan) -> int:
-    """Return the bytes that the result takes."""
     return plan.base.nbytes + (sum(state_bytes(plan, layer) for layer in plan.layers) if plan.keeps_state else 0)
 
 

@@ -17,10 +17,7 @@ LOCK, HOLDER = ".nufilt.lock", ".nufilt.holder"
 
 
 def lock_folder(folder: Path) -> BaseFileLock:
-    """Make a folder and lock it for this process, or raise a ValueError that names the process that holds it.
-
-    The system releases the lock when the process ends, however it ends.
-    """
+    """Make a folder and lock it until this process ends, however it ends, or name the process that holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     lock, holder = FileLock(folder / LOCK), folder / HOLDER
     try:

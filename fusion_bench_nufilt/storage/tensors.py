@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +73,9 @@ class TensorFile:
     def changed(self) -> bool:
         return _stamp(self.path) != self.stamp
 
-    @cached_property
-    def _descriptor(self) -> int:
-        return os.open(self.path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if "_descriptor" in self.__dict__:
-            os.close(self._descriptor)
-
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what a process elsewhere has no use for: this one's descriptor and working folder."""
-        state = {name: value for name, value in vars(self).items() if name != "_descriptor"}
-        return {**state, "path": self.path.absolute()}
+        """Leave out what a process elsewhere has no use for: this one's working folder."""
+        return {**vars(self), "path": self.path.absolute()}
 
     def read(self, info: TensorInfo) -> Tensor:
         return self._bytes(info.start, info.stop).view(_DTYPES[info.dtype]).reshape(info.shape)
@@ -103,10 +93,12 @@ class TensorFile:
     def _bytes(self, start: int, stop: int) -> Tensor:
         buffer = torch.empty(stop - start, dtype=torch.uint8)
         view, done = buffer.numpy().data, 0
-        while done < len(view):  # one call reads 2 GB at most
-            if not (count := os.preadv(self._descriptor, [view[done:]], start + done)):
-                raise ValueError(f"'{self.path}' ended before its header says: was it changed during the run?")
-            done += count
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(start)
+            while done < len(view):  # one call reads 2 GB at most
+                if not (count := file.readinto(view[done:])):
+                    raise ValueError(f"'{self.path}' ended before its header says: was it changed during the run?")
+                done += count
         return buffer
 
 
@@ -125,10 +117,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def make_header(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the header of a safetensors file of these tensors, which may be on the meta device.
-
-    The widest dtypes come first, so that every tensor is aligned in the file.
-    """
+    """Return the header of a file of these tensors; the widest dtypes come first, so that every tensor is aligned."""
     content, start = {}, 0
     for key, value in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
         stop = start + value.nbytes
