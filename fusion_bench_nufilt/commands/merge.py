@@ -182,9 +182,8 @@ def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[
     gathered.update(key_value(word) for word in words if word not in files)
     gathered.update(typed)
     checked(gathered, _Recipe)
-    for name in gathered:
-        if name not in (*MODELS, *settings):
-            raise ValueError(unknown_option(str(name), [*MODELS, *settings]))
+    if unknown := [str(name) for name in gathered if name not in (*MODELS, *settings)]:
+        raise ValueError(unknown_option(unknown[0], [*MODELS, *settings]))
     if isinstance(gathered.get("tasks"), str):
         gathered["tasks"] = [gathered["tasks"]]
     if missing := [name for name in ("base", "tasks", "out") if not gathered.get(name)]:

@@ -27,11 +27,8 @@ class _Message(logging.Formatter):
 
 @contextmanager
 def terminal() -> Iterator[Console]:
-    """Open a console for the log and for progress; an error ends the command with one line and exit code 1.
-
-    The console keeps the present stderr, because the methods that are compared have theirs silenced.
-    """
-    console = Console(file=sys.stderr)
+    """Open a console for the log and for progress; an error ends the command with one line and exit code 1."""
+    console = Console(file=sys.stderr)  # the present one, because the methods that are compared have theirs silenced
     handler = RichHandler(console=console, show_path=False, show_time=False)
     handler.setFormatter(_Message())
     logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -29,8 +29,6 @@ _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
 
 
 class Layer(NamedTuple):
-    """A layer to merge."""
-
     name: str  # the model's, which seeds the adapter
     slot: str
     keys: tuple[str, ...]  # of the base checkpoint; more than one where a tied weight is stored more than once

@@ -40,8 +40,6 @@ class _ModelConfig(TypedDict, total=False):
 
 
 class AdapterConfig(TypedDict, total=False):
-    """The fields that are read of peft's adapter_config.json."""
-
     peft_type: str | None
     r: PositiveInt
     rank_pattern: dict[str, PositiveInt] | None

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
@@ -59,7 +59,11 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
             _merge(plan, output, progress or (lambda done, total: None))
             if changed := some(plan.changed()):
                 raise ValueError(f"{changed} was changed during the run: run the same command again, it starts anew")
-            _write_small_files(plan, output, run)
+            for path in plan.base.small_files():
+                (output.model / path).parent.mkdir(exist_ok=True)
+                shutil.copyfile(plan.base.folder / path, output.model / path)
+            (output.model / MANIFEST).write_text(_nufilt_json(plan, output.done, run))
+            (output.model / CARD).write_text(_model_card(plan))
             output.finish()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -123,15 +127,6 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
         progress(len(done), total)
 
 
-def _write_small_files(plan: Plan, output: Output, run: str) -> None:
-    for path in plan.base.small_files():
-        (output.model / path).parent.mkdir(exist_ok=True)
-        shutil.copyfile(plan.base.folder / path, output.model / path)
-    slots = [layer.slot for layer in plan.layers] + list(plan.others)
-    (output.model / MANIFEST).write_text(_nufilt_json(plan, [output.done[slot] for slot in slots], run))
-    (output.model / CARD).write_text(_model_card(plan))
-
-
 def _run_identity(plan: Plan) -> str:
     """Return a digest of all that the result depends on: an interrupted run goes on only if nothing of it changed."""
     content = {
@@ -147,11 +142,12 @@ def _run_identity(plan: Plan) -> str:
     return combined_digest((key, json.dumps(value)) for key, value in content.items())
 
 
-def _nufilt_json(plan: Plan, records: Sequence[Record], run: str) -> str:
+def _nufilt_json(plan: Plan, done: Mapping[str, Record], run: str) -> str:
     """Return the manifest; each ``sha256`` is over the digests of tensors by name, however files hold them.
 
     Of an adapter's averaged tensors, the full ones count.
     """
+    records = [done[slot] for slot in chain((layer.slot for layer in plan.layers), plan.others)]
     inputs = {
         source: {
             "name": model.checkpoint.label,

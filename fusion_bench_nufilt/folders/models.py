@@ -161,6 +161,5 @@ class LoraAdapter(FullModel):
 
 
 def open_task(name: str, architecture: Architecture) -> FullModel:
-    """Open a task by folder or hub name: a whole model, or a peft adapter."""
     checkpoint = Checkpoint.open(name)
     return (LoraAdapter if is_adapter(checkpoint.folder) else FullModel)(checkpoint, architecture)

@@ -89,7 +89,6 @@ class Settings:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether layers are computed in this memory."""
         return self.devices[0].type == "cpu"
 
     @property
@@ -136,7 +135,6 @@ class Plan:
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """The checkpoints of all models, the base's first."""
         return [model.checkpoint for model in self.models.values()]
 
     def changed(self) -> list[str]:
@@ -191,7 +189,6 @@ def state_bytes(plan: Plan, layer: Layer) -> int:
 
 
 def state_layout(plan: Plan) -> tuple[bytes, dict[str, TensorInfo]]:
-    """Return the header of the file, and where it has each tensor."""
     kept = (tensor for layer in plan.layers for tensor in state_tensors(plan, layer).values())
     header = make_header({key: like for key, _, like in kept})
     return header, read_header(STATE_FILE, header)
@@ -238,7 +235,6 @@ def peak_memory(plan: Plan, workers: int | None = None) -> int:
 
 
 def _largest(plan: Plan, workers: int) -> int:
-    """Return the bytes that the largest batches of layers take together."""
     held = sorted(sum(layer_memory(plan, layer) for layer in batch) for batch in batches(plan, plan.layers))
     return sum(held[-workers:])
 

@@ -99,7 +99,6 @@ def _open_state(merged: Checkpoint, architecture: Architecture) -> FullModel | N
 
 
 def _check(plan: Plan, architecture: Architecture) -> None:
-    """Refuse models that do not fit together, and a bound of the memory that is too low; note all warnings."""
     plan.base.check_floats(key for layer in plan.layers for key in layer.keys)
     if plan.merged is not None:
         plan.warnings += _check_merged(plan, plan.merged)

@@ -49,10 +49,8 @@ def write_text(target: Path, text: str) -> None:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``target`` when the block ends well, and is removed otherwise.
-
-    The caller holds a lock, so that the temporary folders beside ``target`` are of processes that were killed.
-    """
+    """Yield a temporary folder that becomes ``target`` when the block ends well, and is removed otherwise."""
+    # The caller holds a lock, so that these are of processes that were killed.
     for left in target.parent.glob(f".{escape(target.name)}-[0-9]*.new"):
         shutil.rmtree(left, ignore_errors=True)
     temporary = target.with_name(f".{target.name}-{os.getpid()}.new")

@@ -12,11 +12,7 @@ _PACKAGES = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers", "sa
 
 
 def model_digest(model: nn.Module | Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 digest of a model's parameters and buffers: their names, dtypes, shapes and bits.
-
-    Two models have the same digest if, and only if, their state dicts are equal to the bit. The digest depends neither
-    on the order of the entries nor on the device.
-    """
+    """Return the SHA-256 of a model's parameters and buffers, in any order: of names, dtypes, shapes and bits."""
     state = model.state_dict() if isinstance(model, nn.Module) else model
     tensors = ((name, value) for name, value in state.items() if isinstance(value, Tensor))
     return combined_digest((name, [str(value.dtype), tuple(value.shape), digest(value)]) for name, value in tensors)

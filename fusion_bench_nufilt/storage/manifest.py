@@ -17,16 +17,12 @@ STATE_FILE = "nufilt_state/model.safetensors"
 
 
 class Fingerprint(TypedDict):
-    """The size of a file in bytes, and the digest of its content."""
-
-    size: int
-    sha256: str
+    size: int  # of a file, in bytes
+    sha256: str  # of its content
 
 
 class Input(TypedDict, total=False):
-    """A model that was read."""
-
-    name: str
+    name: str  # of a model that was read
     source: Any  # of a model pool's entry: a folder, a hub name or a configuration
     kind: str  # a whole model or an adapter
     sha256: str  # digest of its weights, or of those that were read

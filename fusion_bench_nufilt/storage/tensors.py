@@ -47,14 +47,11 @@ class TensorInfo:
 
 
 class TensorFile:
-    """One safetensors file, open for reading; one that is truncated, corrupt or none is refused by name.
-
-    Its ``stamp`` is the size and the time of the last change when it was opened.
-    """
+    """One safetensors file to read from; one that is truncated, corrupt or none is refused by name."""
 
     def __init__(self, path: Path) -> None:
         try:
-            self.stamp = _stamp(path)
+            self.stamp = _stamp(path)  # size, and time of the last change
             if not path.is_file():  # opening a pipe would wait for a writer
                 raise ValueError(f"'{path}' is no regular file")
             with open(path, "rb") as file:

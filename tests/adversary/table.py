@@ -194,9 +194,7 @@ def weights() -> Iterator[Row]:
         huge = change(model, UP, lambda w: torch.full_like(w, 1e36).index_fill(0, torch.tensor([0]), 0.0))
         yield Row(f"squares that are not finite in {model}", huge, "up_proj.* too large for", (*STREAM, *STREAM[:2]))
     lost = do.half(change("task2", UP, lambda w: w.float() + 1e6))
-    yield Row(
-        "a result that float16 can't hold", lost, r"task2', layer '.*up_proj': the result is too large for torch\.f"
-    )
+    yield Row("a result that float16 can't hold", lost, r"task2', layer '.*up_proj': the result is too large for")
 
 
 def other_tensors() -> Iterator[Row]:
@@ -217,9 +215,7 @@ def other_tensors() -> Iterator[Row]:
     yield Row("a norm of NaN in task2", nan["task2"], f"task2', tensor '{NORM}' has NaN or infinite values", mean)
     lost = do.half(change("task2", EMBEDDING, lambda w: w.float() + 1e6))
     yield Row("a mean that float16 can't hold", lost, r"the mean has values that torch\.float16 can't hold", mean)
-    yield Row(
-        "a task of another base", do.another_base, r"~task2' looks as if it was made from another base.*cosine -?0\.0"
-    )
+    yield Row("a task of another base", do.another_base, r"~task2' looks as if .* another base.*cosine -?0\.0")
 
 
 # --- adapters ---

@@ -21,15 +21,8 @@ FILES = [
 MEANINGFUL = ["lora/adapter_config.json", "one/nufilt.json"]  # scaling, and number of the step
 WORK = ["journal.jsonl", "model/model-00001-of-00006.safetensors", "model/model-00003-of-00006.safetensors"]
 
-EDITS = st.lists(
-    st.tuples(
-        st.sampled_from(["replace", "insert", "delete", "cut"]),
-        st.floats(0, 1, exclude_max=True),
-        st.binary(min_size=1, max_size=4),
-    ),
-    min_size=1,
-    max_size=3,
-)
+KINDS, PLACES = st.sampled_from(["replace", "insert", "delete", "cut"]), st.floats(0, 1, exclude_max=True)
+EDITS = st.lists(st.tuples(KINDS, PLACES, st.binary(min_size=1, max_size=4)), min_size=1, max_size=3)
 
 
 def corrupt(source: Path, folder: Path, file: Path, edits) -> None:

@@ -58,10 +58,7 @@ def test_an_interrupted_comparison_says_that_it_goes_on(demo, tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     ("option", "choices"),
-    [
-        ("--evaluate", ["last", "diagonal", "every_step", "every_step_all"]),
-        ("--preset", ["ablation", "sensitivity", "paper"]),
-    ],
+    [("--evaluate", ["last", "diagonal", "every_step", "every_step_all"]), ("--preset", ["ablation", "paper"])],
 )
 def test_a_word_that_is_no_choice_is_refused_with_the_choices(option, choices):
     code, text = nufilt("compare", option, "best")
