@@ -118,23 +118,18 @@ def test_ones_own_towers_and_images_score_as_they_do_by_hand(mini8, fusion_bench
         assert report[task] == pytest.approx(scored_by_hand(tower, file, test_sets[task].template), rel=1e-5), task
 
 
-def test_ones_own_training_images_are_found_with_their_recipe(mini8):
-    _, files = mini8
+def test_the_search_path_finds_ones_own_models_and_training_images_with_their_recipe(mini8):
+    models, files = mini8
     overrides = [f"hydra.searchpath=[file://{LOCAL_CLIP}]", "method=continual/sequential_finetuning", "modelpool=mini8"]
     config = compose_run(overrides)
     assert (config.method.learning_rate, config.method.num_steps, config.method.batch_size) == (1e-4, 500, 64)
+    paths = {"_pretrained_": f"{models}/clip"} | {task: f"{models}/{task}" for task in MINI8}
+    assert (config.modelpool.models, list(config.modelpool.taskpool.test_datasets)) == (paths, MINI8)
     pool, data = instantiate(config.modelpool), np.load(files[0])
     theirs = {np.asarray(item["image"]).tobytes(): item["label"] for item in pool.load_train_dataset("scenes")}
     names = sorted(data["classnames"])
     mine = zip(data["images_train"], data["labels_train"], strict=True)
     assert theirs == {image.tobytes(): names.index(data["classnames"][label]) for image, label in mine}
-
-
-def test_the_search_path_finds_what_the_config_folder_does(mini8):
-    models, _ = mini8
-    pool = compose_run([f"hydra.searchpath=[file://{LOCAL_CLIP}]", "method=nufilt", "modelpool=mini8"]).modelpool
-    assert dict(pool.models) == {"_pretrained_": f"{models}/clip"} | {task: f"{models}/{task}" for task in MINI8}
-    assert list(pool.taskpool.test_datasets) == MINI8
 
 
 @pytest.mark.slow
