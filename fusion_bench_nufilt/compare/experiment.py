@@ -3,7 +3,6 @@
 import gc
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -57,13 +56,14 @@ class WatchingEvaluator(Evaluator):
 
 def reset_peak(device: torch.device) -> bool:
     """Let the peak of the memory in use start anew; False where it can't be known."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return True
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # which resets the peak, and nothing else
-        return True
-    return False
+    try:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # which resets the peak, and nothing else
+    except OSError:
+        return False
+    return True
 
 
 def read_peak(device: torch.device) -> int:
@@ -99,12 +99,10 @@ class Experiment:
         return WatchingEvaluator(taskpool, self.fabric.device)
 
     def make_method(self, config: dict[str, Any]) -> Any:
-        """Make a method from its part of a composed run."""
         return make(DictConfig(config), self.fabric, load_algorithm_from_config)
 
     @property
     def tasks(self) -> list[str]:
-        """The models to be merged, in the model pool's order."""
         return list(self.modelpool.model_names)
 
     @cached_property

@@ -17,10 +17,9 @@ from .configs import PROGRAM, compose_run, config_loader, plain
 from .overrides import key_value
 
 _GENERIC = ("batch", "stream")  # they run any of FusionBench's methods, and are none by themselves
-NEED_DATA = {"sequential_finetuning": "training", "adamerging": "test", "lora_wemoe": "test"}
-"""Methods that need data beside models: training data of the tasks, or test data without labels."""
-
 _MOST_SEEDS = 1000
+#: Methods that need data beside models: training data of the tasks, or test data without labels.
+NEED_DATA = {"sequential_finetuning": "training", "adamerging": "test", "lora_wemoe": "test"}
 
 
 @dataclass(frozen=True)
@@ -125,11 +124,9 @@ class _MethodConfigs:
         return f"method.base_method.{setting}" if key not in config and key in inside else f"method.{setting}"
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """Return a method's configuration by itself."""
         return compose_run([*overrides, *self._searchpath]).method
 
     def data_free(self) -> list[str]:
-        """Return the names of NUFILT and of the continual baselines that need no data."""
         return ["nufilt", *(name for name in self._names("continual") if name not in {*_GENERIC, *NEED_DATA})]
 
     def _names(self, folder: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:

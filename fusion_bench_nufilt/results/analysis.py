@@ -20,18 +20,11 @@ Matrix = list[list[float | None]]
 
 _TABLES = ("task_vectors", "losses", "affinity")
 _BOTH = ("stability", "plasticity")
-_LOSSES = {
-    "stability": "stability loss",
-    "plasticity": "plasticity loss",
-    "harmonic": "harmonic mean",
-    "arithmetic": "arithmetic mean",
-}
+_LOSSES = {key: f"{key} loss" for key in _BOTH} | {key: f"{key} mean" for key in ("harmonic", "arithmetic")}
 _INPUTS = {"fixed": "fixed inputs", "relative": "fixed inputs, relative", "propagated": "propagated inputs"}
 
 
 class Content(TypedDict):
-    """What is read of ``analysis.json``."""
-
     about: Json
     tasks: list[str]
     names: list[str]  # of the task vectors
@@ -80,7 +73,6 @@ def pictures_of(content: Content, tables: Tables) -> dict[str, ChartType]:
 
 
 def _affinity(content: Content, panels: int) -> ChartType:
-    """Draw the mean and the 90th percentile over all, attention and MLP layers."""
     tasks, kinds = content["tasks"], [layer["kind"] for layer in content["layers"]]
     maps = {
         f"{group}: {words} over {len(kinds) if group == 'all' else kinds.count(group)} layers": row[key]
@@ -106,7 +98,6 @@ def _distributions(content: Content, table: pd.DataFrame, panels: int) -> ChartT
 
 
 def _by_rank(content: Content) -> ChartType:
-    """Draw the affinity of matched and mismatched pairs over r = r_d = r_v, and chance."""
     found = content["affinity_by_rank"]
     names = {"diagonal": "matched: the task's own vector", "off_diagonal": "mismatched: another task's"}
     curves = {title: found[key] for key, title in (names | {"chance": "chance"}).items() if found[key]}
@@ -127,7 +118,6 @@ def _overlap(content: Content, panels: int) -> ChartType:
 
 
 def _energy(content: Content) -> ChartType:
-    """Draw the energy in the first directions of each task vector."""
     directions = range(1, 1 + max(map(len, content["energy"].values())))
     options: Any = {"heights": {"90 %": 0.9}, "y_scale": alt.Scale(domain=[0, 1]), "dots": False}
     title = "share of the energy, mean over layers"
@@ -135,7 +125,6 @@ def _energy(content: Content) -> ChartType:
 
 
 def _effective_ranks(content: Content, table: pd.DataFrame) -> ChartType:
-    """Draw the effective rank of every task vector in every layer, over the layer's block."""
     layers = pd.DataFrame(content["layers"]).set_index("name")
     kinds = list(layers["kind"].unique())
     rows = table.join(layers, on="layer").rename(columns={"kind": "name", "effective_rank": "y"})
@@ -198,7 +187,6 @@ def _points(rows: pd.DataFrame, names: Sequence[str], x: alt.X, y: alt.Y) -> alt
 
 
 def _page(content: Content, tables: Tables) -> Page:
-    """Write the sentences first, then the charts and tables that these are about."""
     source = content["about"].get("modelpool") or content["about"].get("base", "")
     page = Page(f"{source}: why it merges", f"{len(content['tasks'])} tasks, {len(content['layers'])} layers")
     page.heading("Reading")

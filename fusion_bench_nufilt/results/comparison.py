@@ -70,7 +70,7 @@ def _page(results: Results) -> Page:
         if name in charts:
             page.heading(title.format(seed=seeds[0]))
             page.chart(charts[name])
-    if matrices := _first_seed(results):
+    if matrices := results.first_seed:
         page.words("Side by side, after the step that the slider chooses:")
         scores = {label: (100 * matrix.values).tolist() for label, matrix in matrices.items()}
         page.chart(bars_by_step(scores, next(iter(matrices.values())).tasks))
@@ -91,7 +91,7 @@ def charts_of(results: Results, *, panels: bool) -> dict[str, ChartType]:
         return charts
     if not all(math.isnan(method.mean("BWT").mean) for method in results.done.values()):
         charts["stability_plasticity"] = _stability_plasticity(results)
-    if matrices := _first_seed(results):
+    if matrices := results.first_seed:
         charts["accuracy_matrices"] = _accuracy_matrices(matrices, panels)
     if results.settings.get("evaluate", "").startswith("every_step"):
         charts["accuracy_per_step"] = _accuracy_per_step(results)
@@ -100,12 +100,6 @@ def charts_of(results: Results, *, panels: bool) -> dict[str, ChartType]:
     if results.preset == "sensitivity":
         charts["sensitivity"] = _sensitivity(results)
     return charts
-
-
-def _first_seed(results: Results) -> dict[str, AccuracyMatrix]:
-    """The accuracy matrices of the first seed, whose order all its runs share."""
-    seed = results.seeds[0]
-    return {label: method.matrices[seed] for label, method in results.done.items() if seed in method.matrices}
 
 
 def _accuracy_per_step(results: Results) -> ChartType:
@@ -149,7 +143,11 @@ def _stability_plasticity(results: Results) -> ChartType:
             middle, half = 100 * mean.mean, clean(100 * mean.std) or 0.0
             rows[-1] |= {side: middle, f"{side}_low": middle - half, f"{side}_high": middle + half}
     names, axis = [row["name"] for row in rows], alt.Axis(grid=False)
-    ends = [_padded([row[f"{side}_{end}"] for row in rows for end in ("low", "high")]) for side in ("x", "y")]
+    ends = []
+    for side in ("x", "y"):  # there is room around the points
+        values = [round(row[f"{side}_{end}"], 6) for row in rows for end in ("low", "high")]
+        room = 0.12 * (max(values) - min(values)) or 1.0
+        ends.append([min(values) - room, max(values) + room])
     x_title, y_title = "plasticity: score of each task right after its own step (%)", "stability: BWT (%)"
     x: Options = {"title": x_title, "scale": alt.Scale(domain=ends[0], nice=False), "axis": axis}
     y: Options = {"title": y_title, "scale": alt.Scale(domain=ends[1], nice=False), "axis": axis}
@@ -180,13 +178,6 @@ def _lines_of_equal_acc(ends: Sequence[Sequence[float]], share: float) -> Rows:
         words = f"ACC {acc}" if x - left > 0.08 * (right - left) else ""  # there is no room for them
         rows.append({"x": x, "y": (acc - x) / share, "x2": x2, "y2": (acc - x2) / share, "words": words})
     return rows
-
-
-def _padded(values: Sequence[float]) -> list[float]:
-    """Return the two ends of an axis on which the values have room around them."""
-    low, high = round(min(values), 6), round(max(values), 6)
-    room = 0.12 * (high - low) or 1.0
-    return [low - room, high + room]
 
 
 def _accuracy_matrices(matrices: Mapping[str, AccuracyMatrix], panels: bool) -> ChartType:

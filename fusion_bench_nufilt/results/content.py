@@ -135,6 +135,12 @@ class Results:
         return {label: method for label, method in self.methods.items() if method.matrices}
 
     @property
+    def first_seed(self) -> dict[str, AccuracyMatrix]:
+        """The accuracy matrices of the first seed, whose order all its runs share."""
+        seed = self.seeds[0]
+        return {label: method.matrices[seed] for label, method in self.methods.items() if seed in method.matrices}
+
+    @property
     def printed(self) -> dict[str, Published]:
         """The paper's numbers for every row; empty for a row without any."""
         methods = {label: method.published_percent for label, method in self.methods.items()}

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +79,6 @@ class AccuracyMatrix:
 
     @property
     def missing(self) -> list[str]:
-        """Tasks that have no final score."""
         return [task for task, score in zip(self.tasks, self.values[-1], strict=True) if math.isnan(score)]
 
     def metrics(self) -> dict[str, float]:
@@ -141,8 +140,7 @@ class AccuracyMatrix:
         return Mean.of((self.values[-1] - np.diagonal(self.values))[:-1]).mean
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(NamedTuple):
     """A number that is read off an accuracy matrix, as a fraction."""
 
     of: Callable[[AccuracyMatrix], float]

@@ -8,6 +8,7 @@ from functools import cache
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
+from string import Template
 from typing import Any, NamedTuple
 
 import vl_convert
@@ -75,22 +76,18 @@ class Page:
 
     def render(self) -> str:
         """Return the whole page, with scripts and styles inside; the browser runs no others."""
-        own = files(__package__)
-        style, script = (own.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+        page, style, script = (
+            files(__package__).joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
+        )
         scripts = [_vega(), script]
         digests = " ".join(f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in scripts)
-        policy = f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data:"
-        return (
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            '<link rel="icon" href="data:,">\n'
-            f"<title>{escape(self.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
-            f'<h1>{escape(self.title)}</h1>\n<p class="subtitle">{escape(self.subtitle)}</p>\n'
-            + "\n".join(self.parts)
-            + "\n</main>\n"
-            + "\n".join(f"<script>{text}</script>" for text in scripts)
-            + "\n</body>\n</html>\n"
+        return Template(page).substitute(
+            policy=f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data:",
+            title=escape(self.title),
+            subtitle=escape(self.subtitle),
+            style=style,
+            parts="\n".join(self.parts),
+            scripts="\n".join(f"<script>{text}</script>" for text in scripts),
         )
 
 

@@ -33,7 +33,7 @@ class Table:
         ]
 
     def as_rich(self) -> RichTable:
-        """Render it for the terminal, without the notes: the best bold, the second best underlined."""
+        """Render it for the terminal, without the notes."""
         rich = RichTable(title=self.title)
         rich.add_column(self.texts.columns[0])
         for name in self.texts.columns[1:]:
@@ -43,7 +43,6 @@ class Table:
         return rich
 
     def as_markdown(self) -> str:
-        """Render it for GitHub: the best bold, the second best underlined."""
         rows = self.rows("**{}**", "<ins>{}</ins>", lambda text: text.replace("|", "\\|"))
         frame = pd.DataFrame(rows, columns=self.texts.columns)
         sides = ("left", *["right"] * (frame.shape[1] - 1))
@@ -51,7 +50,7 @@ class Table:
         return "\n".join([f"**{self.title}**", "", text, "", *(f"{note}  " for note in self.notes), ""])
 
     def as_latex(self) -> str:
-        r"""Render it as a ``table`` for ``booktabs``: the best ``\textbf``, the second best ``\underline``."""
+        """Render it as a ``table`` for ``booktabs``."""
         rows = self.rows(r"\textbf{{{}}}", r"\underline{{{}}}", _latex)
         frame = pd.DataFrame(rows, columns=[_latex(name) for name in self.texts.columns])
         text = frame.style.hide(axis="index").to_latex(

@@ -40,12 +40,12 @@ def write_results(folder: Path) -> list[str]:
     Raises:
         ValueError: the folder is none of the three, or one of its files is damaged; names it, and the field.
     """
-    name = next((name for name in KINDS if (folder / name).is_file()), None)
-    if name is None:
+    for name, kind in KINDS.items():
+        if (content := read_json(folder / name, kind.content, kind.advice)) is not None:
+            break
+    else:
         names = ", ".join(KINDS)
         raise ValueError(f"'{folder}' is the folder of no run, comparison or analysis: it has none of {names}")
-    kind = KINDS[name]
-    content = read_json(folder / name, kind.content, kind.advice)
     try:
         files = kind.files(content, folder)
         page = files.page.render()

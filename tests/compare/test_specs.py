@@ -1,8 +1,11 @@
 """What the words on the command line mean."""
 
+import re
+
 import pytest
 
 from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.compare.overrides import key_of, key_value, without_method
 from fusion_bench_nufilt.compare.paper import SENSITIVITY, panel_specs, preset_specs
 from fusion_bench_nufilt.compare.specs import RunSpec, check_specs, parse_methods, parse_seeds
 
@@ -57,11 +60,21 @@ def test_a_method_of_the_users_is_found_on_the_search_path(tmp_path):
     assert compose_run([*spec.overrides, searchpath]).method.max_steps == 3
 
 
-def test_an_unknown_method_lists_what_there_is():
-    with pytest.raises(ValueError, match="there is no method 'opmc'") as error:
-        parse_methods("nufilt, opmc")
-    for words in ("did you mean opcm", "nufilt/naive", "weight_average", "dare/task_arithmetic", "simple_average"):
-        assert words in str(error.value)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nufilt, opmc", ["there is no method 'opmc'", "did you mean opcm", "nufilt/naive", "weight_average"]),
+        ("nufilt, opmc", ["dare/task_arithmetic", "simple_average"]),
+        ("nufilt:null_rank", ["'null_rank' is not of the form KEY=VALUE"]),
+        ("nufilt, nufilt", ["need labels to tell them apart"]),
+        ("a b=nufilt, a/b=opcm", ["need labels to tell them apart"]),
+        ("", ["no method to compare"]),
+    ],
+)
+def test_methods_that_can_not_be_compared_are_refused(text, words):
+    with pytest.raises(ValueError, match=re.escape(words[0]) if len(words) == 1 else "there is no method") as error:
+        check_specs(parse_methods(text))
+    assert all(word in str(error.value) for word in words)
 
 
 def test_all_is_nufilt_and_the_baselines_that_need_no_data():
@@ -71,22 +84,6 @@ def test_all_is_nufilt_and_the_baselines_that_need_no_data():
     assert not {"sequential_finetuning", "adamerging", "lora_wemoe", "batch", "stream"} & set(names)
 
 
-def test_a_setting_without_a_value_is_refused():
-    with pytest.raises(ValueError, match="'null_rank' is not of the form KEY=VALUE"):
-        parse_methods("nufilt:null_rank")
-
-
-@pytest.mark.parametrize("text", ["nufilt, nufilt", "a b=nufilt, a/b=opcm"])
-def test_rows_that_could_not_be_told_apart_are_refused(text):
-    with pytest.raises(ValueError, match="need labels to tell them apart"):
-        check_specs(parse_methods(text))
-
-
-def test_no_method_at_all_is_refused():
-    with pytest.raises(ValueError, match="no method to compare"):
-        check_specs([])
-
-
 @pytest.mark.parametrize(
     ("text", "seeds"), [("42", [42]), ("42:45", [42, 43, 44]), ("7, 42:44, 43", [7, 42, 43]), ("0:1", [0])]
 )
@@ -94,8 +91,8 @@ def test_seeds_are_numbers_and_half_open_ranges(text, seeds):
     assert parse_seeds(text) == seeds
 
 
-@pytest.mark.parametrize("text", ["", "x", "42:", "-1", "1.5", "45:42", "42:42"])
-def test_seeds_that_are_none_are_refused(text):
+@pytest.mark.parametrize("text", ["", "x", "42:", "-1", "1.5", "45:42", "42:42", "0:1002", f"0:1{'0' * 10}", "9" * 20])
+def test_seeds_that_are_none_or_more_than_anybody_has_time_for_are_refused(text):
     with pytest.raises(ValueError, match="seeds"):
         parse_seeds(text)
 
@@ -129,18 +126,12 @@ def test_its_ranks_are_in_proportion_to_the_width_below_the_papers(width, ranks)
     )
 
 
-def test_the_paper_has_both_forms_where_there_are_two():
-    specs = {spec.label: spec for spec in preset_specs("paper", "clip-vit-base-patch32_TALL20", [])}
-    configs = [compose_run(specs[label].overrides).method for label in ("ties_merging", "ties_merging (released)")]
-    assert [config.form for config in configs] == ["paper", "released"]
-    assert [config.base_method.scaling_factor for config in configs] == [0.1, 0.1]
-
-
 @pytest.mark.parametrize(("pool", "scale"), [("clip-vit-base-patch32_TA8", 0.3), ("clip-vit-base-patch32_TALL20", 0.1)])
-def test_the_paper_scales_task_arithmetic_by_the_number_of_tasks(pool, scale):
+def test_the_paper_scales_by_the_number_of_tasks_and_has_both_forms_where_there_are_two(pool, scale):
     specs = {spec.label: spec for spec in preset_specs("paper", pool, [])}
-    for name in ("task_arithmetic", "ties_merging", "knots_ties"):
+    for name in ("ties_merging", "task_arithmetic", "knots_ties"):
         assert compose_run(specs[name].overrides).method.base_method.scaling_factor == scale
+    assert specs["ties_merging (released)"].settings == ("form=released", *specs["ties_merging"].settings)
     assert "nufilt" in specs
 
 
@@ -159,7 +150,24 @@ def test_an_unknown_preset_lists_what_there_is():
         preset_specs("best", "nufilt_demo", [])
 
 
-@pytest.mark.parametrize("text", ["0:10000000000", "0:1002", "99999999999999999999"])
-def test_more_seeds_than_anybody_has_time_for_are_refused(text):
-    with pytest.raises(ValueError, match="seeds"):
-        parse_seeds(text)
+# --- overrides ---
+
+
+def test_a_word_is_read_as_hydra_reads_it():
+    assert key_value("target_modules=[q_proj,v_proj]") == ("target_modules", ["q_proj", "v_proj"])
+    assert key_value("lr=1e-3") == ("lr", 1e-3)
+    words = ("+method.x=1", "~taskpool", "hydra.searchpath=[file://a/b]")
+    assert [key_of(word) for word in words] == ["method.x", "taskpool", "hydra.searchpath"]
+
+
+def test_what_is_the_methods_is_told_from_the_rest():
+    words = ["modelpool=a", "method=b", "method.x=1", "++method.y=2", "~method.z", "methods=3"]
+    assert without_method(words) == ["modelpool=a", "method=b", "methods=3"]
+
+
+@pytest.mark.parametrize("word", ["", "null_rank", "null_rank=["])
+def test_another_word_is_named(word):
+    with pytest.raises(ValueError, match=re.escape(f"'{word}'")):
+        key_of(word)
+    with pytest.raises(ValueError, match="KEY=VALUE"):
+        key_value(word)

@@ -3,6 +3,7 @@
 import csv
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -19,16 +20,15 @@ TEXTS = {"table.md", "table.tex", "table.csv", "per_task.md", "per_task.tex", "p
 PICTURES = {"accuracy_matrices.png", "stability_plasticity.png", "accuracy_per_step.png"}
 
 
+charts = partial(charts_of, panels=True)
+
+
 def two(**options):
     return comparison({"m": [finished(s, -0.1) for s in SEEDS], "n": [finished(42), failed(43)]}, **options)
 
 
 def rows(file):
     return {row["method"]: row for row in csv.DictReader(file.read_text().splitlines())}
-
-
-def charts(result, panels=True):
-    return charts_of(result, panels=panels)
 
 
 def test_tables_pictures_and_numbers(tmp_path):
@@ -92,17 +92,15 @@ def test_the_curve_of_a_method_is_its_mean_over_the_seeds_with_a_band_of_one_dev
     begins = [100 * run.matrix.values[0, 0] for run in (finished(42), finished(43))]
     assert first["y"] == pytest.approx(sum(begins) / 2)
     assert first["high"] - first["y"] == pytest.approx(abs(begins[0] - begins[1]) / 2**0.5, rel=1e-5)
-    assert {row["words"]: row["level"] for row in rows_of(chart) if "level" in row} == {
-        "pretrained, all tasks": 25.0,
-        "individual, all tasks": 95.0,
-    }
+    levels = {row["words"]: row["level"] for row in rows_of(chart) if "level" in row}
+    assert levels == {"pretrained, all tasks": 25.0, "individual, all tasks": 95.0}
 
 
 def test_one_order_names_the_models_below_the_curve_and_the_best_method_comes_first_in_the_legend():
-    chart = charts(comparison({"worse": [finished(42, -0.1)], "better": [finished(42)]}))["accuracy_per_step"]
-    assert [row["x"] for row in rows_of(chart, name="worse")] == [
-        f"{step} + {task}" for step, task in enumerate(finished(42).matrix.tasks, 1)
+    chart = charts_of(comparison({"worse": [finished(42, -0.1)], "better": [finished(42)]}), panels=True)[
+        "accuracy_per_step"
     ]
+    assert [row["x"] for row in rows_of(chart, name="worse")] == finished(42).matrix.steps
     assert legend(chart) == ["better", "worse"]
 
 
@@ -120,7 +118,7 @@ def test_stability_and_plasticity_stand_with_lines_of_equal_acc():
 
 
 def test_matrices_of_the_first_seed_stand_side_by_side_in_a_picture_and_in_a_menu_on_a_page():
-    picture, page = (charts(two(), panels)["accuracy_matrices"] for panels in (True, False))
+    picture, page = (charts_of(two(), panels=panels)["accuracy_matrices"] for panels in (True, False))
     assert [title[0] for title in titles(picture)] == ["m", "n"]
     assert titles(picture)[0][1].startswith("ACC 50.0")
     assert len(parts(picture)) == 2
@@ -131,14 +129,13 @@ def test_matrices_of_the_first_seed_stand_side_by_side_in_a_picture_and_in_a_men
 
 def test_the_ablation_ends_in_bars_beside_the_papers_numbers():
     ten = [finished(seed) for seed in range(42, 52)]
-    chart = charts(comparison({"nufilt": ten, "mine": ten, "gone": []}, modelpool=B32, preset="ablation"))["ablation"]
+    chart = charts_of(
+        comparison({"nufilt": ten, "mine": ten, "gone": []}, modelpool=B32, preset="ablation"), panels=True
+    )["ablation"]
     acc, bwt = parts(chart)
     numbers = {row["name"]: (row.get("value"), row["text"], row.get("paper")) for row in rows_of(acc)}
-    assert numbers == {
-        "nufilt": (60.0, "60.0 ± 0.0", 83.6),
-        "mine": (60.0, "60.0 ± 0.0", None),
-        "gone": (None, "failed", None),
-    }
+    ours = (60.0, "60.0 ± 0.0")
+    assert numbers == {"nufilt": (*ours, 83.6), "mine": (*ours, None), "gone": (None, "failed", None)}
     assert not any("paper" in row for row in rows_of(bwt))
 
 
@@ -155,12 +152,10 @@ def sensitivity():
 def test_the_sensitivity_ends_in_a_curve_for_each_panel(tmp_path):
     result = sensitivity()
     acc, bwt = parts(charts(result)["sensitivity"])
-    assert [[row["x"] for row in rows_of(panel, name="ACC")] for panel in parts(acc)] == [
-        [str(value) for value in panel.values] for panel in SENSITIVITY
-    ]
-    assert [title[0] for title in titles(acc)][:3] == [
-        "r_l = 0, r_v = 0", "r_p = 128, r_v = 8", "r_p = 128, r_l = 16",
-    ]  # fmt: skip
+    drawn = [[row["x"] for row in rows_of(panel, name="ACC")] for panel in parts(acc)]
+    assert drawn == [[str(value) for value in panel.values] for panel in SENSITIVITY]
+    fixed = [title[0] for title in titles(acc)][:3]
+    assert fixed == ["r_l = 0, r_v = 0", "r_p = 128, r_v = 8", "r_p = 128, r_l = 16"]
     marked = [[row["mark"] for row in rows_of(panel) if "mark" in row] for panel in parts(bwt)]
     assert marked == [["128"], ["64"], ["8"], ["50"]]
     result = replace(result, methods=dict(list(result.methods.items())[:3]))  # the others failed

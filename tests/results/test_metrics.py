@@ -1,10 +1,14 @@
-"""ACC and BWT against matrices worked out by hand."""
+"""ACC, BWT and the others against matrices worked out by hand."""
 
 import math
 
 import pytest
 
 from fusion_bench_nufilt.continual import AccuracyMatrix
+
+NAN = math.nan
+FULL = [[0.9], [0.8, 0.7], [0.6, 0.65, 0.5]]
+DIAGONAL = [[0.9], [NAN, 0.7], [0.6, 0.65, 0.5]]
 
 
 def matrix(rows, tasks="abc"):
@@ -14,73 +18,49 @@ def matrix(rows, tasks="abc"):
     return result
 
 
-def test_acc_is_the_mean_of_the_last_row_and_bwt_the_mean_change_since_each_tasks_own_step():
-    filled = matrix([[0.9], [0.8, 0.7], [0.6, 0.65, 0.5]])
-    assert filled.acc == pytest.approx((0.6 + 0.65 + 0.5) / 3)
-    assert filled.bwt == pytest.approx(((0.6 - 0.9) + (0.65 - 0.7)) / 2)
+@pytest.mark.parametrize(
+    ("rows", "acc", "bwt", "plasticity"),
+    [
+        (FULL, (0.6 + 0.65 + 0.5) / 3, ((0.6 - 0.9) + (0.65 - 0.7)) / 2, 0.7),
+        (DIAGONAL, (0.6 + 0.65 + 0.5) / 3, ((0.6 - 0.9) + (0.65 - 0.7)) / 2, 0.7),  # which is all that is needed
+        ([[], [], [0.6, 0.65, 0.5]], (0.6 + 0.65 + 0.5) / 3, NAN, 0.5),
+        ([[0.9], [NAN, NAN], [0.6, 0.65, 0.5]], (0.6 + 0.65 + 0.5) / 3, -0.3, 0.7),
+        ([[0.9], [0.8], [0.6, NAN, 0.5]], 0.55, -0.3, 0.7),
+        ([[0.9]], 0.9, NAN, 0.9),
+        ([[], []], NAN, NAN, NAN),
+    ],
+)
+def test_means_are_of_what_was_measured(rows, acc, bwt, plasticity):
+    found = matrix(rows, tasks="abc"[: len(rows)])
+    assert (found.acc, found.bwt, found.plasticity) == pytest.approx((acc, bwt, plasticity), nan_ok=True)
 
 
-def test_the_diagonal_and_the_last_row_are_all_that_is_needed():
-    diagonal = matrix([[0.9], [math.nan, 0.7], [0.6, 0.65, 0.5]])
-    assert diagonal.bwt == pytest.approx(((0.6 - 0.9) + (0.65 - 0.7)) / 2)
+def test_tasks_without_a_final_score_are_named():
+    assert matrix([[0.9], [0.8], [0.6, NAN, 0.5]]).missing == ["b"]
+    assert AccuracyMatrix("ab").missing == ["a", "b"]
 
 
-def test_the_last_row_alone_has_acc_but_no_bwt():
-    last = AccuracyMatrix("abc")
-    last.record(3, {"a": 0.6, "b": 0.65, "c": 0.5})
-    assert last.acc == pytest.approx(0.58333333)
-    assert math.isnan(last.bwt)
-
-
-def test_a_missing_task_is_left_out_and_named():
-    missing = matrix([[0.9], [0.8], [0.6]])
-    missing.record(3, {"c": 0.5, "b": math.nan})
-    assert missing.missing == ["b"]
-    assert missing.acc == pytest.approx(0.55)
-    assert missing.bwt == pytest.approx(-0.3)
-
-
-def test_one_task_has_no_backward_transfer():
-    single = matrix([[0.9]], tasks="a")
-    assert single.acc == 0.9
-    assert math.isnan(single.bwt)
-
-
-def test_nothing_measured_is_not_a_number():
-    empty = AccuracyMatrix("ab")
-    assert math.isnan(empty.acc)
-    assert math.isnan(empty.bwt)
-    assert empty.missing == ["a", "b"]
-
-
-def test_plasticity_is_the_mean_of_the_diagonal():
-    assert matrix([[0.9], [0.8, 0.7], [0.6, 0.65, 0.5]]).plasticity == pytest.approx(0.7)
-    assert matrix([[0.9], [math.nan, math.nan], [0.6, 0.65, 0.5]]).plasticity == pytest.approx(0.7)
-    assert math.isnan(AccuracyMatrix("ab").plasticity)
-
-
-def test_the_mean_of_the_tasks_seen_needs_them_all():
-    assert matrix([[0.9], [0.8, 0.7], [0.6, 0.65, 0.5]]).mean_seen == pytest.approx([0.9, 0.75, 0.58333333])
-    diagonal = matrix([[0.9], [math.nan, 0.7], [0.6, 0.65, 0.5]]).mean_seen
-    assert math.isnan(diagonal[1])
-    assert diagonal[[0, 2]] == pytest.approx([0.9, 0.58333333])
-
-
-def test_a_task_that_never_gets_a_score_is_not_waited_for():
-    nan = math.nan
-    assert matrix([[0.9], [0.8, nan], [0.6, nan, 0.5]]).mean_seen == pytest.approx([0.9, 0.8, 0.55])
-    assert math.isnan(matrix([[nan], [nan, 0.7], [nan, 0.6, 0.5]]).mean_seen[0])
+@pytest.mark.parametrize(
+    ("rows", "means"),
+    [
+        (FULL, [0.9, 0.75, 0.58333333]),
+        (DIAGONAL, [0.9, NAN, 0.58333333]),
+        ([[0.9], [0.8, NAN], [0.6, NAN, 0.5]], [0.9, 0.8, 0.55]),  # one that never gets a score is not waited for
+        ([[NAN], [NAN, 0.7], [NAN, 0.6, 0.5]], [NAN, 0.7, 0.55]),
+    ],
+)
+def test_the_mean_of_the_tasks_seen_needs_them_all(rows, means):
+    assert matrix(rows).mean_seen == pytest.approx(means, nan_ok=True)
 
 
 def test_rows_and_back_are_the_same():
-    filled = matrix([[0.9], [math.nan, 0.7], [0.6, 0.65, 0.5]])
+    filled = matrix(DIAGONAL)
     assert filled.rows()[1] == [None, 0.7, None]
-    again = AccuracyMatrix.from_rows(filled.tasks, filled.rows())
-    assert again.rows() == filled.rows()
+    assert AccuracyMatrix.from_rows(filled.tasks, filled.rows()).rows() == filled.rows()
 
 
 def test_fwt_is_the_mean_score_of_the_tasks_still_to_come():
     filled = matrix([[0.9, 0.2, 0.4], [0.8, 0.7, 0.1], [0.6, 0.65, 0.5]])
     assert filled.fwt == pytest.approx(((0.2 + 0.4) / 2 + 0.1) / 2)
-    assert math.isnan(matrix([[0.9], [0.8, 0.7], [0.6, 0.65, 0.5]]).fwt)
+    assert math.isnan(matrix(FULL).fwt)
     assert math.isnan(matrix([[0.9]], tasks="a").fwt)

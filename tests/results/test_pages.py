@@ -91,6 +91,7 @@ def test_a_folder_of_no_kind_is_named(tmp_path):
         ("results.json", "{", "it is no JSON"),
         ("results.json", "[]", "input should be an object"),
         ("results.json", "{}", "field 'settings': field required"),
+        ("analysis.json", "{}", "field 'about': field required"),
         ("accuracy_matrix.json", '{"method": "m", "tasks": "a"}', "field 'config': field required"),
     ],
 )

@@ -16,11 +16,7 @@ def test_the_csv_holds_fractions_and_nothing_where_nothing_was_measured(tmp_path
     table = pd.read_csv(tmp_path / "accuracy_matrix.csv")
     assert list(table.columns) == ["step", "merged_task", *TASKS]
     assert text.decode().splitlines()[2] == "2,letters,0.8,0.7,"
-
-
-def test_the_steps_say_what_was_forgotten(tmp_path):
-    write_results(run_folder(tmp_path))
-    text = (tmp_path / "index.html").read_text()
+    text = (tmp_path / "index.html").read_text()  # its steps say what was forgotten
     row = text[text.index("<td>digits</td>") :].partition("</tr>")[0]
     assert [row.count(f">{number}</td>") for number in ("90.0", "75.0", "-15.0", "0.1")] == [1, 1, 1, 1]
 
