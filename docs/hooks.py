@@ -18,9 +18,12 @@ from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import choices
 from fusion_bench_nufilt.folders import Settings
 from fusion_bench_nufilt.layers import TargetConfig
+from fusion_bench_nufilt.methods.mix import MixConfig
 from fusion_bench_nufilt.methods.spectral import SpectralConfig
+from fusion_bench_nufilt.methods.sums import RidgeConfig
 
-KINDS = (FusionConfig, SpectralConfig, TargetConfig, DeviceConfig, ProtocolConfig, RuleConfig, Settings)
+METHODS = (FusionConfig, SpectralConfig, RidgeConfig, MixConfig)
+KINDS = (*METHODS, TargetConfig, DeviceConfig, ProtocolConfig, RuleConfig, Settings)
 # A page says `<!-- options: FusionConfig -->` where a table is to stand; in options.md the table is committed, too.
 PAGE = Path(__file__).parent / "options.md"
 TABLES = {kind.__name__: kind for kind in KINDS}

@@ -16,8 +16,8 @@ def compare(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="[LABEL=]NAME[:KEY=VALUE]..., separated by commas; all means NUFILT and the data-free baselines, and "
-            "is what is compared if nothing else is said."
+            help="[LABEL=]NAME[:KEY=VALUE]..., separated by commas; all means NUFILT and all that needs no data, and "
+            "is what is compared if nothing else is said; order_free means the methods that keep sums over the tasks."
         ),
     ] = None,
     preset: Annotated[
@@ -39,6 +39,9 @@ def compare(
     ] = "local",
     address: Annotated[str | None, typer.Option(help="Address of the Ray cluster; default: this machine's.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete what OUT holds and start again.")] = False,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Where a method cannot be built, run the others all the same.")
+    ] = False,
 ) -> None:
     """Compare continual merging methods over task orders: tables, pictures and all numbers in one folder.
 
@@ -46,6 +49,7 @@ def compare(
     """
     out, words = out.expanduser(), list(overrides or ())  # the shell leaves the ~ of --out=~/results as it is
     how: Any = {"evaluate": evaluate, "overwrite": overwrite, "jobs": jobs, "engine": engine, "address": address}
+    how["keep_going"] = keep_going
     with terminal() as console:
         logging.getLogger().setLevel(logging.WARNING)
         logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
@@ -63,7 +67,7 @@ def compare(
 
     print_comparison(found)
     console.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
-    if not found.done:
+    if any(method.failures for method in found.methods.values()):
         raise typer.Exit(1)
 
 

@@ -60,8 +60,8 @@ def merge(
     method: Annotated[
         Literal[tuple(METHODS)],  # type: ignore[valid-type]
         typer.Option(
-            help="spectral is a method of ours, not the paper's, which merges all linear layers and averages the rest "
-            "unless target_modules and other_params say otherwise.",
+            help="All but nufilt keep sums over the tasks, so that their order does not matter; they merge all linear "
+            "layers and average the rest unless target_modules and other_params say otherwise.",
             rich_help_panel="Method",
         ),
     ] = "nufilt",

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
 from itertools import chain
@@ -20,15 +21,21 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def takes_options(*kinds: type) -> Callable[[_Command], _Command]:
-    """Give a command that takes ``**options`` one option for each field of some dataclasses."""
+    """Give a command that takes ``**options`` one option for each name among the fields of some dataclasses."""
+    fields = defaultdict(list)
+    for each in chain(*map(dataclasses.fields, kinds)):
+        fields[each.name].append(each)
 
     def decorate(command: _Command) -> _Command:
         parameters = list(inspect.signature(command).parameters.values())[:-1]
-        for each in chain(*map(dataclasses.fields, kinds)):
+        for name, (each, *others) in fields.items():
             kind, default = _as_typed(each)
-            info = typer.Option(help=each.metadata["help"], rich_help_panel=each.metadata["panel"])
-            annotation: Any = Annotated[kind, info]
-            parameters.append(Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+            shown = "depends on the method" if any(other.default != each.default for other in others) else True
+            metadata = each.metadata
+            info = typer.Option(help=metadata["help"], rich_help_panel=metadata["panel"], show_default=shown)
+            parameters.append(
+                Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+            )
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
 

@@ -38,6 +38,7 @@ def compare(
     overrides: Sequence[str] = (),
     evaluate: Evaluate = "every_step",
     overwrite: bool = False,
+    keep_going: bool = False,
     preset: str | None = None,
     jobs: int = 1,
     engine: Engine = "local",
@@ -56,6 +57,7 @@ def compare(
         overrides: further ones of `fusion_bench`, for all methods; a method's own settings win over them.
         evaluate: what to score, see :func:`fusion_bench_nufilt.continual.protocol.tasks_to_score`.
         overwrite: delete what ``out`` holds and start again.
+        keep_going: run the other methods where one cannot be built, and give that one's reason in its place.
         preset: where the methods come from; kept in the result, for its pictures.
         jobs: runs at a time, each in a process with its own models and data, and a GPU if there are so many.
         engine: local is this machine; ray is a Ray cluster, with a run on every GPU, or on every node without GPUs.
@@ -63,16 +65,20 @@ def compare(
         console: shows progress if it is a terminal; it must hold on to its stream, since ``sys.stderr`` is silenced.
 
     Raises:
-        ValueError: ``out`` is of other settings or models, nothing can be scored, or a process was killed.
+        ValueError: a method cannot be built, ``out`` is of other settings or models, nothing can be scored, or a
+            process was killed.
     """
     _check(specs, overrides, evaluate, jobs, engine)
     everywhere = [f"modelpool={modelpool}", *overrides]
     pools = tuple(without_method(everywhere))
     experiment = Experiment(compose_run(pools))
     settings = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
+    with quiet():
+        configs, wrong = _configure(specs, [f"++method.evaluate={evaluate}", *_PROTOCOL, *everywhere], experiment)
+    if wrong and not (keep_going and configs):
+        raise ValueError("\n".join(f"{spec.label}: {why}" for spec, why in wrong.items()))
     store = Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)
     with closing(store), quiet(), _progress_bars(console) as progress:
-        configs, wrong = _configure(specs, [f"++method.evaluate={evaluate}", *_PROTOCOL, *everywhere], experiment)
         references = _score_single_models(store, experiment, progress)
         runs, missing = _known_runs(store, seeds, configs)
         runs |= {(spec, seed): Run({}, error=why) for spec, why in wrong.items() for seed in seeds}
@@ -106,7 +112,7 @@ def _check(specs: Sequence[RunSpec], overrides: Sequence[str], evaluate: str, jo
 def _configure(
     specs: Sequence[RunSpec], overrides: Sequence[str], experiment: Experiment
 ) -> tuple[dict[RunSpec, Json], dict[RunSpec, str]]:
-    """Return the configurations of the methods that can be built, and why the others can't; refuse none at all."""
+    """Return the configurations of the methods that can be built, and why the others can't."""
     configs, wrong = {}, {}
     for spec in specs:
         try:
@@ -115,9 +121,6 @@ def _configure(
             configs[spec] = config
         except Exception as error:  # whatever a method's constructor raises
             wrong[spec] = reason(error)
-            log.warning("%s: %s", spec.label, wrong[spec])
-    if not configs:
-        raise ValueError("\n".join(f"{spec.label}: {why}" for spec, why in wrong.items()))
     return configs, wrong
 
 

@@ -12,6 +12,8 @@ from hydra.core.object_type import ObjectType
 from omegaconf import DictConfig
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
+from fusion_bench_nufilt.core.options import unknown_option
+from fusion_bench_nufilt.methods import ORDER_FREE
 
 from .configs import PROGRAM, compose_run, config_loader, plain
 from .overrides import key_value
@@ -38,14 +40,14 @@ class RunSpec:
 
 
 def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
-    """Read ``[LABEL=]NAME[:KEY=VALUE]…, …``; ``all`` stands for NUFILT and the data-free continual baselines.
+    """Read ``[LABEL=]NAME[:KEY=VALUE]…, …``; ``all`` and ``order_free`` stand for many.
 
     >>> [spec.label for spec in parse_methods("nufilt, NUFILT small=nufilt:null_rank=21:lora_rank=10")]
     ['nufilt', 'NUFILT small']
     """
     methods, specs = _MethodConfigs(overrides), []
     for part in _split(text, ","):
-        for row in methods.data_free() if part == "all" else [part]:
+        for row in methods.group(part) or [part]:
             head, *settings = _split(row, ":")
             label, _, name = (word.strip() for word in head.rpartition("="))
             chosen = methods.resolve(name)
@@ -121,13 +123,19 @@ class _MethodConfigs:
         """Return the override for ``KEY=VALUE``, which may be meant for the method that the chosen one runs."""
         config, (key, _) = self.compose(overrides), key_value(setting)
         inside = config.get("base_method") or {}
+        if key.split(".")[0] not in (known := {*config, *inside}):
+            raise ValueError(f"'{setting}': {unknown_option(key, known)}")
         return f"method.base_method.{setting}" if key not in config and key in inside else f"method.{setting}"
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         return compose_run([*overrides, *self._searchpath]).method
 
-    def data_free(self) -> list[str]:
-        return ["nufilt", *(name for name in self._names("continual") if name not in {*_GENERIC, *NEED_DATA})]
+    def group(self, word: str) -> list[str]:
+        """Return the methods that a word stands for: all that need no data, the order-free ones, or none."""
+        if word == "order_free":
+            return [method.name for method in ORDER_FREE]
+        data_free = [name for name in self._names("continual") if name not in {*_GENERIC, *NEED_DATA}]
+        return ["nufilt", *data_free] if word == "all" else []
 
     def _names(self, folder: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
         with config_loader() as loader:

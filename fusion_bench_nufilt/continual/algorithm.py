@@ -207,6 +207,13 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             self.finish_step(step, merged, time.perf_counter() - begin)
         return merged
 
+    def is_used(self, step: int) -> bool:
+        """Return whether the model after a step is saved, scored, handed to ``on_step`` or returned."""
+        saved = self.save_on_every_step and self.folder is not None
+        scored = self.scores is not None and bool(self.scores.tasks(step))
+        last = step == self.first_step - 1 + len(self.matrix.tasks)
+        return saved or scored or last or self.on_step is not None
+
     def finish_step(self, step: int, merged: nn.Module, seconds: float) -> None:
         """Save and score the model that step ``step`` took ``seconds`` to make."""
         self.merge_seconds.append(seconds)

@@ -123,7 +123,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                 self._layers[layer].write(merged, state["weight"])
             else:
                 self._states[layer] = state
-        if not method.state_is_weight:
+        if not method.state_is_weight and self.is_used(step):
             for layer, W in method.weigh_each(self._states, theta_0, device=devices):
                 self._layers[layer].write(merged, W)
         if self.targets.changes_others(step):

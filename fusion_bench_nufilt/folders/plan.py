@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core.options import check_choices, check_seed, check_whole, option
-from fusion_bench_nufilt.core.workers import check_devices, map_layers, stack_size, working_bytes
+from fusion_bench_nufilt.core.workers import check_devices, map_layers, stack_size
 from fusion_bench_nufilt.layers import Coverage, TargetConfig
 from fusion_bench_nufilt.methods import LayerMethod
 from fusion_bench_nufilt.methods.nufilt import BATCH_BYTES
@@ -207,7 +207,7 @@ def layer_memory(plan: Plan, layer: Layer) -> int:
     stored = (dtype.itemsize + max((FLOATS[info.dtype].itemsize for info in full), default=0)) * math.prod(shape)
     stored += state_bytes(plan, layer) if plan.keeps_state else dtype.itemsize * math.prod(shape)
     wide = max(plan.method.itemsize, dtype.itemsize)
-    return stored + (working_bytes(shape, wide) if plan.settings.on_cpu else 0)
+    return stored + (plan.method.working_bytes(shape, wide) if plan.settings.on_cpu else 0)
 
 
 def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:

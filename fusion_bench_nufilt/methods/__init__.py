@@ -1,10 +1,15 @@
 """The layer-wise methods: one short file for each, and one registry."""
 
 from .base import LayerMethod, Report, State
+from .mix import Mix
 from .nufilt import Nufilt
 from .spectral import Spectral
+from .sums import Isotropic, Sum, Sylvester, WudiSums
+from .tsv import TsvStream
 
-METHODS: dict[str, type[LayerMethod]] = {method.name: method for method in (Nufilt, Spectral)}
+ORDER_FREE = (Spectral, Sum, Isotropic, WudiSums, TsvStream, Sylvester, Mix)
+"""The methods that keep sums over the tasks, whose result does not depend on the tasks' order."""
+METHODS: dict[str, type[LayerMethod]] = {method.name: method for method in (Nufilt, *ORDER_FREE)}
 """The methods that `fusion_bench` and `nufilt merge` run, by name; a plugin may add its own."""
 
 
@@ -15,4 +20,4 @@ def find_method(name: str) -> type[LayerMethod]:
     return METHODS[name]
 
 
-__all__ = ["METHODS", "LayerMethod", "Nufilt", "Report", "Spectral", "State", "find_method"]
+__all__ = ["METHODS", "ORDER_FREE", "LayerMethod", "Nufilt", "Report", "Spectral", "State", "find_method"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core.weights import Layers, LowRank, TaskLayers, check_layers, widened
-from fusion_bench_nufilt.core.workers import Devices, check_devices, map_layers
+from fusion_bench_nufilt.core.workers import Devices, check_devices, map_layers, working_bytes
 
 State = dict[str, Tensor]
 """What a method keeps of a layer between two tasks: tensors by name, numbers as tensors without dimensions."""
@@ -116,6 +116,10 @@ class LayerMethod(ABC):
         """
         d_o, d_i = shape
         return 2.0 * d_o * d_i * min(d_o, d_i) * (1 + len(ranks))
+
+    def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        """Return the most bytes that a layer takes while it is merged, beside its weights and its state."""
+        return working_bytes(shape, itemsize)
 
     @property
     def takes_first_whole(self) -> bool:

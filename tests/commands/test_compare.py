@@ -38,10 +38,10 @@ def test_what_is_wrong_with_a_comparison_is_one_message_and_exit_code_1(tmp_path
     ("methods", "message"),
     [
         ("batch", "batch: Missing mandatory value: base_method"),
-        ("nufilt:bogus=1", "nufilt:bogus=1: Could not override 'method.bogus'"),
+        ("opcm,nufilt:nul_rank=1", "'nul_rank=1': there is no option 'nul_rank'; did you mean 'null_rank'?"),
     ],
 )
-def test_a_comparison_of_failures_only_is_a_failure_that_says_why(demo, tmp_path, methods, message):
+def test_a_method_that_cannot_be_built_is_refused(demo, tmp_path, methods, message):
     code, text = nufilt("compare", "--methods", methods, "--out", tmp_path / "out", "--evaluate", "last")
     assert (code, message in text) == (1, True), text
 

@@ -155,8 +155,13 @@ def test_a_method_that_fails_is_reported_and_tried_again_and_the_others_go_on(tm
     assert not run(tmp_path, seeds=(42, 43), **CHEAP).methods["nufilt"].failures
 
 
-def test_a_methods_own_setting_wins_and_one_that_it_lacks_fails_that_method_alone(tmp_path):
-    *nufilt, average = run(tmp_path, "nufilt, more=nufilt:max_steps=2, weight_average", **CHEAP).methods.values()
+def test_a_methods_own_setting_wins_and_one_that_it_lacks_is_refused_or_fails_that_method_alone(tmp_path):
+    run(tmp_path, "nufilt", **CHEAP)
+    kept, methods = sorted(tmp_path.rglob("*.json")), "nufilt, more=nufilt:max_steps=2, weight_average"
+    with pytest.raises(ValueError, match=r"weight_average: .*method\.max_steps"):
+        run(tmp_path, methods, overwrite=True, **CHEAP)
+    assert sorted(tmp_path.rglob("*.json")) == kept
+    *nufilt, average = run(tmp_path, methods, keep_going=True, **CHEAP).methods.values()
     assert [method.config["max_steps"] for method in nufilt] == [1, 2]
     assert not any(method.failures for method in nufilt)
     assert ["method.max_steps" in reason for reason in average.failures] == [True]

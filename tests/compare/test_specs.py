@@ -8,6 +8,7 @@ from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.overrides import key_of, key_value, without_method
 from fusion_bench_nufilt.compare.paper import SENSITIVITY, panel_specs, preset_specs
 from fusion_bench_nufilt.compare.specs import RunSpec, check_specs, parse_methods, parse_seeds
+from fusion_bench_nufilt.methods import ORDER_FREE
 
 
 def test_methods_are_separated_by_commas_outside_brackets():
@@ -82,6 +83,10 @@ def test_all_is_nufilt_and_the_baselines_that_need_no_data():
     assert names[0] == "nufilt"
     assert {"opcm", "weight_average", "task_arithmetic", "wudi"} < set(names)
     assert not {"sequential_finetuning", "adamerging", "lora_wemoe", "batch", "stream"} & set(names)
+
+
+def test_order_free_is_every_method_that_keeps_sums():
+    assert [spec.label for spec in parse_methods("order_free")] == [method.name for method in ORDER_FREE]
 
 
 @pytest.mark.parametrize(

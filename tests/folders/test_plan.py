@@ -39,7 +39,7 @@ def test_the_state_counts_in_memory_and_on_the_disk(stream):
     sums, weights = plan(stream, method="spectral"), plan(stream, target_modules="all-linear")
     layer = sums.layers[0]
     elements = math.prod(layer.view.shape)
-    working = working_bytes(layer.view.shape, 8) - working_bytes(layer.view.shape, 4)
+    working = sums.method.working_bytes(layer.view.shape, 8) - working_bytes(layer.view.shape, 4)
     assert layer_memory(sums, layer) - layer_memory(weights, layer) == working + 16  # two numbers beside the votes
     more = plan_module.disk_bytes(sums) - plan_module.disk_bytes(weights)
     assert more == sum(4 * math.prod(each.view.shape) + 16 for each in sums.layers)

@@ -12,6 +12,7 @@ from transformers import CLIPVisionModel
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.folders import merge_folders
+from fusion_bench_nufilt.methods import ORDER_FREE
 from tests.commands.helpers import nufilt
 from tests.folders import helpers
 from tests.folders.helpers import RANKS, STATE, change_json, hashes, manifest, same, save_stream, tensors
@@ -33,13 +34,19 @@ def test_float32_folders_give_the_algorithms_bits(tmp_path, make):
     assert same(loaded.state_dict(), algorithm(ramp=0.4).run(models).state_dict())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_stream_at_once_is_the_stream_one_by_one(tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [("spectral", torch.bfloat16), *((kind.name, torch.float32) for kind in ORDER_FREE)],
+)
+def test_a_stream_at_once_is_the_stream_one_by_one(tmp_path, method, dtype):
+    def merge(*args, **options):
+        return helpers.merge(tmp_path, *args, method=method, **options)
+
     save_stream(tmp_path, llama(), dtype=dtype)
-    whole = merge(tmp_path)
-    merge(tmp_path, ["task1"], "one")
-    merge(tmp_path, ["task2"], "two", merged="one")
-    last = merge(tmp_path, ["task3"], "three", merged="two")
+    whole = merge()
+    merge(["task1"], "one")
+    merge(["task2"], "two", merged="one")
+    last = merge(["task3"], "three", merged="two")
     layers = {key for key, value in tensors(whole).items() if "proj" in key}
     assert same(*({key: tensors(folder)[key] for key in layers} for folder in (last, whole)))
     assert same(load_file(last / STATE), load_file(whole / STATE))

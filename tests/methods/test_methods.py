@@ -18,7 +18,7 @@ from fusion_bench_nufilt.core.options import option
 from fusion_bench_nufilt.layers import TargetConfig, select_layers
 from fusion_bench_nufilt.methods import METHODS, LayerMethod, find_method
 from fusion_bench_nufilt.storage.manifest import read_manifest
-from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,13 @@ def test_fusion_bench_runs_it_on_the_demo_and_resumes_it(registered, demo, tmp_p
     assert "nufilt_state/model.safetensors" in manifest["files"]
 
 
+def test_a_model_that_nobody_sees_is_not_rendered(registered, monkeypatch):
+    rendered = []
+    monkeypatch.setattr(RunningSum, "weight", lambda *args: rendered.append(args[1]) or args[3])
+    LayerwiseMergingAlgorithm("running_sum").run(pool(tasks=3))
+    assert len(rendered) == len(set(rendered)) > 0
+
+
 # --- the registry ---
 
 CONFIG = Path(__file__).parents[2] / "config" / "method"
@@ -105,5 +112,5 @@ def test_an_algorithm_made_in_python_has_the_options_of_the_yaml(name):
 
 
 def test_a_method_that_is_not_registered_is_refused_with_those_that_are():
-    with pytest.raises(ValueError, match="one of nufilt, spectral, got 'sum'"):
-        find_method("sum")
+    with pytest.raises(ValueError, match=r"one of nufilt, spectral, sum, .*, got 'product'"):
+        find_method("product")

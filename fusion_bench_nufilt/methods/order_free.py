@@ -1,0 +1,167 @@
+"""What the order-free methods share: a state of sums over the tasks, and an update whose strength grows with depth."""
+
+import math
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.core import options
+from fusion_bench_nufilt.core.options import is_number
+from fusion_bench_nufilt.core.subspace import gram_matrix
+from fusion_bench_nufilt.core.weights import wide_dtype
+
+from .base import LayerMethod, State
+
+FAINTEST = 1e-6  # a direction below this share of the strongest is rounding
+
+option = partial(options.option, panel="Order-free methods")
+
+
+@dataclass(frozen=True)
+class RampConfig:
+    """The setting that all order-free methods have.
+
+    Raises:
+        ValueError: a value is out of its range; the message names the key.
+    """
+
+    ramp: float = option(
+        0.0, "Makes the strength λ grow with depth, from λ (1 - ramp) in the first block to λ (1 + ramp) in the last."
+    )
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.ramp) and -1 < self.ramp < 1):
+            raise ValueError(f"ramp must be a number between -1 and 1, got {self.ramp!r}")
+
+    def check_positive(self, *keys: str) -> None:
+        """Raise a ValueError unless the options are numbers above 0."""
+        for key in keys:
+            if not (is_number(value := getattr(self, key)) and value > 0):
+                raise ValueError(f"{key} must be a number > 0, got {value!r}")
+
+
+@dataclass(frozen=True)
+class ScaleConfig(RampConfig):
+    """The settings of an order-free method whose update has a strength."""
+
+    scale: float = option(1.0, "Strength of the merged update.", symbol="λ")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_positive("scale")
+
+
+class OrderFree(LayerMethod):
+    """A method whose state is a symmetric function of the tasks, and of a size that does not grow with them.
+
+    The state holds the tensors of :meth:`sums`, in float32 at least, and the ``count`` of the tasks that moved the
+    layer. A task that left the layer as it was changes nothing.
+    """
+
+    targets = {"target_modules": "all-linear", "other_params": "mean"}  # noqa: RUF012
+    itemsize = 8
+
+    options: RampConfig
+
+    @abstractmethod
+    def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of the tensors in a layer's state."""
+
+    @abstractmethod
+    def gather(self, state: State, tau: Tensor) -> State:
+        """Return the sums with one more task, number ``state["count"]``; all tensors are in float64."""
+
+    @abstractmethod
+    def update(self, state: State, scale: float) -> Tensor:
+        """Return the merged update ``(d_o, d_i)`` of at least one task; all tensors are in float64."""
+
+    def start(self, layer: str, theta_0: Tensor) -> State:
+        shapes, dtype = self.sums(*theta_0.shape), wide_dtype(theta_0)
+        return {
+            **{
+                name: theta_0.new_zeros(shape, dtype=dtype if shape else torch.float64)
+                for name, shape in shapes.items()
+            },
+            "count": torch.tensor(0),
+        }
+
+    def add(self, layer: str, state: State, theta_0: Tensor, tau: Tensor) -> State:
+        if not tau.any():
+            return state
+        after = self.gather({**_widened(state), "count": state["count"] + 1}, tau.double())
+        return {name: after[name].to(value.dtype) for name, value in state.items()}
+
+    def weight(self, layer: str, state: State, theta_0: Tensor) -> Tensor:
+        if state["count"] == 0:
+            return theta_0.clone()
+        return (theta_0.double() + self.update(_widened(state), self._scales[layer])).to(theta_0.dtype)
+
+    @cached_property
+    def _scales(self) -> dict[str, float]:
+        return strengths(self.layers, self.scale, self.options.ramp)
+
+    @property
+    @abstractmethod
+    def scale(self) -> float:
+        """The strength of the update in the middle of the model."""
+
+    def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        d_o, d_i = shape
+        # There are the state in float64, its eigenvectors and what is solved with them, and the solver's workspace.
+        state = sum(math.prod(each) for each in self.sums(d_o, d_i).values())
+        return itemsize * (4 * state + 4 * d_o * d_i + 8 * min(d_o, d_i) ** 2)
+
+    def flops(self, shape: tuple[int, ...], ranks: Sequence[int | None]) -> float:
+        shorter, longer = sorted(shape)
+        one_task = 8 * longer * shorter**2  # two products in float64, whose operations count twice
+        rendering = 8 * longer * shorter**2 + 24 * shorter**3
+        return len(ranks) * one_task + rendering
+
+
+class Scaled(OrderFree):
+    """An order-free method whose update has a strength of its own."""
+
+    Options = ScaleConfig
+
+    options: ScaleConfig
+
+    @property
+    def scale(self) -> float:
+        return self.options.scale
+
+
+def _widened(state: State) -> State:
+    return {name: value.double() if value.is_floating_point() else value for name, value in state.items()}
+
+
+def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    r"""Return :math:`U f(s) V^\top` for :math:`X = U s V^\top`, ``(d_o, d_i)``, from the smaller Gram matrix.
+
+    Directions that are rounding stay out.
+    """
+    if X.shape[0] < X.shape[1]:
+        return map_spectrum(X.mT, f).mT
+    eigenvalues, V = torch.linalg.eigh(gram_matrix(X))
+    s = eigenvalues.clamp_min(0).sqrt()
+    gain = torch.where(s > FAINTEST * s.amax(), f(s) / s, 0)
+    return X @ (V * gain @ V.mT)
+
+
+def strengths(names: Sequence[str], kappa: float, ramp: float) -> dict[str, float]:
+    r"""Return κ of each layer: :math:`\kappa\,(1 + \text{ramp}\,(2 l / (L - 1) - 1))` in block l of L blocks.
+
+    The first number in a layer's name is the number of its block, and what stands before it tells stacks of blocks
+    apart. A layer outside of all blocks has :math:`\kappa`.
+    """
+    blocks = {name: (found[1], int(found[2])) for name in names if (found := re.match(r"(.*?\.)??(\d+)\.", name))}
+    last = dict(sorted(blocks.values(), key=lambda place: place[1]))  # the highest block of each stack
+    kappas = dict.fromkeys(names, kappa)
+    for name, (stack, block) in blocks.items():
+        depth = 2 * block / last[stack] - 1 if last[stack] else 0
+        kappas[name] = kappa * (1 + ramp * depth)
+    return kappas

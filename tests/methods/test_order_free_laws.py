@@ -1,0 +1,159 @@
+"""Laws that every order-free method obeys."""
+
+import itertools
+
+import pytest
+import torch
+from fusion_bench.method.isotropic_merging.iso_utils import iso_c
+from fusion_bench.method.task_singular_vector.utils.TSVM_utils import compute_and_sum_svd_mem_reduction
+
+from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.methods.mix import Mix, MixConfig
+from fusion_bench_nufilt.methods.order_free import ScaleConfig
+from fusion_bench_nufilt.methods.spectral import Spectral
+from fusion_bench_nufilt.methods.sums import Isotropic, RidgeConfig, Sum, Sylvester, WudiSums
+from fusion_bench_nufilt.methods.tsv import TsvStream
+from tests.methods.test_spectral import distance, task_vectors
+
+SHAPES = [(40, 12), (12, 40), (16, 16)]
+every_method = pytest.mark.parametrize("kind", ORDER_FREE, ids=lambda kind: kind.name)
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def merge(kind, taus, options=None, dtype=torch.float64):
+    """Merge a stream of tasks and return the update of the merged model."""
+    method = kind(options or kind.Options(), ["layer"])
+    theta_0 = torch.zeros(taus[0].shape, dtype=dtype)
+    state = method.start("layer", theta_0)
+    for tau in taus:
+        state = method.add("layer", state, theta_0, tau.to(dtype))
+    return method.weight("layer", state, theta_0)
+
+
+@every_method
+@every_shape
+def test_the_order_of_arrival_does_not_matter(kind, shape):
+    taus = task_vectors(shape, count=3)
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
+        results = [merge(kind, order, dtype=dtype) for order in itertools.permutations(taus)]
+        assert max(distance(other, results[0]) for other in results) < tolerance
+
+
+@every_method
+def test_models_in_bfloat16_have_their_sums_in_float32(kind):
+    taus = [tau.bfloat16() for tau in task_vectors((16, 12), count=3)]
+    method, theta_0 = kind(kind.Options(), ["layer"]), torch.zeros(16, 12, dtype=torch.bfloat16)
+    state = method.start("layer", theta_0)
+    for tau in taus:
+        state = method.add("layer", state, theta_0, tau.float())
+    assert distance(method.weight("layer", state, theta_0.double()), merge(kind, [tau.double() for tau in taus])) < 1e-5
+    assert method.weight("layer", state, theta_0).dtype == torch.bfloat16
+
+
+@every_method
+def test_a_task_that_moves_nothing_changes_nothing(kind):
+    taus, nothing = task_vectors((12, 10), count=2), torch.zeros(12, 10)
+    torch.testing.assert_close(merge(kind, [taus[0], nothing, taus[1]]), merge(kind, taus))
+    assert not merge(kind, [nothing]).any()
+
+
+@every_method
+def test_tasks_of_a_few_directions_stay_in_their_span(kind):
+    taus = task_vectors((48, 40), count=4, rank=3)
+    assert torch.linalg.svdvals(merge(kind, taus, dtype=torch.float32))[12:].max() < 1e-5
+
+
+@every_method
+def test_tasks_whose_inputs_and_outputs_are_orthogonal_do_not_disturb_each_other(kind):
+    a, b = torch.zeros(2, 20, 16, dtype=torch.float64)
+    a[:10, :8], b[10:, 8:] = task_vectors((10, 8), count=2)
+    X = merge(kind, [a, b])
+    assert X[:10, 8:].abs().max() < 1e-10
+    assert X[10:, :8].abs().max() < 1e-10
+    assert torch.nn.functional.cosine_similarity(X[:10, :8].flatten(), a[:10, :8].flatten(), dim=0) > 0.6
+
+
+@every_method
+def test_later_blocks_move_more_with_a_ramp(kind):
+    layers, tau = ["block.0.fc", "block.1.fc"], task_vectors((8, 6), count=2)
+    moved = []
+    for layer in layers:
+        method, theta_0 = kind(kind.Options(ramp=0.4), layers), torch.zeros(8, 6, dtype=torch.float64)
+        state = method.start(layer, theta_0)
+        for each in tau:
+            state = method.add(layer, state, theta_0, each)
+        moved.append(method.weight(layer, state, theta_0).norm())
+    assert moved[1] / moved[0] == pytest.approx(1.4 / 0.6)
+
+
+# --- what each of them is ---
+
+
+@every_shape
+def test_isotropic_is_iso_c_of_fusion_bench(shape):
+    taus = task_vectors(shape)
+    batch = iso_c([{"weight": tau.clone()} for tau in taus], accelerator="cpu")["weight"]
+    assert distance(merge(Isotropic, taus, ScaleConfig(scale=1.3)), 1.3 * batch) < 1e-9
+
+
+@every_shape
+def test_tsv_stream_is_tsv_m_of_fusion_bench(shape):
+    taus = task_vectors(shape)
+    batch = compute_and_sum_svd_mem_reduction([{"weight": tau.clone()} for tau in taus], accelerator="cpu")["weight"]
+    assert distance(merge(TsvStream, taus), batch) < 1e-8
+
+
+@every_shape
+def test_wudi_sums_minimise_the_loss_of_wudi(shape):
+    taus = task_vectors(shape)
+    X = merge(WudiSums, taus, RidgeConfig(eps=1e-9)).requires_grad_()
+    loss = sum(((X - tau) @ tau.mT).square().sum() / tau.square().sum() for tau in taus)
+    (gradient,) = torch.autograd.grad(loss, X)
+    assert gradient.norm() < 1e-6 * torch.stack(taus).norm()
+
+
+@every_shape
+def test_sylvester_minimises_its_two_sided_loss(shape):
+    taus = task_vectors(shape)
+    X = merge(Sylvester, taus, RidgeConfig(eps=1e-9)).requires_grad_()
+    loss = 0
+    for tau in taus:
+        U, s, Vh = torch.linalg.svd(tau, full_matrices=False)
+        half = (s / s[0]) ** 3
+        loss += ((half * U).mT @ (X - tau)).square().sum() + ((X - tau) @ Vh.mT * half).square().sum()
+    (gradient,) = torch.autograd.grad(loss, X)
+    assert gradient.norm() < 1e-6 * torch.stack(taus).norm()
+
+
+def test_sum_is_task_arithmetic():
+    taus = task_vectors((8, 6))
+    torch.testing.assert_close(merge(Sum, taus), 0.3 * sum(taus))
+
+
+def test_a_mixture_is_the_mean_of_its_two_methods():
+    taus = task_vectors((12, 10), count=3)
+    for pair, members in (
+        ("spectral+sylvester", (Spectral, Sylvester)),
+        ("tsv_stream+spectral", (TsvStream, Spectral)),
+    ):
+        mean = sum(merge(kind, taus) for kind in members) / 2
+        torch.testing.assert_close(merge(Mix, taus, MixConfig(pair=pair)), mean)
+
+
+def test_a_task_that_comes_again_is_not_learned_twice():
+    (tau,) = task_vectors((20, 12), count=1)
+    for kind in (WudiSums, Sylvester):
+        torch.testing.assert_close(merge(kind, [tau] * 5), merge(kind, [tau]))
+    once, twice = (merge(TsvStream, [tau] * n, ScaleConfig()) for n in (1, 2))
+    U, s, Vh = torch.linalg.svd(once, full_matrices=False)
+    torch.testing.assert_close(twice, U[:, :6] * s[:6] @ Vh[:6])
+
+
+def test_more_tasks_than_directions_leave_the_layer_as_it_was():
+    assert not merge(TsvStream, task_vectors((3, 2), count=3)).any()
+
+
+@pytest.mark.parametrize(("kind", "key", "value"), [(Sum, "scale", 0), (WudiSums, "eps", -1), (Mix, "pair", "sum")])
+def test_a_setting_out_of_its_range_is_refused(kind, key, value):
+    with pytest.raises(ValueError, match=key):
+        kind.Options(**{key: value})
