@@ -145,9 +145,8 @@ def _notes(results: Results, shown: Sequence[str]) -> list[str]:
     for label, method in results.methods.items():
         notes += [f"{label} failed on {_seeds(failed)}: {reason}" for reason, failed in method.failures.items()]
     for label, row in results.printed.items():
-        notes += [
-            f"{_NOTED} the paper's {label}: {row[name]['note']}" for name in shown if row.get(name, {}).get("note")
-        ]
+        said = [row[name]["note"] for name in shown if name in row]
+        notes += [f"{_NOTED} the paper's {label}: {note}" for note in said if note]
     return list(dict.fromkeys(notes))
 
 

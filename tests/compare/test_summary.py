@@ -1,6 +1,5 @@
 """Means and deviations over seeds, by hand; and what reaches a tracker that `fabric/loggers=` names."""
 
-import csv
 import math
 
 import pytest
@@ -72,15 +71,6 @@ def test_tensorboard_gets_every_score_the_means_and_the_pictures(tmp_path):
     (acc,) = events.Scalars("two/ACC")
     assert (acc.step, acc.value) == (3, pytest.approx(0.6))
     assert {"accuracy_matrices", "stability_plasticity"} <= set(events.Tags()["images"])
-
-
-def test_csv_has_a_row_for_each_step(tmp_path):
-    (logger,) = make_trackers(["fabric/loggers=csv_logger"], tmp_path)
-    comparison({"one": [finished(42)]}).log([logger], [])
-    with (tmp_path / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert float(rows[-1]["one/ACC"]) == pytest.approx(0.6)
-    assert sum(bool(row["one/seed 42/a"]) for row in rows) >= 1
 
 
 def test_only_what_names_a_tracker_makes_one(tmp_path):

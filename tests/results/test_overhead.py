@@ -23,17 +23,13 @@ def tables(runs):
     return map(numbers, overhead_tables(comparison(runs, preset="overhead")))
 
 
-def test_the_total_is_the_solver_and_the_rest():
+def test_the_total_is_the_solver_and_the_rest_and_iterations_are_those_of_the_method_that_is_run():
     run = replace(finished(42), solving_seconds=0.5, memory=3 * 10**9, parameters=87_500_000)
     without = finished(42, config={**CONFIG, "lora_rank": 0})
-    table, _ = tables({"nufilt": [run], "filter": [without]})
+    wudi = finished(42, config={"base_method": {"iter_num": 50}})
+    table, _ = tables({"nufilt": [run], "filter": [without], "wudi": [wudi]})
     assert table["nufilt"] == ["6", "0.5", "2.5", "3.0", "3.0", "87.5", "60.0"]
     assert table["filter"] == ["-", "-", "-", "3.0", "-", "-", "60.0"]
-
-
-def test_iterations_are_those_of_the_method_that_is_run():
-    wudi = finished(42, config={"base_method": {"iter_num": 50}})
-    table, _ = tables({"wudi": [wudi]})
     assert table["wudi"][0] == "50"
 
 

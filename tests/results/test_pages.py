@@ -34,16 +34,11 @@ def body(page):
         ("analysis", ["some_pool: why it merges", "matched pairs have a mean affinity", "Theorem 1", "rho stability"]),
     ],
 )
-def test_a_page_has_the_numbers_of_its_folder(tmp_path, kind, words):
+def test_a_page_has_the_numbers_of_its_folder_loads_nothing_from_elsewhere_and_weighs_a_megabyte(tmp_path, kind, words):
     page = page_of(FOLDERS[kind](tmp_path / kind))
     for word in words:
         assert word in body(page)
     assert len(re.findall('class="chart"', body(page))) >= 4
-
-
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_a_page_loads_nothing_from_elsewhere_and_weighs_a_megabyte(tmp_path, kind):
-    page = page_of(FOLDERS[kind](tmp_path / kind))
     assert not re.search(r"""(src|href)=["'](?!data:)""", body(page))
     assert "://" not in body(page)
     assert len(page.read_bytes()) < 1_200_000
