@@ -1,4 +1,4 @@
-"""One merging step, timed: the plain computation, ours, spectral accumulation, and FusionBench's OPCM, WUDI and DOP.
+"""One merging step, timed: the plain computation, ours, spectral voting, and FusionBench's OPCM, WUDI and DOP.
 
 Writes results.md and results.json. README.md beside this file says what is measured and how.
 """
@@ -139,7 +139,7 @@ def merge(method: str, layers: list[Layer], device: str, config: FusionConfig = 
 
 
 def prepared(method: str, layers: list[Layer]) -> list[Layer]:
-    """Return what a method starts from: spectral accumulation has a sum of votes in place of the merged weight."""
+    """Return what a method starts from: spectral voting has a sum of votes in place of the merged weight."""
     if method != "spectral":
         return layers
     return [(theta_0, vote(theta - theta_0)[0], theta_t, A) for theta_0, theta, theta_t, A in layers]

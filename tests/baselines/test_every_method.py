@@ -31,7 +31,7 @@ REFUSED = {
     **{("sequential_finetuning", family): "needs training data" for family in ("t5", "llama", "plain")},
 }
 """What does not run, and the reason that is given; everything else does."""
-LINEAR = ("knots_ties", "spectral")  # they merge linear layers, spectral accumulation the rest in another way
+LINEAR = ("knots_ties", "spectral")  # they merge linear layers, spectral voting the rest in another way
 STEPS = {"dop": "base_method.num_steps", "wudi": "base_method.iter_num", "adamerging": "base_method.max_steps"}
 STEPS |= {"lora_wemoe": "max_steps", "sequential_finetuning": "num_steps"}
 

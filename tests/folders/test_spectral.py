@@ -127,7 +127,7 @@ def test_the_command_merges_all_linear_layers_and_its_result_is_a_recipe(stream)
     code, text = nufilt("merge", "--method", "spectral", *models, "--out", stream / "out", "kappa=0.8")
     assert (code, "step 2, 14 layers merged" in text) == (0, True), text
     assert same(tensors(stream / "out"), tensors(merge(stream, ["task1", "task2"], "expected", kappa=0.8)))
-    assert "spectral accumulation" in (stream / "out" / "README.md").read_text()
+    assert "spectral voting" in (stream / "out" / "README.md").read_text()
     code, text = nufilt("merge", stream / "out" / "nufilt.json", "--out", stream / "again")
     assert code == 0, text
     assert hashes(stream / "again")[STATE] == hashes(stream / "out")[STATE]
