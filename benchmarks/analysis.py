@@ -19,9 +19,8 @@ from merge_step import make_layer
 from torch.utils.data import DataLoader
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
-from fusion_bench_nufilt.analysis.inputs import forward
 from fusion_bench_nufilt.analysis.pool import merged_layers
-from fusion_bench_nufilt.analysis.record import record_moments, shared_inputs
+from fusion_bench_nufilt.analysis.record import forward, record_moments, shared_inputs
 from fusion_bench_nufilt.analysis.subspaces import task_vector
 from fusion_bench_nufilt.analysis.surrogates import data_free_losses, layer_losses
 from fusion_bench_nufilt.core.subspace import gram_matrix, right_singular_basis, top_eigenvectors

@@ -14,7 +14,7 @@ from statistics import median
 import torch
 from matplotlib.figure import Figure
 
-from fusion_bench_nufilt.analysis.bounds import TheoremCheck, check_theorem
+from fusion_bench_nufilt.analysis.surrogates import TheoremCheck, check_theorem
 
 SIZES = (1e-3, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.49, 0.7, 1.5)
 

@@ -13,8 +13,8 @@ from fusion_bench_nufilt.folders import Plan
 from fusion_bench_nufilt.folders.architecture import Layer
 from fusion_bench_nufilt.folders.models import FullModel
 
-from .results import Analysis
 from .subspaces import TaskVector, task_vector
+from .summary import Analysis
 
 #: Directions that are solved for in each layer: enough for the curve of the energy, few enough for 7B models.
 DIRECTIONS = 32

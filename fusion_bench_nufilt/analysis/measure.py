@@ -25,11 +25,10 @@ from fusion_bench_nufilt.storage.checkpoint import load_checkpoint, read_whole_c
 from fusion_bench_nufilt.storage.json_files import read_json
 from fusion_bench_nufilt.storage.manifest import Manifest
 
-from .bounds import corollary_bound
-from .inputs import forward, layer_outputs
 from .pool import PoolAnalysis, layer_weight
-from .results import Analysis, Row
-from .surrogates import data_free_losses, layer_losses
+from .record import forward, watched_layers
+from .summary import Analysis, Row
+from .surrogates import corollary_bound, data_free_losses, layer_losses
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +112,12 @@ def output_distance(a: nn.Module, b: nn.Module, batches: Iterable[Any], views: M
     r"""Return :math:`E \|f_l(a; u) - f_l(b; u)\|^2` for each layer l of two models, over the tokens of samples u."""
     total, count = dict.fromkeys(views, 0.0), 0
     modules = [view.module for view in views.values()]
-    with layer_outputs(a, modules) as of_a, layer_outputs(b, modules) as of_b:
+    of_a: dict[str, Tensor] = {}
+    of_b: dict[str, Tensor] = {}
+    with (
+        watched_layers(a, modules, lambda name, X, Y: of_a.update({name: tokens_a(Y)})) as tokens_a,
+        watched_layers(b, modules, lambda name, X, Y: of_b.update({name: tokens_b(Y)})) as tokens_b,
+    ):
         for batch in batches:
             forward(a, batch)
             forward(b, batch)
@@ -173,11 +177,7 @@ class FinishedRun(NamedTuple):
 
 
 def finished_runs(folders: Sequence[Path]) -> list[FinishedRun]:
-    """Read finished runs, and label them with their methods, or with their folders where two are of one method.
-
-    Raises:
-        ValueError: a folder is no run with the checkpoints of all its steps; names it.
-    """
+    """Read finished runs, and label them with their methods, or with their folders where two are of one method."""
     manifests = [_last_manifest(folder) for folder in folders]
     methods = [manifest["method"] for manifest in manifests]
     labels = [method if methods.count(method) == 1 else f.name for f, method in zip(folders, methods, strict=True)]
@@ -208,11 +208,7 @@ def _checkpoint(folder: Path, step: int) -> Path:
 
 
 def measure_run(pool: PoolAnalysis, result: Analysis, run: FinishedRun, on_step: Callable[[], Any]) -> None:
-    """Put the losses of a finished run, from its checkpoints, into ``result``.
-
-    Raises:
-        ValueError: it is a run of other models than the pool's; names them.
-    """
+    """Put the losses of a finished run of the pool's models, from its checkpoints, into ``result``."""
     folder, order, inputs = run.folder, run.manifest["order"], run.manifest["inputs"]
     if sorted(order) != sorted(pool.tasks):
         raise ValueError(f"'{folder}' is a run of {', '.join(order)}, and the model pool has {', '.join(pool.tasks)}")

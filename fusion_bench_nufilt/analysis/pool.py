@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,27 +19,21 @@ from fusion_bench_nufilt.layers import check_model, select_layers
 from fusion_bench_nufilt.layers.views import View
 from fusion_bench_nufilt.results.names import kind
 
-from .bounds import check_theorem, split_by_data
-from .inputs import Loader, task_inputs
-from .record import Moments, known_moments, memory_of, record_moments, shared_inputs
-from .results import Analysis, Row
+from .record import Loader, Moments, known_moments, memory_of, record_moments, shared_inputs, task_inputs
 from .settings import AnalysisConfig
 from .subspaces import TaskVector, affinity_by_rank, data_subspace, task_vector
+from .summary import Analysis, Row
+from .surrogates import check_theorem, split_by_data
 
 log = logging.getLogger(__name__)
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 _THEOREM_RANKS = (1, 4, 8)
 MEMORY = 4 * 10**9  # bytes of moments that are recorded at a time
-_CPU = torch.device("cpu")
 
 
 class PoolAnalysis:
-    """A model pool under analysis, by its name. What needs data is recorded once, in ``folder / "moments"``.
-
-    Raises:
-        ValueError: the task pool lacks a task's data, or has fewer samples than r_d; a model that does not fit.
-    """
+    """A model pool under analysis, by its name. What needs data is recorded once, in ``folder / "moments"``."""
 
     def __init__(
         self, experiment: Experiment, name: str, config: AnalysisConfig, folder: Path, targets: str | Sequence[str]
@@ -89,21 +83,23 @@ class PoolAnalysis:
         about = {"modelpool": self.name, "samples": samples, "settings": asdict(self.config)}
         shapes = {layer: view.shape for layer, view in self.views.items()}
         result = Analysis(about, self.tasks, shapes, self.config.task_rank)
-        data: dict[str, dict[str, Tensor]] = {}  # V_d by task and layer
-        vectors: dict[str, dict[str, TaskVector]] = {}
+        data: dict[str, dict[str, Tensor]] = {layer: {} for layer in self.views}  # V_d by layer and task
+        vectors: dict[str, dict[str, TaskVector]] = {layer: {} for layer in self.views}
         for task in self.tasks:
             model = self.load(task)
             self.moments[task] = self._moments(task, model)
             samples[task] = {"samples": self._samples[task], "inputs": self.moments[task].tokens}
-            data[task] = self._data_subspaces(self.moments[task])
-            found = self._examine(task, model, data[task])
-            vectors[task] = {layer: vector for layer, (vector, _) in found.items()}
-            result.theorem += [row for _, rows in found.values() for row in rows]
+            subspaces = self._data_subspaces(self.moments[task])
+            examine = partial(self._examine, task, model, subspaces)
+            found = map_layers(examine, list(self.views), torch.device("cpu"))
+            for layer, (vector, rows) in zip(self.views, found, strict=True):
+                data[layer][task], vectors[layer][task] = subspaces[layer], vector
+                result.theorem += rows
             on_task()
         for layer, view in self.views.items():
-            own = {task: vectors[task][layer] for task in self.tasks}
-            result.add_vectors(layer, float(torch.linalg.vector_norm(layer_weight(self.pretrained, view))), own)
-            result.affinity += self._affinities(layer, {task: data[task][layer] for task in self.tasks}, own)
+            size = float(torch.linalg.vector_norm(layer_weight(self.pretrained, view)))
+            result.add_vectors(layer, size, vectors[layer])
+            result.affinity += self._affinities(layer, data[layer], vectors[layer])
         result.vectors.sort(key=lambda row: self.tasks.index(row["task"]))
         return result
 
@@ -130,27 +126,22 @@ class PoolAnalysis:
     def _data_subspaces(self, moments: Moments) -> dict[str, Tensor]:
         """Return V_d for every layer; layers with the same inputs share it."""
         owners = sorted(set(self.owner.values()))
-        found = map_layers(lambda owner: data_subspace(moments.read(owner), max(RANKS)), owners, _CPU)
+        found = map_layers(lambda owner: data_subspace(moments.read(owner), max(RANKS)), owners, torch.device("cpu"))
         solved = dict(zip(owners, found, strict=True))
         return {layer: solved[self.owner[view.module]] for layer, view in self.views.items()}
 
     def _examine(
-        self, task: str, model: nn.Module, data: Mapping[str, Tensor]
-    ) -> dict[str, tuple[TaskVector, list[Row]]]:
-        """Return a task's vector in every layer, and what Theorem 1 says of it and the subspaces of its data."""
-
-        def examine(layer: str) -> tuple[TaskVector, list[Row]]:
-            view = self.views[layer]
-            tau, rows = layer_weight(model, view) - layer_weight(self.pretrained, view), []
-            for rank in (rank for rank in _THEOREM_RANKS if rank <= min(view.shape)):
-                V = data[layer][:, :rank]
-                check = check_theorem(*split_by_data(tau, V), V, max(rank, self.config.task_rank))
-                about = {"task": task, "layer": layer, "r_d": rank}
-                rows.append({**about, **asdict(check), "violated": check.violated})
-            return task_vector(tau, max(RANKS)), rows
-
-        layers = list(self.views)
-        return dict(zip(layers, map_layers(examine, layers, _CPU), strict=True))
+        self, task: str, model: nn.Module, data: Mapping[str, Tensor], layer: str
+    ) -> tuple[TaskVector, list[Row]]:
+        """Return a task's vector in a layer, and what Theorem 1 says of it and the subspaces of its data."""
+        view = self.views[layer]
+        tau, rows = layer_weight(model, view) - layer_weight(self.pretrained, view), []
+        for rank in (rank for rank in _THEOREM_RANKS if rank <= min(view.shape)):
+            V = data[layer][:, :rank]
+            check = check_theorem(*split_by_data(tau, V), V, max(rank, self.config.task_rank))
+            about = {"task": task, "layer": layer, "r_d": rank}
+            rows.append({**about, **asdict(check), "violated": check.violated})
+        return task_vector(tau, max(RANKS)), rows
 
     def _affinities(self, layer: str, data: Mapping[str, Tensor], vectors: Mapping[str, TaskVector]) -> list[Row]:
         """Compare the data and the vectors of all tasks in a layer, at the settings' ranks and for r_d = r_v."""
@@ -164,11 +155,7 @@ class PoolAnalysis:
 
 
 def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> dict[str, View]:
-    """Return the linear layers that are merged, and where the model holds them; of an encoder-decoder the encoder's.
-
-    Raises:
-        ValueError: none of the merged layers is a linear layer by itself.
-    """
+    """Return the linear layers that are merged, and where the model holds them; of an encoder-decoder the encoder's."""
     chosen = select_layers(model, target_modules)
     views = {name: view for name, view in chosen.items() if view.linear and view.name == view.module}
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

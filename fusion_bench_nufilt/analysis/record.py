@@ -1,26 +1,113 @@
-"""Records the second moments of the inputs of a model's layers, and keeps them in safetensors files."""
+"""Samples of a FusionBench task pool, and the second moments of what the layers of a model get when it runs on them."""
 
+import inspect
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
 from pydantic import NonNegativeInt
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
+from fusion_bench_nufilt.continual.evaluation import names_of
 from fusion_bench_nufilt.core.subspace import gram_matrix
 from fusion_bench_nufilt.core.weights import widened
 from fusion_bench_nufilt.storage.files import atomic_file, write_text
 from fusion_bench_nufilt.storage.json_files import read_json
 from fusion_bench_nufilt.storage.tensors import TensorFile
 
-from .inputs import Loader, forward, watched_layers
-
 log = logging.getLogger(__name__)
+
+Loader = DataLoader[Any]
+
+
+def task_inputs(taskpool: Any, task: str, samples: int, seed: int) -> Loader:
+    """Draw samples of a task's test set (all if there are fewer), in batches as the pool's own loader makes them.
+
+    The pool is one of FusionBench's for CLIP vision or Flan-T5 (0.1 pools), or any with ``get_test_dataloader(task)``.
+    """
+    loader = _test_loader(taskpool, task)
+    dataset, count = loader.dataset, len(loader.dataset)
+    if samples < count:
+        dataset = Subset(dataset, sorted(random.Random(seed).sample(range(count), samples)))
+    return DataLoader(dataset, batch_size=loader.batch_size or 1, collate_fn=loader.collate_fn)
+
+
+def _test_loader(taskpool: Any, task: str) -> Any:
+    """Return the loader of a task's test data; each of FusionBench's pools keeps it in a place of its own."""
+    pool, is_v01 = type(taskpool).__name__, isinstance(taskpool, V01TaskPool)
+    known = taskpool.task_names if is_v01 else getattr(taskpool, "_test_datasets", [task])
+    own = task if task in known else next((name for name in known if task in names_of(name)), None)
+    if own is None:
+        raise ValueError(f"the task pool {pool} has no data of task '{task}', only of {', '.join(known)}")
+    if hasattr(taskpool, "get_test_dataloader"):
+        return taskpool.get_test_dataloader(own)
+    if hasattr(taskpool, "_test_datasets"):
+        if not taskpool._is_setup:
+            taskpool.setup()
+        return taskpool.test_dataloaders[own]
+    if is_v01:
+        return taskpool.load_task(own).test_loader
+    raise ValueError(
+        f"the task pool {pool} has no test data of a single task (no test_dataloaders, "
+        "get_test_dataloader or load_task), so that nothing can be recorded; `nufilt analyze --base … --task …` needs "
+        "no data"
+    )
+
+
+@torch.no_grad()
+def forward(model: nn.Module, batch: Any) -> None:
+    """Run a model on a batch: a mapping that has its arguments, or a sequence that begins with the input."""
+    device = next(model.parameters()).device
+    model.eval()
+    if hasattr(batch, "keys"):
+        known = inspect.signature(model.forward).parameters
+        model(**{key: batch[key].to(device) for key in batch if key in known and isinstance(batch[key], Tensor)})
+    else:
+        model(batch[0].to(device))
+
+
+@contextmanager
+def watched_layers(
+    model: nn.Module, names: Sequence[str], receive: Callable[[str, Tensor, Tensor], None]
+) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Call ``receive`` with the name, the very input and the output of each of these layers whenever the model runs.
+
+    Yields:
+        A function that returns those rows ``(n, d)`` of an input or output ``(..., d)`` that are no padding. What is
+        padding says the ``attention_mask`` of the transformer that is running, in a model that may hold several.
+    """
+    mask: Tensor | None = None  # 1 for a token, 0 for padding
+
+    def note_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal mask
+        if "attention_mask" in kwargs:
+            given = kwargs["attention_mask"]
+            mask = given if isinstance(given, Tensor) and given.dim() == 2 else None
+
+    def hand_out(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        receive(name, args[0], output)
+
+    def tokens(X: Tensor) -> Tensor:
+        return X[mask.bool()] if mask is not None and mask.shape == X.shape[:-1] else X.flatten(0, -2)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                stack.callback(module.register_forward_pre_hook(note_mask, with_kwargs=True).remove)
+        for name in names:
+            stack.callback(model.get_submodule(name).register_forward_hook(partial(hand_out, name)).remove)
+        yield tokens
 
 
 class Recorded(TypedDict):
@@ -33,11 +120,7 @@ class Recorded(TypedDict):
 
 
 class Moments:
-    """The second moments of one task in a folder, read one at a time.
-
-    Raises:
-        ValueError: a file is damaged or lacks a moment; names it.
-    """
+    """The second moments of one task in a folder, read one at a time; a ValueError names a file that is damaged."""
 
     def __init__(self, folder: Path, content: Recorded) -> None:
         self.tokens, self._owner = content["tokens"], content["owner"]
@@ -105,11 +188,7 @@ def _run_and_sum(model: nn.Module, inputs: Loader, layers: Sequence[str]) -> tup
 
 
 def shared_inputs(model: nn.Module, names: Sequence[str], inputs: Loader) -> dict[str, str]:
-    """Find for each linear layer the first one that gets the very same tensor when the model runs on one sample.
-
-    Raises:
-        ValueError: a layer gets no input at all; names it.
-    """
+    """Find for each linear layer the first one that gets the very same tensor when the model runs on one sample."""
     first: dict[int, str] = {}
     held: list[Tensor] = []  # so that no two tensors have the same address in turn
     owner: dict[str, str] = {}

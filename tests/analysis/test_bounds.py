@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion_bench_nufilt.analysis.bounds import check_theorem, corollary_bound, spectral_norm, split_by_data
 from fusion_bench_nufilt.analysis.subspaces import data_subspace
+from fusion_bench_nufilt.analysis.surrogates import check_theorem, corollary_bound, spectral_norm, split_by_data
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 from tests.analysis.helpers import second_moment
 from tests.conftest import REPO

@@ -5,10 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusion_bench_nufilt.analysis.inputs import task_inputs
 from fusion_bench_nufilt.analysis.measure import output_distance
 from fusion_bench_nufilt.analysis.pool import merged_layers
-from fusion_bench_nufilt.analysis.record import known_moments, memory_of, record_moments, shared_inputs
+from fusion_bench_nufilt.analysis.record import known_moments, memory_of, record_moments, shared_inputs, task_inputs
 from tests.analysis.helpers import pictures, pool_of, second_moment, sentences
 from tests.models import clip, t5
 

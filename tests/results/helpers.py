@@ -7,8 +7,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from fusion_bench_nufilt.analysis.results import Analysis
-from fusion_bench_nufilt.analysis.summary import save_analysis
+from fusion_bench_nufilt.analysis.summary import Analysis, save_analysis
 from fusion_bench_nufilt.continual import AccuracyMatrix
 from fusion_bench_nufilt.storage.files import write_text
 from tests.analysis.helpers import loss_row, pair_rows

@@ -9,9 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.analysis.inputs import task_inputs
 from fusion_bench_nufilt.analysis.pool import merged_layers
-from fusion_bench_nufilt.analysis.record import record_moments, shared_inputs
+from fusion_bench_nufilt.analysis.record import record_moments, shared_inputs, task_inputs
 from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.taskpools import LMEvalTaskPool
 from tests.analysis.helpers import second_moment
