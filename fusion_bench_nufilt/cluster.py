@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from joblib import Parallel, delayed, parallel_config
 
-from fusion_bench_nufilt.storage.identity import check_versions, package_versions
+from fusion_bench_nufilt.storage.identity import package_versions
 
 log = logging.getLogger(__name__)
 
@@ -100,13 +100,15 @@ class Worker:
 
         self._node = node
         with self._named_errors():
-            check_versions(versions)
+            mine = package_versions()
+            if other := [name for name in versions if mine[name] != versions[name]]:
+                told = ", ".join(f"{name} {mine[name]} where the driver has {versions[name]}" for name in other)
+                raise ValueError(f"it has {told}: install the same versions on all nodes")
             torch.set_num_threads(node.cpus)
             self._do = make(*arguments)
         return str(ray.get_runtime_context().get_actor_id())
 
     def work(self, name: str, piece: tuple[Any, ...]) -> tuple[str, Any]:
-        """Do a piece of work."""
         with self._named_errors():
             return name, self._do(*piece)
 

@@ -17,9 +17,8 @@ from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import split_options, takes_options
 from fusion_bench_nufilt.layers import TargetConfig, check_model, coverage, merge_other_params, select_layers
 from fusion_bench_nufilt.methods import Report, State, find_method
-from fusion_bench_nufilt.storage.checkpoint import load_state
+from fusion_bench_nufilt.storage.checkpoint import Manifest, load_state
 from fusion_bench_nufilt.storage.files import write_text
-from fusion_bench_nufilt.storage.manifest import Manifest
 
 from .algorithm import ContinualMergingAlgorithm
 from .protocol import DeviceConfig, ProtocolConfig

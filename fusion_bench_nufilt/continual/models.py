@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from transformers import PreTrainedModel
 
-from fusion_bench_nufilt.storage.manifest import Manifest, read_manifest
+from fusion_bench_nufilt.storage.checkpoint import Manifest, read_manifest
 
 PRETRAINED, MERGED = "_pretrained_", "_merged_"
 

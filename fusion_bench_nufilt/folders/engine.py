@@ -26,7 +26,7 @@ from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.core.workers import DevicePool, map_layers
 from fusion_bench_nufilt.layers.models import running_mean
 from fusion_bench_nufilt.methods import State
-from fusion_bench_nufilt.storage.manifest import check_state
+from fusion_bench_nufilt.storage.checkpoint import check_state
 from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, FLOATS, TensorInfo, digest, raw
 
 from .architecture import Layer

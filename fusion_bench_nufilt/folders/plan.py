@@ -19,7 +19,7 @@ from fusion_bench_nufilt.core.workers import check_devices, map_layers, stack_si
 from fusion_bench_nufilt.layers import Coverage, TargetConfig
 from fusion_bench_nufilt.methods import LayerMethod
 from fusion_bench_nufilt.methods.nufilt import BATCH_BYTES
-from fusion_bench_nufilt.storage.manifest import STATE_FILE, Manifest
+from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, Manifest
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, make_header, read_header
 
 from .architecture import Layer

@@ -7,8 +7,8 @@ from typing import Any
 
 from fusion_bench_nufilt.layers import TargetConfig, coverage
 from fusion_bench_nufilt.methods import find_method
+from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, Manifest, read_manifest
 from fusion_bench_nufilt.storage.files import MANIFEST
-from fusion_bench_nufilt.storage.manifest import STATE_FILE, Manifest, read_manifest
 from fusion_bench_nufilt.storage.tensors import FLOATS, dtype_name
 
 from .architecture import Architecture

@@ -1,4 +1,7 @@
-"""The checkpoints of a run: a model, the state to go on from it, and a manifest that tells whether all is whole."""
+"""Merged models on disk: the manifest beside each, the state to go on from it, and whether all of it is whole.
+
+A step of a run and a merge of folders write the same manifest, so that either can go on from the other's result.
+"""
 
 import hashlib
 import json
@@ -8,12 +11,58 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from pydantic import NonNegativeInt
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
+from typing_extensions import TypedDict
 
 from .files import MANIFEST, atomic_folder
-from .manifest import STATE_FILE, Fingerprint, Manifest, check_state, read_manifest
+from .json_files import Count, read_json
 from .tensors import digest
+
+#: The file with the state that a method needs to go on, relative to the folder of the merged model.
+STATE_FILE = "nufilt_state/model.safetensors"
+
+
+class Fingerprint(TypedDict):
+    size: int  # of a file, in bytes
+    sha256: str  # of its content
+
+
+class Input(TypedDict, total=False):
+    name: str  # of a model that was read
+    source: Any  # of a model pool's entry: a folder, a hub name or a configuration
+    kind: str  # a whole model or an adapter
+    sha256: str  # digest of its weights, or of those that were read
+    tensors_read: int
+
+
+class Manifest(TypedDict, total=False):
+    """The fields that are read again; there are more, for people."""
+
+    method: str
+    step: Count  # the number of models that were merged
+    tasks: list[str]  # their names, in merging order
+    order: list[str]  # all models of the stream, of which `tasks` are the first ones
+    inputs: dict[str, Input]
+    settings: dict[str, Any]
+    mean_counts: dict[str, NonNegativeInt]  # models in the mean of a tensor, where that is not `step`
+    state: dict[str, str]  # digests of the tensors in STATE_FILE, by name
+    files: dict[str, Fingerprint]
+    merge_seconds: list[float]
+    run: Any  # of a merge of folders: a digest of all that it depends on
+    coverage: dict[str, Any]
+
+
+def read_manifest(folder: Path, advice: str = "fetch it again") -> Manifest | None:
+    """Read the manifest of a folder, None if it has none; a ValueError names a damaged field and gives the advice."""
+    return read_json(folder / MANIFEST, Manifest, advice)
+
+
+def check_state(manifest: Manifest, name: str, found: str, file: Path) -> None:
+    """Refuse a tensor of the state, read from a file, whose digest is not what the manifest says."""
+    if manifest.get("state", {}).get(name, found) != found:
+        raise ValueError(f"'{file}': '{name}' is not what was saved (its sha256 differs); merge again from the start")
 
 
 def save_checkpoint(model: nn.Module, folder: Path, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:

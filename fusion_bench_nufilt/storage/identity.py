@@ -27,11 +27,3 @@ def combined_digest(parts: Iterable[tuple[str, object]]) -> str:
 def package_versions() -> dict[str, str]:
     """Return the versions of the packages that results depend on, by the names that they are installed under."""
     return {package: version(package) for package in _PACKAGES}
-
-
-def check_versions(expected: dict[str, str]) -> None:
-    """Refuse to work for a process with other :func:`package_versions`; the ValueError names the packages."""
-    mine = package_versions()
-    if other := [name for name in expected if mine[name] != expected[name]]:
-        told = ", ".join(f"{name} {mine[name]} where the driver has {expected[name]}" for name in other)
-        raise ValueError(f"it has {told}: install the same versions on all nodes")

@@ -21,8 +21,8 @@ from typing_extensions import TypedDict
 from fusion_bench_nufilt.continual.evaluation import TasksByName
 from fusion_bench_nufilt.storage.json_files import read_json
 
+#: Metrics by task, such as ``{"acc,none": 0.5, "acc_stderr,none": 0.01}``; the part after the comma is a filter.
 Results = dict[str, dict[str, Any]]
-"""Metrics by task, such as ``{"acc,none": 0.5, "acc_stderr,none": 0.01}``; the part after the comma is a filter."""
 
 
 class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
@@ -38,11 +38,7 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
         self._metrics = self.metrics if metric is None else (metric,)
 
     def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
-        """Return ``{name: {"accuracy": score}}``, where the score is the metric's, which need not be an accuracy.
-
-        Raises:
-            ValueError: a task does not have the metric; the message lists the metrics it has.
-        """
+        """Return ``{name: {"accuracy": score}}``, where the score is the metric's, which need not be an accuracy."""
         names = {name: task for name, task in self._names.items() if tasks is None or name in tasks}
         results = self.run_harness(model, sorted(set(names.values()))) if names else {}
         return {name: {"accuracy": self._score(task, results[task])} for name, task in names.items()}
@@ -72,8 +68,7 @@ class LMEvalTaskPool(HarnessTaskPool):
             a list where these are the same.
         tokenizer: folder or hub name of the tokenizer.
         include_path: folder with further tasks, as lm-eval's ``--include_path``.
-        metric: the metric of a task that counts, without its filter; None takes the first that the task has of acc,
-            exact_match, acc_norm, pass@1, mcc, f1 and bleu.
+        metric: the metric that counts, without its filter; None takes the first of ``metrics`` that a task has.
         num_fewshot: number of examples in the prompt; None is each task's own.
         limit: examples of each task, as a number or a share; None takes all.
         batch_size: examples that the model reads at once.
@@ -85,13 +80,11 @@ class LMEvalTaskPool(HarnessTaskPool):
     """
 
     metrics = ("acc", "exact_match", "acc_norm", "pass@1", "mcc", "f1", "bleu")
-    # auto_register_config sets these.
+    # auto_register_config sets these, and all other arguments.
     tokenizer: str
     include_path: str | None
     num_fewshot: int | None
-    limit: int | float | None
     batch_size: int
-    apply_chat_template: bool
 
     def __init__(
         self,
@@ -108,7 +101,6 @@ class LMEvalTaskPool(HarnessTaskPool):
         super().__init__(tasks, metric, **kwargs)
 
     def run_harness(self, model: nn.Module, tasks: list[str]) -> Results:
-        """Move the model to the fabric's device, and score it there."""
         manager, lm_eval = self._manager(), _lm_eval()
         kind = lm_eval.models.huggingface.HFLM
         scored = kind(pretrained=model.to(self.fabric.device), tokenizer=self.tokenizer, batch_size=self.batch_size)
@@ -178,8 +170,7 @@ class LMMSEvalTaskPool(HarnessTaskPool):
         python: the Python of the environment with lmms-eval; None is the one that runs.
         model: lmms-eval's name of the kind of model.
         include_path: folder with further tasks, as lmms-eval's ``--include_path``.
-        metric: the metric of a task that counts, without its filter; None takes the first that the task has of
-            exact_match, anls, acc, accuracy and CIDEr.
+        metric: the metric that counts, without its filter; None takes the first of ``metrics`` that a task has.
         limit: examples of each task; None takes all.
 
     Raises:
@@ -188,11 +179,7 @@ class LMMSEvalTaskPool(HarnessTaskPool):
     """
 
     metrics = ("exact_match", "anls", "acc", "accuracy", "CIDEr")
-    # auto_register_config sets these.
-    processor: str
-    model: str
-    include_path: str | None
-    limit: int | None
+    processor: str  # auto_register_config sets it
 
     def __init__(
         self,
@@ -206,6 +193,9 @@ class LMMSEvalTaskPool(HarnessTaskPool):
         **kwargs: Any,
     ) -> None:
         super().__init__(tasks, metric, **kwargs)
+        further = None if include_path is None else Path(include_path).expanduser().absolute()
+        options = {"model": model, "batch_size": 1, "include_path": further, "limit": limit}
+        self._options = [f"--{key}={value}" for key, value in options.items() if value is not None]
         self._python = str(Path(python or sys.executable).expanduser().absolute())
         try:
             has_lmms_eval = "import sys, importlib.util as util; sys.exit(util.find_spec('lmms_eval') is None)"
@@ -217,18 +207,13 @@ class LMMSEvalTaskPool(HarnessTaskPool):
             ) from None
 
     def run_harness(self, model: Any, tasks: list[str]) -> Results:
-        """Save the model to a temporary folder, and have lmms-eval score it there."""
         with TemporaryDirectory() as temporary:
             folder, out = Path(temporary) / "model", Path(temporary) / "results"
             model.save_pretrained(folder, safe_serialization=True)
             AutoProcessor.from_pretrained(self.processor).save_pretrained(folder)
-            device, command = str(self.fabric.device), [self._python, "-m", "lmms_eval"]
-            command += [f"--model={self.model}", f"--model_args=pretrained={folder},device_map={device}"]
-            command += [f"--tasks={','.join(tasks)}", f"--device={device}", "--batch_size=1", f"--output_path={out}"]
-            if self.include_path is not None:
-                command.append(f"--include_path={Path(self.include_path).expanduser().absolute()}")
-            if self.limit is not None:
-                command.append(f"--limit={self.limit}")
+            device, command = str(self.fabric.device), [self._python, "-m", "lmms_eval", *self._options]
+            command += [f"--model_args=pretrained={folder},device_map={device}", f"--device={device}"]
+            command += [f"--tasks={','.join(tasks)}", f"--output_path={out}"]
             environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
             pipes: Any = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             done = subprocess.run(command, cwd=temporary, env=environment, **pipes)

@@ -34,10 +34,8 @@ def load_image_task(name: str, path: str, template: str, classnames: Sequence[st
             raise ValueError(f"task '{name}': the labels in '{path}' have no names, only {feature}: give classnames")
         classnames = feature.names
     if unnamed := set(dataset["label"]) - set(range(len(classnames))):
-        raise ValueError(
-            f"task '{name}': label {min(unnamed, key=str)!r} in '{path}' is not one of 0 to {len(classnames) - 1}, "
-            f"for which there are class names"
-        )
+        named = f"0 to {len(classnames) - 1}, for which there are class names"
+        raise ValueError(f"task '{name}': label {min(unnamed, key=str)!r} in '{path}' is not one of {named}")
     register_task(name, classnames, template)
     return dataset
 
@@ -46,10 +44,8 @@ def load_images(name: str, path: str) -> Dataset:
     """Load images and labels as :func:`load_image_task` does: ``_target_`` of an entry of ``train_datasets``."""
     dataset = _read(name, Path(path))
     if missing := {"image", "label"} - set(dataset.column_names):
-        raise ValueError(
-            f"task '{name}': '{path}' has no column {' and no '.join(sorted(missing))}, only "
-            f"{', '.join(dataset.column_names)}: rename the columns"
-        )
+        there = f"only {', '.join(dataset.column_names)}: rename the columns"
+        raise ValueError(f"task '{name}': '{path}' has no column {' and no '.join(sorted(missing))}, {there}")
     return dataset.select_columns(["image", "label"])
 
 
@@ -69,9 +65,8 @@ def _read(name: str, path: Path) -> Dataset:
     endings = PIL.Image.registered_extensions()
     files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in endings)
     if not files:
-        raise ValueError(
-            f"task '{name}': '{path}' has neither subfolders with images, one for each class, nor a saved data set"
-        )
+        neither = "neither subfolders with images, one for each class, nor a saved data set"
+        raise ValueError(f"task '{name}': '{path}' has {neither}")
     classes = [file.parent.name for file in files]
     features = Features({"image": Image(), "label": ClassLabel(names=sorted(set(classes)))})
     return Dataset.from_dict({"image": list(map(str, files)), "label": classes}, features=features)

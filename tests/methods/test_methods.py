@@ -17,7 +17,7 @@ from fusion_bench_nufilt.continual.protocol import DeviceConfig
 from fusion_bench_nufilt.core.options import option
 from fusion_bench_nufilt.layers import TargetConfig, select_layers
 from fusion_bench_nufilt.methods import METHODS, LayerMethod, find_method
-from fusion_bench_nufilt.storage.manifest import read_manifest
+from fusion_bench_nufilt.storage.checkpoint import read_manifest
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
 
 

@@ -13,8 +13,7 @@ from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.methods.order_free import strengths
 from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig, flatten
-from fusion_bench_nufilt.storage.checkpoint import load_state, read_whole_checkpoint
-from fusion_bench_nufilt.storage.manifest import read_manifest
+from fusion_bench_nufilt.storage.checkpoint import load_state, read_manifest, read_whole_checkpoint
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
 from tests.core.matrices import matrix_with_spectrum
 
