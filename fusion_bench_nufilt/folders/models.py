@@ -41,7 +41,7 @@ class FullModel:
         self.slots: dict[str, tuple[int, ...]] = {}
         self.keys: dict[str, str] = {}
         self.pairs: dict[str, tuple[str, str, float]] = {}
-        self.ignored: set[str] = set()
+        self.ignored: list[str] = []
         self._transposed = {slot for slot, view in architecture.views.items() if view.transposed}
         architecture.split(checkpoint)
         self._find_tensors(architecture)
@@ -58,7 +58,7 @@ class FullModel:
 
     def ignore(self, slot: str) -> None:
         """Take a tensor outside the merged layers as if it were not there."""
-        self.ignored.add(slot)
+        self.ignored.append(slot)
         for known in (self.slots, self.keys, self.pairs):
             known.pop(slot, None)
 

@@ -218,25 +218,22 @@ def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
     for (shape, dtype), group in groups.items():
         size = stack_size(shape, max(4, dtype.itemsize), plan.settings.devices[0], BATCH_BYTES)
         if plan.settings.max_memory is not None:
-            size = max(1, min(size, layer_budget(plan) // layer_memory(plan, group[0])))
+            free = plan.settings.max_memory - process_memory(plan.settings.workers)
+            size = max(1, min(size, free // layer_memory(plan, group[0])))
         yield from (group[i : i + size] for i in range(0, len(group), size))
 
 
 def layer_budget(plan: Plan, workers: int | None = None) -> int:
     """Return the bytes that all layers in work may take together; by default they are in work in this process."""
     workers, bound = workers or plan.settings.workers, plan.settings.max_memory
-    return _largest(plan, workers) if bound is None else bound - process_memory(workers)
+    held = sorted(sum(layer_memory(plan, layer) for layer in batch) for batch in batches(plan, plan.layers))
+    largest = sum(held[-workers:])
+    return largest if bound is None else min(largest, bound - process_memory(workers))
 
 
 def peak_memory(plan: Plan, workers: int | None = None) -> int:
     """Predict the peak of a process's resident memory in bytes, by default of this process."""
-    workers = workers or plan.settings.workers
-    return process_memory(workers) + min(_largest(plan, workers), layer_budget(plan, workers))
-
-
-def _largest(plan: Plan, workers: int) -> int:
-    held = sorted(sum(layer_memory(plan, layer) for layer in batch) for batch in batches(plan, plan.layers))
-    return sum(held[-workers:])
+    return process_memory(workers or plan.settings.workers) + layer_budget(plan, workers)
 
 
 def disk_bytes(plan: Plan) -> int:

@@ -1,7 +1,7 @@
 """Planning a merge: the models are opened, and must pass all checks before anything large is read."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def plan_merge(
         settings=settings,
         before=before,
     )
-    _check(plan, architecture)
+    plan.warnings += _check(plan, architecture)
     return plan
 
 
@@ -98,18 +98,20 @@ def _open_state(merged: Checkpoint, architecture: Architecture) -> FullModel | N
     return FullModel(Checkpoint.from_folder(str(kept), kept), architecture) if kept.is_dir() else None
 
 
-def _check(plan: Plan, architecture: Architecture) -> None:
+def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
+    """Refuse what does not fit, and yield warnings of what is doubtful, as do all checks that follow."""
     plan.base.check_floats(key for layer in plan.layers for key in layer.keys)
     if plan.merged is not None:
-        plan.warnings += _check_merged(plan, plan.merged)
+        yield from _check_merged(plan, plan.merged)
     if plan.coverage.warning:
-        plan.warnings.append(plan.coverage.warning)
+        yield plan.coverage.warning
     folders = [task.checkpoint.folder.resolve() for task in plan.tasks]
     if twice := [task.checkpoint.name for i, task in enumerate(plan.tasks) if folders[i] in folders[:i]]:
-        plan.warnings.append(f"{some(twice)} comes more than once in the stream")
+        yield f"{some(twice)} comes more than once in the stream"
     for task in plan.tasks:
-        plan.warnings += _check_task(plan, task, architecture)
-    plan.warnings += [*_check_state(plan), *check_relation(plan)]
+        yield from _check_task(plan, task, architecture)
+    yield from _check_state(plan)
+    yield from check_relation(plan)
     bound = plan.settings.max_memory
     needed = process_memory(plan.settings.workers) + max(layer_memory(plan, layer) for layer in plan.layers)
     if bound is not None and needed > bound:
@@ -117,8 +119,8 @@ def _check(plan: Plan, architecture: Architecture) -> None:
         raise ValueError(f"max_memory of {bound / 1e9:.2f} GB is below the {needs}")
 
 
-def _check_merged(plan: Plan, merged: FullModel) -> list[str]:
-    """Refuse a merged model whose keys or shapes are not the base's; return a warning of changed settings."""
+def _check_merged(plan: Plan, merged: FullModel) -> Iterator[str]:
+    """Check that a merged model has the base's keys and shapes, and was made with the same settings."""
     name, base = merged.checkpoint.name, plan.pretrained
     if plan.settings.step is None and "step" not in plan.before:
         advice = "say with --step which number the new one has"
@@ -131,14 +133,14 @@ def _check_merged(plan: Plan, merged: FullModel) -> list[str]:
     merged.checkpoint.check_floats(merged.keys[slot] for slot in floats)
     now, before = json.loads(json.dumps(plan.options())), plan.before.get("settings", {})
     compared = [key for key in now if key in before and key not in ("accumulate", "device")]
-    changed = [f"{key} was {before[key]!r}, is {now[key]!r}" for key in compared if before[key] != now[key]]
-    return [f"settings differ from those that '{name}' was made with: {'; '.join(changed)}"] if changed else []
+    if changed := [f"{key} was {before[key]!r}, is {now[key]!r}" for key in compared if before[key] != now[key]]:
+        yield f"settings differ from those that '{name}' was made with: {'; '.join(changed)}"
 
 
-def _check_task(plan: Plan, task: FullModel, architecture: Architecture) -> list[str]:
-    """Refuse a task that comes from another base, lacks a layer or is quantised; return what deserves a warning."""
+def _check_task(plan: Plan, task: FullModel, architecture: Architecture) -> Iterator[str]:
+    """Check that a task comes from the base, has its layers and is not quantised."""
     name, base, chosen = task.checkpoint.name, plan.pretrained.slots, {layer.slot for layer in plan.layers}
-    warnings = _check_shapes(plan, task, architecture, chosen)
+    yield from _check_shapes(plan, task, architecture, chosen)
     lost = [slot for slot in base if slot in chosen and slot not in task.slots]
     if not isinstance(task, LoraAdapter) and lost:
         raise ValueError(f"model '{name}' lacks layer '{lost[0]}' {base[lost[0]]} of the base, one of {len(lost)}")
@@ -146,19 +148,18 @@ def _check_task(plan: Plan, task: FullModel, architecture: Architecture) -> list
         raise ValueError(f"adapter '{name}' changes none of the {len(lost)} layers to merge, only {some(task.slots)}")
     task.checkpoint.check_floats(key for slot, key in task.keys.items() if slot in chosen | plan.averaged)
     if extra := [slot for slot in task.slots if slot not in base]:
-        warnings.append(f"'{name}' has {len(extra)} tensors that the base lacks, ignored: {some(extra)}")
+        yield f"'{name}' has {len(extra)} tensors that the base lacks, ignored: {some(extra)}"
     if absent := sorted(slot for slot in plan.averaged if not task.has(slot)):
-        warnings.append(f"'{name}' is left out of the mean of {some(absent)}")
+        yield f"'{name}' is left out of the mean of {some(absent)}"
     outside = [slot for slot in task.pairs if slot not in chosen]
     if outside and plan.targets.other_params == "pretrained":
-        warnings.append(f"adapter '{name}' also changes {some(outside)}: ignored")
-    return warnings
+        yield f"adapter '{name}' also changes {some(outside)}: ignored"
 
 
-def _check_shapes(plan: Plan, task: FullModel, architecture: Architecture, chosen: set[str]) -> list[str]:
-    """Refuse a task whose tensors have other shapes than the base's, or have it ignore those that may be kept."""
-    name, kept = task.checkpoint.name, []
-    for slot, shape in task.slots.items():
+def _check_shapes(plan: Plan, task: FullModel, architecture: Architecture, chosen: set[str]) -> Iterator[str]:
+    """Check that a task's tensors have the base's shapes, or have it ignore those that may be kept from the base."""
+    name = task.checkpoint.name
+    for slot, shape in list(task.slots.items()):
         parts = architecture.parts(slot)  # of a tensor that was not split, since it has another shape
         expected = architecture.shape(slot) if parts else plan.pretrained.slots.get(slot)
         if expected is None:
@@ -171,16 +172,15 @@ def _check_shapes(plan: Plan, task: FullModel, architecture: Architecture, chose
                 why = "it comes from another base, or its vocabulary was changed"
                 hint = "; --on-shape-mismatch keep-base leaves it as it is in the base" if outside else ""
                 raise ValueError(f"model '{name}', tensor '{slot}': {differs}: {why}{hint}")
-            kept.append(slot)
-    for slot in kept:
-        task.ignore(slot)
-    return [f"'{name}': kept from the base because of their shape: {some(kept)}"] if kept else []
+            task.ignore(slot)
+    if task.ignored:
+        yield f"'{name}': kept from the base because of their shape: {some(task.ignored)}"
 
 
-def _check_state(plan: Plan) -> list[str]:
-    """Refuse a state beside the merged model from which the method can't go on; return warnings."""
+def _check_state(plan: Plan) -> Iterator[str]:
+    """Check that the method can go on from the state beside the merged model."""
     if plan.merged is None:
-        return []
+        return
     name, method, there = plan.merged.checkpoint.name, plan.method, plan.state.keys if plan.state else {}
     before, missing, known = plan.before.get("settings", {}), [], set()
     for layer in plan.layers:
@@ -196,26 +196,26 @@ def _check_state(plan: Plan) -> list[str]:
                 raise ValueError(f"'{plan.state.checkpoint.name}', tensor '{slot}': {but}, {advice}")
     if method.state_is_weight:
         if before.get("accumulate") == "float32" and plan.settings.accumulate == "stored":
-            return [f"'{name}' has the merged layers in float32; --accumulate float32 goes on from there"]
-        if plan.keeps_state and missing and plan.before:
-            return [f"'{name}' does not have all merged layers in float32: going on from the rounded ones"]
-        return []
+            yield f"'{name}' has the merged layers in float32; --accumulate float32 goes on from there"
+        elif plan.keeps_state and missing and plan.before:
+            yield f"'{name}' does not have all merged layers in float32: going on from the rounded ones"
+        return
     others = sorted(there.keys() - known)
     if missing or others or before.get("method", method.name) != method.name:
         what = f"no '{missing[0]}'" if missing else f"'{others[0]}'" if others else "that of another method"
         own = f"{method.label} goes on from its own merges of the same layers only"
         raise ValueError(f"the merged model '{name}' has {what} in {STATE_FILE}: {own}")
-    return []
 
 
-def check_relation(plan: Plan) -> list[str]:
-    """Return warnings, with the evidence, where samples of the weights say that a model was not made from the base."""
-    models = [model for model in plan.models.values() if type(model) is FullModel and model is not plan.pretrained]
-    here = [model for model in models if not (model.checkpoint.remote or plan.base.remote)]
-    return [text for model in here if (text := _relation(plan, model))]
+def check_relation(plan: Plan) -> Iterator[str]:
+    """Yield warnings, with the evidence, where samples of the weights say that a model was not made from the base."""
+    for model in plan.models.values():
+        here = not (model.checkpoint.remote or plan.base.remote)
+        if here and type(model) is FullModel and model is not plan.pretrained:
+            yield from _check_relation(plan, model)
 
 
-def _relation(plan: Plan, model: FullModel) -> str:
+def _check_relation(plan: Plan, model: FullModel) -> Iterator[str]:
     base, layers = plan.base, plan.layers
     chosen = layers[:: max(1, len(layers) // _SAMPLED_LAYERS)][:_SAMPLED_LAYERS]
     xx = yy = xy = dd = 0.0
@@ -226,10 +226,11 @@ def _relation(plan: Plan, model: FullModel) -> str:
         y = model.elements(layer.slot, 0, count, x).double()
         xx, yy, xy, dd = xx + float(x @ x), yy + float(y @ y), xy + float(x @ y), dd + float((y - x) @ (y - x))
     if not xx * yy > 0:
-        return ""
+        return
     cosine, change = xy / (xx * yy) ** 0.5, (dd / xx) ** 0.5
     name, many = model.checkpoint.name, len(chosen)
     if cosine < _LEAST_COSINE or change > _MOST_CHANGE:
         evidence = f"over {many} layers their weights have cosine {cosine:.3f}, ||tau|| / ||theta_0|| is {change:.2f}"
-        return f"'{name}' looks as if it was made from another base than '{base.name}': {evidence}"
-    return "" if dd else f"'{name}' does not differ from the base in the {many} layers looked at"
+        yield f"'{name}' looks as if it was made from another base than '{base.name}': {evidence}"
+    elif not dd:
+        yield f"'{name}' does not differ from the base in the {many} layers looked at"
