@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from joblib import Parallel, delayed, parallel_config
 
-from fusion_bench_nufilt.storage.identity import package_versions
+from fusion_bench_nufilt.storage.checkpoint import package_versions
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.layers.views import View
 from fusion_bench_nufilt.results.metrics import or_none
 from fusion_bench_nufilt.storage.checkpoint import Manifest, load_checkpoint, read_whole_checkpoint
-from fusion_bench_nufilt.storage.json_files import read_json
+from fusion_bench_nufilt.storage.files import read_json
 
 from .pool import PoolAnalysis, layer_weight
 from .record import forward, watched_layers

@@ -22,8 +22,7 @@ from typing_extensions import TypedDict
 from fusion_bench_nufilt.continual.evaluation import names_of
 from fusion_bench_nufilt.core.subspace import gram_matrix
 from fusion_bench_nufilt.core.weights import widened
-from fusion_bench_nufilt.storage.files import atomic_file, write_text
-from fusion_bench_nufilt.storage.json_files import read_json
+from fusion_bench_nufilt.storage.files import atomic_file, read_json, write_text
 from fusion_bench_nufilt.storage.tensors import TensorFile
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from fusion_bench_nufilt.folders.output import work_folder
 from fusion_bench_nufilt.folders.plan import disk_bytes, peak_memory, predict_seconds
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.methods import METHODS, find_method
-from fusion_bench_nufilt.storage.json_files import Count, checked, parse_json
+from fusion_bench_nufilt.storage.files import Count, checked, parse_json
 
 from .options import takes_options, typed_values
 from .terminal import interruptible, shown, terminal

@@ -20,7 +20,7 @@ from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.results.content import References, Run
 from fusion_bench_nufilt.results.metrics import or_none
-from fusion_bench_nufilt.storage.identity import model_digest, package_versions
+from fusion_bench_nufilt.storage.checkpoint import model_digest, package_versions
 
 from .configs import compose_run, make, plain, quiet, taskpool_config
 
@@ -118,7 +118,7 @@ class Experiment:
 
     @property
     def digests(self) -> dict[str, str]:
-        """What the weights of every model are; see :func:`fusion_bench_nufilt.storage.identity.model_digest`."""
+        """What the weights of every model are; see :func:`fusion_bench_nufilt.storage.checkpoint.model_digest`."""
         merged = ["_merged_"] if getattr(self.modelpool, "has_merged", False) else []
         for name in ["_pretrained_", *self.tasks, *merged]:
             if name not in self._digests:

@@ -11,8 +11,7 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.results.content import References, Run
-from fusion_bench_nufilt.storage.files import lock_folder, write_text
-from fusion_bench_nufilt.storage.json_files import read_json
+from fusion_bench_nufilt.storage.files import lock_folder, read_json, write_text
 
 from .specs import RunSpec
 

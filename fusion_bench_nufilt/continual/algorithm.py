@@ -20,9 +20,8 @@ from fusion_bench_nufilt.core.options import split_options, takes_options, unkno
 from fusion_bench_nufilt.results.metrics import AccuracyMatrix
 from fusion_bench_nufilt.results.tables import print_matrix
 from fusion_bench_nufilt.results.write import leave_results
-from fusion_bench_nufilt.storage.checkpoint import Input, Manifest
+from fusion_bench_nufilt.storage.checkpoint import Input, Manifest, model_digest, package_versions
 from fusion_bench_nufilt.storage.files import write_text
-from fusion_bench_nufilt.storage.identity import model_digest, package_versions
 
 from .evaluation import Evaluator, RunScores
 from .models import MERGED, PRETRAINED, describe_model, load_model, merged_before, merged_checkpoint

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.storage.checkpoint import Manifest, load_checkpoint, read_whole_checkpoint, save_checkpoint
-from fusion_bench_nufilt.storage.files import lock_folder, write_text
-from fusion_bench_nufilt.storage.json_files import read_json
+from fusion_bench_nufilt.storage.files import lock_folder, read_json, write_text
 
 log = logging.getLogger(__name__)
 

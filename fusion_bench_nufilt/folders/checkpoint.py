@@ -16,8 +16,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.core.weights import is_finite
-from fusion_bench_nufilt.storage.files import MANIFEST, printable
-from fusion_bench_nufilt.storage.json_files import read_json
+from fusion_bench_nufilt.storage.files import MANIFEST, printable, read_json
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorFile, TensorInfo, digest
 
 INDEX = "model.safetensors.index.json"

@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 
 from fusion_bench_nufilt.core.workers import map_layers
-from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, read_manifest
+from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, combined_digest, package_versions, read_manifest
 from fusion_bench_nufilt.storage.files import MANIFEST
-from fusion_bench_nufilt.storage.identity import combined_digest, package_versions
 
 from .checkpoint import some
 from .engine import NOT_FINITE, merge_layers, write_other

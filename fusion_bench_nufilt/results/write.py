@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fusion_bench_nufilt.storage.files import write_text
-from fusion_bench_nufilt.storage.json_files import read_json
+from fusion_bench_nufilt.storage.files import read_json, write_text
 
 from .analysis import Content, analysis_files
 from .comparison import comparison_files

@@ -1,12 +1,13 @@
-"""Merged models on disk: the manifest beside each, the state to go on from it, and whether all of it is whole.
+"""Merged models on disk: their weights, the state to go on from them, and the manifest that says what both are.
 
 A step of a run and a merge of folders write the same manifest, so that either can go on from the other's result.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import reduce
+from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,9 +17,10 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
-from .files import MANIFEST, atomic_folder
-from .json_files import Count, read_json
+from .files import MANIFEST, Count, atomic_folder, read_json
 from .tensors import digest
+
+_PACKAGES = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers", "safetensors")
 
 #: The file with the state that a method needs to go on, relative to the folder of the merged model.
 STATE_FILE = "nufilt_state/model.safetensors"
@@ -125,3 +127,21 @@ def _fingerprint(file: Path) -> Fingerprint:
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     return {"size": file.stat().st_size, "sha256": sha256}
+
+
+def model_digest(model: nn.Module | Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of a model's parameters and buffers, in any order: of names, dtypes, shapes and bits."""
+    state = model.state_dict() if isinstance(model, nn.Module) else model
+    tensors = ((name, value) for name, value in state.items() if isinstance(value, Tensor))
+    return combined_digest((name, [str(value.dtype), tuple(value.shape), digest(value)]) for name, value in tensors)
+
+
+def combined_digest(parts: Iterable[tuple[str, object]]) -> str:
+    """Return one digest of named parts, such as the digests of tensors; their order does not matter."""
+    lines = sorted(f"{part}\n" for part in parts)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that results depend on, by the names that they are installed under."""
+    return {package: version(package) for package in _PACKAGES}

@@ -1,19 +1,27 @@
-"""Files and folders that are either whole or not there, and locks on folders."""
+"""Files and folders that are either whole or not there, locks on folders, and JSON files checked against a schema."""
 
+import json
 import os
 import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from glob import escape
 from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
 
 from filelock import BaseFileLock, FileLock, Timeout
+from pydantic import Field, TypeAdapter, ValidationError
+
+_T = TypeVar("_T")
 
 #: Beside every merged model: ``step`` and ``tasks`` say what is in it.
 MANIFEST = "nufilt.json"
 #: Every folder that one process at a time may write to has a lock file, and a file that says which process holds it.
 LOCK, HOLDER = ".nufilt.lock", ".nufilt.holder"
+#: A number of models: nobody merges a million of them, and a larger one is damage.
+Count = Annotated[int, Field(ge=1, le=10**6)]
 
 
 def lock_folder(folder: Path) -> BaseFileLock:
@@ -82,3 +90,48 @@ def sync(path: Path) -> None:
 def printable(name: str) -> str:
     """Escape the control characters of a name from elsewhere, so that it can do nothing to a terminal or a page."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
+
+
+def read_json(path: Path, kind: type[_T], advice: str = "fetch it again") -> _T | None:
+    """Return what a JSON file holds; None where there is no such file.
+
+    Its content must be of a type such as ``dict[str, str]`` or a ``TypedDict``, or make a dataclass; further fields are
+    allowed. Otherwise, a ValueError names the file and the field, and gives the advice.
+    """
+    try:
+        return parse_json(path.read_bytes(), kind) if path.is_file() else None
+    except OSError as error:
+        raise ValueError(f"'{path}' can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"'{path}' is damaged, {error}; {advice}") from error
+
+
+def parse_json(text: bytes, kind: type[_T]) -> _T:
+    """Return what a JSON text holds, or raise a ValueError that says what is wrong, and where."""
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"it is no JSON: {error}") from error
+    return checked(content, kind)
+
+
+def checked(content: Any, kind: type[_T]) -> _T:
+    """Return a content from JSON or YAML unchanged if it is of a type, or the dataclass that it makes.
+
+    Otherwise, a ValueError names the first field that is missing or of another type.
+    """
+    try:
+        adapter = TypeAdapter(kind)
+        if not is_dataclass(kind):
+            adapter.validate_python(content, strict=True)
+            return cast("_T", content)
+        return adapter.validate_json(json.dumps(content), strict=True)  # strict Python would want a dataclass already
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        got = repr(first["input"])
+        what = f"{first['msg'][0].lower()}{first['msg'][1:]}, got {got if len(got) <= 60 else f'{got[:57]}...'}"
+        raise ValueError(f"field '{'.'.join(map(str, first['loc']))}': {what}" if first["loc"] else what) from error
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
