@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from .options import check_choices, check_whole, is_number, option
+from .options import check_choices, check_positive, check_whole, is_number, option
 
 
 class Ranks(NamedTuple):
@@ -77,9 +77,7 @@ class FusionConfig:
                 most = 2**16 if key == "lora_rank" else 2**31  # unlike the others it is not clipped to the layer
                 check_whole(self, key, most=most, otherwise="or a share of the layer's width between 0 and 1")
         check_whole(self, "max_steps")
-        for key in ("lr", "ridge"):
-            if not (is_number(value := getattr(self, key)) and value > 0):
-                raise ValueError(f"{key} must be a number > 0, got {value!r}")
+        check_positive(self, "lr", "ridge")
         if not (is_number(self.init_std) and self.init_std >= 0):
             raise ValueError(f"init_std must be a number >= 0, got {self.init_std!r}")
         check_choices(self)

@@ -88,6 +88,14 @@ def check_whole(options: Any, *names: str, least: int = 0, most: int = 2**31, ot
             raise ValueError(f"{name} must be a whole number {what}, got {value!r}")
 
 
+def check_positive(options: Any, *names: str) -> None:
+    """Raise a ValueError if an option is no finite number above zero."""
+    for name in names:
+        value = getattr(options, name)
+        if not (is_number(value) and value > 0):
+            raise ValueError(f"{name} must be a number > 0, got {value!r}")
+
+
 def check_seed(seed: object) -> None:
     """Raise a ValueError if a seed is no whole number; it may be below zero."""
     if not isinstance(seed, int) or isinstance(seed, bool):

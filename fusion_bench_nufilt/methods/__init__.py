@@ -4,8 +4,7 @@ from .base import LayerMethod, Report, State
 from .mix import Mix
 from .nufilt import Nufilt
 from .spectral import Spectral
-from .sums import Isotropic, Sum, Sylvester, WudiSums
-from .tsv import TsvStream
+from .sums import Isotropic, Sum, Sylvester, TsvStream, WudiSums
 
 ORDER_FREE = (Spectral, Sum, Isotropic, WudiSums, TsvStream, Sylvester, Mix)
 """The methods that keep sums over the tasks, whose result does not depend on the tasks' order."""

@@ -9,10 +9,9 @@ from torch import Tensor
 from fusion_bench_nufilt.core.options import check_choices
 
 from .base import State
-from .order_free import OrderFree, ScaleConfig, Scaled, option
+from .order_free import OrderFree, ScaleConfig, option
 from .spectral import Spectral
-from .sums import Sylvester
-from .tsv import TsvStream
+from .sums import Sylvester, TsvStream
 
 _MEMBERS: dict[str, type[OrderFree]] = {method.name: method for method in (Spectral, Sylvester, TsvStream)}
 
@@ -30,7 +29,7 @@ class MixConfig(ScaleConfig):
         check_choices(self)
 
 
-class Mix(Scaled):
+class Mix(OrderFree):
     """The mean of the updates of two order-free methods, both of whose states are kept."""
 
     name = "mix"
@@ -46,11 +45,10 @@ class Mix(Scaled):
         }
 
     def gather(self, state: State, tau: Tensor) -> State:
-        after = dict(state)
         for member in self._members:
-            gathered = member.gather(_part_of(member, state), tau)
-            after |= {f"{member.name}_{name}": value for name, value in gathered.items()}
-        return after
+            after = member.gather(_part_of(member, state), tau)
+            state = {**state, **{f"{member.name}_{name}": value for name, value in after.items()}}
+        return state
 
     def update(self, state: State, scale: float) -> Tensor:
         updates = [member.update(_part_of(member, state), scale * member.scale) for member in self._members]

@@ -6,12 +6,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core import options
-from fusion_bench_nufilt.core.options import is_number
+from fusion_bench_nufilt.core.options import check_positive, is_number
 from fusion_bench_nufilt.core.subspace import gram_matrix
 from fusion_bench_nufilt.core.weights import wide_dtype
 
@@ -24,11 +25,7 @@ option = partial(options.option, panel="Order-free methods")
 
 @dataclass(frozen=True)
 class RampConfig:
-    """The setting that all order-free methods have.
-
-    Raises:
-        ValueError: a value is out of its range; the message names the key.
-    """
+    """The setting that all order-free methods have; a ValueError names a key whose value is out of its range."""
 
     ramp: float = option(
         0.0, "Makes the strength λ grow with depth, from λ (1 - ramp) in the first block to λ (1 + ramp) in the last."
@@ -37,12 +34,6 @@ class RampConfig:
     def __post_init__(self) -> None:
         if not (is_number(self.ramp) and -1 < self.ramp < 1):
             raise ValueError(f"ramp must be a number between -1 and 1, got {self.ramp!r}")
-
-    def check_positive(self, *keys: str) -> None:
-        """Raise a ValueError unless the options are numbers above 0."""
-        for key in keys:
-            if not (is_number(value := getattr(self, key)) and value > 0):
-                raise ValueError(f"{key} must be a number > 0, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,7 @@ class ScaleConfig(RampConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_positive("scale")
+        check_positive(self, "scale")
 
 
 class OrderFree(LayerMethod):
@@ -63,8 +54,11 @@ class OrderFree(LayerMethod):
     layer. A task that left the layer as it was changes nothing.
     """
 
+    Options: ClassVar[type] = ScaleConfig
     targets = {"target_modules": "all-linear", "other_params": "mean"}  # noqa: RUF012
     itemsize = 8
+    strength: ClassVar[str] = "scale"
+    """The name of the option that is the strength of the update, in the middle of the model."""
 
     options: RampConfig
 
@@ -81,14 +75,10 @@ class OrderFree(LayerMethod):
         """Return the merged update ``(d_o, d_i)`` of at least one task; all tensors are in float64."""
 
     def start(self, layer: str, theta_0: Tensor) -> State:
-        shapes, dtype = self.sums(*theta_0.shape), wide_dtype(theta_0)
-        return {
-            **{
-                name: theta_0.new_zeros(shape, dtype=dtype if shape else torch.float64)
-                for name, shape in shapes.items()
-            },
-            "count": torch.tensor(0),
-        }
+        state = {}
+        for name, shape in self.sums(*theta_0.shape).items():
+            state[name] = theta_0.new_zeros(shape, dtype=wide_dtype(theta_0) if shape else torch.float64)
+        return {**state, "count": torch.tensor(0)}
 
     def add(self, layer: str, state: State, theta_0: Tensor, tau: Tensor) -> State:
         if not tau.any():
@@ -101,14 +91,13 @@ class OrderFree(LayerMethod):
             return theta_0.clone()
         return (theta_0.double() + self.update(_widened(state), self._scales[layer])).to(theta_0.dtype)
 
+    @property
+    def scale(self) -> float:
+        return getattr(self.options, self.strength)
+
     @cached_property
     def _scales(self) -> dict[str, float]:
         return strengths(self.layers, self.scale, self.options.ramp)
-
-    @property
-    @abstractmethod
-    def scale(self) -> float:
-        """The strength of the update in the middle of the model."""
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         d_o, d_i = shape
@@ -121,18 +110,6 @@ class OrderFree(LayerMethod):
         one_task = 8 * longer * shorter**2  # two products in float64, whose operations count twice
         rendering = 8 * longer * shorter**2 + 24 * shorter**3
         return len(ranks) * one_task + rendering
-
-
-class Scaled(OrderFree):
-    """An order-free method whose update has a strength of its own."""
-
-    Options = ScaleConfig
-
-    options: ScaleConfig
-
-    @property
-    def scale(self) -> float:
-        return self.options.scale
 
 
 def _widened(state: State) -> State:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.core.options import check_positive
 from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
 
 from .base import State
@@ -33,7 +34,7 @@ class SpectralConfig(RampConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_positive("kappa", "damp")
+        check_positive(self, "kappa", "damp")
 
 
 class Spectral(OrderFree):
@@ -48,23 +49,18 @@ class Spectral(OrderFree):
     citation = "spectral voting, an unpublished method of fusion-bench-nufilt"
     Options = SpectralConfig
 
-    options: SpectralConfig
+    strength = "kappa"
 
-    @property
-    def scale(self) -> float:
-        return self.options.kappa
+    options: SpectralConfig
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         return {"votes": (d_o, d_i), "mean": ()}
 
     def gather(self, state: State, tau: Tensor) -> State:
         (A, s_1), votes, count = vote(tau), state["votes"], state["count"]
-        if count == 1:
-            votes = tau
-        elif count == 2:
-            votes = vote(votes)[0] + A
-        else:
-            votes = votes + A
+        if count == 2:
+            votes = vote(votes)[0]
+        votes = tau if count == 1 else votes + A
         return {**state, "votes": votes, "mean": state["mean"] + (s_1 - state["mean"]) / count}
 
     def update(self, state: State, scale: float) -> Tensor:

@@ -1,13 +1,17 @@
-"""Order-free methods whose state is one or a few running sums."""
+"""Order-free methods that keep one or a few running sums, or the leading directions of the tasks."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from fusion_bench_nufilt.core.options import check_positive
+from fusion_bench_nufilt.core.subspace import gram_matrix
 
 from .base import State
-from .order_free import ScaleConfig, Scaled, map_spectrum, option
+from .order_free import FAINTEST, OrderFree, ScaleConfig, map_spectrum, option
 
 _POWER = 3  # how strongly `sylvester` prefers a task's leading directions: they weigh (s / s_1)^(2 * 3)
 
@@ -27,16 +31,16 @@ class RidgeConfig(ScaleConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_positive("eps")
+        check_positive(self, "eps")
 
 
-class Sum(Scaled):
+class Sum(OrderFree):
     r"""Task arithmetic, :math:`X = \lambda \sum_t \tau_t`, with a strength that may grow with depth."""
 
     name = "sum"
     label = "task arithmetic (running sum)"
     citation = "task arithmetic ([Ilharco et al., ICLR 2023](https://arxiv.org/abs/2212.04089)) on the running sum"
-    Options: ClassVar[type[ScaleConfig]] = SumConfig
+    Options: ClassVar[type] = SumConfig
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         return {"sum": (d_o, d_i)}
@@ -63,8 +67,13 @@ class Isotropic(Sum):
         return map_spectrum(state["sum"], lambda sigma: (scale * sigma.mean()).expand_as(sigma))
 
 
-class WudiSums(Scaled):
-    """The minimum of WUDI's loss, see :func:`least_squares`."""
+class WudiSums(OrderFree):
+    r"""The minimum of WUDI's loss :math:`\sum_t \|(X - \tau_t)\,\tau_t^\top\|_F^2 / w_t`, :math:`w_t = \|\tau_t\|_F^2`.
+
+    With a ridge it is :math:`X = \lambda\, R\,(M + \varepsilon\,\bar\mu I)^{-1}`. The ``moments`` are
+    :math:`M = \sum_t \tau_t^\top \tau_t / w_t` with the mean eigenvalue :math:`\bar\mu`, and the ``targets`` are
+    :math:`R = \sum_t \tau_t \tau_t^\top \tau_t / w_t`.
+    """
 
     name = "wudi_sums"
     label = "WUDI (running sums)"
@@ -84,11 +93,20 @@ class WudiSums(Scaled):
         return {**state, "moments": state["moments"] + gram, "targets": state["targets"] + tau @ gram}
 
     def update(self, state: State, scale: float) -> Tensor:
-        return scale * least_squares(state["targets"], state["moments"], self.options.eps)
+        M, R = state["moments"], state["targets"]
+        ridge = self.options.eps * M.diagonal().mean() * torch.eye(len(M), dtype=M.dtype, device=M.device)
+        return scale * torch.cholesky_solve(R.mT, torch.linalg.cholesky(M + ridge)).mT
 
 
-class Sylvester(Scaled):
-    """Two-sided least squares, see :func:`two_sided_least_squares`."""
+class Sylvester(OrderFree):
+    r"""Two-sided least squares.
+
+    It minimises :math:`\sum_t \|D_t^{1/2} (X - \tau_t)\|_F^2 + \|(X - \tau_t)\, E_t^{1/2}\|_F^2` with a ridge, where
+    :math:`D_t = U_t d_t U_t^\top` and :math:`E_t = V_t d_t V_t^\top` weigh the directions of a task by their strength.
+    With C and G their sums, ``left`` and ``right``, and the ``targets`` :math:`R = 2 \sum_t U_t d_t s_t V_t^\top`, X is
+    the solution of the Sylvester equation :math:`C X + X G + \varepsilon\,(\bar\gamma_C + \bar\gamma_G) X = R`, in
+    which :math:`\bar\gamma` are the mean eigenvalues.
+    """
 
     name = "sylvester"
     label = "two-sided least squares"
@@ -102,47 +120,54 @@ class Sylvester(Scaled):
 
     def gather(self, state: State, tau: Tensor) -> State:
         unit = tau / torch.linalg.matrix_norm(tau, ord=2)
-        left = torch.linalg.matrix_power(unit @ unit.mT, _POWER)
-        right = torch.linalg.matrix_power(unit.mT @ unit, _POWER)
-        return {
-            **state,
-            "left": state["left"] + left,
-            "right": state["right"] + right,
-            "targets": state["targets"] + 2 * tau @ right,
-        }
+        left, right = (torch.linalg.matrix_power(gram, _POWER) for gram in (unit @ unit.mT, unit.mT @ unit))
+        new = {"left": left, "right": right, "targets": 2 * tau @ right}
+        return {**state, **{name: state[name] + value for name, value in new.items()}}
 
     def update(self, state: State, scale: float) -> Tensor:
-        return scale * two_sided_least_squares(state["left"], state["right"], state["targets"], self.options.eps)
+        c, P = torch.linalg.eigh(state["left"])
+        g, Q = torch.linalg.eigh(state["right"])
+        denominators = c.clamp_min(0)[:, None] + g.clamp_min(0) + self.options.eps * (c.mean() + g.mean())
+        return scale * (P @ (P.mT @ state["targets"] @ Q / denominators) @ Q.mT)
 
 
-def least_squares(R: Tensor, M: Tensor, eps: float) -> Tensor:
-    r"""Return :math:`X = R\,(M + \varepsilon\,\bar\mu I)^{-1}`, which minimises
-    :math:`\sum_t \|(X - \tau_t)\,\tau_t^\top\|_F^2 / w_t` with a ridge.
+class TsvStream(OrderFree):
+    r"""TSV-M, task singular vectors (Gargiulo et al., CVPR 2025), of the tasks that have arrived.
 
-    That is WUDI's loss (Cheng et al., 2025), whose closed form is SWUDI (arXiv 2606.07289).
-
-    Args:
-        R: :math:`\sum_t \tau_t \tau_t^\top \tau_t / w_t`, ``(d_o, d_i)``.
-        M: :math:`\sum_t \tau_t^\top \tau_t / w_t`, ``(d_i, d_i)``, not zero.
-        eps: the ridge, over the mean eigenvalue :math:`\bar\mu` of M.
+    With ``k = min(d_o, d_i)``, each of T tasks keeps its k // T leading directions, and
+    :math:`X = \lambda\, \mathrm{polar}([U_1 \dots U_T])\, \mathrm{diag}(s)\, \mathrm{polar}([V_1 \dots V_T])^\top`.
+    A new task cuts those of all earlier ones, so that the state, ``left`` ``(d_o, k)``, ``values`` ``(k,)`` and
+    ``right`` ``(d_i, k)``, has the size of two models; its columns beyond T (k // T) are zero.
     """
-    ridge = eps * M.diagonal().mean() * torch.eye(len(M), dtype=M.dtype, device=M.device)
-    return torch.cholesky_solve(R.mT, torch.linalg.cholesky(M + ridge)).mT
+
+    name = "tsv_stream"
+    label = "TSV-M (stream)"
+    citation = "TSV-M ([Gargiulo et al., CVPR 2025](https://arxiv.org/abs/2412.00081)), one task after another"
+
+    def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
+        k = min(d_o, d_i)
+        return {"left": (d_o, k), "values": (k,), "right": (d_i, k)}
+
+    def gather(self, state: State, tau: Tensor) -> State:
+        tasks, k, kept = int(state["count"]), min(tau.shape), dict(state)
+        share, share_before = k // tasks, k // max(1, tasks - 1)
+        for name, new in zip(("left", "values", "right"), leading_directions(tau, share), strict=True):
+            starts = range(0, (tasks - 1) * share_before, max(1, share_before))
+            earlier = [state[name][..., start : start + share] for start in starts]
+            kept[name] = pad(torch.cat([*earlier, new], dim=-1), (0, k - tasks * share))
+        return kept
+
+    def update(self, state: State, scale: float) -> Tensor:
+        left, right = (map_spectrum(state[side], torch.ones_like) for side in ("left", "right"))  # polar factors
+        return scale * left * state["values"] @ right.mT
 
 
-def two_sided_least_squares(C: Tensor, G: Tensor, R: Tensor, eps: float) -> Tensor:
-    r"""Return the X of the Sylvester equation :math:`C X + X G + \varepsilon\,(\bar\gamma_C + \bar\gamma_G) X = R`.
-
-    It minimises :math:`\sum_t \|D_t^{1/2} (X - \tau_t)\|_F^2 + \|(X - \tau_t)\, E_t^{1/2}\|_F^2` with a ridge, where
-    :math:`D_t = U_t d_t U_t^\top` and :math:`E_t = V_t d_t V_t^\top` weigh the directions of a task by their strength.
-
-    Args:
-        C: :math:`\sum_t U_t d_t U_t^\top`, ``(d_o, d_o)``, not zero.
-        G: :math:`\sum_t V_t d_t V_t^\top`, ``(d_i, d_i)``.
-        R: :math:`2 \sum_t U_t d_t s_t V_t^\top`, ``(d_o, d_i)``.
-        eps: the ridge, over the sum of the mean eigenvalues of C and G.
-    """
-    c, P = torch.linalg.eigh(C)
-    g, Q = torch.linalg.eigh(G)
-    denominators = c.clamp_min(0)[:, None] + g.clamp_min(0) + eps * (c.mean() + g.mean())
-    return P @ (P.mT @ R @ Q / denominators) @ Q.mT
+def leading_directions(tau: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ``count`` largest singular values between left ``(d_o, count)`` and right ``(d_i, count)`` vectors."""
+    if tau.shape[0] < tau.shape[1]:
+        V, s, U = leading_directions(tau.mT, count)
+        return U, s, V
+    V = torch.linalg.eigh(gram_matrix(tau)).eigenvectors.flip(-1)[:, :count]
+    U = tau @ V
+    s = torch.linalg.vector_norm(U, dim=0)
+    return torch.where(s > FAINTEST * s[:1], U / s, 0), s, V

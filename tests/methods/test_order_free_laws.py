@@ -11,8 +11,7 @@ from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.mix import Mix, MixConfig
 from fusion_bench_nufilt.methods.order_free import ScaleConfig
 from fusion_bench_nufilt.methods.spectral import Spectral
-from fusion_bench_nufilt.methods.sums import Isotropic, RidgeConfig, Sum, Sylvester, WudiSums
-from fusion_bench_nufilt.methods.tsv import TsvStream
+from fusion_bench_nufilt.methods.sums import Isotropic, RidgeConfig, Sum, Sylvester, TsvStream, WudiSums
 from tests.methods.test_spectral import distance, task_vectors
 
 SHAPES = [(40, 12), (12, 40), (16, 16)]
