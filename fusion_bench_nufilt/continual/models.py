@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from fusion_bench import BaseModelPool
 from omegaconf import OmegaConf
@@ -44,11 +45,8 @@ def _drawn_at_random() -> Iterator[set[str]]:
         missing.update(info["missing_keys"])
         return (model, info) if output_loading_info else model
 
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[method-assign]
-    try:
+    with patch.object(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
         yield missing
-    finally:
-        PreTrainedModel.from_pretrained = load  # type: ignore[method-assign]
 
 
 def describe_model(modelpool: BaseModelPool, name: str) -> Any:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .adapter import SOLVERS, Objective, loop_gram
 from .config import FusionConfig
-from .subspace import first_coordinates, project, subspace_affinity, top_right_singular_vectors
+from .subspace import first_coordinates, null_space_filter, subspace_affinity, top_right_singular_vectors
 from .weights import LowRank
 
 
@@ -48,7 +48,7 @@ def fuse_stack(
         V_p, A = first_coordinates(tau_merged, ranks.null), None
     else:
         V_p = top_right_singular_vectors(tau_merged, ranks.null, exact_on=exact_on)
-    tau_filtered = project(tau, V_p, config.null_space)
+    tau_filtered = null_space_filter(tau, V_p, config.null_space)
     kept = _norm2(tau_filtered) / tau_norm2.clamp_min(torch.finfo(tau.dtype).tiny)
     # ||tau||^2 = ||tau P||^2 + ||tau (I - P)||^2
     measures["filtered_share"] = torch.where(tau_norm2 > 0, 1 - kept, 0).clamp_min(0)

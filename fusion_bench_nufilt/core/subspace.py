@@ -171,16 +171,11 @@ def subspace_affinity(V: Tensor, W: Tensor) -> Tensor:
     return (W.mT @ V).square().sum(dim=(-2, -1)) / r
 
 
-def project(tau: Tensor, V_p: Tensor, null_space: bool | Literal["zero"]) -> Tensor:
-    r"""Return :math:`\tau P` for the P that ``FusionConfig.null_space`` names; ``tau`` itself where P = I."""
-    if null_space is False:
-        return tau
-    return torch.zeros_like(tau) if null_space == "zero" else null_space_filter(tau, V_p)
-
-
-def null_space_filter(tau: Tensor, V_p: Tensor) -> Tensor:
-    r"""Return :math:`\tau P = \tau - (\tau V_p) V_p^\top`, ``(..., d_o, d_i)``; P itself is never formed."""
-    return tau - (tau @ V_p) @ V_p.mT
+def null_space_filter(tau: Tensor, V_p: Tensor, null_space: bool | Literal["zero"] = True) -> Tensor:
+    r"""Return :math:`\tau P`, ``(..., d_o, d_i)``, for the P of ``FusionConfig.null_space``, which is never formed."""
+    if null_space is True:
+        return tau - (tau @ V_p) @ V_p.mT
+    return torch.zeros_like(tau) if null_space == "zero" else tau  # which tells the caller that P = I
 
 
 def first_coordinates(tau: Tensor, rank: int) -> Tensor:

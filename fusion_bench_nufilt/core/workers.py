@@ -87,11 +87,10 @@ def map_layers(
         if threads == 1:
             yield from map(function, items)
         else:
-            yield from side_by_side(function, items, min(workers or threads, threads))
+            yield from _side_by_side(function, items, min(workers or threads, threads))
 
 
-def side_by_side(function: Callable[[_T], _R], items: Sequence[_T], workers: int) -> Iterator[_R]:
-    """Yield the results in order; ``workers`` threads compute them, each with single-threaded mathematics."""
+def _side_by_side(function: Callable[[_T], _R], items: Sequence[_T], workers: int) -> Iterator[_R]:
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(workers, initializer=_single_threaded)
     ahead: deque[Future[_R]] = deque()
@@ -129,7 +128,7 @@ class _ExactProducts:
         with self._lock:
             self._merges += 1
             if self._merges == 1:
-                self._restore = _make_products_exact()
+                _make_products_exact(self._restore)
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
@@ -141,17 +140,15 @@ class _ExactProducts:
 _exact_products = _ExactProducts()
 
 
-def _make_products_exact() -> ExitStack:
-    """Turn rounding off, and return what sets it as it was before when it is closed."""
-    restore = ExitStack()
+def _make_products_exact(restore: ExitStack) -> None:
+    """Turn rounding off until ``restore`` is closed."""
     if not hasattr(torch.backends, "fp32_precision"):  # torch before 2.9
         restore.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         torch.set_float32_matmul_precision("highest")
-        return restore
+        return
     for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]
         restore.callback(setattr, products, "fp32_precision", products.fp32_precision)
         products.fp32_precision = "ieee"
-    return restore
 
 
 def working_bytes(shape: Sequence[int], itemsize: int) -> int:

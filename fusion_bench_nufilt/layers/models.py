@@ -26,13 +26,9 @@ def check_model(
 ) -> None:
     """Refuse a model that cannot be merged with the pretrained one.
 
-    Args:
-        pretrained: the pretrained model.
-        model: the model to check.
-        merged: state-dict keys of the parameters that hold merged layers; None means all matrices.
-        name: the model's name in the pool, for the message.
-        other_params: with ``pretrained``, the values of other parameters do not matter, since they are not taken.
-        on_shape_mismatch: with ``keep-base``, other parameters may differ in shape, which is logged as a warning.
+    ``merged`` are the state-dict keys of the parameters that hold merged layers; None means all matrices. With
+    ``other_params="pretrained"``, the values of other parameters do not matter, since they are not taken. With
+    ``on_shape_mismatch="keep-base"``, they may differ in shape, which is logged as a warning.
 
     Raises:
         ValueError: a parameter with merged layers is missing or not floating point, or any parameter has another shape

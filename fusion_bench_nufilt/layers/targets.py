@@ -24,11 +24,7 @@ OnShapeMismatch = Literal["error", "keep-base"]
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """Which layers are merged (see :func:`select_layers`), and what happens to all other parameters.
-
-    Raises:
-        ValueError: a value is out of its range; the message names the key.
-    """
+    """Which layers are merged, and what happens to all other parameters; a ValueError names a bad key."""
 
     target_modules: str | Sequence[str] = option(
         "auto",

@@ -5,7 +5,7 @@ parameter hold it, and whether they hold it transposed.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,15 +94,23 @@ def _long_sides(tensor: Tensor) -> int:
 def _views_of(name: str, module: nn.Module) -> Iterator[View]:
     own = dict(module.named_parameters(recurse=False))
 
-    def one(attribute: str, *, part: str = "", transposed: bool = False, linear: bool = True) -> Iterator[View]:
+    def one(attribute: str, part: str = "", *, transposed: bool = False, linear: bool = True) -> Iterator[View]:
         parameter = own.get(attribute)
         if parameter is not None and parameter.dtype in FLOATS and parameter.ndim >= 2:
-            yield _view(name, attribute, part, parameter, (0, len(parameter)), transposed, linear)
+            yield from several(attribute, [part], transposed=transposed, linear=linear)
 
-    def experts(attribute: str, *, part: str, transposed: bool) -> Iterator[View]:
-        for expert in range(len(own[attribute])):
-            rows = (expert, expert + 1)
-            yield _view(name, attribute, join(str(expert), part), own[attribute], rows, transposed, True)
+    def several(
+        attribute: str, parts: Sequence[str], *, transposed: bool = False, linear: bool = True
+    ) -> Iterator[View]:
+        parameter = own[attribute]
+        size = len(parameter) // len(parts)
+        stored = (size, *parameter.shape[1:])
+        height, *sides = stored[1:] if size == 1 and parameter.ndim == 3 and linear else stored
+        width = math.prod(sides)
+        shape = (width, height) if transposed else (height, width)
+        for i, part in enumerate(parts):
+            rows = (i * size, (i + 1) * size)
+            yield View(join(name, part), name, join(name, attribute), shape, rows, stored, transposed, linear)
 
     if isinstance(module, nn.Linear):
         yield from one("weight")
@@ -112,30 +120,18 @@ def _views_of(name: str, module: nn.Module) -> Iterator[View]:
         if module.groups == 1 and not module.transposed:
             yield from one("weight", linear=False)
     elif "in_proj_weight" in own and own["in_proj_weight"].ndim == 2 and len(own["in_proj_weight"]) % 3 == 0:
-        size = len(own["in_proj_weight"]) // 3
-        for i, part in enumerate("qkv"):
-            rows = (i * size, (i + 1) * size)
-            yield _view(name, "in_proj_weight", f"in_proj.{part}", own["in_proj_weight"], rows, False, True)
+        yield from several("in_proj_weight", ["in_proj.q", "in_proj.k", "in_proj.v"])
     elif isinstance(module, nn.MultiheadAttention):  # Keys or values are of another size.
         for part in ("q_proj", "k_proj", "v_proj"):
-            yield from one(f"{part}_weight", part=part)
+            yield from one(f"{part}_weight", part)
     elif (transposed := _orientation(own)) is not None:
         for attribute in ("gate_up_proj", "down_proj"):
-            yield from experts(attribute, part=attribute, transposed=transposed)
+            experts = [f"{expert}.{attribute}" for expert in range(len(own[attribute]))]
+            yield from several(attribute, experts, transposed=transposed)
     elif "weight" in own and own["weight"].ndim == 3:
         sizes = getattr(module, "output_size", None), getattr(module, "input_size", None)
         if own["weight"].shape[1:] == sizes:
-            yield from experts("weight", part="", transposed=False)
-
-
-def _view(
-    module: str, attribute: str, part: str, parameter: Tensor, rows: tuple[int, int], transposed: bool, linear: bool
-) -> View:
-    part_shape = (rows[1] - rows[0], *parameter.shape[1:])
-    height, *sides = part_shape[1:] if part_shape[0] == 1 and parameter.ndim == 3 and linear else part_shape
-    width = math.prod(sides)
-    shape = (width, height) if transposed else (height, width)
-    return View(join(module, part), module, join(module, attribute), shape, rows, part_shape, transposed, linear)
+            yield from several("weight", list(map(str, range(len(own["weight"])))))
 
 
 def _is_conv1d(module: nn.Module) -> bool:
