@@ -150,9 +150,7 @@ def solve_adapter(objective: Objective, A: Tensor, *, ridge: float) -> tuple[Ten
     return D @ (V @ W).mT, B, losses
 
 
-Solver = Callable[[Objective, Tensor, FusionConfig], tuple[Tensor, Tensor, Tensor]]
-
-SOLVERS: dict[str, Solver] = {
+SOLVERS: dict[str, Callable[[Objective, Tensor, FusionConfig], tuple[Tensor, Tensor, Tensor]]] = {
     "adam": lambda objective, A, config: fit_adapter(objective, A, lr=config.lr, max_steps=config.max_steps),
     "closed_form": lambda objective, A, config: solve_adapter(objective, A, ridge=config.ridge),
 }

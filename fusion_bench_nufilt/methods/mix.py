@@ -6,8 +6,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from fusion_bench_nufilt.core.options import check_choices
-
 from .base import State
 from .order_free import OrderFree, ScaleConfig, option
 from .spectral import Spectral
@@ -23,10 +21,6 @@ class MixConfig(ScaleConfig):
     pair: Literal["spectral+sylvester", "tsv_stream+sylvester", "tsv_stream+spectral"] = option(
         "spectral+sylvester", "The two methods whose updates are averaged."
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choices(self)
 
 
 class Mix(OrderFree):

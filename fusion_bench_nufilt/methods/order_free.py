@@ -4,7 +4,7 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core import options
-from fusion_bench_nufilt.core.options import check_positive, is_number
+from fusion_bench_nufilt.core.options import check_choices, check_positive, is_number
 from fusion_bench_nufilt.core.subspace import gram_matrix
 from fusion_bench_nufilt.core.weights import wide_dtype
 
@@ -25,13 +25,19 @@ option = partial(options.option, panel="Order-free methods")
 
 @dataclass(frozen=True)
 class RampConfig:
-    """The setting that all order-free methods have; a ValueError names a key whose value is out of its range."""
+    """The setting that all order-free methods have; further ones are choices or numbers above zero.
+
+    Raises:
+        ValueError: a value is out of its range; the message names the key.
+    """
 
     ramp: float = option(
         0.0, "Makes the strength λ grow with depth, from λ (1 - ramp) in the first block to λ (1 + ramp) in the last."
     )
 
     def __post_init__(self) -> None:
+        check_choices(self)
+        check_positive(self, *(each.name for each in fields(self) if each.type is float and each.name != "ramp"))
         if not (is_number(self.ramp) and -1 < self.ramp < 1):
             raise ValueError(f"ramp must be a number between -1 and 1, got {self.ramp!r}")
 
@@ -41,10 +47,6 @@ class ScaleConfig(RampConfig):
     """The settings of an order-free method whose update has a strength."""
 
     scale: float = option(1.0, "Strength of the merged update.", symbol="λ")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "scale")
 
 
 class OrderFree(LayerMethod):

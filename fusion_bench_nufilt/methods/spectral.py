@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.options import check_positive
 from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
 
 from .base import State
@@ -31,10 +30,6 @@ class SpectralConfig(RampConfig):
 
     kappa: float = option(0.9, "Strength of a direction, over the tasks' mean largest singular value.", symbol="κ")
     damp: float = option(0.5, "How far directions that n tasks share are held down: by n^-damp.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "kappa", "damp")
 
 
 class Spectral(OrderFree):

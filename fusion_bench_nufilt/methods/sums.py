@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion_bench_nufilt.core.options import check_positive
 from fusion_bench_nufilt.core.subspace import gram_matrix
 
 from .base import State
@@ -28,10 +27,6 @@ class RidgeConfig(ScaleConfig):
     """The settings of a method that solves a ridge problem."""
 
     eps: float = option(0.1, "Ridge of the least-squares problem, over the mean eigenvalue of its matrix.", symbol="ε")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "eps")
 
 
 class Sum(OrderFree):
