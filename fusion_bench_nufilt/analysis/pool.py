@@ -59,7 +59,7 @@ class PoolAnalysis:
     @property
     def memory_note(self) -> str:
         """Say how much memory and disk recording will take."""
-        needed, owners = memory_of(self.pretrained, self.owner), len(set(self.owner.values()))
+        needed, owners = memory_of(self.pretrained, self.owner.values()), len(set(self.owner.values()))
         return (
             f"second moments of {owners} inputs of {len(self.views)} layers, for each of {len(self.tasks)} tasks: at "
             f"most {min(needed, MEMORY) / 1e6:.0f} MB of memory at a time, {needed / 3e6:.0f} MB on disk"

@@ -4,7 +4,7 @@ import inspect
 import json
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -203,25 +203,20 @@ def shared_inputs(model: nn.Module, names: Sequence[str], inputs: Loader) -> dic
     return owner
 
 
-def memory_of(model: nn.Module, owner: Mapping[str, str]) -> int:
-    """Return the bytes that recording takes beside the model if all layers are recorded at once."""
-    return sum(_bytes(model, name) for name in set(owner.values()))
+def memory_of(model: nn.Module, layers: Iterable[str]) -> int:
+    """Return the bytes of the moments of some layers while they are recorded: float64 sums and float32 means."""
+    return sum((8 + 4) * _width(model, name) ** 2 for name in set(layers))
 
 
 def _groups(model: nn.Module, names: Sequence[str], max_memory: int) -> Iterator[list[str]]:
     """Split the layers into groups whose moments fit into the memory, or that are a single layer."""
     group: list[str] = []
     for name in names:
-        if group and sum(_bytes(model, each) for each in (*group, name)) > max_memory:
+        if group and memory_of(model, [*group, name]) > max_memory:
             yield group
             group = []
         group.append(name)
     yield group
-
-
-def _bytes(model: nn.Module, name: str) -> int:
-    """Return what a moment takes while it is recorded: its float64 sum, and the float32 mean that is written."""
-    return (8 + 4) * _width(model, name) ** 2
 
 
 def _width(model: nn.Module, name: str) -> int:

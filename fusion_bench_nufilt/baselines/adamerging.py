@@ -29,9 +29,6 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         init_values: the coefficients before training.
         seed: decides the order of the items.
         **kwargs: options of :class:`fusion_bench_nufilt.baselines.task_data.EntropyConfig`.
-
-    Raises:
-        ValueError: the task pool has no data of the last model's task.
     """
 
     def __init__(self, init_values: float = 0.3, seed: int = 42, **kwargs: Any) -> None:

@@ -39,9 +39,6 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
 
     Args:
         **kwargs: options of :class:`FineTuningConfig` and :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
-
-    Raises:
-        ValueError: a task has no training images, or the task pool is not for CLIP vision towers.
     """
 
     def __init__(self, **kwargs: Any) -> None:

@@ -134,10 +134,6 @@ class BatchMethodBaseline(_Baseline):
     Args:
         base_method: config of the method, with ``_target_``.
         **kwargs: options of :class:`RuleConfig` and :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
-
-    Raises:
-        ValueError: a value is out of its range, or the method returns a model of another class or one that is not
-            finite.
     """
 
     def __init__(self, base_method: DictConfig, **kwargs: Any) -> None:
@@ -191,10 +187,6 @@ class ContinualMethodBaseline(_Baseline):
             ``save_merged_model``.
         form: ``paper``, which is the only form.
         **kwargs: options of the protocol, see :class:`ContinualMergingAlgorithm`.
-
-    Raises:
-        ValueError: another form is chosen, or the run is to go on from a step, which can't be done: the merged model
-            does not hold all that such a method keeps between its steps.
     """
 
     def __init__(self, base_method: DictConfig, form: str = "paper", **kwargs: Any) -> None:

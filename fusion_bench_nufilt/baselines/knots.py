@@ -31,9 +31,6 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
         threshold: the percentage of each model's entries that TIES keeps, which are the largest.
         merge_func: how TIES joins entries of the elected sign: ``sum`` in the continual comparison, ``mean`` in the
             KnOTS paper.
-
-    Raises:
-        ValueError: a value is out of its range, or a model that is merged lacks a layer or has bad values.
     """
 
     # auto_register_config sets these.

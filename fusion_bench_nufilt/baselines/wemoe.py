@@ -151,10 +151,6 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
 
     Args:
         **kwargs: options of :class:`WEMoEConfig` and :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
-
-    Raises:
-        ValueError: the models are neither CLIP vision towers nor T5, the task pool has no data of a task, or the run
-            is to go on from an earlier one, which it can't.
     """
 
     def __init__(self, **kwargs: Any) -> None:

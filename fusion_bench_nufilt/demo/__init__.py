@@ -5,21 +5,29 @@ keeps them in a cache folder; every later one reads from there. `config/modelpoo
 `config/taskpool/nufilt_demo.yaml` hand the loaders to FusionBench's own CLIP pools.
 """
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import TensorDataset
-from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
+from tqdm.auto import tqdm
+from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer, CLIPVisionModel
 
+from fusion_bench_nufilt.storage.files import atomic_folder
 from fusion_bench_nufilt.taskpools.local_tasks import register_task
 
-from .build import demo_folder
+from .render import SIDE
 from .tasks import TASKS
-from .train import active_recipe, draw_pictures, normalise
+from .train import Recipe, Tick, active_recipe, draw_pictures, finetune, normalise, pretrain
 
 # FusionBench's task pool asks its registry for class names and prompts.
 for _name, _task in TASKS.items():
@@ -71,3 +79,88 @@ def to_pixels(image: Image.Image) -> Tensor:
 def _check(name: str, known: set[str], kind: str) -> None:
     if name not in known:
         raise ValueError(f"the demo has no {kind} {name!r}, only {', '.join(sorted(known))}")
+
+
+def cache_folder() -> Path:
+    """Return $NUFILT_CACHE, or else `fusion_bench_nufilt` in the user's cache folder."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fusion_bench_nufilt"
+    return Path(os.environ.get("NUFILT_CACHE") or folder).expanduser()
+
+
+def demo_folder() -> Path:
+    """Return the finished folder of the active recipe: `pictures`, `clip`, `_pretrained_` and the tasks.
+
+    What is missing is built, by one process while others wait. Each part appears at once and complete, so that an
+    interrupted build goes on where it stopped.
+    """
+    recipe = active_recipe()
+    folder = cache_folder() / recipe.fingerprint()
+    if _missing(recipe, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock")  # the system releases it when the process ends, however it ends
+        try:
+            held = lock.acquire(timeout=0)
+        except Timeout:
+            _say("waiting for another process that is building the demo")
+            held = lock.acquire()
+        with held:
+            if missing := _missing(recipe, folder):  # unless another process built them while this one waited
+                _build(recipe, folder, missing)
+    return folder
+
+
+def _missing(recipe: Recipe, folder: Path) -> dict[str, int]:
+    """Return the training steps of the parts that are not there yet, each part after those it is made from."""
+    steps = {"pictures": 0, "clip": 2 * recipe.text_steps + recipe.pretrain_steps, "_pretrained_": 0}
+    steps |= dict.fromkeys(TASKS, recipe.finetune_steps)
+    return {part: number for part, number in steps.items() if not (folder / part).is_dir()}
+
+
+def _build(recipe: Recipe, folder: Path, missing: dict[str, int]) -> None:
+    _say(f"building the demo's pictures and models, once, in {folder} (a minute or two)")
+    titles = {"pictures": "drawing test pictures", "clip": "pretraining a tiny CLIP"}
+    with tqdm(total=sum(missing.values()), unit="step", disable=None) as bar:
+        for part in missing:
+            bar.set_description(titles.get(part, part))
+            with _reproducible(recipe), atomic_folder(folder / part) as draft:
+                _make(recipe, part, draft, folder / "clip", bar.update)
+
+
+def _make(recipe: Recipe, part: str, draft: Path, pretrained: Path, tick: Tick) -> None:
+    """Write one part to the folder `draft`; the towers are made from the CLIP in the folder `pretrained`."""
+    if part == "pictures":
+        for task in TASKS:
+            images, labels = draw_pictures(recipe, task, held_out=True)
+            save_file({"images": images, "labels": labels}, draft / f"{task}.safetensors")
+    elif part == "clip":
+        clip, tokenizer = pretrain(recipe, draft, tick)
+        clip.save_pretrained(draft)
+        image_processor = CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+        CLIPProcessor(image_processor, tokenizer).save_pretrained(draft)
+    else:
+        clip = CLIPModel.from_pretrained(pretrained)
+        vision = CLIPVisionModel(clip.config.vision_config)
+        vision.vision_model.load_state_dict(clip.vision_model.state_dict())
+        if part in TASKS:
+            finetune(recipe, clip, CLIPTokenizer.from_pretrained(pretrained), vision, part, tick)
+        vision.save_pretrained(draft)
+
+
+def _say(message: str) -> None:
+    print(f"fusion_bench_nufilt.demo: {message}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _reproducible(recipe: Recipe) -> Iterator[None]:
+    """Train the same way whatever the caller's settings are, and leave those as they were.
+
+    FusionBench loads models inside `torch.no_grad`, with any number of threads and any seed.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(recipe.threads)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+            torch.default_generator.manual_seed(recipe.seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)

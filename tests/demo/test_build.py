@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion_bench_nufilt.demo import build
+from fusion_bench_nufilt import demo as room
 from fusion_bench_nufilt.demo.train import TINY, Recipe, active_recipe
 
 WEIGHTS = "model.safetensors"
@@ -22,20 +22,20 @@ def copy(demo, tmp_path, monkeypatch):
 @pytest.fixture
 def made(monkeypatch):
     """The names of the parts that are made from now on."""
-    names, appearing = [], build.atomic_folder
-    monkeypatch.setattr(build, "atomic_folder", lambda target: names.append(target.name) or appearing(target))
+    names, appearing = [], room.atomic_folder
+    monkeypatch.setattr(room, "atomic_folder", lambda target: names.append(target.name) or appearing(target))
     return names
 
 
 def test_a_finished_cache_is_used_as_it_is(copy, made):
-    assert build.demo_folder() == copy
+    assert room.demo_folder() == copy
     assert made == []
 
 
 def test_only_what_is_missing_is_built_again_to_the_same_bits(copy, made):
     before = (copy / "shapes" / WEIGHTS).read_bytes()
     shutil.rmtree(copy / "shapes")
-    build.demo_folder()
+    room.demo_folder()
     assert made == ["shapes"]
     assert (copy / "shapes" / WEIGHTS).read_bytes() == before
 
@@ -49,7 +49,7 @@ def test_pretraining_gives_the_same_bits_for_any_seed_threads_and_gradient_mode(
     state = torch.get_rng_state()
     try:
         with torch.inference_mode():
-            build.demo_folder()
+            room.demo_folder()
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
@@ -63,18 +63,18 @@ def test_what_interrupted_and_killed_builds_left_is_swept_away_and_made_again(co
     half.mkdir()
     (half / WEIGHTS).write_bytes(b"half")
     with monkeypatch.context() as patch:
-        patch.setattr(build, "finetune", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(room, "finetune", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            build.demo_folder()
+            room.demo_folder()
     assert list(copy.glob("*digits*")) == []
-    build.demo_folder()
+    room.demo_folder()
     assert (copy / "digits" / WEIGHTS).exists()
 
 
 def test_who_comes_second_waits_and_builds_nothing(copy, made, monkeypatch, capsys):
     # The rival holds the lock, and finishes the missing part while we wait.
     shutil.move(copy / "digits", copy.parent / "aside")
-    rival = build.FileLock(copy / ".lock")
+    rival = room.FileLock(copy / ".lock")
     rival.acquire()
 
     def finish(message):
@@ -82,8 +82,8 @@ def test_who_comes_second_waits_and_builds_nothing(copy, made, monkeypatch, caps
         shutil.move(copy.parent / "aside", copy / "digits")
         rival.release()
 
-    monkeypatch.setattr(build, "_say", finish)
-    build.demo_folder()
+    monkeypatch.setattr(room, "_say", finish)
+    room.demo_folder()
     assert made == []
 
 
@@ -97,9 +97,9 @@ def test_the_environment_chooses_the_recipe_and_the_folder(monkeypatch, tmp_path
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert active_recipe() == Recipe()
-    assert build.cache_folder() == tmp_path / "fusion_bench_nufilt"
+    assert room.cache_folder() == tmp_path / "fusion_bench_nufilt"
     monkeypatch.setenv("NUFILT_CACHE", str(tmp_path / "mine"))
-    assert build.cache_folder() == tmp_path / "mine"
+    assert room.cache_folder() == tmp_path / "mine"
     monkeypatch.setenv("NUFILT_DEMO", "huge")
     with pytest.raises(ValueError, match=r"huge.*full, tiny"):
         active_recipe()
