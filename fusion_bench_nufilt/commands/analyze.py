@@ -15,7 +15,7 @@ from fusion_bench_nufilt.analysis.settings import AnalysisConfig
 from fusion_bench_nufilt.compare.overrides import without_method
 from fusion_bench_nufilt.folders import Plan
 from fusion_bench_nufilt.results.write import leave_results
-from fusion_bench_nufilt.storage.files import lock_folder
+from fusion_bench_nufilt.storage.files import lock_folder, refuse_foreign
 
 from .options import patterns, takes_options, was_typed
 from .terminal import terminal
@@ -64,6 +64,7 @@ def analyze(
         from fusion_bench_nufilt.analysis.measure import finished_runs
         from fusion_bench_nufilt.analysis.summary import save_analysis
 
+        refuse_foreign(out, "analysis.json")
         _refuse_ignored([name for name in context.params if was_typed(context, name)], words)
         plan = None if base is None else _plan(console, base, task or [], merged, targets)
         runs = finished_runs([folder.expanduser() for folder in run or ()])

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from fusion_bench_nufilt.storage.files import refuse_foreign
+
 from .terminal import interruptible, terminal
 
 
@@ -56,6 +58,7 @@ def compare(
         from fusion_bench_nufilt.compare import configs, run
         from fusion_bench_nufilt.compare.specs import parse_seeds
 
+        refuse_foreign(out, "compare.json")
         specs = _specs(methods, preset, with_data, modelpool, words)
         loggers = configs.make_trackers(words, out)
         how["overrides"] = [word for word in words if not configs.is_tracker(word)]

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.core.options import unknown_option
 from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.storage.files import printable
 
 from .configs import PROGRAM, compose_run, config_loader, plain
 from .overrides import key_value
@@ -35,8 +36,8 @@ class RunSpec:
 
     @property
     def safe_label(self) -> str:
-        """The label as a file name."""
-        return re.sub(r"[^\w.=,+-]+", "_", self.label)
+        """The label as a file name, which is neither hidden nor another folder's."""
+        return re.sub(r"[^\w.=,+-]+|^\.", "_", self.label)
 
 
 def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
@@ -52,7 +53,9 @@ def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
             label, _, name = (word.strip() for word in head.rpartition("="))
             chosen = methods.resolve(name)
             placed = (methods.place(chosen, setting) for setting in settings)
-            specs.append(RunSpec(label or row, (*chosen, *placed), name.removeprefix("continual/"), tuple(settings)))
+            specs.append(
+                RunSpec(printable(label or row), (*chosen, *placed), name.removeprefix("continual/"), tuple(settings))
+            )
     return specs
 
 

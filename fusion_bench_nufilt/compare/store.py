@@ -24,34 +24,44 @@ class _Settings(TypedDict):
     weights: NotRequired[dict[str, str]]
 
 
+class _RunFile(TypedDict):
+    label: str
+    seed: int
+
+
 class Store:
     """The files of a comparison with settings: all that every run depends on, but for the models' weights.
 
-    It goes on with what the folder holds of the same comparison, unless it is to ``overwrite`` that. A folder that
-    holds results of other settings or that another process holds is refused.
+    It goes on with what the folder holds of the same comparison, unless it is to ``overwrite`` that, which it does when
+    the models are known. A folder that holds results of other settings or that another process holds is refused.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--out {folder}: there is a file of that name")
-        self.folder, self.settings = folder, settings
+        self.folder, self.settings, self._overwrite = folder, settings, overwrite
         self._file, self._references = folder / "compare.json", folder / "references.json"
         self._lock = lock_folder(folder)
         try:
-            there = read_json(self._file, _Settings, advice="delete what it belongs to by hand")
+            self._there = read_json(self._file, _Settings, advice="delete what it belongs to by hand")
             if overwrite:
-                self._delete(there is not None)
-                there = None
-            if there is not None:
+                self._files_to_delete()
+            elif (there := self._there) is not None:
                 self._refuse_others("", {key: value for key, value in there.items() if key != "weights"}, settings)
-            self._there = there
         except BaseException:
             self.close()
             raise
 
     def identify(self, weights: dict[str, str]) -> None:
         """Write the settings and the digests of the models' weights, by name; refuse other weights than those there."""
-        if self._there is not None:
+        if self._overwrite:
+            for file in self._files_to_delete():
+                file.unlink(missing_ok=True)
+            for folder in [*self.folder.glob("runs/*"), self.folder / "runs"]:
+                with suppress(OSError):  # holds something else, or is not there
+                    folder.rmdir()
+            self._overwrite = False
+        elif self._there is not None:
             if (known := self._there.get("weights")) is None:
                 why = "was made by an older version, which did not keep what the models' weights were"
                 raise ValueError(f"{self.folder} {why}. {_WAY_OUT}")
@@ -64,15 +74,16 @@ class Store:
     def close(self) -> None:
         self._lock.release()
 
-    def _delete(self, is_comparison: bool) -> None:
-        """Delete the comparison that the folder holds, and nothing else."""
-        if not is_comparison and (self.folder / "runs").exists():
+    def _files_to_delete(self) -> list[Path]:
+        """Return the files of the comparison that the folder holds; refuse any that it has not made."""
+        runs = sorted(self.folder.glob("runs/*/*.json"))
+        if runs and self._there is None:
             raise ValueError(f"'{self.folder}' has no compare.json: its runs/ is no comparison's and is not deleted")
-        for file in [*self.folder.glob("runs/*/*.json"), self._file, self._references]:
-            file.unlink(missing_ok=True)
-        for folder in [*self.folder.glob("runs/*"), self.folder / "runs"]:
-            with suppress(OSError):  # holds something else, or is not there
-                folder.rmdir()
+        for file in runs:
+            if any(path.is_symlink() for path in (file, file.parent, file.parent.parent)):
+                raise ValueError(f"'{file}' is, or lies behind, a link that no comparison made: remove it by hand")
+            read_json(file, _RunFile, advice="if it is not of this comparison, move it elsewhere, else delete it")
+        return [*runs, self._file, self._references]
 
     def load(self, spec: RunSpec, config: dict[str, Any]) -> Run | None:
         """Return the finished run of a method with a configuration, or None; refuse one of another configuration."""
@@ -92,7 +103,7 @@ class Store:
         write_text(file, json.dumps({"label": spec.label, "seed": run.config["seed"], **asdict(run)}, indent=2))
 
     def load_references(self) -> References | None:
-        return read_json(self._references, References, _DELETE)
+        return None if self._overwrite else read_json(self._references, References, _DELETE)
 
     def save_references(self, references: References) -> None:
         write_text(self._references, json.dumps(references, indent=2))

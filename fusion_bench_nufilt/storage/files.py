@@ -37,6 +37,15 @@ def lock_folder(folder: Path) -> BaseFileLock:
     return lock
 
 
+def refuse_foreign(folder: Path, mark: str) -> None:
+    """Refuse a folder for results that is a file, or that has files but not the one that marks earlier results."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out {folder}: there is a file of that name")
+    there = {path.name for path in folder.iterdir()} - {LOCK, HOLDER} if folder.exists() else set()
+    if there and mark not in there:
+        raise ValueError(f"--out {folder}: it has '{min(there)}' and no {mark}; name a new or an empty folder")
+
+
 @contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``target``; what is written there becomes ``target`` when the block ends well."""

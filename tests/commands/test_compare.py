@@ -46,6 +46,17 @@ def test_a_method_that_cannot_be_built_is_refused(demo, tmp_path, methods, messa
     assert (code, message in text) == (1, True), text
 
 
+@pytest.mark.parametrize("words", [("compare", "--methods", "nufilt"), ("analyze",)])
+def test_a_folder_with_files_of_the_users_own_is_refused(tmp_path, words):
+    (tmp_path / "index.html").write_text("mine")
+    code, text = nufilt(*words, "--out", tmp_path)
+    assert (code, "it has 'index.html' and no" in text, list(tmp_path.iterdir())) == (
+        1,
+        True,
+        [tmp_path / "index.html"],
+    )
+
+
 def test_an_interrupted_comparison_says_that_it_goes_on(demo, tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt

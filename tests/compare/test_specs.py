@@ -85,6 +85,12 @@ def test_all_is_nufilt_and_the_baselines_that_need_no_data():
     assert not {"sequential_finetuning", "adamerging", "lora_wemoe", "batch", "stream"} & set(names)
 
 
+def test_a_label_is_shown_without_control_codes_and_stored_inside_its_folder():
+    red, up, here = parse_methods("\x1b=nufilt, ..=opcm, .=wudi")
+    assert red.label == r"\x1b"
+    assert [spec.safe_label for spec in (up, here)] == ["_.", "_"]
+
+
 def test_order_free_is_every_method_that_keeps_sums():
     assert [spec.label for spec in parse_methods("order_free")] == [method.name for method in ORDER_FREE]
 

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,6 +76,8 @@ def test_overwriting_starts_again_and_leaves_what_others_put_beside_the_runs(sto
     store.close()
     (store.folder / "runs" / "notes.txt").write_text("precious")
     with closing(Store(store.folder, {"modelpool": "q"}, overwrite=True)) as again:
+        assert list(store.folder.rglob("42.json"))  # until the new comparison can begin
+        again.identify({})
         assert again.load(SPEC, RUN.config) is None
         assert again.load_references() is None
     assert [path.name for path in (store.folder / "runs").iterdir()] == ["notes.txt"]
@@ -89,6 +92,22 @@ def test_overwriting_deletes_nothing_where_there_is_no_comparison(tmp_path):
     with pytest.raises(ValueError, match=r"compare\.json' is damaged"):
         Store(tmp_path, SETTINGS, overwrite=True)
     assert (tmp_path / "runs" / "mine" / "1.json").read_text() == "precious"
+
+
+def test_overwriting_follows_no_link_and_deletes_no_other_json(store, tmp_path):
+    store.identify({})
+    store.close()
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "1.json").write_text('{"label": "a", "seed": 1}')
+    runs = store.folder / "runs"
+    for path, make in ((runs / "link", Path.symlink_to), (runs / "my_method" / "1.json", Path.hardlink_to)):
+        make(path, mine if make is Path.symlink_to else mine / "1.json")
+        (mine / "1.json").write_text('{"a": 1}' if make is Path.hardlink_to else '{"label": "a", "seed": 1}')
+        with pytest.raises(ValueError, match=r"1\.json' is(, or lies behind, a link| damaged)"):
+            Store(store.folder, SETTINGS, overwrite=True)
+        path.unlink()
+    assert (runs / "my_method" / "42.json").exists()
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
