@@ -26,7 +26,7 @@ def compare(
         Literal["ablation", "sensitivity", "paper", "overhead"] | None, typer.Option(help="Methods of the paper.")
     ] = None,
     with_data: Annotated[
-        bool, typer.Option("--with-data", help="With --preset paper: also the methods that need data.")
+        bool, typer.Option("--with-data", help="With --preset paper or overhead: also the methods that need data.")
     ] = False,
     modelpool: Annotated[str, typer.Option(help="Models, as fusion_bench names them.")] = "nufilt_demo",
     seeds: Annotated[str, typer.Option(help="Task orders: 42, 42,45 or 42:52 (42 to 51, the paper's ten).")] = "42",
@@ -79,6 +79,8 @@ def _specs(methods: str | None, preset: str | None, with_data: bool, modelpool: 
     from fusion_bench_nufilt.compare.specs import parse_methods
 
     if with_data and not preset:
-        raise ValueError("--with-data goes with --preset paper; name other methods that need data with --methods")
+        raise ValueError(
+            "--with-data goes with --preset paper or overhead; name other methods that need data with --methods"
+        )
     specs = parse_methods(methods or "all", words) if methods or not preset else []
     return specs + preset_specs(preset, modelpool, words, with_data=with_data) if preset else specs

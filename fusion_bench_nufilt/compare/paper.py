@@ -86,7 +86,10 @@ _METHODS = {
         *("sequential_finetuning", "weight_average", "task_arithmetic", "ties_merging", "magmax", "adamerging"),
         *("lora_wemoe", "wudi", "iso_c", "knots_ties", "tsvm", "opcm", "nufilt"),
     ),
-    "overhead": ("task_arithmetic", "opcm", "wudi", *(f"nufilt:max_steps={steps}" for steps in (25, 50, 100))),
+    "overhead": (
+        *("task_arithmetic", "opcm", "wudi", "adamerging", "lora_wemoe"),
+        *(f"nufilt:max_steps={steps}" for steps in (25, 50, 100)),
+    ),
 }
 #: The form that is not the default, of methods whose formula in the paper is not that of their released code.
 _OTHER_FORM = {"ties_merging": "released", "magmax": "paper", "adamerging": "released"}
@@ -96,23 +99,23 @@ def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_da
     """Return the methods of a comparison of the paper.
 
     ``ablation`` has the four rows of the paper's ablation; ``paper`` the methods of its main table, as it sets them,
-    by both formulas where there are two, those that need data only ``with_data``; ``sensitivity`` the panels of
-    :data:`SENSITIVITY`, their ranks in proportion to the width of the models; ``overhead`` the data-free rows of its
-    table of costs.
+    by both formulas where there are two; ``sensitivity`` the panels of :data:`SENSITIVITY`, their ranks in proportion
+    to the width of the models; ``overhead`` the rows of its table of costs. Methods that need data are there only
+    ``with_data``.
     """
-    if with_data and name != "paper":
-        raise ValueError(f"--with-data goes with --preset paper: no method of '{name}' needs data")
+    if with_data and name not in ("paper", "overhead"):
+        raise ValueError(f"--with-data goes with --preset paper or overhead: no method of '{name}' needs data")
     if name == "sensitivity":
         with quiet():
             width = Experiment(compose_run(without_method([f"modelpool={modelpool}", *overrides]))).width
         return [spec for panel in SENSITIVITY for spec in panel_specs(panel, width)]
     if name not in _METHODS:
         raise ValueError(f"there is no preset '{name}'; there are: {', '.join(sorted([*_METHODS, 'sensitivity']))}")
-    rows = list(_METHODS[name])
+    methods = [method for method in _METHODS[name] if with_data or method not in NEED_DATA]
+    rows = [] if name == "paper" else methods
     if name == "paper":
         settings = paper_settings(modelpool)
-        rows = []
-        for method in (method for method in _METHODS[name] if with_data or method not in NEED_DATA):
+        for method in methods:
             rows.append(":".join([f"{method}={method}", *settings.get(method, ())]))
             if form := _OTHER_FORM.get(method):
                 rows.append(":".join([f"{method} ({form})={method}", f"form={form}", *settings.get(method, ())]))

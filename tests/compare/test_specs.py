@@ -152,6 +152,11 @@ def test_methods_that_need_data_are_rows_of_the_paper_where_they_are_asked_for()
     )
     assert set(rows) - set(without) == {"sequential_finetuning", "adamerging", "lora_wemoe"}
     assert [row for row in rows if row in without] == without
+    free, costs = (
+        {spec.method for spec in preset_specs("overhead", "nufilt_demo", [], with_data=asked)}
+        for asked in (False, True)
+    )
+    assert costs - free == {"adamerging", "lora_wemoe"}
     with pytest.raises(ValueError, match="--with-data goes with --preset paper"):
         preset_specs("ablation", "nufilt_demo", [], with_data=True)
 
