@@ -33,8 +33,7 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = la
     if plan.merged is not None:
         models["merged so far"] = plan.merged
     shapes = {layer.name: plan.base.tensors[layer.keys[0]].shape for layer in plan.layers}
-    about = {"base": plan.base.label, "tasks": tasks}
-    result = Analysis(about, tasks, {name: (shape[0], shape[1]) for name, shape in shapes.items()}, task_rank)
+    result = Analysis({"base": plan.base.label, "tasks": tasks}, tasks, shapes, task_rank)
 
     def examine(layer: Layer) -> tuple[float, dict[str, TaskVector]]:
         theta_0, rank = widened(plan.base.read(layer.keys[0])[0]), max(DIRECTIONS, task_rank)

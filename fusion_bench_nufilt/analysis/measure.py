@@ -51,10 +51,7 @@ def default_methods(width: int) -> str:
 
 
 class LossTracker:
-    """Measures what a method, with its label and settings, does to each layer of a pool, one step after another.
-
-    With ``bounds`` it evaluates Corollary 1 as well.
-    """
+    """Measures what a method does to each layer of a pool, step after step; with ``bounds``, Corollary 1 as well."""
 
     def __init__(self, pool: PoolAnalysis, method: str, settings: Mapping[str, Any], *, bounds: bool) -> None:
         self.rows: list[Row] = []

@@ -8,11 +8,7 @@ Json = dict[str, Any]
 
 
 def reading(content: Json) -> list[str]:
-    """Write a few sentences: which tasks collide and where, how many directions they take, and what the data says.
-
-    Args:
-        content: the content of ``analysis.json``.
-    """
+    """Say of ``analysis.json`` which tasks collide and where, how many directions they take, and what the data says."""
     return [*_collisions(content), _spectra(content), *_affinity(content), *_theorem(content), *_methods(content)]
 
 

@@ -21,19 +21,12 @@ _DIRECT, _ROUNDS, _SPARE = 1024, 4, 16
 
 @dataclass(frozen=True)
 class TaskVector:
-    """What is kept of the task vector of a layer.
+    """What is kept of the task vector of a layer."""
 
-    Args:
-        V: its top right singular vectors, ``(d_i, r)``, the most important first; zero beyond the numerical rank.
-        norm: its Frobenius norm.
-        energy: the share of its squared norm in each of the directions of ``V``, ``(r,)``.
-        effective_rank: its squared norm over its largest squared singular value (stable rank); 0 for a zero vector.
-    """
-
-    V: Tensor
-    norm: float
-    energy: Tensor
-    effective_rank: float
+    V: Tensor  # its top right singular vectors, (d_i, r), the most important first; zero beyond the numerical rank
+    norm: float  # Frobenius norm
+    energy: Tensor  # the share of the squared norm in each of the directions of V, (r,)
+    effective_rank: float  # squared norm over the largest squared singular value (stable rank); 0 for a zero vector
 
     def rank_for(self, share: float) -> int | None:
         """How many directions hold this share of the energy; None: more than were solved for."""
@@ -100,14 +93,10 @@ def affinity_by_rank(V_d: Tensor, V_hat: Tensor, ranks: Sequence[int]) -> Tensor
 
 
 def dominance(A: Floats) -> dict[str, float]:
-    """Say how far matched affinities stand above mismatched ones.
+    """Say how far matched affinities stand above mismatched ones; A is ``(layers, T, T)`` of data and vectors, T > 1.
 
-    A is ``(layers, T, T)``, where rows are data, columns vectors, and T > 1.
-
-    Returns:
-        ``diagonal`` and ``off_diagonal``, means over tasks and layers, and their ``ratio``; how many ``rows`` and
-        ``columns`` of the mean matrix have their largest value on the diagonal; and ``matched_above``, how often
-        matched is above mismatched in the same row or column of a layer.
+    ``rows`` and ``columns`` count those of the mean matrix whose largest value is on the diagonal; ``matched_above`` is
+    how often matched is above mismatched in the same row or column of a layer.
     """
     count = A.shape[-1]
     own = np.diagonal(A, axis1=1, axis2=2)  # (layers, T)
@@ -126,10 +115,9 @@ def dominance(A: Floats) -> dict[str, float]:
 
 
 def example_pairs(M: Floats) -> list[tuple[int, int]]:
-    """Choose a high, a moderate and a low pair (data, vector), whose distributions are drawn.
+    """Choose three pairs (data, vector) of the mean matrix, whose distributions are drawn.
 
-    They are the largest diagonal entry of the mean matrix, the off-diagonal entry at their 90th percentile, and the
-    smallest one.
+    They are the largest diagonal entry, and of the off-diagonal entries the one at the 90th percentile and the lowest.
     """
     best = int(np.diagonal(M).argmax())
     off = sorted((float(M[i, j]), i, j) for i in range(len(M)) for j in range(len(M)) if i != j)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import product
@@ -39,7 +39,7 @@ class Analysis:
 
     about: Row  # where it comes from, for people
     tasks: list[str]
-    layers: dict[str, tuple[int, int]]  # (d_o, d_i) by name
+    layers: Mapping[str, Sequence[int]]  # (d_o, d_i) by name
     task_rank: int
     vectors: list[Row] = field(default_factory=list)  # one for each task vector and layer
     overlaps: list[Row] = field(default_factory=list)  # one for each layer and two task vectors
@@ -62,11 +62,7 @@ class Analysis:
 
 
 def save_analysis(analysis: Analysis, folder: Path) -> tuple[Row, list[str]]:
-    """Write ``analysis.json``, ``reading.md`` and the tables as CSV.
-
-    Returns:
-        The content of ``analysis.json``, with the sentences under ``reading``, and the names of the files.
-    """
+    """Write ``analysis.json``, ``reading.md`` and the tables as CSV; return the first one's content, and all names."""
     folder.mkdir(parents=True, exist_ok=True)
     content = summarise(analysis)
     content["reading"] = reading(content)
