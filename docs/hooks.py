@@ -18,9 +18,8 @@ from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import choices
 from fusion_bench_nufilt.folders import Settings
 from fusion_bench_nufilt.layers import TargetConfig
-from fusion_bench_nufilt.methods.mix import MixConfig
 from fusion_bench_nufilt.methods.spectral import SpectralConfig
-from fusion_bench_nufilt.methods.sums import RidgeConfig
+from fusion_bench_nufilt.methods.sums import MixConfig, RidgeConfig
 
 METHODS = (FusionConfig, SpectralConfig, RidgeConfig, MixConfig)
 KINDS = (*METHODS, TargetConfig, DeviceConfig, ProtocolConfig, RuleConfig, Settings)

@@ -110,9 +110,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
         method, theta_0 = self.method, self._read(pretrained)
-        states = self._states
-        if method.state_is_weight:
-            states = {layer: {"weight": W} for layer, W in self._read(merged).items()}
+        states = self._states or {layer: {"weight": W} for layer, W in self._read(merged).items()}
         devices = self.device_config.choose(self.fabric.device)
         added = method.add_each(states, theta_0, self._read(task), step=step, device=devices)
         bar = tqdm(added, total=len(self._layers), desc=f"Merging {name}", unit="layer", leave=False, disable=None)

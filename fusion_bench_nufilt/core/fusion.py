@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .config import FusionConfig
 from .stack import fuse_stack
-from .weights import Layers, LowRank, TaskLayers, check_adapters, check_layers, wide_dtype
+from .weights import Layers, LowRank, TaskLayers, check_layers, wide_dtype
 from .workers import DevicePool, Devices, check_devices, fast_in_float64, map_layers, stack_size
 
 log = logging.getLogger(__name__)
@@ -116,8 +116,8 @@ def fuse_each(
     check_layers(pretrained, pretrained, model="pretrained")
     check_layers(pretrained, merged, model="merged")
     check_layers(pretrained, task, model="task")
-    if lora_A is not None:
-        check_adapters(merged, lora_A, config)
+    if lora_A is not None and config.lora_rank > 0:
+        _check_adapters(merged, lora_A, config)
     devices = check_devices(device or next((weight.device for weight in merged.values()), "cpu"))
     fresh = frozenset(name for name in merged if not (merged[name] != pretrained[name]).any())
     fusion = _FusionStep(pretrained, merged, task, config, seed, step, lora_A, fresh, DevicePool(devices))
@@ -220,6 +220,14 @@ def _stack(weights: Sequence[Any], where: torch.device, dtype: torch.dtype) -> A
 @functools.cache
 def _say_that_float64_takes_over(layer: str, reason: str) -> None:
     log.warning("layer '%s': %s; float64 on the CPU takes over, which is slower", layer, reason)
+
+
+def _check_adapters(layers: Layers, lora_A: Layers, config: FusionConfig) -> None:
+    for name, weight in layers.items():
+        expected = (config.ranks(weight.shape[1]).lora, weight.shape[1])
+        got = tuple(lora_A[name].shape) if name in lora_A else None
+        if got != expected:
+            raise ValueError(f"lora_A of layer '{name}': expected shape {expected}, got {got}")
 
 
 def _initial_A(name: str, d_i: int, config: FusionConfig, seed: int, step: int) -> Tensor:

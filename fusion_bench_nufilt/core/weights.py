@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .config import FusionConfig
-
 
 @dataclass(frozen=True)
 class LowRank:
@@ -88,16 +86,6 @@ def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
             raise ValueError(f"{what}: the weight has NaN or infinite values")
     if extra := layers.keys() - reference.keys():
         raise ValueError(f"model '{model}' has layers that the pretrained model lacks: {sorted(extra)}")
-
-
-def check_adapters(layers: Layers, lora_A: Layers, config: FusionConfig) -> None:
-    """Raise a ValueError that names the layer if its initial A is missing or not ``(lora_rank, d_i)``."""
-    for name, weight in layers.items():
-        d_i = weight.shape[1]
-        expected = (config.ranks(d_i).lora, d_i)
-        got = tuple(lora_A[name].shape) if name in lora_A else None
-        if config.lora_rank > 0 and got != expected:
-            raise ValueError(f"lora_A of layer '{name}': expected shape {expected}, got {got}")
 
 
 def is_finite(values: Tensor) -> bool:

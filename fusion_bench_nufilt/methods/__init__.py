@@ -1,10 +1,9 @@
-"""The layer-wise methods: one short file for each, and one registry."""
+"""The layer-wise methods, and their registry."""
 
 from .base import LayerMethod, Report, State
-from .mix import Mix
 from .nufilt import Nufilt
 from .spectral import Spectral
-from .sums import Isotropic, Sum, Sylvester, TsvStream, WudiSums
+from .sums import Isotropic, Mix, Sum, Sylvester, TsvStream, WudiSums
 
 ORDER_FREE = (Spectral, Sum, Isotropic, WudiSums, TsvStream, Sylvester, Mix)
 """The methods that keep sums over the tasks, whose result does not depend on the tasks' order."""

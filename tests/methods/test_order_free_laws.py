@@ -8,10 +8,9 @@ from fusion_bench.method.isotropic_merging.iso_utils import iso_c
 from fusion_bench.method.task_singular_vector.utils.TSVM_utils import compute_and_sum_svd_mem_reduction
 
 from fusion_bench_nufilt.methods import ORDER_FREE
-from fusion_bench_nufilt.methods.mix import Mix, MixConfig
 from fusion_bench_nufilt.methods.order_free import ScaleConfig
 from fusion_bench_nufilt.methods.spectral import Spectral
-from fusion_bench_nufilt.methods.sums import Isotropic, RidgeConfig, Sum, Sylvester, TsvStream, WudiSums
+from fusion_bench_nufilt.methods.sums import Isotropic, Mix, MixConfig, RidgeConfig, Sum, Sylvester, TsvStream, WudiSums
 from tests.methods.test_spectral import distance, task_vectors
 
 SHAPES = [(40, 12), (12, 40), (16, 16)]
@@ -152,7 +151,11 @@ def test_more_tasks_than_directions_leave_the_layer_as_it_was():
     assert not merge(TsvStream, task_vectors((3, 2), count=3)).any()
 
 
-@pytest.mark.parametrize(("kind", "key", "value"), [(Sum, "scale", 0), (WudiSums, "eps", -1), (Mix, "pair", "sum")])
+SPECTRAL = [("kappa", 0), ("damp", -1), ("damp", True), ("ramp", 1), ("ramp", "x")]
+OTHERS = [(Sum, "scale", 0), (WudiSums, "eps", -1), (Mix, "pair", "sum")]
+
+
+@pytest.mark.parametrize(("kind", "key", "value"), [*OTHERS, *((Spectral, *setting) for setting in SPECTRAL)])
 def test_a_setting_out_of_its_range_is_refused(kind, key, value):
     with pytest.raises(ValueError, match=key):
         kind.Options(**{key: value})
