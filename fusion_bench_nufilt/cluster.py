@@ -125,11 +125,8 @@ def run_on_cluster(ray: Any, nodes: Sequence[Node], work: Work, make: Make, *arg
 
     ``make`` is called once on each node, with ``arguments``, and returns the function that does a piece of work there.
     Ray's own retries would repeat a call on the same actor, and wait for ever for the CPUs or GPUs of a lost node. So
-    what was given to workers that died is given to the others here, after all else.
-
-    Raises:
-        ValueError: ``make`` or the work raises one or an OSError, or a node has other versions of the packages; names
-            the node. No worker is left, or three died of a piece.
+    what was given to workers that died is given to the others here, after all else. A ValueError that names the node
+    says what went wrong there, or that it has other versions of the packages.
     """
     left, workers = dict(work), _start(ray, nodes, make, arguments)
     try:

@@ -72,8 +72,6 @@ def was_typed(context: typer.Context, name: str) -> bool:
 
 def patterns(words: list[str] | None) -> str | list[str] | None:
     """Return a single special word or regular expression as it is, and plain words as a list, as in YAML."""
-    if not words:
-        return None
-    if len(words) == 1 and (words[0] in ("auto", "all-linear") or re.search(r"[\\*+?()\[\]|^$]", words[0])):
+    if words and len(words) == 1 and (words[0] in ("auto", "all-linear") or re.search(r"[\\*+?()\[\]|^$]", words[0])):
         return words[0]
-    return words
+    return words or None

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +114,10 @@ class Checkpoint:
         """The content of config.json, empty if there is none; one that promises far too many layers is refused."""
         path = self.folder / "config.json"
         config: dict[str, Any] = dict(read_json(path, _ModelConfig) or {})
-        most, inside = max(1000, len(self.tensors)), [config]
-        for each in inside:
-            inside += [value for value in each.values() if isinstance(value, dict)]
-        for key, value in chain.from_iterable(each.items() for each in inside):
+        most, entries = max(1000, len(self.tensors)), list(config.items())
+        for key, value in entries:
+            if isinstance(value, dict):
+                entries += value.items()
             numbers = value if isinstance(value, list) else [value]
             if _COUNTS.fullmatch(key) and any(isinstance(number, int) and number > most for number in numbers):
                 can_have = f"'{self.name}' with its {len(self.tensors)} tensors can have"
@@ -180,10 +179,9 @@ def is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").is_file() and (folder / _ADAPTER).is_file()
 
 
-def some(names: Iterable[str], at_most: int = 4) -> str:
-    names = list(names)
-    more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
-    return ", ".join(f"'{name}'" for name in names[:at_most]) + more
+def some(names: Iterable[str]) -> str:
+    first, rest = (names := list(names))[:4], names[4:]
+    return ", ".join(f"'{name}'" for name in first) + (f" and {len(rest)} more" if rest else "")
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -213,10 +211,9 @@ def _weight_files(name: str, folder: Path) -> list[str]:
     if files:
         raise ValueError(f"'{name}' has {len(files)} safetensors files and no {INDEX} that tells which belong together")
     if pickles := [path.name for path in folder.iterdir() if path.suffix in _PICKLES]:
-        raise ValueError(
-            f"'{name}' holds pickled weights ({some(pickles)}), which run code when opened and are refused: "
-            "load it with transformers where you trust it, then model.save_pretrained(folder, safe_serialization=True)"
-        )
+        pickled = f"pickled weights ({some(pickles)}), which run code when opened and are refused"
+        remedy = "with transformers where you trust it, then model.save_pretrained(folder, safe_serialization=True)"
+        raise ValueError(f"'{name}' holds {pickled}: load it {remedy}")
     raise ValueError(f"'{name}' holds no safetensors file")
 
 
@@ -234,10 +231,9 @@ def _hub_headers(name: str, commit: str) -> _Files:
     try:
         metadata = huggingface_hub.get_safetensors_metadata(name.partition("@")[0], revision=commit)
     except NotASafetensorsRepoError as error:
-        raise ValueError(
-            f"'{name}' on the hub holds no safetensors; pickled weights run code when opened and are refused. "
-            "Convert it with https://huggingface.co/spaces/safetensors/convert"
-        ) from error
+        none = "holds no safetensors; pickled weights run code when opened and are refused"
+        convert = "Convert it with https://huggingface.co/spaces/safetensors/convert"
+        raise ValueError(f"'{name}' on the hub {none}. {convert}") from error
     except Exception as error:
         raise ValueError(f"'{name}': the hub can't give the headers of its weights: {error}") from error
     return {

@@ -40,11 +40,9 @@ log = logging.getLogger(__name__)
 #: What is done with a merged layer: its record, and the bytes for each range in the record's ``written``.
 Write = Callable[[Record, Sequence[memoryview]], None]
 _Merged = list[tuple[Record, list[numpy.ndarray]]]  # layers, and their bytes in arrays, which Ray moves without a copy
-_Digests = defaultdict[str, Any]  # of what was read, by model
 
 #: What is said of a tensor outside the merged layers, which stays the base's.
 NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the result"
-_M_MMAP_THRESHOLD = -3  # of malloc.h: the size above which blocks are mapped by themselves
 
 
 @dataclasses.dataclass
@@ -65,7 +63,7 @@ class LayerMerger:
         # By itself, glibc keeps freed blocks of up to 32 MB for later, per thread, and a process of many threads then
         # takes twice what it uses.
         if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
-            mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
+            mallopt(-3, 4 * 2**20)  # M_MMAP_THRESHOLD: blocks above this size are mapped by themselves
 
     def merge(self, layers: list[Layer], write: Write) -> None:
         """Merge all tasks into some layers of one shape, and write each layer."""
@@ -226,7 +224,7 @@ def _make_merger(plan: Plan) -> Callable[[Sequence[str]], _Merged]:
 
 def write_other(plan: Plan, slot: str, output: Output) -> None:
     """Write a tensor outside the merged layers wherever the base has it, a bounded number of bytes at a time."""
-    read = _Digests(hashlib.sha256)
+    read: defaultdict[str, Any] = defaultdict(hashlib.sha256)  # digests by model
     record: Record = {"slot": slot, "written": [], "reports": []}
     for key in plan.others[slot]:
         info, sha, finite = plan.base.tensors[key], hashlib.sha256(), True
@@ -255,7 +253,7 @@ def _in_mean(plan: Plan, slot: str) -> tuple[int, dict[str, FullModel]]:
     return plan.before.get("mean_counts", {}).get(slot, plan.first_step - 1), having
 
 
-def _pieces(plan: Plan, slot: str, key: str, read: _Digests) -> Iterator[Tensor]:
+def _pieces(plan: Plan, slot: str, key: str, read: defaultdict[str, Any]) -> Iterator[Tensor]:
     """Yield the new tensor, flattened, piece by piece, and take the digests of what is read."""
     info, base, merged = plan.base.tensors[key], plan.base.file(key), plan.merged
     averaged = slot in plan.averaged

@@ -115,7 +115,6 @@ def _fetch(plan: Plan) -> None:
 
 
 def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -> None:
-    """Merge the layers and write the other tensors, but for those that an earlier run finished."""
     done, total = output.done, len(plan.layers) + len(plan.others)
     if done:
         log.info("going on: %d of %d tensors are done", len(done), total)

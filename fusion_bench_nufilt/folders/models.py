@@ -100,7 +100,15 @@ class LoraAdapter(FullModel):
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.config: Mapping[str, Any] = checkpoint.adapter_config
-        self._check_kind(checkpoint.name)
+        name = checkpoint.name
+        if (kind := self.config.get("peft_type")) != "LORA":
+            raise ValueError(f"adapter '{name}' is of type {kind}: only LORA can be merged")
+        for key, what in _REFUSED.items():
+            if self.config.get(key):
+                raise ValueError(f"adapter '{name}' uses {what}: merge it into its base with peft, give that folder")
+        if (start := str(self.config.get("init_lora_weights", True))).startswith(_REFUSED_INITS):
+            remedy = "save it with peft's path_initial_model_for_weight_conversion"
+            raise ValueError(f"adapter '{name}' was initialised with {start}, which changes the base as well: {remedy}")
         super().__init__(checkpoint, architecture)
 
     def has(self, slot: str) -> bool:
@@ -122,16 +130,6 @@ class LoraAdapter(FullModel):
                 unknown.append(key)
         if unknown:
             raise ValueError(f"adapter '{self.checkpoint.name}': {some(unknown)}: no LoRA of a linear layer")
-
-    def _check_kind(self, name: str) -> None:
-        if (kind := self.config.get("peft_type")) != "LORA":
-            raise ValueError(f"adapter '{name}' is of type {kind}: only LORA can be merged")
-        for key, what in _REFUSED.items():
-            if self.config.get(key):
-                raise ValueError(f"adapter '{name}' uses {what}: merge it into its base with peft, give that folder")
-        if (start := str(self.config.get("init_lora_weights", True))).startswith(_REFUSED_INITS):
-            remedy = "save it with peft's path_initial_model_for_weight_conversion"
-            raise ValueError(f"adapter '{name}' was initialised with {start}, which changes the base as well: {remedy}")
 
     def _add_pair(self, slot: str, module: str, key_a: str) -> None:
         """Note the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of a layer's update, and their scaling."""

@@ -57,7 +57,6 @@ class Settings:
     max_memory: int | None = _option(
         None, "The most memory to hold, such as 4GB; fewer layers are then worked on at a time."
     )
-
     engine: Literal["local", "ray"] = _option(
         "local",
         "What computes the layers: local is this process; ray is a worker on every node of a Ray cluster, or on every "

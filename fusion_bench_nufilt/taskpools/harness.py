@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from fusion_bench import BaseTaskPool, auto_register_config
 from fusion_bench.mixins import LightningFabricMixin
-from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoProcessor, AutoTokenizer
@@ -32,8 +31,7 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
 
     def __init__(self, tasks: Mapping[str, str] | Sequence[str], metric: str | None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        plain: Any = OmegaConf.to_container(tasks) if OmegaConf.is_config(tasks) else tasks
-        self._names: dict[str, str] = dict(plain) if isinstance(plain, Mapping) else {name: name for name in plain}
+        self._names = dict(tasks) if isinstance(tasks, Mapping) else {name: name for name in tasks}
         self.task_names = list(self._names)  # those of the models
         self._metrics = self.metrics if metric is None else (metric,)
 

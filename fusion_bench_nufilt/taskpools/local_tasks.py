@@ -42,7 +42,10 @@ def load_image_task(name: str, path: str, template: str, classnames: Sequence[st
 
 def load_images(name: str, path: str) -> Dataset:
     """Load images and labels as :func:`load_image_task` does: ``_target_`` of an entry of ``train_datasets``."""
-    dataset = _read(name, Path(path))
+    folder = Path(path)
+    if (folder / "dataset_dict.json").exists():
+        raise ValueError(f"task '{name}': '{path}' holds several splits: name the folder of one, inside it")
+    dataset = load_from_disk(path) if (folder / "state.json").exists() else _read_pictures(name, folder)
     if missing := {"image", "label"} - set(dataset.column_names):
         there = f"only {', '.join(dataset.column_names)}: rename the columns"
         raise ValueError(f"task '{name}': '{path}' has no column {' and no '.join(sorted(missing))}, {there}")
@@ -56,11 +59,7 @@ def register_task(name: str, classnames: Sequence[str], template: str) -> None:
     CLIPTemplateFactory.register_dataset(name, dataset_info=info, **info)
 
 
-def _read(name: str, path: Path) -> Dataset:
-    if (path / "dataset_dict.json").exists():
-        raise ValueError(f"task '{name}': '{path}' holds several splits: name the folder of one, inside it")
-    if (path / "state.json").exists():
-        return load_from_disk(str(path))
+def _read_pictures(name: str, path: Path) -> Dataset:
     # The imagefolder of `datasets` would pick files by words like "train" in their names, and keep a cache.
     endings = PIL.Image.registered_extensions()
     files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in endings)
