@@ -52,8 +52,7 @@ def merge(
     ] = None,
     base: Annotated[str | None, _model_option(help="Pretrained model: folder or hub name.")] = None,
     tasks: Annotated[
-        list[str] | None,
-        _model_option("--task", help="Fine-tuned model or peft LoRA adapter; repeat it for a stream."),
+        list[str] | None, _model_option("--task", help="Fine-tuned model or peft LoRA adapter; repeat it for a stream.")
     ] = None,
     merged: Annotated[str | None, _model_option(help="What is merged so far, to add to it.")] = None,
     out: Annotated[str | None, _model_option(help="Folder to make.")] = None,

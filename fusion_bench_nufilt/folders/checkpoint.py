@@ -68,10 +68,15 @@ class Checkpoint:
 
     @classmethod
     def open(cls, name: str) -> "Checkpoint":
-        """Read the headers of a folder or, where there is none of this name, of a hub repository."""
+        """Read the headers of a folder or, where there is none, of a hub repository ``owner/model@revision``."""
         folder = Path(name).expanduser()
         if not folder.is_dir():
-            folder = _hub_folder(name)
+            try:
+                folder = download(name, name.partition("@")[2] or None, [_ADAPTER])
+            except HFValidationError as error:
+                raise ValueError(f"'{name}' is neither a folder nor the name of a hub repository") from error
+            except Exception as error:  # no network, no such repository, no right to it: one answer, with the cause
+                raise ValueError(f"'{name}' is no folder, and the hub can't give it: {error}") from error
             shards = set(_weight_map(folder).values()) or {SINGLE}
             if not is_adapter(folder) and not all((folder / file).is_file() for file in shards):
                 return cls(name, folder, _hub_headers(name, folder.name))
@@ -215,16 +220,6 @@ def _weight_files(name: str, folder: Path) -> list[str]:
         remedy = "with transformers where you trust it, then model.save_pretrained(folder, safe_serialization=True)"
         raise ValueError(f"'{name}' holds {pickled}: load it {remedy}")
     raise ValueError(f"'{name}' holds no safetensors file")
-
-
-def _hub_folder(name: str) -> Path:
-    """Return a folder with what a plan needs of ``owner/model@revision``, and what an earlier run downloaded."""
-    try:
-        return download(name, name.partition("@")[2] or None, [_ADAPTER])
-    except HFValidationError as error:
-        raise ValueError(f"'{name}' is neither a folder nor the name of a hub repository") from error
-    except Exception as error:  # no network, no such repository, no right to it: one answer, with the cause
-        raise ValueError(f"'{name}' is no folder, and the hub can't give it: {error}") from error
 
 
 def _hub_headers(name: str, commit: str) -> _Files:

@@ -8,6 +8,7 @@ import ctypes
 import dataclasses
 import hashlib
 import logging
+import math
 import sys
 import threading
 from collections import defaultdict
@@ -263,8 +264,8 @@ def _pieces(plan: Plan, slot: str, key: str, read: defaultdict[str, Any]) -> Ite
             yield piece
         return
     count, tasks = _in_mean(plan, slot)
-    for start in range(0, info.numel, CHUNK_BYTES // 8):
-        between = start, min(start + CHUNK_BYTES // 8, info.numel)
+    for start in range(0, numel := math.prod(info.shape), CHUNK_BYTES // 8):
+        between = start, min(start + CHUNK_BYTES // 8, numel)
         value = theta_0 = base.elements(info, *between)
         read["base"].update(raw(theta_0))
         if merged is not None:

@@ -1,6 +1,7 @@
 """Planning a merge: the models are opened, and must pass all checks before anything large is read."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,7 @@ def _check_relation(plan: Plan, model: FullModel) -> Iterator[str]:
     xx = yy = xy = dd = 0.0
     for layer in filter(lambda layer: model.has(layer.slot), chosen):
         info = base.tensors[layer.keys[0]]
-        count = min(info.numel, _SAMPLED_ELEMENTS)
+        count = min(math.prod(info.shape), _SAMPLED_ELEMENTS)
         x = base.file(layer.keys[0]).elements(info, 0, count).double()
         y = model.elements(layer.slot, 0, count, x).double()
         xx, yy, xy, dd = xx + float(x @ x), yy + float(y @ y), xy + float(x @ y), dd + float((y - x) @ (y - x))

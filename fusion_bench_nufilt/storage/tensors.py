@@ -35,10 +35,6 @@ class TensorInfo:
     def nbytes(self) -> int:
         return self.stop - self.start
 
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
     def rows(self, first: int, last: int) -> "TensorInfo":
         """Return these entries of the first dimension, which follow each other in the file, as a tensor by itself."""
         size = self.nbytes // self.shape[0]

@@ -139,10 +139,7 @@ def _lm_eval() -> Any:
 
 @cache
 def _task_manager(include_path: str | None, num_fewshot: int | None) -> Any:
-    """Return an index of all tasks that keeps the tasks it loads.
-
-    Indexing takes seconds, and a loaded task remembers its number of examples, so that each number has its own index.
-    """
+    """Return an index of all tasks, which takes seconds, that keeps those it loads; they keep their ``num_fewshot``."""
     kind = _lm_eval().tasks.TaskManager
     manager = kind(include_path=include_path)
     load = cache(lambda names: kind.load(manager, list(names)))
@@ -162,8 +159,7 @@ class LMMSEvalTaskPool(HarnessTaskPool):
     another environment if need be: a plain installation brings some ninety packages and a torch of its own.
 
     Args:
-        tasks: names of lmms-eval's tasks by the names of the models (``{iconqa: iconqa_val}``), or a list where these
-            are the same.
+        tasks: names of lmms-eval's tasks by the names of the models, as in :class:`LMEvalTaskPool`.
         processor: folder or hub name of the processor.
         python: the Python of the environment with lmms-eval; None is the one that runs.
         model: lmms-eval's name of the kind of model.
