@@ -1,6 +1,5 @@
 """The `nufilt` command. Each of its commands is the function of the same name in the file of the same name."""
 
-import sys
 from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -50,4 +49,4 @@ for _name, _summary in COMMANDS.items():
 
 
 if __name__ == "__main__":
-    sys.exit(app())
+    app()

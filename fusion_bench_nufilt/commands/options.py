@@ -32,7 +32,7 @@ def takes_options(*kinds: type) -> Callable[[_Command], _Command]:
             kind, default = _as_typed(each)
             shown = "depends on the method" if any(other.default != each.default for other in others) else True
             info = typer.Option(help=each.metadata["help"], rich_help_panel=each.metadata["panel"], show_default=shown)
-            annotation = Annotated[kind, info]
+            annotation: Any = Annotated[kind, info]
             parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command

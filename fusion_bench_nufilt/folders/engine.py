@@ -67,7 +67,6 @@ class LayerMerger:
             mallopt(-3, 4 * 2**20)  # M_MMAP_THRESHOLD: blocks above this size are mapped by themselves
 
     def merge(self, layers: list[Layer], write: Write) -> None:
-        """Merge all tasks into some layers of one shape, and write each layer."""
         needed = sum(layer_memory(self.plan, layer) for layer in layers)
         with self._budget.reserve(needed), self._devices.free() as device:
             works = {layer.name: self._start(layer) for layer in layers}

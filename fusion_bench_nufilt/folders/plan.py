@@ -183,10 +183,6 @@ def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]
     return {name: (key := f"{layer.name}.{name}", key, value) for name, value in state.items()}
 
 
-def state_bytes(plan: Plan, layer: Layer) -> int:
-    return sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
-
-
 def state_layout(plan: Plan) -> tuple[bytes, dict[str, TensorInfo]]:
     kept = (tensor for layer in plan.layers for tensor in state_tensors(plan, layer).values())
     header = make_header({key: like for key, _, like in kept})
@@ -204,7 +200,8 @@ def layer_memory(plan: Plan, layer: Layer) -> int:
     # The factors of a LoRA are too thin to count.
     full = [task.checkpoint.tensors[task.keys[layer.slot]] for task in plan.tasks if layer.slot in task.keys]
     stored = (dtype.itemsize + max((FLOATS[info.dtype].itemsize for info in full), default=0)) * math.prod(shape)
-    stored += state_bytes(plan, layer) if plan.keeps_state else dtype.itemsize * math.prod(shape)
+    state = sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
+    stored += state if plan.keeps_state else dtype.itemsize * math.prod(shape)
     wide = max(plan.method.itemsize, dtype.itemsize)
     return stored + (plan.method.working_bytes(shape, wide) if plan.settings.on_cpu else 0)
 
@@ -236,7 +233,7 @@ def peak_memory(plan: Plan, workers: int | None = None) -> int:
 
 
 def disk_bytes(plan: Plan) -> int:
-    return plan.base.nbytes + (sum(state_bytes(plan, layer) for layer in plan.layers) if plan.keeps_state else 0)
+    return plan.base.nbytes + (sum(info.nbytes for info in state_layout(plan)[1].values()) if plan.keeps_state else 0)
 
 
 def predict_seconds(plan: Plan, workers: int) -> float:

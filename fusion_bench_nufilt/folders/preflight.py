@@ -210,28 +210,24 @@ def _check_state(plan: Plan) -> Iterator[str]:
 
 def check_relation(plan: Plan) -> Iterator[str]:
     """Yield warnings, with the evidence, where samples of the weights say that a model was not made from the base."""
+    base, step = plan.base, max(1, len(plan.layers) // _SAMPLED_LAYERS)
+    sampled = plan.layers[::step][:_SAMPLED_LAYERS]
     for model in plan.models.values():
-        here = not (model.checkpoint.remote or plan.base.remote)
-        if here and type(model) is FullModel and model is not plan.pretrained:
-            yield from _check_relation(plan, model)
-
-
-def _check_relation(plan: Plan, model: FullModel) -> Iterator[str]:
-    base, layers = plan.base, plan.layers
-    chosen = layers[:: max(1, len(layers) // _SAMPLED_LAYERS)][:_SAMPLED_LAYERS]
-    xx = yy = xy = dd = 0.0
-    for layer in filter(lambda layer: model.has(layer.slot), chosen):
-        info = base.tensors[layer.keys[0]]
-        count = min(math.prod(info.shape), _SAMPLED_ELEMENTS)
-        x = base.file(layer.keys[0]).elements(info, 0, count).double()
-        y = model.elements(layer.slot, 0, count, x).double()
-        xx, yy, xy, dd = xx + float(x @ x), yy + float(y @ y), xy + float(x @ y), dd + float((y - x) @ (y - x))
-    if not xx * yy > 0:
-        return
-    cosine, change = xy / (xx * yy) ** 0.5, (dd / xx) ** 0.5
-    name, many = model.checkpoint.name, len(chosen)
-    if cosine < _LEAST_COSINE or change > _MOST_CHANGE:
-        evidence = f"over {many} layers their weights have cosine {cosine:.3f}, ||tau|| / ||theta_0|| is {change:.2f}"
-        yield f"'{name}' looks as if it was made from another base than '{base.name}': {evidence}"
-    elif not dd:
-        yield f"'{name}' does not differ from the base in the {many} layers looked at"
+        if type(model) is not FullModel or model is plan.pretrained or model.checkpoint.remote or base.remote:
+            continue
+        xx = yy = xy = dd = 0.0
+        for layer in filter(lambda layer: model.has(layer.slot), sampled):
+            info = base.tensors[layer.keys[0]]
+            count = min(math.prod(info.shape), _SAMPLED_ELEMENTS)
+            x = base.file(layer.keys[0]).elements(info, 0, count).double()
+            y = model.elements(layer.slot, 0, count, x).double()
+            xx, yy, xy, dd = xx + float(x @ x), yy + float(y @ y), xy + float(x @ y), dd + float((y - x) @ (y - x))
+        if not xx * yy > 0:
+            continue
+        cosine, change, name = xy / (xx * yy) ** 0.5, (dd / xx) ** 0.5, model.checkpoint.name
+        if cosine < _LEAST_COSINE or change > _MOST_CHANGE:
+            evidence = f"their weights have cosine {cosine:.3f}, ||tau|| / ||theta_0|| is {change:.2f}"
+            other = f"'{name}' looks as if it was made from another base than '{base.name}'"
+            yield f"{other}: over {len(sampled)} layers {evidence}"
+        elif not dd:
+            yield f"'{name}' does not differ from the base in the {len(sampled)} layers looked at"
