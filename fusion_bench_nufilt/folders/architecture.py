@@ -67,7 +67,6 @@ class Architecture:
         return part(slot, view.rows) if slot in self._parts else slot
 
     def parts(self, slot: str) -> list[str]:
-        """Return the slots of the layers that a parameter holds, if it holds several."""
         return [part(slot, rows) for rows in self._parts.get(slot, ())]
 
     def shape(self, slot: str) -> tuple[int, ...]:

@@ -141,16 +141,13 @@ def _run_identity(plan: Plan) -> str:
 
 
 def _nufilt_json(plan: Plan, done: Mapping[str, Record], run: str) -> str:
-    """Return the manifest; each ``sha256`` is over the digests of tensors by name, however files hold them.
-
-    Of an adapter's averaged tensors, the full ones count.
-    """
+    """Return the manifest; each ``sha256`` is over the digests of tensors by name, however files hold them."""
     records = [done[slot] for slot in chain((layer.slot for layer in plan.layers), plan.others)]
     inputs = {
         source: {
             "name": model.checkpoint.label,
             **({"kind": type(model).__name__} if source.startswith("task") else {}),
-            "tensors_read": sum(source in record["read"] for record in records),
+            "tensors_read": sum(source in record["read"] for record in records),  # of those to average, full ones
             "sha256": combined_digest((record["slot"], record["read"].get(source)) for record in records),
         }
         for source, model in plan.models.items()

@@ -195,14 +195,13 @@ def _check_state(plan: Plan) -> Iterator[str]:
                 but = f"{found.dtype} {found.shape} is not {str(like.dtype).removeprefix('torch.')} {shape}"
                 advice = "as the base's layer would be; remove that folder if the weights beside it are right"
                 raise ValueError(f"'{plan.state.checkpoint.name}', tensor '{slot}': {but}, {advice}")
+    others = sorted(there.keys() - known)
     if method.state_is_weight:
         if before.get("accumulate") == "float32" and plan.settings.accumulate == "stored":
             yield f"'{name}' has the merged layers in float32; --accumulate float32 goes on from there"
         elif plan.keeps_state and missing and plan.before:
             yield f"'{name}' does not have all merged layers in float32: going on from the rounded ones"
-        return
-    others = sorted(there.keys() - known)
-    if missing or others or before.get("method", method.name) != method.name:
+    elif missing or others or before.get("method", method.name) != method.name:
         what = f"no '{missing[0]}'" if missing else f"'{others[0]}'" if others else "that of another method"
         own = f"{method.label} goes on from its own merges of the same layers only"
         raise ValueError(f"the merged model '{name}' has {what} in {STATE_FILE}: {own}")

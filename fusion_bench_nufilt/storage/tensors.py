@@ -143,7 +143,6 @@ def digest(tensor: Tensor) -> str:
 
 
 def file_digest(descriptor: int, start: int, stop: int) -> str:
-    """Return the SHA-256 of a range of an open file."""
     sha = hashlib.sha256()
     for offset in range(start, stop, CHUNK_BYTES):
         sha.update(os.pread(descriptor, min(CHUNK_BYTES, stop - offset), offset))

@@ -59,7 +59,8 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
 class LMEvalTaskPool(HarnessTaskPool):
     """Tasks of lm-evaluation-harness (``pip install 'fusion-bench-nufilt[lm-eval]'``), one for each model of a pool.
 
-    Tasks and their data are loaded once, when the first model is scored.
+    Tasks and their data are loaded once, when the first model is scored; a ValueError names a task or metric that is
+    unknown then, and an ImportError says that lm-eval is not installed.
 
     Args:
         tasks: names of lm-eval's tasks or groups by the names of the models (``{math: gsm8k, code: humaneval}``), or
@@ -71,10 +72,6 @@ class LMEvalTaskPool(HarnessTaskPool):
         limit: examples of each task, as a number or a share; None takes all.
         batch_size: examples that the model reads at once.
         apply_chat_template: whether prompts are put into the tokenizer's chat template.
-
-    Raises:
-        ValueError: lm-eval does not know a task, or the task lacks the metric; the message names it.
-        ImportError: lm-eval is not installed.
     """
 
     metrics = ("acc", "exact_match", "acc_norm", "pass@1", "mcc", "f1", "bleu")
@@ -156,7 +153,8 @@ class LMMSEvalTaskPool(HarnessTaskPool):
     """Tasks of lmms-eval, one for each model of a pool.
 
     The model and its processor are written to a temporary folder, from which a process of lmms-eval reads them, in
-    another environment if need be: a plain installation brings some ninety packages and a torch of its own.
+    another environment if need be: a plain installation brings some ninety packages and a torch of its own. It is a
+    ValueError if that lacks lmms-eval, and a RuntimeError with the end of its output if it fails.
 
     Args:
         tasks: names of lmms-eval's tasks by the names of the models, as in :class:`LMEvalTaskPool`.
@@ -166,10 +164,6 @@ class LMMSEvalTaskPool(HarnessTaskPool):
         include_path: folder with further tasks, as lmms-eval's ``--include_path``.
         metric: the metric that counts, without its filter; None takes the first of ``metrics`` that a task has.
         limit: examples of each task; None takes all.
-
-    Raises:
-        ValueError: the environment has no lmms-eval, or a task lacks the metric.
-        RuntimeError: lmms-eval failed; the message has the end of its output.
     """
 
     metrics = ("exact_match", "anls", "acc", "accuracy", "CIDEr")

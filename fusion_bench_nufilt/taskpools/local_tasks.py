@@ -12,7 +12,7 @@ from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
 def load_image_task(name: str, path: str, template: str, classnames: Sequence[str] | None = None) -> Dataset:
     """Load a test set, and register its class names and its prompt: ``_target_`` of an entry of ``test_datasets``.
 
-    The data set has the columns ``image`` (PIL) and ``label`` (int).
+    The data set has the columns ``image`` (PIL) and ``label`` (int); a ValueError says what it or the template lacks.
 
     Args:
         name: the name of the task, which is the key of this entry in the task pool and of its model in the model pool.
@@ -20,10 +20,6 @@ def load_image_task(name: str, path: str, template: str, classnames: Sequence[st
             ``save_to_disk``.
         template: the prompt, with ``{}`` for the class name.
         classnames: the name of each label; None takes those of the data set, which are the names of the subfolders.
-
-    Raises:
-        ValueError: there are no images or several splits, a column is missing, a label has no name, or the template
-            has no ``{}``.
     """
     if "{}" not in template:
         raise ValueError(f"task '{name}': the template {template!r} has no {{}} for the class name")
