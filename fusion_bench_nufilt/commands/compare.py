@@ -50,20 +50,19 @@ def compare(
     Finished runs are kept: the same command goes on where it was interrupted, and methods and seeds can be added.
     """
     out, words = out.expanduser(), list(overrides or ())  # the shell leaves the ~ of --out=~/results as it is
-    how: Any = {"evaluate": evaluate, "overwrite": overwrite, "jobs": jobs, "engine": engine, "address": address}
-    how["keep_going"] = keep_going
+    how: Any = {"evaluate": evaluate, "overwrite": overwrite, "keep_going": keep_going}
+    how |= {"jobs": jobs, "engine": engine, "address": address, "preset": preset}
     with terminal() as console:
         logging.getLogger().setLevel(logging.WARNING)
         logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
-        from fusion_bench_nufilt.compare import configs, run
-        from fusion_bench_nufilt.compare.specs import parse_seeds
+        from fusion_bench_nufilt.compare import configs, run, specs
 
         refuse_foreign(out, "compare.json")
-        specs = _specs(methods, preset, with_data, modelpool, words)
+        rows = _specs(methods, preset, with_data, modelpool, words)
         loggers = configs.make_trackers(words, out)
         how["overrides"] = [word for word in words if not configs.is_tracker(word)]
         with interruptible(console, str(out)):
-            found = run.compare(modelpool, specs, parse_seeds(seeds), out, preset=preset, console=console, **how)
+            found = run.compare(modelpool, rows, specs.parse_seeds(seeds), out, console=console, **how)
         files = found.save(out)
         found.log(loggers, [out / file for file in files if file.endswith(".png")])
     from fusion_bench_nufilt.results.comparison import print_comparison
@@ -79,8 +78,6 @@ def _specs(methods: str | None, preset: str | None, with_data: bool, modelpool: 
     from fusion_bench_nufilt.compare.specs import parse_methods
 
     if with_data and not preset:
-        raise ValueError(
-            "--with-data goes with --preset paper or overhead; name other methods that need data with --methods"
-        )
+        raise ValueError("--with-data goes with --preset paper or overhead; name other such methods with --methods")
     specs = parse_methods(methods or "all", words) if methods or not preset else []
     return specs + preset_specs(preset, modelpool, words, with_data=with_data) if preset else specs

@@ -46,9 +46,7 @@ def compare(
     address: str | None = None,
     console: Console | None = None,
 ) -> Comparison:
-    """Run every method on every seed. Every finished run is kept in ``out``, and is not run again.
-
-    A run that fails is kept with its reason, and tried again the next time; the others go on.
+    """Run every method on every seed, but for finished runs, which are kept in ``out``; one that failed is run again.
 
     Args:
         modelpool: the models, as in ``fusion_bench modelpool=…``.
@@ -66,33 +64,29 @@ def compare(
         console: shows progress if it is a terminal; it must hold on to its stream, since ``sys.stderr`` is silenced.
 
     Raises:
-        ValueError: a method cannot be built, ``out`` is of other settings or models, nothing can be scored, or a
-            process was killed.
+        ValueError: a method cannot be built, ``out`` is of other settings or models, or nothing can be scored.
     """
     _check(specs, overrides, evaluate, jobs, engine)
     everywhere = [f"modelpool={modelpool}", *overrides]
-    pools = tuple(without_method(everywhere))
-    experiment = Experiment(compose_run(pools))
+    experiment = Experiment(compose_run(pools := tuple(without_method(everywhere))))
+    words = [f"++method.evaluate={evaluate}", *_PROTOCOL, *everywhere]
+    configs, wrong = _configure(specs, words, experiment, keep_going)
     settings = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
-    with quiet():
-        configs, wrong = _configure(specs, [f"++method.evaluate={evaluate}", *_PROTOCOL, *everywhere], experiment)
-    if wrong and not (keep_going and configs):
-        raise ValueError("\n".join(f"{spec.label}: {why}" for spec, why in wrong.items()))
     store = Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)
     with closing(store), quiet(), _progress_bars(console) as progress:
         references = _score_single_models(store, experiment, progress)
         runs, missing = _known_runs(store, seeds, configs)
         runs |= {(spec, seed): Run({}, error=why) for spec, why in wrong.items() for seed in seeds}
         work = {name: (config,) for name, (_, config) in missing.items()}
-        alone = engine == "local" and jobs == 1
-        results = _run_here(work, experiment, progress) if alone else _run_apart(work, pools, jobs, engine, address)
+        here = engine == "local" and jobs == 1
+        results = _run_here(work, experiment, progress) if here else _run_apart(work, pools, jobs, engine, address)
         bar = progress.add_task("", total=len(runs) + len(missing), completed=len(runs))
         with closing(results):
             for name, run in results:
                 spec, config = missing[name]
+                runs[spec, config["seed"]] = run
                 store.save(spec, run)
                 log.info("%s: %s", name, run.matrix.summary() if run.matrix else run.error)
-                runs[spec, config["seed"]] = run
                 progress.advance(bar)
     by_spec = {spec: {seed: runs[spec, seed] for seed in seeds} for spec in specs}
     return Comparison.of(store.settings, experiment.tasks, list(seeds), references, by_spec, preset)
@@ -111,17 +105,20 @@ def _check(specs: Sequence[RunSpec], overrides: Sequence[str], evaluate: str, jo
 
 
 def _configure(
-    specs: Sequence[RunSpec], overrides: Sequence[str], experiment: Experiment
+    specs: Sequence[RunSpec], overrides: Sequence[str], experiment: Experiment, keep_going: bool
 ) -> tuple[dict[RunSpec, Json], dict[RunSpec, str]]:
-    """Return the configurations of the methods that can be built, and why the others can't."""
+    """Return the configurations of the methods that can be built, and why the others can't, which must be allowed."""
     configs, wrong = {}, {}
     for spec in specs:
         try:
             config = plain(compose_run([*overrides, *spec.overrides]).method)
-            experiment.make_method(config)
+            with quiet():
+                experiment.make_method(config)
             configs[spec] = config
         except Exception as error:  # whatever a method's constructor raises
             wrong[spec] = reason(error)
+    if wrong and not (keep_going and configs):
+        raise ValueError("\n".join(f"{spec.label}: {why}" for spec, why in wrong.items()))
     return configs, wrong
 
 

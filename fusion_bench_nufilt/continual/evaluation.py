@@ -35,6 +35,9 @@ class TasksByName(ABC):
     def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None) -> Results:
         """Return the results by task, of ``tasks`` alone if they are given."""
 
+    def check(self) -> None:  # noqa: B027
+        """Raise a ValueError for a package, a task or data that is missing; called before any model is loaded."""
+
 
 class Evaluator:
     """Evaluates models on some tasks of any FusionBench task pool.
@@ -93,6 +96,7 @@ def _scorer(pool: Any) -> tuple[Callable[[nn.Module, Sequence[str]], Results], S
     if isinstance(pool, V01TaskPool):
         return partial(_score_v01, pool, cache(pool.load_task)), pool.task_names
     if isinstance(pool, TasksByName):
+        pool.check()
         return pool.evaluate, pool.task_names
     return partial(_score_whole, pool), []
 

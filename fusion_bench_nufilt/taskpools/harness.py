@@ -59,8 +59,8 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
 class LMEvalTaskPool(HarnessTaskPool):
     """Tasks of lm-evaluation-harness (``pip install 'fusion-bench-nufilt[lm-eval]'``), one for each model of a pool.
 
-    Tasks and their data are loaded once, when the first model is scored; a ValueError names a task or metric that is
-    unknown then, and an ImportError says that lm-eval is not installed.
+    Tasks and their data are loaded once, before the first model is; a ValueError then names what is missing: lm-eval, a
+    task or its data, or, when a model is scored, the metric.
 
     Args:
         tasks: names of lm-eval's tasks or groups by the names of the models (``{math: gsm8k, code: humaneval}``), or
@@ -94,6 +94,14 @@ class LMEvalTaskPool(HarnessTaskPool):
         **kwargs: Any,
     ) -> None:
         super().__init__(tasks, metric, **kwargs)
+
+    def check(self) -> None:
+        manager = self._manager()
+        for task in sorted(set(self._names.values())):
+            try:
+                manager.load([task])
+            except Exception as error:  # whatever a loader of data sets raises
+                raise ValueError(f"lm-eval can't load task '{task}': {type(error).__name__}: {error}") from error
 
     def run_harness(self, model: nn.Module, tasks: list[str]) -> Results:
         manager, lm_eval = self._manager(), _lm_eval()
@@ -130,7 +138,7 @@ def _lm_eval() -> Any:
         import lm_eval.models.huggingface
         import lm_eval.tasks
     except ImportError as error:
-        raise ImportError(f"{error}; scores by lm-eval need: pip install 'fusion-bench-nufilt[lm-eval]'") from error
+        raise ValueError(f"{error}; scores by lm-eval need: pip install 'fusion-bench-nufilt[lm-eval]'") from error
     return lm_eval
 
 
