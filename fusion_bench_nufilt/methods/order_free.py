@@ -95,6 +95,7 @@ class OrderFree(LayerMethod):
 
     @property
     def scale(self) -> float:
+        """The strength of the update in the middle of the model."""
         return getattr(self.options, self.strength)
 
     @cached_property
