@@ -93,11 +93,11 @@ def test_folders_tell_where_task_vectors_collide_without_data(folders, tmp_path,
 
 def test_a_merged_folder_is_one_more_vector_and_a_second_analysis_is_refused(folders, tmp_path):
     words = ("--base", folders["base"], "--task", folders["law"], "--merged", folders["code"], "--task-rank", "4")
-    lock = lock_folder(tmp_path)
-    done = analyze(tmp_path, *words, "--data-rank", "4")
+    lock = lock_folder(out := tmp_path / "out")
+    done = analyze(out, *words, "--data-rank", "4")
     assert done.exit_code == 1
     assert "is writing" in done.output
     lock.release()
-    done = analyze(tmp_path, *words, "--data-rank", "4")
+    done = analyze(out, *words, "--data-rank", "4")
     assert done.exit_code == 0, done.output
     assert "law and merged so far" in done.stdout
