@@ -74,6 +74,7 @@ def measure(folders, tasks, *words):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_max_memory_is_held_by_working_on_fewer_layers_at_a_time(folders):
     run = measure(folders, 2, "nufilt", "bounded")
     assert run["alone"] < run["peak"] <= run["predicted"] <= run["bound"]
