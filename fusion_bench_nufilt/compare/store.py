@@ -37,16 +37,13 @@ class Store:
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"--out {folder}: there is a file of that name")
-        self.folder, self.settings, self._overwrite = folder, settings, overwrite
+        self.folder, self.settings = folder, settings
         self._file, self._references = folder / "compare.json", folder / "references.json"
         self._lock = lock_folder(folder)
         try:
             self._there = read_json(self._file, _Settings, advice="delete what it belongs to by hand")
-            if overwrite:
-                self._files_to_delete()
-            elif (there := self._there) is not None:
+            self._outdated = self._files_to_delete() if overwrite else []
+            if not overwrite and (there := self._there) is not None:
                 self._refuse_others("", {key: value for key, value in there.items() if key != "weights"}, settings)
         except BaseException:
             self.close()
@@ -54,13 +51,13 @@ class Store:
 
     def identify(self, weights: dict[str, str]) -> None:
         """Write the settings and the digests of the models' weights, by name; refuse other weights than those there."""
-        if self._overwrite:
-            for file in self._files_to_delete():
+        if self._outdated:
+            for file in self._outdated:
                 file.unlink(missing_ok=True)
             for folder in [*self.folder.glob("runs/*"), self.folder / "runs"]:
                 with suppress(OSError):  # holds something else, or is not there
                     folder.rmdir()
-            self._overwrite = False
+            self._outdated = []
         elif self._there is not None:
             if (known := self._there.get("weights")) is None:
                 why = "was made by an older version, which did not keep what the models' weights were"
@@ -103,7 +100,7 @@ class Store:
         write_text(file, json.dumps({"label": spec.label, "seed": run.config["seed"], **asdict(run)}, indent=2))
 
     def load_references(self) -> References | None:
-        return None if self._overwrite else read_json(self._references, References, _DELETE)
+        return None if self._outdated else read_json(self._references, References, _DELETE)
 
     def save_references(self, references: References) -> None:
         write_text(self._references, json.dumps(references, indent=2))

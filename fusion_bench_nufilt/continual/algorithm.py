@@ -206,23 +206,29 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             self.finish_step(step, merged, time.perf_counter() - begin)
         return merged
 
+    @property
+    def _last_step(self) -> int:
+        return self.first_step - 1 + len(self.matrix.tasks)
+
+    @property
+    def _kept(self) -> RunFolder | None:
+        """The folder that keeps every step, if one does."""
+        return self.folder if self.save_on_every_step else None
+
     def is_used(self, step: int) -> bool:
         """Return whether the model after a step is saved, scored, handed to ``on_step`` or returned."""
-        saved = self.save_on_every_step and self.folder is not None
         scored = self.scores is not None and bool(self.scores.tasks(step))
-        last = step == self.first_step - 1 + len(self.matrix.tasks)
-        return saved or scored or last or self.on_step is not None
+        return self._kept is not None or scored or step == self._last_step or self.on_step is not None
 
     def finish_step(self, step: int, merged: nn.Module, seconds: float) -> None:
         """Save and score the model that step ``step`` took ``seconds`` to make."""
         self.merge_seconds.append(seconds)
-        names = self.matrix.tasks
-        done = names[: step - self.first_step + 1]
-        log.info("step %d: merged '%s' (%d of %d) in %.1f s", step, done[-1], len(done), len(names), seconds)
-        if self.save_on_every_step and self.folder is not None:
+        tasks, done = self.matrix.tasks, self.matrix.tasks[: step - self.first_step + 1]
+        log.info("step %d: merged '%s' (%d of %d) in %.1f s", step, done[-1], len(done), len(tasks), seconds)
+        if self._kept is not None:
             about = {"step": step, "tasks": self.history + done, "merge_seconds": self.merge_seconds}
             with self.profile("saving"):
-                self.folder.save_step(step, merged, {**self._description(), **about, **self.describe()}, self.state())
+                self._kept.save_step(step, merged, {**self._description(), **about, **self.describe()}, self.state())
         if self.scores is not None:
             with self.profile("evaluating"):
                 self.scores.take(step, merged)
@@ -233,7 +239,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         """Load a model and, where steps are kept, note what its weights are."""
         with self.profile("loading models"):
             model, drawn = load_model(modelpool, name)
-            if self.save_on_every_step and self.folder is not None and "sha256" not in self._inputs[name]:
+            if self._kept is not None and "sha256" not in self._inputs[name]:
                 self._inputs[name]["sha256"] = model_digest(model)
         return model, drawn
 
@@ -248,7 +254,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def _resume(self, merged: nn.Module) -> int:
         """Give ``merged`` the weights after the newest whole step in the log directory; return that step's number."""
-        first, last = self.first_step, self.first_step - 1 + len(self.matrix.tasks)
+        first, last = self.first_step, self._last_step
         if self.folder is None or (found := self.folder.newest_step(first, last, self._description())) is None:
             return first - 1
         folder, manifest = found
@@ -289,7 +295,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             "versions": package_versions(),
         }
         self.matrix.save(self.folder.path, about)
-        last = self.first_step - 1 + len(self.matrix.tasks)
         leave_results(self.folder.path)
-        log_picture(self.fabric.loggers, "accuracy_matrix", self.folder.path / "accuracy_matrix.png", last)
+        log_picture(self.fabric.loggers, "accuracy_matrix", self.folder.path / "accuracy_matrix.png", self._last_step)
         log.info("accuracy_matrix.json, .csv and .png are in %s", self.folder.path)

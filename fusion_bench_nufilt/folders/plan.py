@@ -200,8 +200,10 @@ def layer_memory(plan: Plan, layer: Layer) -> int:
     # The factors of a LoRA are too thin to count.
     full = [task.checkpoint.tensors[task.keys[layer.slot]] for task in plan.tasks if layer.slot in task.keys]
     stored = (dtype.itemsize + max((FLOATS[info.dtype].itemsize for info in full), default=0)) * math.prod(shape)
-    state = sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
-    stored += state if plan.keeps_state else dtype.itemsize * math.prod(shape)
+    if plan.keeps_state:
+        stored += sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
+    else:
+        stored += dtype.itemsize * math.prod(shape)
     wide = max(plan.method.itemsize, dtype.itemsize)
     return stored + (plan.method.working_bytes(shape, wide) if plan.settings.on_cpu else 0)
 

@@ -26,6 +26,8 @@ Count = Annotated[int, Field(ge=1, le=10**6)]
 
 def lock_folder(folder: Path) -> BaseFileLock:
     """Make a folder and lock it until this process ends, however it ends, or name the process that holds it."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out {folder}: there is a file of that name")
     folder.mkdir(parents=True, exist_ok=True)
     lock, holder = FileLock(folder / LOCK), folder / HOLDER
     try:
@@ -38,10 +40,8 @@ def lock_folder(folder: Path) -> BaseFileLock:
 
 
 def refuse_foreign(folder: Path, mark: str) -> None:
-    """Refuse a folder for results that is a file, or that has files but not the one that marks earlier results."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--out {folder}: there is a file of that name")
-    there = {path.name for path in folder.iterdir()} - {LOCK, HOLDER} if folder.exists() else set()
+    """Refuse a folder for results that has files but not the one that marks earlier results."""
+    there = {path.name for path in folder.iterdir()} - {LOCK, HOLDER} if folder.is_dir() else set()
     if there and mark not in there:
         raise ValueError(f"--out {folder}: it has '{min(there)}' and no {mark}; name a new or an empty folder")
 
