@@ -1,6 +1,5 @@
-"""Merging checkpoint folders tensor by tensor; the result says what it is to programs, and to people."""
+"""Merging checkpoint folders tensor by tensor; the result says what it is to programs."""
 
-import dataclasses
 import errno
 import json
 import logging
@@ -17,6 +16,7 @@ from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, combined_digest, package_versions, read_manifest
 from fusion_bench_nufilt.storage.files import MANIFEST
 
+from .card import CARD, model_card
 from .checkpoint import some
 from .engine import NOT_FINITE, merge_layers, write_other
 from .output import Output, Record, clear_work_folder, work_folder
@@ -24,8 +24,6 @@ from .plan import Plan, batches, disk_bytes, state_layout
 from .preflight import check_relation
 
 log = logging.getLogger(__name__)
-
-CARD = "README.md"
 
 
 def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] | None = None) -> Path:
@@ -62,7 +60,7 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
                 (output.model / path).parent.mkdir(exist_ok=True)
                 shutil.copyfile(plan.base.folder / path, output.model / path)
             (output.model / MANIFEST).write_text(_nufilt_json(plan, output.done, run))
-            (output.model / CARD).write_text(_model_card(plan))
+            (output.model / CARD).write_text(model_card(plan))
             output.finish()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -175,31 +173,3 @@ def _nufilt_json(plan: Plan, done: Mapping[str, Record], run: str) -> str:
         "layers": {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names},
     }
     return json.dumps(content, indent=1)
-
-
-def _model_card(plan: Plan) -> str:
-    method, names = plan.method, plan.names
-    stream = "\n".join(f"{number}. {name}" for number, name in enumerate(names, 1))
-    options = {**dataclasses.asdict(method.options), "seed": plan.settings.seed}
-    shown = ", ".join(f"{key} {value}" for key, value in options.items())
-    hub_name = plan.base.label.partition("@")[0]
-    base = f"base_model: {json.dumps(hub_name)}\n" if "/" in hub_name else ""  # the hub refuses a folder's name
-    rest = {"pretrained": "are the base's", "first": "are the first task's", "mean": "are averaged over the tasks"}
-    return f"""---
-{base}library_name: transformers
-tags: [merge, model-merging, nufilt]
----
-
-# {len(names)} model{"s" if len(names) > 1 else ""} merged with {method.label}
-
-Made from {plan.base.label} by {method.citation},
-without data and without training, of these models in this order:
-
-{stream}
-
-{len(plan.layers)} layers were merged ({shown}); all other tensors {rest[plan.targets.other_params]}. `nufilt.json` has
-every setting, digests of all inputs and a report for every layer of the last merge. To merge one more model into this
-one:
-
-    nufilt merge --method {method.name} --base {plan.base.label} --merged THIS_FOLDER --task NEW --out OUT
-"""
