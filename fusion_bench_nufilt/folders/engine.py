@@ -32,9 +32,10 @@ from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, FLOATS, TensorInfo,
 
 from .architecture import Layer
 from .checkpoint import some
+from .forecast import layer_budget, layer_memory
 from .models import FullModel
 from .output import Output, Record
-from .plan import Plan, layer_budget, layer_memory, state_layout, state_tensors
+from .plan import Plan, state_layout, state_tensors
 
 log = logging.getLogger(__name__)
 

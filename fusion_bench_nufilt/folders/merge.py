@@ -19,8 +19,9 @@ from fusion_bench_nufilt.storage.files import MANIFEST
 from .card import CARD, model_card
 from .checkpoint import some
 from .engine import NOT_FINITE, merge_layers, write_other
+from .forecast import batches, disk_bytes
 from .output import Output, Record, clear_work_folder, work_folder
-from .plan import Plan, batches, disk_bytes, state_layout
+from .plan import Plan, state_layout
 from .preflight import check_relation
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,9 @@ from fusion_bench_nufilt.storage.tensors import FLOATS, dtype_name
 
 from .architecture import Architecture
 from .checkpoint import Checkpoint, download, is_adapter, some
+from .forecast import layer_memory, process_memory
 from .models import FullModel, LoraAdapter, open_task
-from .plan import Plan, Settings, layer_memory, process_memory, state_tensors
+from .plan import Plan, Settings, state_tensors
 
 # A fine-tuned model stays close to its base; models trained apart have a cosine of about zero.
 _LEAST_COSINE, _MOST_CHANGE = 0.9, 0.5

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.core.workers import working_bytes
-from fusion_bench_nufilt.folders import plan as plan_module
-from fusion_bench_nufilt.folders.plan import batches, layer_budget, layer_memory, peak_memory, predict_seconds
+from fusion_bench_nufilt.folders import forecast
+from fusion_bench_nufilt.folders.forecast import batches, layer_budget, layer_memory, peak_memory, predict_seconds
 from fusion_bench_nufilt.methods import METHODS
 from tests.folders.helpers import plan
 
@@ -17,10 +17,10 @@ def test_layers_that_are_solved_are_counted_and_bytes_that_are_read(stream, monk
         return predict_seconds(plan(stream, tasks, merged, settings={"step": 1}), workers=1)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(plan_module, "_rates", lambda *_: (0.0, 1.0))
+    monkeypatch.setattr(forecast, "_rates", lambda *_: (0.0, 1.0))
     nbytes = plan(stream, ["task1"]).base.nbytes
     assert seconds(["task1", "task2"]) == 4 * nbytes  # three read, one written
-    monkeypatch.setattr(plan_module, "_rates", lambda *_: (1.0, 0.0))
+    monkeypatch.setattr(forecast, "_rates", lambda *_: (1.0, 0.0))
     assert seconds(["task1"]) == 0  # the first task is taken as it is
     once = seconds(["task1", "task2"])
     assert once > 0
@@ -30,9 +30,9 @@ def test_layers_that_are_solved_are_counted_and_bytes_that_are_read(stream, monk
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_sample_of_every_method_is_merged(name, monkeypatch):
-    monkeypatch.setattr(plan_module, "_SAMPLE_WIDTH", 128)
+    monkeypatch.setattr(forecast, "_SAMPLE_WIDTH", 128)
     method = METHODS[name](METHODS[name].Options(), ["layer"])
-    assert all(rate > 0 for rate in plan_module._rates(method, "layer", workers=1))
+    assert all(rate > 0 for rate in forecast._rates(method, "layer", workers=1))
 
 
 def test_the_state_counts_in_memory_and_on_the_disk(stream):
@@ -41,7 +41,7 @@ def test_the_state_counts_in_memory_and_on_the_disk(stream):
     elements = math.prod(layer.view.shape)
     working = sums.method.working_bytes(layer.view.shape, 8) - working_bytes(layer.view.shape, 4)
     assert layer_memory(sums, layer) - layer_memory(weights, layer) == working + 16  # two numbers beside the votes
-    more = plan_module.disk_bytes(sums) - plan_module.disk_bytes(weights)
+    more = forecast.disk_bytes(sums) - forecast.disk_bytes(weights)
     assert more == sum(4 * math.prod(each.view.shape) + 16 for each in sums.layers)
     assert layer_memory(weights, layer) == 3 * 4 * elements + working_bytes(layer.view.shape, 4)
 
@@ -49,7 +49,7 @@ def test_the_state_counts_in_memory_and_on_the_disk(stream):
 def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeypatch):
     monkeypatch.setattr("fusion_bench_nufilt.folders.plan.check_devices", torch.device)  # as if there was one
     # What this process takes by itself grows while tests run.
-    monkeypatch.setattr(plan_module, "process_memory", lambda workers: 10**9)
+    monkeypatch.setattr(forecast, "process_memory", lambda workers: 10**9)
     monkeypatch.setattr("fusion_bench_nufilt.folders.preflight.process_memory", lambda workers: 10**9)
     free = plan(stream, settings={"device": "cuda"})
 
