@@ -1,7 +1,6 @@
 """A checkpoint folder: the tensors in its files, and everything beside the weights."""
 
 import hashlib
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -24,6 +23,7 @@ _ADAPTER = "adapter_model.safetensors"
 _SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*"]
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WEIGHTS = (*_PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+_MOST_BYTES = 10**9  # of a file that is held in memory
 
 # The numbers of a config.json that the time and the memory to build a model grow with.
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|depths?|(encoder|decoder)_layers")
@@ -134,8 +134,8 @@ class Checkpoint:
         """The content of adapter_config.json, which scales an adapter's update; empty if there is none."""
         return read_json(self.folder / "adapter_config.json", AdapterConfig) or {}
 
-    def small_files(self) -> list[Path]:
-        """Return the paths in the folder of all but weights; one unreadable or a link out of the folder is refused."""
+    def small_files(self) -> dict[str, bytes]:
+        """Read all but weights by path in the folder; a file that can't be, or a link out of the folder, is refused."""
         found = [path for path in self.folder.iterdir() if not path.name.endswith(_WEIGHTS)]
         found += (self.folder / "additional_chat_templates").glob("*")
         if self.files != [SINGLE]:
@@ -148,9 +148,12 @@ class Checkpoint:
         for path in found:
             if not any(path.resolve().is_relative_to(home) for home in homes):
                 raise ValueError(f"'{path}' is a link to '{path.resolve()}', out of the folder: copy the file there")
-            if not os.access(path, os.R_OK):
-                raise ValueError(f"'{path}' can't be read: permission denied")
-        return [path.relative_to(self.folder) for path in found]
+            if (size := path.stat().st_size) > _MOST_BYTES:
+                raise ValueError(f"'{path}' has {size / 1e9:.1f} GB and is no weight file: move it elsewhere")
+        try:
+            return {path.relative_to(self.folder).as_posix(): path.read_bytes() for path in found}
+        except OSError as error:
+            raise ValueError(f"'{error.filename}' can't be read: {error.strerror}") from error
 
     def identity(self) -> list[object]:
         """Return what tells this checkpoint from a changed one without reading its weights."""

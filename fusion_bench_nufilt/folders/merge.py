@@ -1,6 +1,7 @@
 """Merging checkpoint folders tensor by tensor; the result says what it is to programs."""
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -9,11 +10,18 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fusion_bench_nufilt.core.workers import map_layers
-from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, combined_digest, package_versions, read_manifest
+from fusion_bench_nufilt.storage.checkpoint import (
+    STATE_FILE,
+    combined_digest,
+    package_versions,
+    read_manifest,
+    write_manifest,
+)
 from fusion_bench_nufilt.storage.files import MANIFEST
 
 from .card import CARD, model_card
@@ -45,7 +53,7 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         clear_work_folder(out)  # the run may have been killed before it cleaned up
         return out
     _fetch(plan)
-    run, files = _run_identity(plan), [*map(str, plan.base.small_files()), MANIFEST, CARD]
+    run, files = _run_identity(plan), [*plan.small_files, MANIFEST, CARD]
     headers = {name: (file.header, file.stamp[0]) for name, file in plan.base.opened.items()}
     if plan.keeps_state:
         header, tensors = state_layout(plan)
@@ -57,11 +65,11 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
             _merge(plan, output, progress or (lambda done, total: None))
             if changed := some(plan.changed()):
                 raise ValueError(f"{changed} was changed during the run: run the same command again, it starts anew")
-            for path in plan.base.small_files():
-                (output.model / path).parent.mkdir(exist_ok=True)
-                shutil.copyfile(plan.base.folder / path, output.model / path)
-            (output.model / MANIFEST).write_text(_nufilt_json(plan, output.done, run))
+            for name, content in plan.small_files.items():
+                (output.model / name).parent.mkdir(exist_ok=True)
+                (output.model / name).write_bytes(content)
             (output.model / CARD).write_text(model_card(plan))
+            write_manifest(output.model, _about(plan, output.done, run))
             output.finish()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -134,13 +142,14 @@ def _run_identity(plan: Plan) -> str:
         "first step": plan.first_step,
         "layers": sorted(layer.name for layer in plan.layers),
         "averaged": sorted(plan.averaged),
+        "files": {name: hashlib.sha256(content).hexdigest() for name, content in plan.small_files.items()},
         "versions": package_versions(),
     }
     return combined_digest((key, json.dumps(value)) for key, value in content.items())
 
 
-def _nufilt_json(plan: Plan, done: Mapping[str, Record], run: str) -> str:
-    """Return the manifest; each ``sha256`` is over the digests of tensors by name, however files hold them."""
+def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
+    """Return what the manifest says; each digest is over those of tensors by name, however files hold them."""
     records = [done[slot] for slot in chain((layer.slot for layer in plan.layers), plan.others)]
     inputs = {
         source: {
@@ -156,7 +165,7 @@ def _nufilt_json(plan: Plan, done: Mapping[str, Record], run: str) -> str:
     averaged, warnings = len(plan.averaged), plan.warnings
     for checkpoint in plan.checkpoints:  # without the folders of the user
         warnings = [text.replace(f"'{checkpoint.name}'", f"'{checkpoint.label}'") for text in warnings]
-    content = {
+    return {
         "method": plan.method.label,
         "step": plan.last_step,
         "tasks": plan.names,
@@ -173,4 +182,3 @@ def _nufilt_json(plan: Plan, done: Mapping[str, Record], run: str) -> str:
         "state": {key: sha for record in records for key, sha in record.get("state", {}).items()},
         "layers": {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names},
     }
-    return json.dumps(content, indent=1)

@@ -99,6 +99,7 @@ class Plan:
     method: LayerMethod
     targets: TargetConfig
     settings: Settings
+    small_files: dict[str, bytes]  # of the result, all but weights, card and manifest, by path in its folder
     before: Manifest  # of what is merged so far; empty if it has none
     warnings: list[str] = field(default_factory=list)
 

@@ -56,7 +56,6 @@ def plan_merge(
     if settings.step not in (None, 1) and merged is None:
         raise ValueError(f"step {settings.step} needs the merged model that holds the tasks before it: name it")
     checkpoint = _open("base", base, "name the model that it was trained on")
-    checkpoint.small_files()  # refuses those that can't be copied
     architecture = Architecture(checkpoint)
     pretrained = FullModel(checkpoint, architecture)
     layers = architecture.layers(checkpoint, targets.target_modules, targets.exclude_modules)
@@ -79,6 +78,7 @@ def plan_merge(
         method=kind(options, [layer.name for layer in layers], settings.seed),
         targets=targets,
         settings=settings,
+        small_files=checkpoint.small_files(),
         before=before,
     )
     plan.warnings += _check(plan, architecture)

@@ -6,6 +6,7 @@ A step of a run and a merge of folders write the same manifest, so that either c
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
@@ -50,7 +51,8 @@ class Manifest(TypedDict, total=False):
     settings: dict[str, Any]
     mean_counts: dict[str, NonNegativeInt]  # models in the mean of a tensor, where that is not `step`
     state: dict[str, str]  # digests of the tensors in STATE_FILE, by name
-    files: dict[str, Fingerprint]
+    files: dict[str, Fingerprint]  # all files of the folder but the manifest, by their relative paths
+    digest: str  # of everything else in the manifest
     merge_seconds: list[float]
     run: Any  # of a merge of folders: a digest of all that it depends on
     coverage: dict[str, Any]
@@ -82,10 +84,24 @@ def save_checkpoint(model: nn.Module, folder: Path, about: Mapping[str, Any], st
         if state:
             (temporary / STATE_FILE).parent.mkdir()
             save_file({name: value.cpu().contiguous() for name, value in state.items()}, temporary / STATE_FILE)
-        saved = sorted(path for path in temporary.rglob("*") if path.is_file())
-        files = {path.relative_to(temporary).as_posix(): _fingerprint(path) for path in saved}
-        content = {**about, "state": {name: digest(value) for name, value in state.items()}, "files": files}
-        (temporary / MANIFEST).write_text(json.dumps(content, indent=1))
+        write_manifest(temporary, {**about, "state": {name: digest(value) for name, value in state.items()}})
+
+
+def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
+    """Write what a manifest says of the other files in a folder, with digests of them all and of the manifest."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    if MANIFEST in names:
+        names.remove(MANIFEST)  # of a process that was killed
+    with ThreadPoolExecutor() as pool:  # a digest is computed without Python's lock
+        files = dict(zip(names, pool.map(lambda name: _fingerprint(folder / name), names), strict=True))
+    content = json.loads(json.dumps({**about, "files": files}))  # as it will be read, for the digest
+    (folder / MANIFEST).write_text(json.dumps({**content, "digest": _manifest_digest(content)}, indent=1))
+
+
+def _manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """Return the digest of a manifest but for that digest, whatever the order of its keys."""
+    content = json.dumps({key: value for key, value in manifest.items() if key != "digest"}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def read_whole_checkpoint(folder: Path) -> Manifest:

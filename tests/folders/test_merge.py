@@ -1,12 +1,27 @@
 """A folder merge gives what the algorithm gives on loaded models, and leaves the rest of a checkpoint as it was."""
 
+import hashlib
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPVisionModel
 
+from fusion_bench_nufilt.folders import merge_folders
 from fusion_bench_nufilt.layers import select_layers
-from tests.folders.helpers import STATE, algorithm, change, change_json, manifest, merge, same, save_stream, tensors
+from tests.folders.helpers import (
+    STATE,
+    algorithm,
+    change,
+    change_json,
+    manifest,
+    merge,
+    plan,
+    same,
+    save_stream,
+    tensors,
+)
 from tests.models import clip, full_clip, llama, llava, t5
 
 FAMILIES = [clip, full_clip, t5, llama, llava]
@@ -214,6 +229,33 @@ def test_the_manifest_says_what_was_merged_and_the_card_names_no_folder(stream):
     assert len({entry["sha256"] for entry in made["inputs"].values()}) == 4
     assert str(stream) not in (out / "nufilt.json").read_text() + (out / "README.md").read_text()
     assert "base_model" not in (out / "README.md").read_text()  # which would have to be a name on the hub
+
+
+def test_the_manifest_has_size_and_digest_of_every_other_file_and_a_digest_of_itself(tmp_path):
+    save_stream(tmp_path, llama(), dtype=torch.bfloat16)
+    templates = tmp_path / "base" / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool.jinja").write_text("{{ tools }}")
+    out = merge(tmp_path, settings={"accumulate": "float32"})
+    made = manifest(out)
+    there = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    del there["nufilt.json"]
+    assert {STATE, "README.md", "additional_chat_templates/tool.jinja"} < there.keys()
+    assert made["files"] == {
+        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in there.items()
+    }
+    digest = made.pop("digest")
+    assert digest == hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
+
+
+def test_files_of_the_base_that_change_or_vanish_during_a_merge_are_those_that_it_began_with(stream):
+    before = (stream / "base" / "config.json").read_bytes()
+    planned = plan(stream)
+    change_json(stream / "base" / "config.json", vocab_size=7)
+    (stream / "base" / "generation_config.json").unlink()
+    out = merge_folders(planned, stream / "out")
+    assert (out / "config.json").read_bytes() == before
+    assert (out / "generation_config.json").is_file()
 
 
 def test_warnings_in_the_manifest_name_no_folder(stream):
