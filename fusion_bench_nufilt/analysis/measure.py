@@ -134,7 +134,8 @@ def measure_methods(
     pool: PoolAnalysis, result: Analysis, specs: Sequence[RunSpec], overrides: Sequence[str], on_step: Callable[[], Any]
 ) -> None:
     """Run methods over the stream, and put their losses, ACC and BWT into ``result``; one that fails says why there."""
-    settings = ["++method.evaluate=every_step", "++method.save_on_every_step=false", "++method.check_models=false"]
+    off = ("save_on_every_step", "check_models", "check_taskpool")
+    settings = ["++method.evaluate=every_step", *(f"++method.{key}=false" for key in off)]
     for number, spec in enumerate(specs):
         config = plain(compose_run([*settings, *overrides, *spec.overrides]).method)
         tracker = LossTracker(pool, spec.label, config, bounds=number == 0)

@@ -26,8 +26,8 @@ from .summary import Comparison
 log = logging.getLogger(__name__)
 
 Engine = Literal["local", "ray"]
-# Every run loads its models once only, and keeps none.
-_PROTOCOL = ("++method.save_on_every_step=false", "++method.check_models=false")
+# Every run loads its models once only, and keeps none; the single models are scored before.
+_PROTOCOL = tuple(f"++method.{key}=false" for key in ("save_on_every_step", "check_models", "check_taskpool"))
 
 
 def compare(

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from fusion_bench import BaseAlgorithm, BaseModelPool, auto_register_config
 from fusion_bench.mixins import LightningFabricMixin, SimpleProfilerMixin
-from fusion_bench.taskpool import DummyTaskPool
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -23,7 +22,7 @@ from fusion_bench_nufilt.results.write import leave_results
 from fusion_bench_nufilt.storage.checkpoint import Input, Manifest, model_digest, package_versions
 from fusion_bench_nufilt.storage.files import write_text
 
-from .evaluation import Evaluator, RunScores
+from .evaluation import RunScores, find_evaluator
 from .models import MERGED, PRETRAINED, describe_model, load_model, merged_before, merged_checkpoint
 from .program import ReportedTaskPool, log_picture, one_line_errors, use_bundled_taskpool
 from .protocol import Evaluate, ProtocolConfig, task_order
@@ -32,7 +31,7 @@ from .run_folder import RunFolder, open_run_folder
 log = logging.getLogger(__name__)
 
 OnStep = Callable[[int], Any]
-_NOT_IN_THE_RESULT = ("_target_", "save_on_every_step", "check_models", "resume", "devices")
+_NOT_IN_THE_RESULT = ("_target_", "save_on_every_step", "check_models", "check_taskpool", "resume", "devices")
 
 
 @auto_register_config
@@ -64,6 +63,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     evaluate: Evaluate
     save_on_every_step: bool
     check_models: bool
+    check_taskpool: bool
     resume: bool
     num_merged: int | None
 
@@ -159,6 +159,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         pretrained, drawn = self._load(modelpool, PRETRAINED)
         self.start(pretrained, names)
         self._check(pretrained, pretrained, PRETRAINED, drawn)
+        if self.scores is not None and self.check_taskpool:
+            self.scores.check(pretrained)
         self._checked_first = self.check_models or self.resume  # a resumed run must know all weights
         if self._checked_first:
             with self.profile("checking models"):
@@ -175,11 +177,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def _scores(self, taskpool: Any) -> RunScores | None:
         """Return what scores this run, unless there is no task pool."""
-        if taskpool is None and self._program is not None:
-            taskpool = self._program.taskpool
-        if taskpool is None or isinstance(taskpool, DummyTaskPool):
+        if (evaluator := find_evaluator(taskpool, self._program)) is None:
             return None
-        evaluator = taskpool if isinstance(taskpool, Evaluator) else Evaluator(taskpool)
         log_dict = self.log_dict if self.fabric.loggers else None
         return RunScores(evaluator, self.matrix, self.evaluate, self.first_step, self.folder, log_dict)
 

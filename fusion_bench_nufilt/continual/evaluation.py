@@ -4,16 +4,23 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
+import torch
+from fusion_bench import RuntimeConstants
 from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
+from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import FlanT5GLUETextGenerationTaskPool
 from fusion_bench.models.hf_clip import HFCLIPClassifier
-from fusion_bench.taskpool import CLIPVisionModelTaskPool
+from fusion_bench.taskpool import CLIPVisionModelTaskPool, DummyTaskPool
 from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from fusion_bench.utils.parameters import count_parameters
 from torch import nn
+from torch.utils.data import DataLoader, Subset
 
 from fusion_bench_nufilt.results.metrics import AccuracyMatrix, or_none
 
@@ -24,6 +31,8 @@ log = logging.getLogger(__name__)
 
 Report = dict[str, Any]
 Results = dict[str, dict[str, float]]  # metrics by task
+Part = Callable[[int], Sequence[int]]  # which of a task's items, given how many there are
+Scorer = Callable[[nn.Module, Sequence[str], Part | None], Results]
 
 
 class TasksByName(ABC):
@@ -32,8 +41,8 @@ class TasksByName(ABC):
     task_names: list[str]  # all tasks
 
     @abstractmethod
-    def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None) -> Results:
-        """Return the results by task, of ``tasks`` alone if they are given."""
+    def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None, limit: int | None = None) -> Results:
+        """Return the results by task, of ``tasks`` alone and on ``limit`` items of each, if these are given."""
 
     def check(self) -> None:  # noqa: B027
         """Raise a ValueError for a package, a task or data that is missing; called before any model is loaded."""
@@ -44,12 +53,32 @@ class Evaluator:
 
     CLIP vision and v0.1 (Flan-T5) pools, and a :class:`TasksByName`, are narrowed to the tasks asked for; another pool
     evaluates all it has, and the rest is dropped.
+
+    Args:
+        taskpool: the task pool.
+        part: which items of each task are scored; None: all. A ValueError refuses a pool that has no such items.
     """
 
-    def __init__(self, taskpool: Any) -> None:
-        self.taskpool = taskpool
+    def __init__(self, taskpool: Any, part: Part | None = None) -> None:
+        self.taskpool, self._part = taskpool, part
         self._score, self._names = _scorer(taskpool)
         self._warned: set[str] = set()
+        if part is not None and not (_is_clip(taskpool) or isinstance(taskpool, FlanT5GLUETextGenerationTaskPool)):
+            raise ValueError(f"a part of the test data needs a CLIP or Flan-T5 pool, got {type(taskpool).__name__}")
+
+    def check(self, model: nn.Module, tasks: Sequence[str]) -> None:
+        """Score one item of each task, so that a ValueError says before any work what can't be scored.
+
+        A pool of FusionBench that can't be narrowed scores a batch; one from elsewhere is not asked. What is drawn
+        later stays what it is without this.
+        """
+        try:
+            with torch.random.fork_rng(devices=[]):
+                self._score(model, self._with_further(tasks), lambda count: [0])
+        except ValueError:
+            raise
+        except Exception as error:  # whatever a task pool raises
+            raise ValueError(f"the task pool can't score a model: {type(error).__name__}: {error}") from error
 
     def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
         """Return FusionBench's report of a model, which may be moved to the task pool's device.
@@ -58,8 +87,7 @@ class Evaluator:
         """
         trainable, total = count_parameters(model)
         info = {"trainable_params": trainable, "all_params": total, "trainable_percentage": trainable / total}
-        further = [name for name in self._names if others and not set(names_of(name)) & set(tasks)]
-        results = self._score(model, [*tasks, *further])
+        results = self._score(model, self._with_further(tasks) if others else tasks, self._part)
         for task in tasks:
             if task not in results and task not in self._warned:
                 self._warned.add(task)
@@ -73,6 +101,18 @@ class Evaluator:
         }
         return {"model_info": info, **cleaned, "average": average}
 
+    def _with_further(self, tasks: Sequence[str]) -> list[str]:
+        return [*tasks, *(name for name in self._names if not set(names_of(name)) & set(tasks))]
+
+
+def find_evaluator(taskpool: Any, program: Any) -> Evaluator | None:
+    """Return what scores by a task pool, or by the program's if none is given; None if nothing is to be scored."""
+    if taskpool is None and program is not None:
+        taskpool = program.taskpool
+    if taskpool is None or isinstance(taskpool, DummyTaskPool):
+        return None
+    return taskpool if isinstance(taskpool, Evaluator) else Evaluator(taskpool)
+
 
 def score(result: dict[str, float | None]) -> float:
     """Return the score of a task: accuracy, or Spearman's rho for a regression task, or else NaN (missing)."""
@@ -85,23 +125,27 @@ def names_of(task: str) -> tuple[str, str]:
     return task, f"glue-{task}"
 
 
-def _scorer(pool: Any) -> tuple[Callable[[nn.Module, Sequence[str]], Results], Sequence[str]]:
+def _is_clip(pool: Any) -> bool:
+    return type(pool).evaluate is CLIPVisionModelTaskPool.evaluate
+
+
+def _scorer(pool: Any) -> tuple[Scorer, Sequence[str]]:
     """Return what scores a model on those of some tasks that a pool has, and the tasks that it can score alone.
 
     FusionBench's continual methods call ``evaluate`` with ``_is_setup`` reset, which loads models and data and encodes
     all prompts again at every step: most of a run's time. The scorers keep what does not change.
     """
-    if type(pool).evaluate is CLIPVisionModelTaskPool.evaluate:
+    if _is_clip(pool):
         return partial(_score_clip, pool, {}), list(pool._test_datasets)
     if isinstance(pool, V01TaskPool):
         return partial(_score_v01, pool, cache(pool.load_task)), pool.task_names
     if isinstance(pool, TasksByName):
         pool.check()
-        return pool.evaluate, pool.task_names
+        return partial(_score_by_name, pool), pool.task_names
     return partial(_score_whole, pool), []
 
 
-def _score_clip(pool: Any, heads: dict[str, Any], model: nn.Module, tasks: Sequence[str]) -> Results:
+def _score_clip(pool: Any, heads: dict[str, Any], model: nn.Module, tasks: Sequence[str], part: Part | None) -> Results:
     """Score a CLIP vision tower; ``heads`` keeps the encoded prompts (classes, projection_dim) of every task."""
     if not pool._is_setup:
         pool.setup()
@@ -119,22 +163,44 @@ def _score_clip(pool: Any, heads: dict[str, Any], model: nn.Module, tasks: Seque
             heads[task] = classifier.zeroshot_weights
         pool.on_task_evaluation_begin(classifier, task)
         images = pool.test_dataloaders[task]
+        if part is not None:
+            some = Subset(images.dataset, part(len(images.dataset)))
+            images = DataLoader(some, images.batch_size, collate_fn=images.collate_fn)
+            images = pool.fabric.setup_dataloaders(images, move_to_device=pool.move_to_device)
         results[task] = pool._evaluate(classifier, images, num_classes=len(classnames), task_name=task)
         pool.on_task_evaluation_end()
     return results
 
 
-def _score_v01(pool: V01TaskPool, load: Callable[[str], Any], model: nn.Module, tasks: Sequence[str]) -> Results:
+def _score_v01(
+    pool: V01TaskPool, load: Callable[[str], Any], model: nn.Module, tasks: Sequence[str], part: Part | None
+) -> Results:
     """Score by FusionBench's v0.1 pools, such as Flan-T5 on GLUE; each task keeps its data."""
     if (fabric := getattr(pool, "fabric", None)) is not None:
         model = fabric.setup(model)
     own = {name: task for task in pool.task_names for name in names_of(task)}
-    return {task: load(own[task]).evaluate(model) for task in tasks if task in own}
+    found = {task: load(own[task]) for task in tasks if task in own}
+    if part is not None:
+        found = {name: copy(task) for name, task in found.items() if hasattr(task, "test_dataset")}
+        for task in found.values():
+            task.test_dataset = task.test_dataset.select(part(len(task.test_dataset)))
+    return {name: task.evaluate(model) for name, task in found.items()}
 
 
-def _score_whole(pool: Any, model: nn.Module, tasks: Sequence[str]) -> Results:
-    """Score by any other pool: what it reports, as it reports it."""
-    report = pool.evaluate(model)
+def _score_by_name(pool: TasksByName, model: nn.Module, tasks: Sequence[str], part: Part | None) -> Results:
+    """Score by an evaluation harness; the only part of a task that it knows is its first item."""
+    return pool.evaluate(model, tasks) if part is None else pool.evaluate(model, tasks, limit=1)
+
+
+def _score_whole(pool: Any, model: nn.Module, tasks: Sequence[str], part: Part | None) -> Results:
+    """Score by any other pool: what it reports, as it reports it; the part that FusionBench's pools know is a batch."""
+    if part is not None and not type(pool).__module__.startswith("fusion_bench."):
+        return {}
+    with ExitStack() as stack:
+        if part is not None:
+            stack.enter_context(patch.object(RuntimeConstants(), "debug", True))
+            stack.enter_context(patch.object(pool, "fast_dev_run", True, create=True))
+        report = pool.evaluate(model)
     if not isinstance(report, dict):
         raise ValueError(
             f"the task pool {type(pool).__name__} returned {report!r} in place of scores by task: merge with "
@@ -158,6 +224,12 @@ class RunScores:
     def tasks(self, step: int) -> list[str]:
         """Return the tasks that are scored after a step."""
         return tasks_to_score(self.matrix.tasks, step - self.first_step + 1, self.evaluate)
+
+    def check(self, model: nn.Module) -> None:
+        """Score one item of each task; see :meth:`Evaluator.check`."""
+        device = next(model.parameters()).device
+        self.evaluator.check(model, self.matrix.tasks)
+        model.to(device)  # the task pool may have moved it
 
     def is_last(self, step: int) -> bool:
         return step - self.first_step + 1 == len(self.matrix.tasks)

@@ -36,6 +36,9 @@ class ProtocolConfig:
     check_models: bool = option(
         True, "Load every model once before the first step, so that a bad one is refused before any work."
     )
+    check_taskpool: bool = option(
+        True, "Score one item of each task with the pretrained model before the first step, which takes seconds."
+    )
     resume: bool = option(
         False,
         "Go on after the last whole step that an interrupted run left in the log directory, with the same result.",

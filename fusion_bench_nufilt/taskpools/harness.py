@@ -1,5 +1,6 @@
 """Task pools that score by an evaluation harness, which is imported, or run, when it is used."""
 
+import json
 import os
 import subprocess
 import sys
@@ -35,15 +36,17 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
         self.task_names = list(self._names)  # those of the models
         self._metrics = self.metrics if metric is None else (metric,)
 
-    def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
+    def evaluate(
+        self, model: nn.Module, tasks: Sequence[str] | None = None, limit: int | None = None
+    ) -> dict[str, dict[str, float]]:
         """Return ``{name: {"accuracy": score}}``, where the score is the metric's, which need not be an accuracy."""
         names = {name: task for name, task in self._names.items() if tasks is None or name in tasks}
-        results = self.run_harness(model, sorted(set(names.values()))) if names else {}
+        results = self.run_harness(model, sorted(set(names.values())), limit) if names else {}
         return {name: {"accuracy": self._score(task, results[task])} for name, task in names.items()}
 
     @abstractmethod
-    def run_harness(self, model: nn.Module, tasks: list[str]) -> Results:
-        """Return what the harness measures of a model."""
+    def run_harness(self, model: nn.Module, tasks: list[str], limit: int | None) -> Results:
+        """Return what the harness measures of a model on ``limit`` examples of each task, or on those of the pool."""
 
     def _score(self, task: str, results: dict[str, Any]) -> float:
         # Of a metric with several filters, the first one counts.
@@ -103,11 +106,12 @@ class LMEvalTaskPool(HarnessTaskPool):
             except Exception as error:  # whatever a loader of data sets raises
                 raise ValueError(f"lm-eval can't load task '{task}': {type(error).__name__}: {error}") from error
 
-    def run_harness(self, model: nn.Module, tasks: list[str]) -> Results:
+    def run_harness(self, model: nn.Module, tasks: list[str], limit: int | None) -> Results:
         manager, lm_eval = self._manager(), _lm_eval()
         kind = lm_eval.models.huggingface.HFLM
         scored = kind(pretrained=model.to(self.fabric.device), tokenizer=self.tokenizer, batch_size=self.batch_size)
         settings = {key: getattr(self, key) for key in ("num_fewshot", "limit", "apply_chat_template")}
+        settings |= {} if limit is None else {"limit": limit}
         settings |= {"task_manager": manager, "log_samples": False, "bootstrap_iters": 0}
         results: Results = lm_eval.simple_evaluate(scored, tasks=tasks, **settings)["results"]
         return results
@@ -156,13 +160,30 @@ class _ResultsFile(TypedDict):
     results: Results
 
 
+#: A program for the environment with lmms-eval, which loads tasks and their data, and ends with a line of what fails.
+_LOAD_TASKS = """
+import json, sys
+from lmms_eval.tasks import TaskManager
+further, *tasks = json.loads(sys.argv[1])
+manager = TaskManager(include_path=further)
+for task in tasks:
+    if task not in manager.all_tasks:
+        sys.exit(f"lmms-eval knows no task '{task}'; include_path names a folder with more")
+    try:
+        manager.load_task_or_group([task])
+    except Exception as error:
+        sys.exit(f"lmms-eval can't load task '{task}': {type(error).__name__}: {' '.join(str(error).split())}")
+"""
+
+
 @auto_register_config
 class LMMSEvalTaskPool(HarnessTaskPool):
     """Tasks of lmms-eval, one for each model of a pool.
 
     The model and its processor are written to a temporary folder, from which a process of lmms-eval reads them, in
     another environment if need be: a plain installation brings some ninety packages and a torch of its own. It is a
-    ValueError if that lacks lmms-eval, and a RuntimeError with the end of its output if it fails.
+    ValueError, before any model is loaded, if that lacks lmms-eval, a task or its data, and a RuntimeError with the end
+    of its output if it fails.
 
     Args:
         tasks: names of lmms-eval's tasks by the names of the models, as in :class:`LMEvalTaskPool`.
@@ -189,8 +210,8 @@ class LMMSEvalTaskPool(HarnessTaskPool):
         **kwargs: Any,
     ) -> None:
         super().__init__(tasks, metric, **kwargs)
-        further = None if include_path is None else Path(include_path).expanduser().absolute()
-        options = {"model": model, "batch_size": 1, "include_path": further, "limit": limit}
+        self._further = None if include_path is None else str(Path(include_path).expanduser().absolute())
+        options = {"model": model, "batch_size": 1, "include_path": self._further, "limit": limit}
         self._options = [f"--{key}={value}" for key, value in options.items() if value is not None]
         self._python = str(Path(python or sys.executable).expanduser().absolute())
         try:
@@ -202,7 +223,19 @@ class LMMSEvalTaskPool(HarnessTaskPool):
                 "Python of an environment that has it, or say taskpool=dummy to merge without scores"
             ) from None
 
-    def run_harness(self, model: Any, tasks: list[str]) -> Results:
+    def check(self) -> None:
+        words = [json.dumps([self._further, *sorted(set(self._names.values()))])]
+        with TemporaryDirectory() as temporary:
+            done = self._run([self._python, "-c", _LOAD_TASKS, *words], temporary)
+        if done.returncode != 0:
+            raise ValueError(done.stdout.strip().splitlines()[-1])
+
+    def _run(self, command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        pipes: Any = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.run(command, cwd=folder, env=environment, check=False, **pipes)
+
+    def run_harness(self, model: Any, tasks: list[str], limit: int | None) -> Results:
         with TemporaryDirectory() as temporary:
             folder, out = Path(temporary) / "model", Path(temporary) / "results"
             model.save_pretrained(folder, safe_serialization=True)
@@ -210,9 +243,8 @@ class LMMSEvalTaskPool(HarnessTaskPool):
             device, command = str(self.fabric.device), [self._python, "-m", "lmms_eval", *self._options]
             command += [f"--model_args=pretrained={folder},device_map={device}", f"--device={device}"]
             command += [f"--tasks={','.join(tasks)}", f"--output_path={out}"]
-            environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-            pipes: Any = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            done = subprocess.run(command, cwd=temporary, env=environment, **pipes)
+            command += [] if limit is None else [f"--limit={limit}"]  # the last one counts
+            done = self._run(command, temporary)
             files = sorted(out.rglob("*results.json"))
             # It ends with 0 after errors, and counts an answer that it could not generate as a wrong one.
             if done.returncode != 0 or not files or "in generating" in done.stdout:

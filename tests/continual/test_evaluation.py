@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
 from fusion_bench.taskpool import BaseTaskPool
 from omegaconf import OmegaConf
@@ -63,8 +64,8 @@ class V01Pool(V01TaskPool):
         return {"accuracy": 1 / model.weight.item()}
 
 
-def run(taskpool, evaluate, names=TASKS):
-    algorithm = Counting(shuffle_order=False, evaluate=evaluate)
+def run(taskpool, evaluate, names=TASKS, **options):
+    algorithm = Counting(shuffle_order=False, evaluate=evaluate, **options)
     algorithm.run({"_pretrained_": Counter()} | {name: Counter() for name in names}, taskpool)
     return algorithm.matrix
 
@@ -88,6 +89,39 @@ def test_what_is_scored_after_which_step_and_every_task_is_loaded_once(evaluate,
     assert pool.evaluated == evaluated
     assert sorted(pool.loaded) == TASKS
     assert (result.acc, result.bwt, result.fwt) == pytest.approx((0.25, bwt, fwt), nan_ok=True)
+
+
+class Items(V01Pool):
+    """A v0.1 pool of tasks with three items each; one task fails."""
+
+    def load_task(self, name):
+        return Item(name, Dataset.from_dict({"item": [0, 1, 2]}), self)
+
+
+class Item:
+    def __init__(self, name, test_dataset, pool):
+        self.name, self.test_dataset, self.pool = name, test_dataset, pool
+
+    def evaluate(self, model):
+        self.pool.evaluated.append((int(model.weight), self.name, len(self.test_dataset)))
+        if self.name == "broken":
+            raise KeyError("label")
+        return {"accuracy": torch.rand(()).item()}
+
+
+def test_one_item_of_each_task_is_scored_before_the_first_step_and_nothing_drawn_changes():
+    pool = Items(TASKS)
+    torch.manual_seed(0)
+    matrix = run(pool, "last")
+    assert pool.evaluated[:5] == [(0, "a", 1), (0, "b", 1), (0, "c", 1), (0, "d", 1), (4, "a", 3)]
+    torch.manual_seed(0)
+    assert run(Items(TASKS), "last", check_taskpool=False).acc == matrix.acc
+
+
+def test_a_task_that_can_not_be_scored_is_known_before_any_model_is_merged(monkeypatch):
+    monkeypatch.setattr(Counting, "merge_step", lambda *args: pytest.fail("a model was merged"))
+    with pytest.raises(ValueError, match="the task pool can't score a model: KeyError: 'label'"):
+        run(Items(["a", "broken"]), "last", names=["a", "broken"])
 
 
 def test_a_pool_that_can_not_be_narrowed_is_asked_as_a_whole():

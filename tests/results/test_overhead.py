@@ -62,7 +62,7 @@ class Hungry(TasksByName):
 
     task_names = ("a",)
 
-    def evaluate(self, model, tasks=None):
+    def evaluate(self, model, tasks=None, limit=None):
         torch.ones(2**26).sum()
         return {"a": {"accuracy": 1.0}}
 

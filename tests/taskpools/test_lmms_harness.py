@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
 from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.taskpools import LMMSEvalTaskPool
 from tests.models import llava
 from tests.taskpools.test_lm_harness import always_saying
@@ -141,6 +142,48 @@ def test_whatever_goes_wrong_is_an_error_with_what_was_printed(folder, tmp_path,
 def test_an_environment_without_lmms_eval_is_refused_at_once(folder, tmp_path):
     with pytest.raises(ValueError, match=r"'/no/python' has no lmms-eval.*LMMS_EVAL_PYTHON.*taskpool=dummy"):
         pool(folder, "/no/python")
+
+
+LMMS_EVAL = """
+class TaskManager:
+    def __init__(self, include_path=None):
+        self.all_tasks = ["red", "lost", include_path]
+
+    def load_task_or_group(self, tasks):
+        if tasks == ["lost"]:
+            raise FileNotFoundError("no data")
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("red", None),
+        ("{folder}", None),  # the stand-in knows a task of that name where it is given the folder
+        ("green", "lmms-eval knows no task 'green'; include_path names a folder with more"),
+        ("lost", "lmms-eval can't load task 'lost': FileNotFoundError: no data"),
+    ],
+)
+def test_what_lmms_eval_lacks_is_named_before_any_model_is_loaded(tmp_path, task, said):
+    (tmp_path / "lmms_eval").mkdir()
+    (tmp_path / "lmms_eval" / "__init__.py").touch()
+    (tmp_path / "lmms_eval" / "tasks.py").write_text(LMMS_EVAL)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    taskpool = LMMSEvalTaskPool({"one": task.format(folder=tmp_path)}, "", str(python), include_path=str(tmp_path))
+    if said is None:
+        taskpool.check()
+        return
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        Evaluator(taskpool)
+
+
+def test_as_many_examples_are_scored_as_are_asked_for(folder, tmp_path):
+    taskpool = pool(folder, stand_in(tmp_path, RESULTS, status="options['limit'] != '1'"), limit=7)
+    assert taskpool.evaluate(llava(), ["one"], limit=1) == {"one": {"accuracy": 0.25}}
+    with pytest.raises(RuntimeError, match="'7'"):
+        taskpool.evaluate(llava(), ["one"])
 
 
 def test_the_models_of_llava_bring_it_along(monkeypatch):
