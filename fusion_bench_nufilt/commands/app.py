@@ -11,7 +11,7 @@ COMMANDS = {
     "merge": "Merge fine-tuned models into one, layer by layer, without loading a model.",
     "push": "Upload a merged folder to the Hugging Face hub.",
     "compare": "Compare continual merging methods over task orders.",
-    "report": "Make one self-contained page of a run, a comparison or an analysis.",
+    "report": "Make one self-contained page of a run, a comparison, an analysis or a merge.",
     "analyze": "Ask why a merge works: subspaces of data and task vectors, what methods move, what collides.",
 }
 

@@ -11,8 +11,10 @@ from .terminal import terminal
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run, a comparison or an analysis.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of a run, a comparison, an analysis or a merge.")
+    ],
 ) -> None:
-    """Make tables, pictures and one self-contained page, index.html, of a run, a comparison or an analysis."""
+    """Make tables, pictures and one self-contained page, index.html, of a run, a comparison, an analysis or a merge."""
     with terminal() as console:
         console.print(f"[bold]{folder}[/bold]: {', '.join(write_results(folder))}", highlight=False)

@@ -129,7 +129,7 @@ def _effective_ranks(content: Content, table: pd.DataFrame) -> ChartType:
     kinds = list(layers["kind"].unique())
     rows = table.join(layers, on="layer").rename(columns={"kind": "name", "effective_rank": "y"})
     rows["x"] = rows["depth"] + rows["name"].map(lambda kind: aside(kind, kinds))
-    x = by_block(int(layers["depth"].max()), format="d")
+    x = by_block(int(layers["depth"].max()))
     return _points(rows, kinds, x, alt.Y("y:Q", title="effective rank"))
 
 

@@ -53,7 +53,7 @@ def heat_maps(
     numbers = cells(maps, rows, columns, ("set", "row", "column"))
     values = [cell["value"] for cell in numbers]
     low, high = domain or (min([0.0, *values]), max(values, default=1.0))
-    dark = low + 0.47 * (high - low)  # white is read better on the colours below, black on those above
+    dark = low + 0.44 * (high - low)  # white has a contrast of 4.5 on the colours below, black on those above
     cell_size, font_size = (34, 10) if len(columns) <= 10 else (24, 8)
     names = list(maps)
 
@@ -68,7 +68,7 @@ def heat_maps(
         scale = alt.Scale(scheme="viridis", domain=[low, high])
         squares = base.mark_rect().encode(color=alt.Color("value:Q", scale=scale, title=legend or None))
         texts = base.mark_text(fontSize=font_size).encode(
-            text=alt.Text("value:Q", format=".2f" if high < 2 else ".0f"),
+            text=alt.Text("value:Q", format=".2f" if high < 2 else ".1f"),
             color=alt.condition(f"datum.value < {dark}", alt.value("white"), alt.value("black")),
         )
         return layered([squares, texts], part, (cell_size * len(columns), cell_size * len(rows)), title)
@@ -134,7 +134,7 @@ def _x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tu
     if isinstance(x[0], str):
         return "O", {"title": title, "scale": alt.Scale(domain=list(x)), "sort": None}
     whole = [place for place in x if isinstance(place, int)]
-    axis = alt.Axis(values=whole) if len(whole) == len(x) <= 20 else alt.Axis()
+    axis = alt.Axis(values=whole, format="d") if len(whole) == len(x) <= 20 else alt.Axis()
     return "Q", {"title": title, "scale": scale or alt.Scale(zero=False, nice=False, padding=8), "axis": axis}
 
 
@@ -170,23 +170,23 @@ def bars_by_step(series: Mapping[str, Matrix], tasks: Sequence[str]) -> ChartTyp
     return with_slider(chart, len(tasks))
 
 
-def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]]) -> ChartType:
+def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]], first_step: int = 1) -> ChartType:
     """Draw one point for each layer over its block; a menu chooses the quantity, and a slider the step.
 
-    ``values`` has, for each quantity and step, a number for each layer, the same layers everywhere.
+    ``values`` has, for each quantity and step, a number for each layer, the same layers for every quantity.
     """
     quantities, steps = list(values), next(iter(values.values()))
-    kinds = list(dict.fromkeys(map(kind, steps[-1])))
+    kinds = list(dict.fromkeys(kind(layer) for layers in steps for layer in layers))
     rows: Rows = [
-        {"step": number + 1, "layer": layer, "kind": kind(layer), "x": depth(layer) + aside(kind(layer), kinds)}
-        | {quantity: values[quantity][number][layer] for quantity in quantities}
-        for number, layers in enumerate(steps)
+        {"step": step, "layer": layer, "kind": kind(layer), "x": depth(layer) + aside(kind(layer), kinds)}
+        | {quantity: values[quantity][step - first_step][layer] for quantity in quantities}
+        for step, layers in enumerate(steps, first_step)
         for layer in layers
     ]
     looks = style(kinds, kinds, "kind")
     chart = alt.Chart(data(rows), width=560, height=300).mark_point(size=55, opacity=0.7)
     chart = chart.encode(
-        x=by_block(max(map(depth, steps[-1]))),
+        x=by_block(max(depth(layer) for layers in steps for layer in layers)),
         y=alt.Y("y:Q", title=quantities[0] if len(quantities) == 1 else None),
         color=looks["color"],
         shape=looks["shape"],
@@ -194,7 +194,7 @@ def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]]) -> ChartType:
     )
     menu = alt.binding_select(options=quantities, name="show ") if len(quantities) > 1 else alt.Undefined
     chart = chart.add_params(alt.param("quantity", value=quantities[0], bind=menu))
-    return with_slider(chart.transform_calculate(y="datum[quantity]"), len(steps))
+    return with_slider(chart.transform_calculate(y="datum[quantity]"), len(steps), first_step)
 
 
 def aside(kind: str, kinds: Sequence[str]) -> float:

@@ -1,8 +1,23 @@
 // Draws the charts, whose definitions stand beside them, and sorts tables by a click on a header.
 const narrow = window.innerWidth < 700;
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+dark.addEventListener("change", () => location.reload());
+const [ink, soft, line] = ["--ink", "--soft", "--line"].map((name) => getComputedStyle(document.body).getPropertyValue(name));
+const colours = {
+  axis: { labelColor: ink, titleColor: ink, gridColor: line, domainColor: soft, tickColor: soft },
+  legend: { labelColor: ink, titleColor: ink },
+  title: { color: ink },
+  view: { stroke: line },
+  text: { color: ink },
+  rule: { color: ink },
+};
+// Colours in charts that are not seen on a dark page, or too well.
+const onDark = new Map(dark.matches ? [["#000000", ink], ["#0072B2", "#3b9ddd"], ["#d4d8de", line]] : []);
 
 for (const holder of document.querySelectorAll(".chart")) {
-  const spec = JSON.parse(holder.nextElementSibling.textContent);
+  const spec = JSON.parse(holder.nextElementSibling.textContent, (_, value) => onDark.get(value) ?? value);
+  spec.config.background = "transparent";
+  for (const [part, colour] of Object.entries(colours)) spec.config[part] = { ...spec.config[part], ...colour };
   if (narrow) Object.assign(spec.config.legend, { orient: "bottom", columns: 1, labelLimit: 250 });
   // The interpreter of expressions does without eval, which the page forbids.
   vegaEmbed(holder, spec, { mode: "vega-lite", actions: false, ast: true, renderer: "svg" });

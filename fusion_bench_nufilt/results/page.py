@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import vl_convert
 from altair.typing import ChartType
+from typing_extensions import TypeIs
 
 from .tables import Table
 from .theme import definition
@@ -41,9 +42,15 @@ class Page:
     def bullets(self, sentences: Iterable[str]) -> None:
         self.parts.append(f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in sentences)}</ul>")
 
-    def table(self, header: Sequence[str], rows: Iterable[Sequence[Value]], digits: int = 3) -> None:
-        """Write a table that is sorted by a click on a header."""
-        self._rows(header, ("".join(_cell(value, digits) for value in row) for row in rows))
+    def table(self, header: Sequence[str], rows: Iterable[Sequence[Value]], digits: int = 2) -> None:
+        """Write a table that is sorted by a click on a header; columns without a value are left out.
+
+        Numbers have some digits behind the point, one in a column of per cents.
+        """
+        columns = zip(header, zip(*rows, strict=True), strict=False)  # without rows there are none
+        known = [(name, column) for name, column in columns if any(map(_known, column))]
+        cells = ([_cell(value, 1 if name.endswith("%") else digits) for value in column] for name, column in known)
+        self._rows([name for name, _ in known], map("".join, zip(*cells, strict=True)))
 
     def texts(self, table: Table) -> None:
         """Write a section of a table and its notes: the best of a column bold, the second best underlined."""
@@ -106,8 +113,12 @@ def _vega() -> str:
     return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
+def _known(value: Value) -> TypeIs[str | float]:
+    return value is not None and value == value  # not NaN
+
+
 def _cell(value: Value, digits: int) -> str:
-    if value is None or value != value:  # NaN
+    if not _known(value):
         return '<td class="number" data-value="">-</td>'
     if isinstance(value, str):
         return f"<td>{escape(value)}</td>"

@@ -71,20 +71,23 @@ def _page(content: Run, matrix: AccuracyMatrix, layers: pd.DataFrame) -> Page:
     header = ["step", "task", "score right after it", "score at the end", "change", "merging s"]
     page.table(header, zip(*columns, strict=True), digits=1)
     if not layers.empty:
-        _layers(page, layers)
+        page.heading("Layers")
+        layer_charts(page, layers)
     page.configuration({"method": content["config"], "models": content["models"], "versions": content["versions"]})
     return page
 
 
-def _layers(page: Page, rows: pd.DataFrame) -> None:
-    """The layer explorer, and means over the layers by step."""
+def layer_charts(page: Page, rows: pd.DataFrame) -> None:
+    """Write the layer explorer and, of several steps, means over the layers; ``rows`` are those of ``layers.csv``."""
+    numbers = sorted(rows["step"].unique().tolist())
     steps = [part.set_index("layer") for _, part in rows.groupby("step")]
     known = {key: title for key, title in QUANTITIES.items() if key in rows}
-    page.heading("Layers")
     page.words("One point is a layer; hover for its name.")
-    page.chart(by_depth({title: [step[key].to_dict() for step in steps] for key, title in known.items()}))
-    means = rows.assign(kind=rows["layer"].map(kind)).groupby(["kind", "step"])[list(known)].mean()
+    page.chart(by_depth({title: [step[key].to_dict() for step in steps] for key, title in known.items()}, numbers[0]))
+    if len(numbers) == 1:
+        return
+    means = rows.assign(kind=rows["layer"].map(kind)).groupby(["step", "kind"])[list(known)].mean().unstack("kind")
     kinds = rows["layer"].map(kind).unique()  # in the order of the explorer, so that the colours are the same
-    curves = {title: {name: means.loc[name, key].tolist() for name in kinds} for key, title in known.items()}
+    curves = {title: {name: means[key, name].tolist() for name in kinds} for key, title in known.items()}
     page.words("Means over the layers, by step:")
-    page.chart(lines(curves, sorted(rows["step"].unique().tolist()), "step"))
+    page.chart(lines(curves, numbers, "step"))

@@ -94,9 +94,9 @@ def by_name(labels: Sequence[str], title: str | None, *, shown: bool = True) -> 
     return {"scale": alt.Scale(domain=list(labels)), "sort": None, "title": title if shown else None, "axis": axis}
 
 
-def by_block(deepest: int, **axis: Any) -> alt.X:
+def by_block(deepest: int) -> alt.X:
     """Return an axis of a model's blocks, which ends at the deepest."""
-    ticks = alt.Axis(values=list(range(0, deepest + 1, 1 + deepest // 16)), grid=False, **axis)
+    ticks = alt.Axis(values=list(range(0, deepest + 1, 1 + deepest // 16)), grid=False, format="d")
     return alt.X("x:Q", title="block", axis=ticks, scale=alt.Scale(zero=False, nice=False, padding=12))
 
 
@@ -125,9 +125,10 @@ def arranged(
     return draw(rows, None).add_params(shown).transform_filter("datum.set === show")
 
 
-def with_slider(chart: alt.Chart, steps: int) -> alt.Chart:
+def with_slider(chart: alt.Chart, steps: int, first: int = 1) -> alt.Chart:
     """Show the rows of one step, at first those of the last."""
     if steps == 1:
         return chart
-    step = alt.param("after", value=steps, bind=alt.binding_range(min=1, max=steps, step=1, name="after step "))
+    last = first + steps - 1
+    step = alt.param("after", value=last, bind=alt.binding_range(min=first, max=last, step=1, name="after step "))
     return chart.add_params(step).transform_filter("datum.step === after")

@@ -1,15 +1,16 @@
-"""From the folder of a run, a comparison or an analysis to its tables, pictures and page."""
+"""From the folder of a run, a comparison, an analysis or a merge to its tables, pictures and page."""
 
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fusion_bench_nufilt.storage.files import read_json, write_text
+from fusion_bench_nufilt.storage.files import MANIFEST, read_json, write_text
 
 from .analysis import Content, analysis_files
 from .comparison import comparison_files
 from .content import Results
+from .merge import Merge, merge_files
 from .page import PAGE, Files
 from .run import Run, run_files
 from .theme import save_chart
@@ -30,6 +31,7 @@ KINDS = {
     "accuracy_matrix.json": Kind(Run, "run the method again", run_files),
     "results.json": Kind(Results, "run the comparison again", comparison_files),
     "analysis.json": Kind(Content, "run the analysis again", analysis_files, ("png", "pdf")),
+    MANIFEST: Kind(Merge, "merge again", merge_files),
 }
 
 
@@ -37,14 +39,14 @@ def write_results(folder: Path) -> list[str]:
     """Write tables, pictures and ``index.html``, which opens from disk, each whole or not at all; return their names.
 
     Raises:
-        ValueError: the folder is none of the three, or one of its files is damaged; names it, and the field.
+        ValueError: the folder is of none of these, or one of its files is damaged; names it, and the field.
     """
     for name, kind in KINDS.items():
         if (content := read_json(folder / name, kind.content, kind.advice)) is not None:
             break
     else:
         names = ", ".join(KINDS)
-        raise ValueError(f"'{folder}' is the folder of no run, comparison or analysis: it has none of {names}")
+        raise ValueError(f"'{folder}' is the folder of no run, comparison, analysis or merge: it has none of {names}")
     try:
         files = kind.files(content, folder)
         page = files.page.render()

@@ -79,4 +79,20 @@ def analysis_folder(folder):
     return folder
 
 
-FOLDERS = {"run": run_folder, "comparison": comparison_folder, "analysis": analysis_folder}
+def merge_folder(folder):
+    """What a merge of two models into one that holds another says of itself; the last changes half of the layers."""
+    folder.mkdir(exist_ok=True)
+    norms = {layer: float(number) for number, layer in enumerate(LAYERS, 1)}
+    report = {"shape": [8, 16], "filtered_share": 0.25, "overlap": 0.125, "loss_before": 2.0, "loss_after": 1.5}
+    layers = {layer: [{"step": 2, "task_norm": norm, **report}] for layer, norm in norms.items()}
+    for layer in LAYERS[::2]:
+        layers[layer].append({"step": 3, "task_norm": 4 * norms[layer], **report})
+    fates = {"merged": (4, 0.75), "averaged": (0, 0.0), "kept": (6, 0.25)}
+    coverage = {fate: {"parameters": count, "share": share} for fate, (count, share) in fates.items()}
+    about = {"method": "NUFILT", "step": 3, "tasks": TASKS, "inputs": {}, "settings": {"null_rank": 8}, "versions": {}}
+    told = {"coverage": {**coverage, "left_out": {"layers.*.mlp.fc2": 2}}, "warnings": ["<i>twice</i>"]}
+    write_text(folder / "nufilt.json", json.dumps({**about, **told, "layers": layers}))
+    return folder
+
+
+FOLDERS = {"run": run_folder, "comparison": comparison_folder, "analysis": analysis_folder, "merge": merge_folder}

@@ -1,13 +1,15 @@
 """What every kind of chart says, and that each becomes a picture."""
 
 import io
+import re
 
 import altair as alt
 import pytest
+import vl_convert
 from PIL import Image
 
 from fusion_bench_nufilt.results import charts
-from fusion_bench_nufilt.results.theme import COLOURS, DASHES, SHAPES, save_chart, style
+from fusion_bench_nufilt.results.theme import COLOURS, DASHES, SHAPES, definition, save_chart, style
 from tests.results.charts import encodings, legend, marks, parts, rows_of, titles
 
 NAN = float("nan")
@@ -34,12 +36,27 @@ def test_every_kind_is_valid_and_becomes_a_picture_of_its_size(tmp_path, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chart.pdf", "chart.png"]
 
 
-def test_cells_have_their_numbers_in_black_on_light_and_white_on_dark_colours():
-    chart = charts.heat_maps({"a": [[0.0, 100.0], [46.0, 48.0]]}, ["r", "s"], ["t", "u"], ("row", "column"))
-    colour, number = encodings(chart, "color")
-    assert colour["scale"] == {"scheme": "viridis", "domain": [0.0, 100.0]}
-    assert number["condition"] == {"test": "datum.value < 47.0", "value": "white"}
-    assert encodings(chart, "text")[0]["format"] == ".0f"
+def luminance(colour):
+    """The relative luminance of a colour, as WCAG has it."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (x / 255 for x in colour)]
+    return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("top", [100.0, 0.4])
+def test_the_number_on_every_cell_can_be_read(top):
+    values = [top * step / 100 for step in range(101)]
+    chart = charts.heat_maps({"a": [values]}, ["r"], [str(step) for step in range(101)], ("row", "column"))
+    svg = vl_convert.vegalite_to_svg(definition(chart))
+    colours = [tuple(map(int, colour)) for colour in re.findall(r'fill="rgb\((\d+), (\d+), (\d+)\)"', svg)][:101]
+    words = re.findall(r'fill="(white|black)">([\d.]+)</text>', svg)
+    assert len(words) == len(colours) == 101
+    for (word, _), colour in zip(words, colours, strict=True):
+        light, dark = sorted((luminance(colour), float(word == "white")), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5
+
+
+def test_scores_have_one_decimal_and_shares_two_as_in_tables():
+    assert encodings(charts.heat_maps({"a": [[100.0]]}, ["r"], ["t"], ("row", "column")), "text")[0]["format"] == ".1f"
     assert encodings(KINDS["heat map"], "text")[0]["format"] == ".2f"
 
 
@@ -91,6 +108,17 @@ def test_a_slider_stands_at_the_last_step():
     slider = KINDS["bars by step"].to_dict()["params"][0]
     assert (slider["value"], slider["bind"]["min"], slider["bind"]["max"]) == (2, 1, 2)
     assert [row["value"] for row in rows_of(KINDS["bars by step"], step=2)] == [40.0, 60.0]
+
+
+def test_layers_may_come_and_go_from_step_to_step_whose_numbers_go_on():
+    steps = [{"layers.0.mlp.fc1": 1.0}, {"layers.3.self_attn.q": 2.0}]
+    chart = charts.by_depth({"norm": steps}, first_step=4)
+    slider = chart.to_dict()["params"][1]
+    assert (slider["value"], slider["bind"]["min"], slider["bind"]["max"]) == (5, 4, 5)
+    assert [(row["step"], row["kind"], round(row["x"])) for row in rows_of(chart)] == [
+        (4, "MLP", 0),
+        (5, "attention", 3),
+    ]
 
 
 def test_layers_of_one_block_stand_beside_each_other_by_kind():

@@ -1,5 +1,6 @@
 """Pages hold what their folder holds, need nothing else, and never stand in the way of a run."""
 
+import html
 import json
 import logging
 import re
@@ -13,7 +14,7 @@ import pytest
 from fusion_bench_nufilt.results.charts import heat_maps
 from fusion_bench_nufilt.results.page import Page
 from fusion_bench_nufilt.results.write import leave_results, write_results
-from tests.results.helpers import FOLDERS, run_folder
+from tests.results.helpers import FOLDERS, LAYERS, TASKS, merge_folder, run_folder
 
 
 def page_of(folder):
@@ -32,13 +33,14 @@ def body(page):
         ("run", ["NUFILT: 3 models merged", "ACC 70.0", "encoder.layers.1.mlp.fc1", "2.13.0", "null_rank"]),
         ("comparison", ["some_pool: 2 methods", "NUFILT", "sum", "pretrained", "Stability against plasticity"]),
         ("analysis", ["some_pool: why it merges", "matched pairs have a mean affinity", "Theorem 1", "rho stability"]),
+        ("merge", ["NUFILT: 3 models merged", "4 layers, 75.0% of all", "layers.*.mlp.fc2 (2)", "&lt;i&gt;twice"]),
     ],
 )
 def test_a_page_has_the_numbers_of_its_folder_loads_nothing_from_elsewhere_and_weighs_a_megabyte(tmp_path, kind, words):
     page = page_of(FOLDERS[kind](tmp_path / kind))
     for word in words:
         assert word in body(page)
-    assert len(re.findall('class="chart"', body(page))) >= 4
+    assert len(re.findall('class="chart"', body(page))) >= 2
     assert not re.search(r"""(src|href)=["'](?!data:)""", body(page))
     assert "://" not in body(page)
     assert len(page.read_bytes()) < 1_200_000
@@ -75,8 +77,36 @@ def test_missing_numbers_sort_last_and_small_ones_stay_visible():
     assert ">2</td>" in page.parts[0]
 
 
+def test_a_column_without_a_value_is_left_out_and_per_cents_have_one_decimal():
+    page = Page("title", "subtitle")
+    page.table(["name", "empty", "ACC %", "share"], [["a", None, 70.04, 0.126], ["b", float("nan"), None, 1.0]])
+    assert re.findall(r"<th>(.*?)</th>", page.parts[0]) == ["name", "ACC %", "share"]
+    assert re.findall(r"<td[^>]*>(.*?)</td>", page.parts[0]) == ["a", "70.0", "0.13", "b", "-", "1.00"]
+
+
+def test_the_page_of_a_merge_has_the_strongest_layers_first_over_all_its_steps(tmp_path):
+    tables = re.findall(r"<tbody>(.*?)</tbody>", body(page_of(merge_folder(tmp_path))))
+    rows = [[re.findall(r"<td[^>]*>(.*?)</td>", row) for row in table.split("</tr>")[:-1]] for table in tables]
+    steps, layers, coverage = rows
+    assert [row[:2] for row in steps] == [["2", "letters"], ["3", html.escape(TASKS[2])]]
+    assert [float(row[2]) for row in steps] == pytest.approx([30**0.5, 160**0.5], abs=1e-3)
+    norms = {LAYERS[2]: 153**0.5, LAYERS[0]: 17**0.5, LAYERS[3]: 4, LAYERS[1]: 2}
+    assert [row[0] for row in layers] == list(norms)
+    assert [float(row[2]) for row in layers] == pytest.approx(list(norms.values()), abs=1e-3)
+    assert coverage == [["merged", "4", "75.0"], ["kept", "6", "25.0"]]
+
+
+def test_a_step_of_a_run_is_not_the_folder_of_a_merge(tmp_path):
+    merge_folder(tmp_path)
+    content = json.loads((tmp_path / "nufilt.json").read_text())
+    del content["layers"]
+    (tmp_path / "nufilt.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="is one step of a run: name the log directory of the run"):
+        write_results(tmp_path)
+
+
 def test_a_folder_of_no_kind_is_named(tmp_path):
-    with pytest.raises(ValueError, match="is the folder of no run, comparison or analysis"):
+    with pytest.raises(ValueError, match="is the folder of no run, comparison, analysis or merge"):
         write_results(tmp_path)
 
 

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from fusion_bench_nufilt.results.page import Page
-from fusion_bench_nufilt.results.run import _layers
+from fusion_bench_nufilt.results.run import layer_charts
 from fusion_bench_nufilt.results.write import write_results
 from tests.results.helpers import TASKS, run_folder
 
@@ -27,7 +27,7 @@ def test_the_means_are_those_of_each_kind_of_layer(monkeypatch):
     monkeypatch.setattr(Page, "chart", lambda self, chart: None)
     layers = [f"layers.{block}.{part}" for block in (0, 1) for part in ("self_attn.q_proj", "mlp.fc1")]
     rows = [(step, layer, 10 * step + place) for step in (1, 2) for place, layer in enumerate(layers)]
-    _layers(Page("", ""), pd.DataFrame(rows, columns=["step", "layer", "overlap"]))
+    layer_charts(Page("", ""), pd.DataFrame(rows, columns=["step", "layer", "overlap"]))
     ((curves, steps, _),) = shown
     assert steps == [1, 2]
     assert curves == {"overlap of new and old subspaces": {"attention": [11, 21], "MLP": [12, 22]}}
