@@ -41,6 +41,8 @@ def takes_options(*kinds: type) -> Callable[[_Command], _Command]:
 
 
 def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
+    if option.type is bool:  # --name and --no-name
+        return bool, option.default
     if values := choices(option):
         words = tuple(str(value).lower() if isinstance(value, bool) else value for value in values)
         return Literal[words], words[values.index(option.default)]

@@ -31,7 +31,7 @@ from .run_folder import RunFolder, open_run_folder
 log = logging.getLogger(__name__)
 
 OnStep = Callable[[int], Any]
-_NOT_IN_THE_RESULT = ("_target_", "save_on_every_step", "check_models", "check_taskpool", "resume", "devices")
+_NOT_IN_THE_RESULT = ("_target_", "save_on_every_step", "check_models", "check_taskpool", "resume", "devices", "verify")
 
 
 @auto_register_config
@@ -66,6 +66,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     check_taskpool: bool
     resume: bool
     num_merged: int | None
+    verify: bool
 
     def __init__(self, **kwargs: Any) -> None:
         _, others = split_options([ProtocolConfig], kwargs)
@@ -150,7 +151,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             raise ValueError("the model pool is empty: there is no fine-tuned model to merge")
         if self.fabric.world_size > 1:
             raise ValueError("continual merging runs in one process: set fabric.devices=1")
-        self.history, self.first_step = merged_before(modelpool, self.num_merged)
+        self.history, self.first_step = merged_before(modelpool, self.num_merged, verify=self.verify)
         names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
         self.matrix, self.merge_seconds, self.on_step = AccuracyMatrix(names), [], on_step
         sources = {name: describe_model(modelpool, name) for name in modelpool.all_model_names}
@@ -188,13 +189,12 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         if MERGED in modelpool.all_model_names:
             previous, drawn = self._load(modelpool, MERGED)
             self._check(pretrained, previous, MERGED, drawn)
-            self.go_on_from(*merged_checkpoint(modelpool))
+            self.go_on_from(*merged_checkpoint(modelpool, pretrained, verify=self.verify))
             merged.load_state_dict(previous.state_dict())
             del previous
         next_step = self._resume(merged) + 1 if self.resume else self.first_step
-        for step, name in tqdm(enumerate(names, self.first_step), "Merging models", len(names), disable=None):
-            if step < next_step:
-                continue
+        left = list(enumerate(names, self.first_step))[next_step - self.first_step :]
+        for step, name in tqdm(left, "Merging models", disable=None):
             task, drawn = self._load(modelpool, name)
             if not self._checked_first:
                 self._check(pretrained, task, name, drawn)

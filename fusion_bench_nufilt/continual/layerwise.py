@@ -89,7 +89,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._mean_counts = defaultdict(lambda: step, manifest.get("mean_counts", {}))
         if self.method.state_is_weight:
             return
-        saved = {} if folder is None else load_state(folder, manifest)
+        saved = {} if folder is None else load_state(folder)
         missing = self.state().keys() - saved.keys()
         if missing or len(saved) > len(self.state()):
             what = f"lacks '{min(missing)}'" if missing else "is of more layers"

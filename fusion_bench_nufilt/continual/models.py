@@ -1,5 +1,6 @@
 """The models of a pool: where they come from, which weights their checkpoints lack, and what was merged before."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +12,12 @@ from omegaconf import OmegaConf
 from torch import nn
 from transformers import PreTrainedModel
 
-from fusion_bench_nufilt.storage.checkpoint import Manifest, read_manifest
+from fusion_bench_nufilt.storage.checkpoint import Manifest, model_digest, read_manifest, verify_files
 
 PRETRAINED, MERGED = "_pretrained_", "_merged_"
+_CHANGED = "merge or fetch it again; method.verify=false goes on from it all the same"
+
+log = logging.getLogger(__name__)
 
 
 def load_model(modelpool: BaseModelPool, name: str) -> tuple[nn.Module, list[str]]:
@@ -57,7 +61,7 @@ def describe_model(modelpool: BaseModelPool, name: str) -> Any:
     return type(entry).__name__ if isinstance(entry, nn.Module) else OmegaConf.to_container(entry, resolve=True)
 
 
-def merged_before(modelpool: BaseModelPool, num_merged: int | None) -> tuple[list[str], int]:
+def merged_before(modelpool: BaseModelPool, num_merged: int | None, *, verify: bool) -> tuple[list[str], int]:
     """Return the names of the models in the pool's ``_merged_`` model, if it has one, and the number of the next model.
 
     The manifest of its checkpoint has the names and their number, unless ``num_merged`` says how many they are.
@@ -66,18 +70,31 @@ def merged_before(modelpool: BaseModelPool, num_merged: int | None) -> tuple[lis
         if num_merged is not None:
             raise ValueError(f"num_merged={num_merged}, but the model pool has no '{MERGED}' model")
         return [], 1
-    _, manifest = merged_checkpoint(modelpool)
+    folder, manifest = merged_checkpoint(modelpool, verify=verify)
+    if folder is not None and verify:
+        verify_files(folder, manifest, _CHANGED)
+        if manifest and "digest" not in manifest:
+            log.warning("'%s' is of an earlier version, whose manifest does not tell whether it was changed", folder)
     num_merged = num_merged or manifest.get("step")
     if num_merged is None:
         raise ValueError(f"how many models are in '{MERGED}'? Its checkpoint does not say: set num_merged")
     return list(manifest.get("tasks", [])), num_merged + 1
 
 
-def merged_checkpoint(modelpool: BaseModelPool) -> tuple[Path | None, Manifest]:
-    """Return the folder of the pool's ``_merged_`` model, and its manifest; empty if it has none."""
+def merged_checkpoint(
+    modelpool: BaseModelPool, pretrained: nn.Module | None = None, *, verify: bool
+) -> tuple[Path | None, Manifest]:
+    """Return the folder of the pool's ``_merged_`` model, and its manifest; empty if it has none.
+
+    With ``verify``, a manifest that was changed is refused, and one of another ``pretrained`` model.
+    """
     entry = modelpool._models[MERGED]
     path = entry if isinstance(entry, str) else getattr(entry, "pretrained_model_name_or_path", None)
     if path is None:
         return None, {}
     folder = Path(path).expanduser()
-    return folder, read_manifest(folder) or {}
+    manifest = read_manifest(folder, _CHANGED, verify=verify) or Manifest()
+    before = manifest.get("inputs", {}).get(PRETRAINED, {}).get("sha256")
+    if verify and pretrained is not None and before not in (None, model_digest(pretrained)):
+        raise ValueError(f"'{folder}' was merged from another '{PRETRAINED}' model than the pool's; {_CHANGED}")
+    return folder, manifest

@@ -46,6 +46,7 @@ class ProtocolConfig:
     num_merged: int | None = option(
         None, "How many models are in the pool's _merged_ model; null: the manifest of its checkpoint says."
     )
+    verify: bool = option(True, "Check by digests that the pool's _merged_ model is what was saved.")
 
     def __post_init__(self) -> None:
         check_seed(self.seed)

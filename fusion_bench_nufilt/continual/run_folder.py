@@ -57,6 +57,9 @@ class RunFolder:
             except ValueError as error:
                 log.warning("%s; looking for the step before", error)
                 continue
+            if manifest.get("step", step) != step:
+                log.warning("checkpoint '%s' is of step %d; looking for the step before", folder, manifest["step"])
+                continue
             if other := _differences(manifest, run):
                 raise ValueError(
                     f"checkpoint '{folder}' is of a run with another {', '.join(other)}: resume with the same, or take "

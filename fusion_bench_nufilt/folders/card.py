@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from .plan import Plan
 
-CARD = "README.md"
-
 
 def model_card(plan: Plan) -> str:
     """Return the card of the result of a plan, in the Markdown of the hub."""

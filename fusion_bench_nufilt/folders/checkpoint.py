@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.core.weights import is_finite
-from fusion_bench_nufilt.storage.files import MANIFEST, printable, read_json
+from fusion_bench_nufilt.storage.files import CARD, MANIFEST, printable, read_json
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorFile, TensorInfo, digest
 
 INDEX = "model.safetensors.index.json"
@@ -140,7 +140,7 @@ class Checkpoint:
         found += (self.folder / "additional_chat_templates").glob("*")
         if self.files != [SINGLE]:
             found.append(self.folder / INDEX)
-        skip = {"README.md", ".gitattributes", MANIFEST}
+        skip = {CARD, ".gitattributes", MANIFEST}
         found = sorted(path for path in found if path.is_file() and path.name not in skip)
         homes = [self.folder.resolve()]
         if self.folder.resolve().parent.name == "snapshots":  # the hub's cache keeps the files beside its snapshots

@@ -1,5 +1,6 @@
 """Merging checkpoint folders tensor by tensor; the result says what it is to programs."""
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -17,20 +18,21 @@ import torch
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.storage.checkpoint import (
     STATE_FILE,
+    Input,
     combined_digest,
     package_versions,
     read_manifest,
     write_manifest,
 )
-from fusion_bench_nufilt.storage.files import MANIFEST
+from fusion_bench_nufilt.storage.files import CARD, MANIFEST
 
-from .card import CARD, model_card
+from .card import model_card
 from .checkpoint import some
 from .engine import NOT_FINITE, merge_layers, write_other
 from .forecast import batches, disk_bytes
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan, state_layout
-from .preflight import check_relation
+from .preflight import check_relation, verify_merged
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +67,13 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
             _merge(plan, output, progress or (lambda done, total: None))
             if changed := some(plan.changed()):
                 raise ValueError(f"{changed} was changed during the run: run the same command again, it starts anew")
+            about = _about(plan, output.done, run)
+            _check_inputs(plan, about["inputs"])
             for name, content in plan.small_files.items():
                 (output.model / name).parent.mkdir(exist_ok=True)
                 (output.model / name).write_bytes(content)
             (output.model / CARD).write_text(model_card(plan))
-            write_manifest(output.model, _about(plan, output.done, run))
+            write_manifest(output.model, about)
             output.finish()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -115,7 +119,7 @@ def _fetch(plan: Plan) -> None:
     """Download the weights that are still on the hub, and warn about what they then say of the models."""
     for checkpoint in (remote := [checkpoint for checkpoint in plan.checkpoints if checkpoint.remote]):
         checkpoint.fetch()
-    for text in check_relation(plan) if remote else ():
+    for text in chain(verify_merged(plan), check_relation(plan)) if remote else ():
         if text not in plan.warnings:
             plan.warnings.append(text)
             log.warning("%s", text)
@@ -132,11 +136,22 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
         progress(len(done), total)
 
 
+def _check_inputs(plan: Plan, inputs: Mapping[str, Input]) -> None:
+    """Refuse a model that is not the one that a manifest has the digest of, by name."""
+    known, before = dict(plan.known), plan.before.get("settings", {})
+    if all(before.get(key) == value for key, value in dataclasses.asdict(plan.targets).items()):  # the same was read
+        known["base"] = plan.before.get("inputs", {}).get("base", {}).get("sha256", inputs["base"]["sha256"])
+    for source, sha256 in known.items() if plan.settings.verify else ():
+        if inputs[source]["sha256"] != sha256:
+            other = f"'{plan.models[source].checkpoint.name}' has other weights than the {source} that {MANIFEST} names"
+            raise ValueError(f"{other}: name that one, or add --no-verify, and the finished work is gone on with")
+
+
 def _run_identity(plan: Plan) -> str:
     """Return a digest of all that the result depends on: an interrupted run goes on only if nothing of it changed."""
     content = {
         "models": [checkpoint.identity() for checkpoint in plan.checkpoints],
-        "before": [plan.before.get("mean_counts"), plan.before.get("state")],
+        "mean counts": plan.before.get("mean_counts"),
         "settings": {key: value for key, value in plan.options().items() if key != "device"},
         "device": plan.settings.devices[0].type,
         "first step": plan.first_step,
@@ -179,6 +194,5 @@ def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
         "versions": package_versions(),
         "warnings": warnings + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],
         "mean_counts": {slot: count for slot, count in counts.items() if count != plan.last_step},
-        "state": {key: sha for record in records for key, sha in record.get("state", {}).items()},
         "layers": {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names},
     }

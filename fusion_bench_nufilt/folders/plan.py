@@ -42,6 +42,11 @@ class Settings:
         "Where to compute: cpu works on a layer per thread; cuda, or several such as cuda:0,cuda:1, on stacks of "
         "layers.",
     )
+    verify: bool = _option(
+        True,
+        "Check by digests that what a merge goes on from, and a finished result that is asked for again, are what was "
+        "saved, and that the models of a manifest are those that were merged.",
+    )
     max_memory: int | None = _option(
         None, "The most memory to hold, such as 4GB; fewer layers are then worked on at a time."
     )
@@ -101,6 +106,7 @@ class Plan:
     settings: Settings
     small_files: dict[str, bytes]  # of the result, all but weights, card and manifest, by path in its folder
     before: Manifest  # of what is merged so far; empty if it has none
+    known: dict[str, str] = field(default_factory=dict)  # digests that models must have, by what they are to the merge
     warnings: list[str] = field(default_factory=list)
 
     @cached_property

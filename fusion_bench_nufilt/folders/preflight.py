@@ -8,7 +8,7 @@ from typing import Any
 
 from fusion_bench_nufilt.layers import TargetConfig, coverage
 from fusion_bench_nufilt.methods import find_method
-from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, Manifest, read_manifest
+from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, Manifest, read_manifest, verify_files
 from fusion_bench_nufilt.storage.files import MANIFEST
 from fusion_bench_nufilt.storage.tensors import FLOATS, dtype_name
 
@@ -21,6 +21,7 @@ from .plan import Plan, Settings, state_tensors
 # A fine-tuned model stays close to its base; models trained apart have a cosine of about zero.
 _LEAST_COSINE, _MOST_CHANGE = 0.9, 0.5
 _SAMPLED_LAYERS, _SAMPLED_ELEMENTS = 8, 2**20
+_CHANGED = "merge or fetch it again; --no-verify goes on from it all the same"
 
 
 def plan_merge(
@@ -62,7 +63,7 @@ def plan_merge(
     before, so_far, state = Manifest(), None, None
     if merged is not None:
         so_far = FullModel(_open("merged model", merged, "give it as a --task"), architecture)
-        before = read_manifest(so_far.checkpoint.folder) or before
+        before = read_manifest(so_far.checkpoint.folder, _CHANGED, verify=settings.verify) or before
         if not kind.state_is_weight or settings.accumulate == "float32":
             state = _open_state(so_far.checkpoint, architecture)
     chosen = {layer.slot for layer in layers}
@@ -119,6 +120,9 @@ def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
     if bound is not None and needed > bound:
         needs = f"{needed / 1e9:.2f} GB that the largest layer needs by itself"
         raise ValueError(f"max_memory of {bound / 1e9:.2f} GB is below the {needs}")
+    if (taken := Path(STATE_FILE).parts[0]) in plan.small_files and plan.keeps_state:
+        raise ValueError(f"the base '{plan.base.name}' has a file '{taken}', where the state is to be kept: rename it")
+    yield from verify_merged(plan)
 
 
 def _check_merged(plan: Plan, merged: FullModel) -> Iterator[str]:
@@ -137,6 +141,17 @@ def _check_merged(plan: Plan, merged: FullModel) -> Iterator[str]:
     compared = [key for key in now if key in before and key not in ("accumulate", "device")]
     if changed := [f"{key} was {before[key]!r}, is {now[key]!r}" for key in compared if before[key] != now[key]]:
         yield f"settings differ from those that '{name}' was made with: {'; '.join(changed)}"
+
+
+def verify_merged(plan: Plan) -> Iterator[str]:
+    """Refuse a merge on this disk with a file that is read and is not what was saved."""
+    if plan.merged is None or plan.merged.checkpoint.remote or not plan.settings.verify:
+        return
+    merged, state = plan.merged.checkpoint, Path(STATE_FILE).parent
+    if plan.before and "files" not in plan.before:
+        yield f"'{merged.name}' is of an earlier version, whose {MANIFEST} does not tell whether it was changed"
+    names = [*merged.opened, *(f"{state}/{name}" for name in (plan.state.checkpoint.opened if plan.state else ()))]
+    verify_files(merged.folder, plan.before, _CHANGED, names)
 
 
 def _check_task(plan: Plan, task: FullModel, architecture: Architecture) -> Iterator[str]:

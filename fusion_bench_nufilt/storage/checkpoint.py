@@ -5,7 +5,8 @@ A step of a run and a merge of folders write the same manifest, so that either c
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
-from .files import MANIFEST, Count, atomic_folder, read_json
+from .files import CARD, MANIFEST, Count, atomic_folder, read_json
 from .tensors import digest
 
 _PACKAGES = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers", "safetensors")
@@ -50,7 +51,6 @@ class Manifest(TypedDict, total=False):
     inputs: dict[str, Input]
     settings: dict[str, Any]
     mean_counts: dict[str, NonNegativeInt]  # models in the mean of a tensor, where that is not `step`
-    state: dict[str, str]  # digests of the tensors in STATE_FILE, by name
     files: dict[str, Fingerprint]  # all files of the folder but the manifest, by their relative paths
     digest: str  # of everything else in the manifest
     merge_seconds: list[float]
@@ -58,15 +58,15 @@ class Manifest(TypedDict, total=False):
     coverage: dict[str, Any]
 
 
-def read_manifest(folder: Path, advice: str = "fetch it again") -> Manifest | None:
-    """Read the manifest of a folder, None if it has none; a ValueError names a damaged field and gives the advice."""
-    return read_json(folder / MANIFEST, Manifest, advice)
+def read_manifest(folder: Path, advice: str = "fetch it again", *, verify: bool = True) -> Manifest | None:
+    """Read the manifest of a folder, None if it has none; a ValueError names a damaged field and gives the advice.
 
-
-def check_state(manifest: Manifest, name: str, found: str, file: Path) -> None:
-    """Refuse a tensor of the state, read from a file, whose digest is not what the manifest says."""
-    if manifest.get("state", {}).get(name, found) != found:
-        raise ValueError(f"'{file}': '{name}' is not what was saved (its sha256 differs); merge again from the start")
+    With ``verify``, one that was changed is refused as well; earlier versions left no digest that would tell.
+    """
+    manifest = read_json(folder / MANIFEST, Manifest, advice)
+    if manifest and verify and manifest.get("digest", found := _manifest_digest(manifest)) != found:
+        raise ValueError(f"'{folder / MANIFEST}' is not what was saved (its digest differs); {advice}")
+    return manifest
 
 
 def save_checkpoint(model: nn.Module, folder: Path, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
@@ -84,16 +84,13 @@ def save_checkpoint(model: nn.Module, folder: Path, about: Mapping[str, Any], st
         if state:
             (temporary / STATE_FILE).parent.mkdir()
             save_file({name: value.cpu().contiguous() for name, value in state.items()}, temporary / STATE_FILE)
-        write_manifest(temporary, {**about, "state": {name: digest(value) for name, value in state.items()}})
+        write_manifest(temporary, about)
 
 
 def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
     """Write what a manifest says of the other files in a folder, with digests of them all and of the manifest."""
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    if MANIFEST in names:
-        names.remove(MANIFEST)  # of a process that was killed
-    with ThreadPoolExecutor() as pool:  # a digest is computed without Python's lock
-        files = dict(zip(names, pool.map(lambda name: _fingerprint(folder / name), names), strict=True))
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    files = _fingerprints(folder, sorted(names - {MANIFEST}))  # there is one if an earlier process was killed
     content = json.loads(json.dumps({**about, "files": files}))  # as it will be read, for the digest
     (folder / MANIFEST).write_text(json.dumps({**content, "digest": _manifest_digest(content)}, indent=1))
 
@@ -106,17 +103,34 @@ def _manifest_digest(manifest: Mapping[str, Any]) -> str:
 
 def read_whole_checkpoint(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint; refuse one with a file that is missing, cut short or changed, by name."""
-    manifest = read_manifest(folder, advice="the step can be made again")
+    advice = "the step can be made again"
+    manifest = read_manifest(folder, advice)
     if manifest is None:
         raise ValueError(f"checkpoint '{folder}' has no {MANIFEST}")
-    for name, expected in manifest.get("files", {}).items():
+    verify_files(folder, manifest, advice)
+    return manifest
+
+
+def verify_files(
+    folder: Path, manifest: Manifest, advice: str, names: Iterable[str] | None = None, *, digests: bool = True
+) -> None:
+    """Refuse a folder with a file that is missing, cut short or changed, by name; without ``digests`` by sizes alone.
+
+    By default these are all files that the manifest lists, but for the model card, which people edit. Earlier versions
+    listed no files of some folders, of which nothing is known then.
+    """
+    if (files := manifest.get("files")) is None:
+        return
+    wanted = sorted(files.keys() - {CARD} if names is None else names)
+    for name in wanted:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not (folder / path).is_file():
-            raise ValueError(f"checkpoint '{folder}' lacks {name}")
-        # The size comes first: it is known at once.
-        if (folder / path).stat().st_size != expected["size"] or _fingerprint(folder / path) != expected:
-            raise ValueError(f"checkpoint '{folder}': {name} is not what was saved (size or sha256 differs)")
-    return manifest
+            raise ValueError(f"'{folder}' lacks {name}; {advice}")
+        if name not in files or (folder / path).stat().st_size != files[name]["size"]:
+            raise ValueError(f"'{folder}': {name} is not what was saved (its size differs); {advice}")
+    for name, found in _fingerprints(folder, wanted if digests else []).items():
+        if found != files[name]:
+            raise ValueError(f"'{folder}': {name} is not what was saved (its sha256 differs); {advice}")
 
 
 def load_checkpoint(model: nn.Module, folder: Path) -> None:
@@ -130,19 +144,20 @@ def load_checkpoint(model: nn.Module, folder: Path) -> None:
         load_model(model, folder / "model.safetensors")
 
 
-def load_state(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """Read the tensors that were kept beside a merged model, if any; refuse one that is not what was saved."""
+def load_state(folder: Path) -> dict[str, Tensor]:
+    """Read the tensors that were kept beside a merged model, if any."""
     file = folder / STATE_FILE
-    state = load_file(file) if file.is_file() else {}
-    for name, value in state.items():
-        check_state(manifest, name, digest(value), file)
-    return state
+    return load_file(file) if file.is_file() else {}
 
 
-def _fingerprint(file: Path) -> Fingerprint:
-    with file.open("rb") as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"size": file.stat().st_size, "sha256": sha256}
+def _fingerprints(folder: Path, names: Sequence[str]) -> dict[str, Fingerprint]:
+    def fingerprint(name: str) -> Fingerprint:
+        with (folder / name).open("rb") as stream:
+            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+            return {"size": os.fstat(stream.fileno()).st_size, "sha256": sha256}
+
+    with ThreadPoolExecutor() as pool:  # digests of large files are computed without Python's lock
+        return dict(zip(names, pool.map(fingerprint, names), strict=True))
 
 
 def model_digest(model: nn.Module | Mapping[str, Tensor]) -> str:

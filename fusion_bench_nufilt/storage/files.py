@@ -18,6 +18,8 @@ _T = TypeVar("_T")
 
 #: Beside every merged model: ``step`` and ``tasks`` say what is in it.
 MANIFEST = "nufilt.json"
+#: The model card of a result.
+CARD = "README.md"
 #: Every folder that one process at a time may write to has a lock file, and a file that says which process holds it.
 LOCK, HOLDER = ".nufilt.lock", ".nufilt.holder"
 #: A number of models: nobody merges a million of them, and a larger one is damage.

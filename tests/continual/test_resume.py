@@ -1,10 +1,12 @@
 """An interrupted run goes on with the same result; one more model on top of a merge is the same thing."""
 
 import json
+import shutil
 
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
@@ -118,6 +120,47 @@ def test_models_merged_onto_a_merge_give_the_bits_of_one_stream(tmp_path, by):
     manifest = read_whole_checkpoint(tmp_path / "rest" / "checkpoints" / "merged_model_3")
     assert manifest["step"] == 4
     assert manifest["tasks"] == [*(("task1", "task2") if by == "manifest" else ()), "task3", "task4"]
+
+
+def merged_onto(folder, models, **options):
+    """Merge task2 onto the step of task1 that is in a folder."""
+    rest = {key: models[key] for key in ("_pretrained_", "task2")}
+    rest = saved_pool(folder / "models", rest, _merged_=folder / "checkpoints" / "merged_model_0")
+    return NufiltContinualMergingAlgorithm(**SMALL, **options).run(rest)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", MANIFEST])
+def test_a_merge_that_was_changed_is_not_gone_on_from_unless_the_user_knows(tmp_path, file):
+    models = pool(2)
+    algorithm_in(tmp_path).run({key: models[key] for key in ("_pretrained_", "task1")})
+    merged_onto(tmp_path, models)
+    path = tmp_path / "checkpoints" / "merged_model_0" / file
+    if file == "model.safetensors":
+        save_file({key: value * (1 + 1e-7) for key, value in load_file(path).items()}, path, {"format": "pt"})
+    else:
+        path.write_text(json.dumps({**json.loads(path.read_text()), "step": 1, "order": ["task9"]}))
+    with pytest.raises(ValueError, match=r"is not what was saved .*method\.verify=false goes on"):
+        merged_onto(tmp_path, models)
+    merged_onto(tmp_path, models, verify=False)
+
+
+def test_a_merge_of_another_pretrained_model_is_not_gone_on_from(tmp_path):
+    models = pool(2)
+    algorithm_in(tmp_path).run({key: models[key] for key in ("_pretrained_", "task1")})
+    models["_pretrained_"].vision_model.encoder.layers[0].mlp.fc1.weight.data[0, 0] += 1e-4
+    with pytest.raises(ValueError, match="was merged from another '_pretrained_' model than the pool's"):
+        merged_onto(tmp_path, models)
+
+
+def test_a_step_in_the_place_of_another_is_passed_over(tmp_path, caplog):
+    algorithm_in(tmp_path).run(pool(3))
+    folder = tmp_path / "checkpoints"
+    shutil.rmtree(folder / "merged_model_2")
+    shutil.copytree(folder / "merged_model_0", folder / "merged_model_2")
+    steps = []
+    algorithm_in(tmp_path, resume=True).run(pool(3), on_step=steps.append)
+    assert "merged_model_2' is of step 1; looking for the step before" in caplog.text
+    assert steps == [3]
 
 
 def test_how_many_models_are_in_a_merge_must_be_known():
