@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from huggingface_hub import HfApi
+from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
-from fusion_bench_nufilt.storage.files import MANIFEST
+from fusion_bench_nufilt.storage.checkpoint import read_manifest, verify_files
+from fusion_bench_nufilt.storage.files import CARD, MANIFEST
 
 from .terminal import terminal
 
@@ -18,12 +19,30 @@ def push(
 ) -> None:
     """Upload a merged folder, with its model card and its manifest, to the Hugging Face hub.
 
-    You must be logged in there (hf auth login), or HF_TOKEN must hold a token with the right to write.
+    What is uploaded are the files that the manifest lists, if all of them are what was saved, and nothing else. You
+    must be logged in there (hf auth login), or HF_TOKEN must hold a token with the right to write.
     """
     with terminal() as console:
-        if not (out / MANIFEST).is_file():
-            raise ValueError(f"'{out}' is no merged model: it has no {MANIFEST}")
-        api = HfApi()
+        files = {name: out / name for name in _files_of_result(out)}
+        token = get_token() or ""
+        if not (token and token.isascii() and token.isprintable()):
+            raise ValueError("no token of the hub is at hand: log in with `hf auth login`, or set HF_TOKEN")
+        api = HfApi(token=token)
         url = api.create_repo(repo, private=private, exist_ok=True)
-        api.upload_folder(repo_id=url.repo_id, folder_path=out, commit_message="A model merged with NUFILT")
+        added = [CommitOperationAdd(name, path) for name, path in files.items()]
+        api.create_commit(url.repo_id, added, commit_message="A model merged with NUFILT")
         console.print(f"[bold]{url}[/bold]", highlight=False)
+
+
+def _files_of_result(out: Path) -> list[str]:
+    """Return the files that the manifest of a result lists, with itself; refuse one that is not what was saved."""
+    advice = "merge again"
+    manifest = read_manifest(out, advice)
+    if manifest is None or not manifest.get("files"):
+        raise ValueError(f"'{out}' is no merged model: it has no {MANIFEST} that lists its files; {advice}")
+    verify_files(out, manifest, advice)
+    names = [name for name in (*manifest["files"], MANIFEST) if name != CARD or (out / CARD).is_file()]
+    for path in map(out.joinpath, names):
+        if not path.resolve().is_relative_to(out.resolve()):
+            raise ValueError(f"'{path}' is a link to '{path.resolve()}', out of the folder: put the file there")
+    return names
