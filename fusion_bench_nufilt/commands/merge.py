@@ -30,7 +30,7 @@ from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.storage.files import Count, checked, parse_json
 
-from .options import takes_options, typed_values
+from .options import SIZES, takes_options, typed_values
 from .terminal import interruptible, shown, terminal
 
 KINDS = (*dict.fromkeys(method.Options for method in METHODS.values()), TargetConfig, Settings)
@@ -85,11 +85,11 @@ def merge(
 
 
 def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
-    if (size := recipe.get("max_memory")) is not None:
+    for name in (name for name in SIZES if recipe.get(name) is not None):
         try:
-            recipe["max_memory"] = TypeAdapter(ByteSize).validate_python(size)
+            recipe[name] = TypeAdapter(ByteSize).validate_python(recipe[name])
         except ValidationError:
-            raise ValueError(f"max_memory must be a size such as 4GB, got '{size}'") from None
+            raise ValueError(f"{name} must be a size such as 4GB, got '{recipe[name]}'") from None
     method = recipe.pop("method", "nufilt")
     kind = find_method(method)
     options, models = split_options((kind.Options, TargetConfig, Settings), {**kind.targets, **recipe})

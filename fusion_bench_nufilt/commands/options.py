@@ -17,6 +17,8 @@ from fusion_bench_nufilt.core.options import choices
 
 # The options that are a number or a share of the width.
 RANKS = {each.name for each in dataclasses.fields(FusionConfig) if each.type == int | float}
+# The options that are a number of bytes, or a word such as 4GB.
+SIZES = ("max_memory", "max_shard_size")
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
@@ -46,7 +48,7 @@ def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
     if values := choices(option):
         words = tuple(str(value).lower() if isinstance(value, bool) else value for value in values)
         return Literal[words], words[values.index(option.default)]
-    if option.name == "max_memory":
+    if option.name in SIZES:
         return str | None, None
     if Sequence[str] in get_args(option.type):
         return list[str] | None, None

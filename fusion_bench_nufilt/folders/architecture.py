@@ -124,11 +124,8 @@ class Architecture:
                     but = f"shape {shape} differs from {promised}, which its config.json promises"
                     raise ValueError(f"model '{name}', tensor '{key}': {but}: {_NOT_TOGETHER}")
         if lost := sorted(chosen.keys() - stored.keys()):
-            quantised = base.config.get("quantization_config")
-            method = isinstance(quantised, dict) and quantised.get("quant_method", "quantisation")
-            stored_by = f"its weights are stored by {method}; name the model that it was quantised from"
             what = f"the weight of {len(lost)} layers that its config.json promises, '{lost[0]}' first"
-            raise ValueError(f"model '{name}' lacks {what}: {stored_by if method else _NOT_TOGETHER}")
+            raise ValueError(f"model '{name}' lacks {what}: {_NOT_TOGETHER}")
         if unused := self._unused(base):
             what = f"{len(unused)} tensors of layers that its config.json does not have, '{unused[0]}' first"
             raise ValueError(f"model '{name}' stores {what}: {_NOT_TOGETHER}")

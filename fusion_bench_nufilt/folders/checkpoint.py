@@ -1,11 +1,13 @@
 """A checkpoint folder: the tensors in its files, and everything beside the weights."""
 
 import hashlib
+import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import huggingface_hub
 from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
@@ -16,6 +18,8 @@ from typing_extensions import TypedDict
 from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.storage.files import CARD, MANIFEST, printable, read_json
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorFile, TensorInfo, digest
+
+from .quantised import Quantisation, Quantised, join_scales, other_quantisation
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -35,6 +39,8 @@ class _Index(TypedDict):
 
 class _ModelConfig(TypedDict, total=False):
     architectures: list[str] | None
+    quantization_config: Quantisation | None
+    compression_config: Quantisation | None
 
 
 class AdapterConfig(TypedDict, total=False):
@@ -53,18 +59,24 @@ class Checkpoint:
     """A model in safetensors, as headers until a tensor is asked for.
 
     ``name`` is how the user named it, and ``folder`` has its small files. There are no ``opened`` files while the
-    weights are still on the hub, from where :meth:`fetch` downloads them.
+    weights are still on the hub, from where :meth:`fetch` downloads them. ``tensors`` are those that a merge works on,
+    by key: a weight in FP8 is one tensor with its scale, and one that was :meth:`split` is several.
     """
 
     def __init__(self, name: str, folder: Path, files: _Files, opened: dict[str, TensorFile] | None = None) -> None:
         self.name, self.folder, self.files, self.remote = name, folder, list(files), opened is None
         self.tensors: dict[str, TensorInfo] = {}
         self.opened = opened or {}
-        self._parts: Mapping[str, Parts] = {}
+        self.parts: Mapping[str, Parts] = {}
         for file, found in files.items():
             if twice := sorted(self.tensors.keys() & found.keys()):
                 raise ValueError(f"'{name}' has {some(twice)} in '{file}' and in another file: remove one of them")
             self.tensors |= found
+        if other := other_quantisation(self.tensors, self.quantisation):
+            remedy = "name the model that it was quantised from, or remove quantization_config if it is not quantised"
+            raise ValueError(f"model '{name}' is quantised by {other}, and only FP8 can be merged: {remedy}")
+        self.tensors, self.measured = join_scales(name, self.tensors, self.quantisation)
+        self.whole = self.tensors  # before they are split
 
     @classmethod
     def open(cls, name: str) -> "Checkpoint":
@@ -87,23 +99,20 @@ class Checkpoint:
         files = {file: TensorFile(folder / file) for file in _weight_files(name, folder)}
         checkpoint = cls(name, folder, {file: opened.tensors for file, opened in files.items()}, files)
         promised = {key for key, file in _weight_map(folder).items() if file in files}
-        if lost := sorted(promised - checkpoint.tensors.keys()):
+        if lost := sorted(promised.difference(*(file.tensors for file in files.values()))):
             raise ValueError(f"'{name}': {INDEX} names tensors that its files lack: {some(lost)}; fetch it again")
         return checkpoint
 
     def fetch(self) -> None:
         if self.remote:
             local = self.from_folder(self.name, download(self.name, self.folder.name, self.files))
-            self.folder, self.tensors, self.opened, self.remote = local.folder, local.tensors, local.opened, False
-            self.split(self._parts)
+            self.folder, self.whole, self.opened, self.remote = local.folder, local.whole, local.opened, False
+            self.split(self.parts)
 
     def split(self, parts: Mapping[str, Parts]) -> None:
         """Take rows of some tensors as tensors of their own, each under the key of its tensor with :func:`part`."""
-        self._parts = parts
-        whole, self.tensors = self.tensors, {}
-        for key, info in whole.items():
-            rows = parts.get(key)
-            self.tensors |= {part(key, row): info.rows(*row) for row in rows} if rows else {key: info}
+        self.parts = parts
+        self.tensors = split_rows(self.whole, parts)
 
     @property
     def label(self) -> str:
@@ -128,6 +137,12 @@ class Checkpoint:
                 can_have = f"'{self.name}' with its {len(self.tensors)} tensors can have"
                 raise ValueError(f"'{path}', field '{key}': {value} are more than {can_have}; fetch it again")
         return config
+
+    @property
+    def quantisation(self) -> Quantisation:
+        """What config.json says of how the weights are quantised; empty if it says nothing."""
+        config: _ModelConfig = cast("_ModelConfig", self.config)
+        return config.get("quantization_config") or config.get("compression_config") or {}
 
     @cached_property
     def adapter_config(self) -> AdapterConfig:
@@ -158,10 +173,18 @@ class Checkpoint:
     def identity(self) -> list[object]:
         """Return what tells this checkpoint from a changed one without reading its weights."""
         files = [[name, file.stamp, hashlib.sha256(file.header).hexdigest()] for name, file in self.opened.items()]
-        return [self.label, files, self.adapter_config]
+        return [self.label, files, self.adapter_config, self.quantisation]
 
     def file(self, key: str) -> TensorFile:
         return self.opened[self.tensors[key].file]
+
+    def elements(self, key: str, start: int, stop: int) -> Tensor:
+        """Read the elements ``start`` to ``stop`` of a flattened tensor."""
+        info = self.tensors[key]
+        if not isinstance(info, Quantised):
+            return self.file(key).elements(info, start, stop)
+        rows, first = info.around(start, stop)
+        return rows.read(self.opened).flatten()[start - first : stop - first]
 
     def check_floats(self, keys: Iterable[str]) -> None:
         """Refuse tensors that are to be computed with and are not floating point, by name."""
@@ -173,7 +196,8 @@ class Checkpoint:
 
     def read(self, key: str) -> tuple[Tensor, str]:
         """Read a whole tensor, all of whose values must be finite; return it and the digest of its bytes."""
-        tensor = self.file(key).read(self.tensors[key])
+        info = self.tensors[key]
+        tensor = info.read(self.opened) if isinstance(info, Quantised) else self.file(key).read(info)
         if not is_finite(tensor):
             raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")
         return tensor, digest(tensor)
@@ -181,6 +205,15 @@ class Checkpoint:
 
 def part(key: str, rows: tuple[int, int]) -> str:
     return f"{key}[{rows[0]}:{rows[1]}]"
+
+
+def split_rows(tensors: Mapping[str, TensorInfo], parts: Mapping[str, Parts]) -> dict[str, TensorInfo]:
+    """Return the tensors, and in place of those in ``parts`` their rows under the keys of :func:`part`."""
+    found: dict[str, TensorInfo] = {}
+    for key, info in tensors.items():
+        rows = parts.get(key)
+        found |= {part(key, row): info.rows(*row) for row in rows} if rows else {key: info}
+    return found
 
 
 def is_adapter(folder: Path) -> bool:
@@ -218,11 +251,18 @@ def _weight_files(name: str, folder: Path) -> list[str]:
         return files
     if files:
         raise ValueError(f"'{name}' has {len(files)} safetensors files and no {INDEX} that tells which belong together")
-    if pickles := [path.name for path in folder.iterdir() if path.suffix in _PICKLES]:
+    if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES):
         pickled = f"pickled weights ({some(pickles)}), which run code when opened and are refused"
-        remedy = "with transformers where you trust it, then model.save_pretrained(folder, safe_serialization=True)"
-        raise ValueError(f"'{name}' holds {pickled}: load it {remedy}")
+        raise ValueError(f"'{name}' holds {pickled}. Where you trust them, convert them with: {_conversion(folder)}")
     raise ValueError(f"'{name}' holds no safetensors file")
+
+
+def _conversion(folder: Path) -> str:
+    """Return the command that writes the weights of a folder as safetensors beside the pickled ones."""
+    kinds = (read_json(folder / "config.json", _ModelConfig) or {}).get("architectures") or ["AutoModel"]
+    kind, where = kinds[0] if kinds[0].isidentifier() else "AutoModel", json.dumps(str(folder))
+    load = f'import transformers; model = transformers.{kind}.from_pretrained({where}, dtype="auto")'
+    return f"python -c {shlex.quote(f'{load}; model.save_pretrained({where})')}"
 
 
 def _hub_headers(name: str, commit: str) -> _Files:

@@ -6,16 +6,12 @@ write neighbouring tensors of a file can damage each other's, so that a file has
 
 import ctypes
 import dataclasses
-import hashlib
 import logging
-import math
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import numpy
 import torch
@@ -25,25 +21,21 @@ from fusion_bench_nufilt.cluster import Node, connect, find_nodes, run_on_cluste
 from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.core.workers import DevicePool, map_layers
-from fusion_bench_nufilt.layers.models import running_mean
 from fusion_bench_nufilt.methods import State
-from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, FLOATS, TensorInfo, digest, raw
+from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, digest, raw
 
 from .architecture import Layer
 from .checkpoint import some
 from .forecast import layer_budget, layer_memory
-from .models import FullModel
-from .output import Output, Record
+from .output import Record
 from .plan import Plan, state_layout, state_tensors
+from .quantised import Quantised
 
 log = logging.getLogger(__name__)
 
 #: What is done with a merged layer: its record, and the bytes for each range in the record's ``written``.
 Write = Callable[[Record, Sequence[memoryview]], None]
 _Merged = list[tuple[Record, list[numpy.ndarray]]]  # layers, and their bytes in arrays, which Ray moves without a copy
-
-#: What is said of a tensor outside the merged layers, which stays the base's.
-NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the result"
 
 
 @dataclasses.dataclass
@@ -79,7 +71,8 @@ class LayerMerger:
     def _start(self, layer: Layer) -> _Work:
         """Read a layer of the base, and the state that it is in before the first task of this merge."""
         plan = self.plan
-        weight, sha = plan.base.read(layer.keys[0])
+        weight, sha = plan.base.read(key := layer.keys[0])
+        weight = weight.to(plan.dtype(key))
         theta_0, (state, digests) = layer.view.matrix(weight), _read_state(plan, layer)
         read = {"base": sha, "state": digests} if state else {"base": sha}
         if plan.method.state_is_weight:
@@ -92,14 +85,16 @@ class LayerMerger:
         """Return the merged weight before the first task, in the dtype that it is kept in."""
         merged, so_far, dtype = self.plan.merged, theta_0, theta_0.dtype
         if merged is not None:
-            weight, read["merged"] = merged.checkpoint.read(merged.keys[layer.slot])
+            key = merged.keys[layer.slot]
+            weight, read["merged"] = merged.checkpoint.read(key)
+            if self.plan.state is not None and kept:
+                info, exact, name = merged.checkpoint.tensors[key], kept["weight"], self.plan.state.checkpoint.name
+                rounded = info.rounded(exact) if isinstance(info, Quantised) else exact.to(weight.dtype)
+                if not torch.equal(rounded, weight):
+                    why = f"'{layer.name}' differs; remove it if the weights are right"
+                    raise ValueError(f"'{name}' does not belong to the weights beside it: {why}")
+                weight = exact
             so_far = layer.view.matrix(weight)
-        if self.plan.state is not None and kept:
-            exact, name = layer.view.matrix(kept["weight"]), self.plan.state.checkpoint.name
-            if not torch.equal(exact.to(so_far.dtype), so_far):
-                why = f"'{layer.name}' differs; remove it if the weights are right"
-                raise ValueError(f"'{name}' does not belong to the weights beside it: {why}")
-            so_far = exact
         return so_far.to(torch.promote_types(dtype, torch.float32) if self._kept else dtype)
 
     def _add_task(self, number: int, works: dict[str, _Work], device: torch.device) -> None:
@@ -123,17 +118,18 @@ class LayerMerger:
 
     def _finish(self, work: _Work, device: torch.device) -> list[memoryview]:
         """Return the bytes of a layer's state, if kept, and of its weights; their places go into the record."""
-        base, layer = self.plan.base, work.layer
+        layer = work.layer
         states, pretrained = {layer.name: work.state}, {layer.name: work.theta_0}
         ((_, matrix),) = self.plan.method.weigh_each(states, pretrained, device=device)
         weight = layer.view.part(matrix)
         kept = _state_to_keep(self.plan, layer, work.state) if self._kept else {}
         stored: list[tuple[TensorInfo, Tensor]] = [(self._kept[key], value) for key, value in kept.items()]
         for key in layer.keys:
-            info = base.tensors[key]
-            stored.append((info, narrow := weight.to(FLOATS[info.dtype])))
-            if not is_finite(narrow):
-                raise ValueError(f"tensor '{key}': the merged weight is too large for {info.dtype}")
+            place = self.plan.places[key]
+            new = place.quantise(weight) if isinstance(place, Quantised) else [(place, weight.to(FLOATS[place.dtype]))]
+            if not is_finite(new[-1][1]):  # the scale, if any: no other value shows in FP8
+                raise ValueError(f"tensor '{key}': the merged weight is too large for {place.dtype}")
+            stored += new
         work.record["written"] = [(info.file, info.start, info.stop, digest(value)) for info, value in stored]
         return [raw(value) for _, value in stored]
 
@@ -218,64 +214,3 @@ def _make_merger(plan: Plan) -> Callable[[Sequence[str]], _Merged]:
         return [(record, [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]) for record, pieces in merged]
 
     return merge
-
-
-def write_other(plan: Plan, slot: str, output: Output) -> None:
-    """Write a tensor outside the merged layers wherever the base has it, a bounded number of bytes at a time."""
-    read: defaultdict[str, Any] = defaultdict(hashlib.sha256)  # digests by model
-    record: Record = {"slot": slot, "written": [], "reports": []}
-    for key in plan.others[slot]:
-        info, sha, finite = plan.base.tensors[key], hashlib.sha256(), True
-        offset = info.start
-        for piece in _pieces(plan, slot, key, read):
-            data = raw(piece)
-            output.write(info.file, data, offset)
-            offset += len(data)
-            sha.update(data)
-            finite = finite and (info.dtype not in FLOATS or is_finite(piece.view(FLOATS[info.dtype])))
-        if not finite:
-            record["not_finite"] = key
-            log.warning(NOT_FINITE, key)
-        record["written"].append((info.file, info.start, info.stop, sha.hexdigest()))
-    record["read"] = {source: sha.hexdigest() for source, sha in read.items()}
-    if slot in plan.averaged:
-        count, tasks = _in_mean(plan, slot)
-        record["mean_count"] = count + len(tasks)
-    output.record(record)
-
-
-def _in_mean(plan: Plan, slot: str) -> tuple[int, dict[str, FullModel]]:
-    """Return the number of models in the mean before this merge, without the base, and the tasks that come to it."""
-    tasks = plan.tasks[:1] if plan.targets.other_params == "first" else plan.tasks
-    having = {f"task {number}": task for number, task in enumerate(tasks) if task.has(slot)}
-    return plan.before.get("mean_counts", {}).get(slot, plan.first_step - 1), having
-
-
-def _pieces(plan: Plan, slot: str, key: str, read: defaultdict[str, Any]) -> Iterator[Tensor]:
-    """Yield the new tensor, flattened, piece by piece, and take the digests of what is read."""
-    info, base, merged = plan.base.tensors[key], plan.base.file(key), plan.merged
-    averaged = slot in plan.averaged
-    if info.dtype not in FLOATS or not (averaged or merged):
-        for piece in base.chunks(info):
-            read["base"].update(raw(piece))
-            yield piece
-        return
-    count, tasks = _in_mean(plan, slot)
-    for start in range(0, numel := math.prod(info.shape), CHUNK_BYTES // 8):
-        between = start, min(start + CHUNK_BYTES // 8, numel)
-        value = theta_0 = base.elements(info, *between)
-        read["base"].update(raw(theta_0))
-        if merged is not None:
-            so_far = merged.elements(slot, *between, theta_0)
-            read["merged"].update(raw(so_far))
-            value = so_far.to(theta_0.dtype)
-        for number, (source, task) in enumerate(tasks.items() if averaged else (), count + 1):
-            new = task.elements(slot, *between, theta_0)
-            read[source].update(raw(new))
-            if not is_finite(new):
-                raise ValueError(f"model '{task.checkpoint.name}', tensor '{slot}' has NaN or infinite values")
-            value = running_mean(value, new, number)
-        value = value.to(theta_0.dtype)  # once: roundings after every task would add up
-        if averaged and not is_finite(value):
-            raise ValueError(f"tensor '{slot}': the mean has values that {theta_0.dtype} can't hold")
-        yield value

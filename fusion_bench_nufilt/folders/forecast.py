@@ -32,7 +32,7 @@ def process_memory(workers: int) -> int:
 
 def layer_memory(plan: Plan, layer: Layer) -> int:
     """Return the bytes held while a layer is merged: its weights and its state as they are read, and working memory."""
-    dtype, shape = plan.dtype(layer), layer.view.shape
+    dtype, shape = plan.dtype(layer.keys[0]), layer.view.shape
     # The factors of a LoRA are too thin to count.
     full = [task.checkpoint.tensors[task.keys[layer.slot]] for task in plan.tasks if layer.slot in task.keys]
     stored = (dtype.itemsize + max((FLOATS[info.dtype].itemsize for info in full), default=0)) * math.prod(shape)
@@ -48,7 +48,7 @@ def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
     """Yield layers that are worked on at a time: one on a CPU, else as many of a shape as are solved together."""
     groups: dict[tuple[tuple[int, ...], torch.dtype], list[Layer]] = defaultdict(list)
     for layer in layers:
-        groups[layer.view.shape, plan.dtype(layer)].append(layer)
+        groups[layer.view.shape, plan.dtype(layer.keys[0])].append(layer)
     for (shape, dtype), group in groups.items():
         size = stack_size(shape, max(4, dtype.itemsize), plan.settings.devices[0], BATCH_BYTES)
         if plan.settings.max_memory is not None:
@@ -71,7 +71,8 @@ def peak_memory(plan: Plan, workers: int | None = None) -> int:
 
 
 def disk_bytes(plan: Plan) -> int:
-    return plan.base.nbytes + (sum(info.nbytes for info in state_layout(plan)[1].values()) if plan.keeps_state else 0)
+    held = [state_layout(plan)[1]] if plan.keeps_state else []
+    return sum(info.nbytes for tensors in (*plan.files.values(), *held) for info in tensors.values())
 
 
 def predict_seconds(plan: Plan, workers: int) -> float:

@@ -24,12 +24,18 @@ from fusion_bench_nufilt.storage.checkpoint import (
     read_manifest,
     write_manifest,
 )
+<<<<<<< HEAD
 from fusion_bench_nufilt.storage.files import CARD, MANIFEST
+=======
+from fusion_bench_nufilt.storage.files import MANIFEST
+from fusion_bench_nufilt.storage.tensors import end_of_file
+>>>>>>> f9dc573 (FP8 checkpoints are merged, and written as bfloat16 or in the same blocks; results may have another dtype and other shards)
 
 from .card import model_card
 from .checkpoint import some
-from .engine import NOT_FINITE, merge_layers, write_other
+from .engine import merge_layers
 from .forecast import batches, disk_bytes
+from .others import NOT_FINITE, write_other
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan, state_layout
 from .preflight import check_relation, verify_merged
@@ -56,10 +62,8 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         return out
     _fetch(plan)
     run, files = _run_identity(plan), [*plan.small_files, MANIFEST, CARD]
-    headers = {name: (file.header, file.stamp[0]) for name, file in plan.base.opened.items()}
-    if plan.keeps_state:
-        header, tensors = state_layout(plan)
-        headers[STATE_FILE] = header, max(info.stop for info in tensors.values())
+    layout = dict(plan.headers) | ({STATE_FILE: state_layout(plan)[0]} if plan.keeps_state else {})
+    headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
     try:
         with closing(Output(out, run, headers, files)) as output:
             written = chain.from_iterable(record["written"] for record in output.done.values())

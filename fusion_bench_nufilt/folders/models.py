@@ -78,8 +78,7 @@ class FullModel:
     def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
         """Return some elements of a flattened tensor that the model has, given the base's."""
         if slot in self.keys:
-            key = self.keys[slot]
-            return self.checkpoint.file(key).elements(self.checkpoint.tensors[key], start, stop)
+            return self.checkpoint.elements(self.keys[slot], start, stop)
         if slot not in self.pairs:
             return theta_0
         update, _ = self.weight(slot)

@@ -13,11 +13,13 @@ from fusion_bench_nufilt.core.workers import check_devices
 from fusion_bench_nufilt.layers import Coverage, TargetConfig
 from fusion_bench_nufilt.methods import LayerMethod
 from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, Manifest
-from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, make_header, read_header
+from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, describe, make_header, read_header
 
 from .architecture import Layer
 from .checkpoint import Checkpoint
+from .layout import Files, arrange, as_written, find_places, make_headers
 from .models import FullModel
+from .quantised import Quantised
 
 _option = partial(option, panel="Machine")
 
@@ -36,6 +38,18 @@ class Settings:
         "stored",
         "What the merged layers are kept in between steps: stored means the base's dtype; float32 also writes them "
         "beside the model for the next merge, so that rounding does not add up.",
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = _option(
+        "auto",
+        "What all floating-point tensors are written in: auto keeps the base's dtypes, but writes what the base stores "
+        "in FP8 as bfloat16; fp8 quantises that again, in the same blocks.",
+        panel="Files",
+    )
+    max_shard_size: int | None = _option(
+        None,
+        "The most bytes of tensors in a file, such as 5GB. If it is not given, every tensor is in the file that the "
+        "base has it in.",
+        panel="Files",
     )
     device: str = _option(
         "cpu",
@@ -65,8 +79,9 @@ class Settings:
         check_seed(self.seed)
         if self.step is not None:
             check_whole(self, "step", least=1, most=10**6)
-        if self.max_memory is not None:
-            check_whole(self, "max_memory", least=1, most=2**62)
+        for size in ("max_memory", "max_shard_size"):
+            if getattr(self, size) is not None:
+                check_whole(self, size, least=1, most=2**62)
         check_choices(self)
         if self.engine == "local":  # a cluster's workers have devices of their own
             check_devices(self.device)
@@ -117,8 +132,23 @@ class Plan:
 
     @property
     def base(self) -> Checkpoint:
-        """The base's checkpoint, whose tensors, files and headers the result has."""
+        """The base's checkpoint, whose tensors the result has, and in the base's files if nothing else is asked for."""
         return self.pretrained.checkpoint
+
+    @cached_property
+    def files(self) -> Files:
+        """The tensors in each file of the result."""
+        return arrange(self.base, self.settings.dtype, self.settings.max_shard_size)
+
+    @cached_property
+    def headers(self) -> dict[str, bytes]:
+        """The header of each file of the result, once the base is on this disk."""
+        return make_headers(self.base, self.files)
+
+    @cached_property
+    def places(self) -> dict[str, TensorInfo]:
+        """Where the result has each tensor, by the key that the base has it under."""
+        return find_places(self.base, self.headers)
 
     @property
     def models(self) -> dict[str, FullModel]:
@@ -152,11 +182,14 @@ class Plan:
     @cached_property
     def keeps_state(self) -> bool:
         """Whether the result has a file with the state; weights alone are kept where the model rounds float32."""
-        rounded = self.settings.accumulate == "float32" and any(self.dtype(each).itemsize < 4 for each in self.layers)
-        return rounded or not self.method.state_is_weight
+        written = (as_written(self.base.tensors[layer.keys[0]], self.settings.dtype) for layer in self.layers)
+        rounded = any(isinstance(info, Quantised) or FLOATS[info.dtype].itemsize < 4 for info in written)
+        return (rounded and self.settings.accumulate == "float32") or not self.method.state_is_weight
 
-    def dtype(self, layer: Layer) -> torch.dtype:
-        return FLOATS[self.base.tensors[layer.keys[0]].dtype]
+    def dtype(self, key: str) -> torch.dtype:
+        """Return what a tensor of the base is kept in between tasks: the wider one of its dtype and the result's."""
+        info = self.base.tensors[key]
+        return torch.promote_types(FLOATS[info.dtype], FLOATS[as_written(info, self.settings.dtype).dtype])
 
     def options(self) -> dict[str, Any]:
         """Return all options of the merge by name, the method's among them."""
@@ -164,7 +197,7 @@ class Plan:
             "method": self.method.name,
             **dataclasses.asdict(self.method.options),
             **dataclasses.asdict(self.targets),
-            **{key: getattr(self.settings, key) for key in ("seed", "accumulate", "device")},
+            **{key: getattr(self.settings, key) for key in ("seed", "accumulate", "dtype", "max_shard_size", "device")},
         }
 
 
@@ -173,12 +206,12 @@ def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]
     if plan.method.state_is_weight:
         shape = plan.base.tensors[layer.keys[0]].shape
         return {"weight": (layer.keys[0], layer.slot, torch.empty(shape, dtype=torch.float32, device="meta"))}
-    theta_0 = torch.empty(layer.view.shape, dtype=plan.dtype(layer), device="meta")
+    theta_0 = torch.empty(layer.view.shape, dtype=plan.dtype(layer.keys[0]), device="meta")
     state = plan.method.start(layer.name, theta_0)
     return {name: (key := f"{layer.name}.{name}", key, value) for name, value in state.items()}
 
 
 def state_layout(plan: Plan) -> tuple[bytes, dict[str, TensorInfo]]:
     kept = (tensor for layer in plan.layers for tensor in state_tensors(plan, layer).values())
-    header = make_header({key: like for key, _, like in kept})
+    header = make_header({key: describe(like) for key, _, like in kept})
     return header, read_header(STATE_FILE, header)

@@ -10,11 +10,12 @@ from fusion_bench_nufilt.layers import TargetConfig, coverage
 from fusion_bench_nufilt.methods import find_method
 from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, Manifest, read_manifest, verify_files
 from fusion_bench_nufilt.storage.files import MANIFEST
-from fusion_bench_nufilt.storage.tensors import FLOATS, dtype_name
+from fusion_bench_nufilt.storage.tensors import FLOATS, describe
 
 from .architecture import Architecture
 from .checkpoint import Checkpoint, download, is_adapter, some
 from .forecast import layer_memory, process_memory
+from .layout import check_fp8, small_files_of
 from .models import FullModel, LoraAdapter, open_task
 from .plan import Plan, Settings, state_tensors
 
@@ -59,6 +60,8 @@ def plan_merge(
     checkpoint = _open("base", base, "name the model that it was trained on")
     architecture = Architecture(checkpoint)
     pretrained = FullModel(checkpoint, architecture)
+    if settings.dtype == "fp8":
+        check_fp8(checkpoint)
     layers = architecture.layers(checkpoint, targets.target_modules, targets.exclude_modules)
     before, so_far, state = Manifest(), None, None
     if merged is not None:
@@ -83,6 +86,7 @@ def plan_merge(
         before=before,
     )
     plan.warnings += _check(plan, architecture)
+    plan.small_files = small_files_of(plan.small_files, checkpoint, plan.files, settings.dtype)
     return plan
 
 
@@ -207,7 +211,7 @@ def _check_state(plan: Plan) -> Iterator[str]:
                 missing.append(key)
                 continue
             found, shape = plan.state.checkpoint.tensors[there[slot]], tuple(like.shape)
-            if (found.dtype, found.shape) != (dtype_name(like), shape):
+            if (found.dtype, found.shape) != (describe(like).dtype, shape):
                 but = f"{found.dtype} {found.shape} is not {str(like.dtype).removeprefix('torch.')} {shape}"
                 advice = "as the base's layer would be; remove that folder if the weights beside it are right"
                 raise ValueError(f"'{plan.state.checkpoint.name}', tensor '{slot}': {but}, {advice}")
@@ -234,7 +238,7 @@ def check_relation(plan: Plan) -> Iterator[str]:
         for layer in filter(lambda layer: model.has(layer.slot), sampled):
             info = base.tensors[layer.keys[0]]
             count = min(math.prod(info.shape), _SAMPLED_ELEMENTS)
-            x = base.file(layer.keys[0]).elements(info, 0, count).double()
+            x = base.elements(layer.keys[0], 0, count).double()
             y = model.elements(layer.slot, 0, count, x).double()
             xx, yy, xy, dd = xx + float(x @ x), yy + float(y @ y), xy + float(x @ y), dd + float((y - x) @ (y - x))
         if not xx * yy > 0:

@@ -6,11 +6,12 @@ checks the file, and plain reads at the offsets of its header fetch the bytes.
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +20,7 @@ from torch import Tensor
 CHUNK_BYTES = 2**24
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES = FLOATS | {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+_DTYPES["F8_E4M3"] = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,15 @@ class TensorInfo:
     def nbytes(self) -> int:
         return self.stop - self.start
 
-    def rows(self, first: int, last: int) -> "TensorInfo":
+    def rows(self, first: int, last: int) -> Self:
         """Return these entries of the first dimension, which follow each other in the file, as a tensor by itself."""
         size = self.nbytes // self.shape[0]
         start, shape = self.start + first * size, (last - first, *self.shape[1:])
         return replace(self, shape=shape, start=start, stop=start + (last - first) * size)
+
+    def of(self, dtype: str) -> "TensorInfo":
+        """Return a tensor of these values in another floating dtype, which has no place in the file."""
+        return TensorInfo(self.file, dtype, self.shape, 0, math.prod(self.shape) * FLOATS[dtype].itemsize)
 
 
 class TensorFile:
@@ -105,16 +111,24 @@ def read_header(file: str, header: bytes) -> dict[str, TensorInfo]:
     }
 
 
-def dtype_name(tensor: Tensor) -> str:
-    return next(name for name, dtype in _DTYPES.items() if dtype == tensor.dtype)
+def end_of_file(header: bytes) -> int:
+    """Return the size of the file that begins with a header, in bytes."""
+    return max((info.stop for info in read_header("", header).values()), default=len(header))
 
 
-def make_header(tensors: Mapping[str, Tensor]) -> bytes:
+def describe(tensor: Tensor) -> TensorInfo:
+    """Return what a header says of a tensor, which has no place in a file so far."""
+    name = next(name for name, dtype in _DTYPES.items() if dtype == tensor.dtype)
+    return TensorInfo("", name, tuple(tensor.shape), 0, tensor.nbytes)
+
+
+def make_header(tensors: Mapping[str, TensorInfo]) -> bytes:
     """Return the header of a file of these tensors; the widest dtypes come first, so that every tensor is aligned."""
-    content, start = {}, 0
-    for key, value in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
-        stop = start + value.nbytes
-        content[key] = {"dtype": dtype_name(value), "shape": list(value.shape), "data_offsets": [start, stop]}
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for key, info in sorted(tensors.items(), key=lambda item: -item[1].nbytes // max(1, math.prod(item[1].shape))):
+        stop = start + info.nbytes
+        content[key] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(content).encode()
     text += b" " * (-len(text) % 8)

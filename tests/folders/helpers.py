@@ -36,13 +36,15 @@ def algorithm(models, **options):
     return NufiltContinualMergingAlgorithm(**{**RANKS, "shuffle_order": False, **options}).run(models)
 
 
-def plan(folder, tasks=("task1", "task2", "task3"), merged=None, settings=None, method="nufilt", **options):
+def plan(
+    folder, tasks=("task1", "task2", "task3"), merged=None, settings=None, method="nufilt", base="base", **options
+):
     """Plan a merge of tasks by the names of their folders, with options of the method and of the targets."""
     kind = METHODS[method]
     options = {**kind.targets, **(RANKS if method == "nufilt" else {}), **options}
     (config, targets), left = split_options([kind.Options, TargetConfig], options)
     assert not left, left
-    base, *tasks = (str(folder / name) for name in ("base", *tasks))
+    base, *tasks = (str(folder / name) for name in (base, *tasks))
     merged = None if merged is None else str(folder / merged)
     return plan_merge(base, tasks, merged, config, targets, Settings(**(settings or {})), method=method)
 

@@ -137,13 +137,6 @@ def test_a_base_whose_shape_its_config_denies(tmp_path):
     refuse(tmp_path, r"'model.layers.0.mlp.experts.gate_up_proj': shape \(2, .* which its config.json promises")
 
 
-def test_quantised_checkpoints(tmp_path):
-    save_stream(tmp_path, FAMILIES["mistral"](), tasks=1, shards="1GB")
-    change(tmp_path / "base", "model.layers.0.mlp.up_proj.weight", lambda value: None)
-    change_json(tmp_path / "base" / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    refuse(tmp_path, "stored by gptq; name the model that it was quantised from")
-
-
 def test_fused_experts_are_read_and_written_one_by_one(tmp_path, monkeypatch):
     save_stream(tmp_path, FAMILIES["gpt_oss"](), tasks=1)
     sizes = []

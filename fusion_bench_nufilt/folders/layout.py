@@ -1,0 +1,122 @@
+"""How the tensors of a result lie in its files, and what its config.json and its index say of that."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, make_header, read_header
+
+from .checkpoint import INDEX, SINGLE, Checkpoint, some, split_rows
+from .quantised import Quantised, join_scales
+
+Files = dict[str, dict[str, TensorInfo]]
+"""The tensors in each file, by key; where in the file they are is told by its header alone."""
+
+_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_CONFIG = "config.json"
+
+
+def as_written(info: TensorInfo, dtype: str) -> TensorInfo:
+    """Return what a tensor of the base is in the result, by the option ``dtype``."""
+    quantised = isinstance(info, Quantised)
+    if info.dtype not in FLOATS or (quantised and dtype == "fp8"):
+        return info
+    name = _NAMES.get(dtype, "BF16" if quantised else info.dtype)
+    return info if name == info.dtype and not quantised else info.of(name)
+
+
+def arrange(base: Checkpoint, dtype: str, max_shard_size: int | None) -> Files:
+    """Arrange the tensors of the result in files: the base's, or new ones of a size at most (a larger tensor alone)."""
+    tensors = _stored({key: as_written(info, dtype) for key, info in base.whole.items()})
+    if max_shard_size is None:
+        return _by_file(tensors)
+    shards: list[dict[str, TensorInfo]] = [{}]
+    size = 0
+    for key, info in tensors.items():
+        if shards[-1] and size + info.nbytes > max_shard_size:
+            shards.append({})
+            size = 0
+        shards[-1][key] = info
+        size += info.nbytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, 1)}
+
+
+def _stored(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return tensors as files hold them: FP8 and its scales are two."""
+    found = {}
+    for key, info in tensors.items():
+        if isinstance(info, Quantised):
+            found[key], found[info.scale_key] = info.stored
+        else:
+            found[key] = info
+    return found
+
+
+def _by_file(tensors: Mapping[str, TensorInfo]) -> Files:
+    files: Files = {}
+    for key, info in tensors.items():
+        files.setdefault(info.file, {})[key] = info
+    return files
+
+
+def make_headers(base: Checkpoint, files: Files) -> dict[str, bytes]:
+    """Return the header of each file, which is the base's own where it has the same tensors."""
+
+    def shapes(tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
+        return {key: (info.dtype, info.shape) for key, info in tensors.items()}
+
+    found = {}
+    for file, tensors in files.items():
+        own = base.opened.get(file)
+        found[file] = own.header if own and shapes(own.tensors) == shapes(tensors) else make_header(tensors)
+    return found
+
+
+def find_places(base: Checkpoint, headers: Mapping[str, bytes]) -> dict[str, TensorInfo]:
+    """Return where files with these headers have each tensor, by the key that the base has it under."""
+    found: dict[str, TensorInfo] = {}
+    for file, header in headers.items():
+        found |= read_header(file, header)
+    return split_rows(join_scales(base.name, found, base.quantisation)[0], base.parts)
+
+
+def check_fp8(base: Checkpoint) -> None:
+    """Refuse a base whose scales can't be computed again from its merged weights."""
+    what = f"dtype fp8: '{base.name}' has"
+    if base.measured:
+        why = "which are measured on data; leave dtype out, and quantise the result"
+        raise ValueError(f"{what} scales of its activations ({some(base.measured)}), {why}")
+    if not any(isinstance(info, Quantised) for info in base.whole.values()):
+        raise ValueError(f"{what} no weights in FP8 that tell the blocks: leave dtype out, and quantise the result")
+    for key in base.parts:
+        info = base.whole[key]
+        if isinstance(info, Quantised) and len(base.parts[key]) > 1 and info.block[0] >= info.shape[0]:
+            several = f"'{key}' {info.shape} with scales {info.scale.shape} that several layers share"
+            raise ValueError(f"{what} {several}: leave dtype out")
+
+
+def small_files_of(small: Mapping[str, bytes], base: Checkpoint, files: Files, dtype: str) -> dict[str, bytes]:
+    """Return the base's small files as the result has them: config.json and index may say something else."""
+    found = dict(small)
+    if _CONFIG in found and (config := _retyped(base.config, dtype)) != base.config:
+        found[_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+    if files != _by_file(_stored(base.whole)):
+        found.pop(INDEX, None)
+        if len(files) > 1:
+            size = sum(info.nbytes for held in files.values() for info in held.values())
+            weight_map = {key: file for file, held in files.items() for key in held}
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            found[INDEX] = (json.dumps(index, indent=2) + "\n").encode()
+    return found
+
+
+def _retyped(config: Any, dtype: str) -> Any:
+    """Return a part of config.json with the dtype of the result, and without the quantisation that it does not have."""
+    if not isinstance(config, dict):
+        return config
+    gone = () if dtype == "fp8" else ("quantization_config", "compression_config")
+    kept = {key: _retyped(value, dtype) for key, value in config.items() if key not in gone}
+    named = {key: dtype for key in ("torch_dtype", "dtype") if isinstance(kept.get(key), str) and dtype in _NAMES}
+    return kept | named

@@ -1,0 +1,118 @@
+"""The tensors outside the merged layers: copied or averaged, a bounded number of bytes at a time."""
+
+import hashlib
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.core.weights import is_finite
+from fusion_bench_nufilt.layers.models import running_mean
+from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, FLOATS, TensorInfo, raw
+
+from .models import FullModel
+from .output import Output, Record
+from .plan import Plan
+from .quantised import Quantised
+
+log = logging.getLogger(__name__)
+
+#: What is said of a tensor that stays the base's.
+NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the result"
+
+
+def write_other(plan: Plan, slot: str, output: Output) -> None:
+    """Write a tensor outside the merged layers wherever the result has it."""
+    read: defaultdict[str, Any] = defaultdict(hashlib.sha256)  # digests by model
+    record: Record = {"slot": slot, "written": [], "reports": []}
+    for key in plan.others[slot]:
+        finite = True
+        for place, pieces in _new_tensors(plan, slot, key, read):
+            sha, offset = hashlib.sha256(), place.start
+            for piece in pieces:
+                data = raw(piece)
+                output.write(place.file, data, offset)
+                offset += len(data)
+                sha.update(data)
+                finite = finite and (place.dtype not in FLOATS or is_finite(piece.view(FLOATS[place.dtype])))
+            record["written"].append((place.file, place.start, place.stop, sha.hexdigest()))
+        if not finite:
+            record["not_finite"] = key
+            log.warning(NOT_FINITE, key)
+    record["read"] = {source: sha.hexdigest() for source, sha in read.items()}
+    if slot in plan.averaged:
+        count, tasks = _in_mean(plan, slot)
+        record["mean_count"] = count + len(tasks)
+    output.record(record)
+
+
+def _in_mean(plan: Plan, slot: str) -> tuple[int, dict[str, FullModel]]:
+    """Return the number of models in the mean before this merge, without the base, and the tasks that come to it."""
+    tasks = plan.tasks[:1] if plan.targets.other_params == "first" else plan.tasks
+    having = {f"task {number}": task for number, task in enumerate(tasks) if task.has(slot)}
+    return plan.before.get("mean_counts", {}).get(slot, plan.first_step - 1), having
+
+
+def _new_tensors(
+    plan: Plan, slot: str, key: str, read: defaultdict[str, Any]
+) -> Iterator[tuple[TensorInfo, Iterable[Tensor]]]:
+    """Yield the tensors that the result's files have for one of the base, each in pieces; take digests of the input."""
+    before, place = _stored(plan.base.tensors[key]), plan.places[key]
+    kept = plan.base.tensors[key].dtype not in FLOATS or not (slot in plan.averaged or plan.merged)
+    if kept and [info.dtype for info in before] == [info.dtype for info in _stored(place)]:
+        for info, target in zip(before, _stored(place), strict=True):
+            yield target, _copied(plan, info, read)
+        return
+    values = _values(plan, slot, key, read)
+    if isinstance(place, Quantised):  # its scales need the whole tensor
+        yield from ((info, [value]) for info, value in place.quantise(torch.cat(list(values)).reshape(place.shape)))
+    else:
+        yield place, _narrowed(values, key, FLOATS[place.dtype])
+
+
+def _stored(info: TensorInfo) -> list[TensorInfo]:
+    return info.stored if isinstance(info, Quantised) else [info]
+
+
+def _copied(plan: Plan, info: TensorInfo, read: defaultdict[str, Any]) -> Iterator[Tensor]:
+    for piece in plan.base.opened[info.file].chunks(info):
+        read["base"].update(raw(piece))
+        yield piece
+
+
+def _narrowed(values: Iterable[Tensor], key: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    for value in values:
+        narrow = value.to(dtype)
+        if not is_finite(narrow) and is_finite(value):
+            raise ValueError(f"tensor '{key}' has values that {dtype} can't hold: choose another --dtype")
+        yield narrow
+
+
+def _values(plan: Plan, slot: str, key: str, read: defaultdict[str, Any]) -> Iterator[Tensor]:
+    """Yield the new values, flattened, piece by piece, and take the digests of what is read."""
+    base, merged, dtype = plan.base, plan.merged, plan.dtype(key)
+    count, tasks = _in_mean(plan, slot)
+    averaged = slot in plan.averaged
+    for start in range(0, numel := math.prod(base.tensors[key].shape), CHUNK_BYTES // 8):
+        between = start, min(start + CHUNK_BYTES // 8, numel)
+        theta_0 = base.elements(key, *between)
+        read["base"].update(raw(theta_0))
+        value = theta_0 = theta_0.to(dtype)
+        if merged is not None:
+            so_far = merged.elements(slot, *between, theta_0)
+            read["merged"].update(raw(so_far))
+            value = so_far.to(dtype)
+        for number, (source, task) in enumerate(tasks.items() if averaged else (), count + 1):
+            new = task.elements(slot, *between, theta_0)
+            read[source].update(raw(new))
+            if not is_finite(new):
+                raise ValueError(f"model '{task.checkpoint.name}', tensor '{slot}' has NaN or infinite values")
+            value = running_mean(value, new, number)
+        value = value.to(dtype)  # once: roundings after every task would add up
+        if averaged and not is_finite(value):
+            raise ValueError(f"tensor '{slot}': the mean has values that {dtype} can't hold")
+        yield value

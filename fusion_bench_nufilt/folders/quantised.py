@@ -1,0 +1,179 @@
+"""Weights stored in FP8 with a scale for every block: read as float32, and quantised again in the same blocks."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from annotated_types import Len
+from pydantic import PositiveInt
+from torch import Tensor
+from torch.nn.functional import pad
+from typing_extensions import TypedDict
+
+from fusion_bench_nufilt.storage.tensors import FLOATS, TensorFile, TensorInfo
+
+_FP8 = "F8_E4M3"
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
+_SCALES = ("_scale_inv", "_scale")  # behind the key of a weight; it is multiplied by either
+_INPUT_SCALES = ("input_scale", "activation_scale")
+_SIDES = (128, 128)  # of the blocks that a config.json does not tell
+
+# What the names of tensors tell of quantisations that are not read.
+_NAMES = {
+    ".g_idx": "GPTQ",
+    ".qweight": "GPTQ or AWQ",
+    ".absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+    "_blocks": "MXFP4",
+    ".weight_packed": "compressed-tensors in a packed format",
+}
+
+
+_Sides = Annotated[list[PositiveInt], Len(2, 2)]
+
+
+class _Weights(TypedDict, total=False):
+    block_structure: _Sides | str | None
+
+
+class _Group(TypedDict, total=False):
+    weights: _Weights | None
+
+
+class Quantisation(TypedDict, total=False):
+    """What config.json says of it that is read, as ``quantization_config``."""
+
+    quant_method: str | None
+    format: str | None
+    weight_block_size: _Sides | None
+    config_groups: dict[str, _Group] | None
+
+
+@dataclass(frozen=True)
+class Quantised(TensorInfo):
+    """A tensor of a file, in FP8, and where its scales are; ``dtype`` is what it is read as."""
+
+    what: str  # the model and the tensor, for errors
+    scale_key: str
+    scale: TensorInfo
+    block: tuple[int, ...]  # the sides of the blocks that have a scale each
+
+    @property
+    def stored(self) -> list[TensorInfo]:
+        """The weight and its scales as files hold them."""
+        return [TensorInfo(self.file, _FP8, self.shape, self.start, self.stop), self.scale]
+
+    def rows(self, first: int, last: int) -> "Quantised":
+        """Return these entries of the first dimension as a tensor by itself; no block may reach beyond them."""
+        height = self.block[0]
+        cut = super().rows(first, last)
+        if height >= self.shape[0]:  # one scale for all
+            return replace(cut, block=(last - first, *self.block[1:]))
+        if first % height or (last % height and last != self.shape[0]):
+            raise ValueError(f"{self.what}: rows {first} to {last} of {self.shape} cut its blocks of {self.block}")
+        return replace(cut, scale=self.scale.rows(first // height, -(-last // height)))
+
+    def around(self, start: int, stop: int) -> tuple["Quantised", int]:
+        """Return whole blocks of rows with elements ``start`` to ``stop`` of the flattened tensor, and the first's."""
+        width = math.prod(self.shape[1:])
+        height = self.block[0] if self.block[0] < self.shape[0] else 1
+        first, last = start // width // height * height, -(-stop // (width * height)) * height
+        return self.rows(first, min(last, self.shape[0])), first * width
+
+    def read(self, files: Mapping[str, TensorFile]) -> Tensor:
+        """Return the values in float32."""
+        weight, scale = (files[info.file].read(info) for info in self.stored)
+        return self._values(weight, scale)
+
+    def quantise(self, values: Tensor) -> list[tuple[TensorInfo, Tensor]]:
+        """Return what files hold of values of its shape: FP8, and the scale amax / 448 of every block."""
+        tiles, scale_dtype = _tiles(values.float(), self.block), FLOATS[self.scale.dtype]
+        inside = tuple(range(1, tiles.ndim, 2))
+        amax = torch.maximum(tiles.amax(inside, keepdim=True), -tiles.amin(inside, keepdim=True))
+        scale = (amax / _LARGEST).clamp_min(torch.finfo(scale_dtype).tiny).to(scale_dtype)
+        # A scale that is rounded down would take the largest values out of range.
+        weight = _joined((tiles / scale.float()).clamp_(-_LARGEST, _LARGEST), self.shape).to(torch.float8_e4m3fn)
+        return list(zip(self.stored, (weight, scale.reshape(self.scale.shape)), strict=True))
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return values of its shape as they are read again once they are quantised."""
+        (_, weight), (_, scale) = self.quantise(values)
+        return self._values(weight, scale)
+
+    def _values(self, weight: Tensor, scale: Tensor) -> Tensor:
+        tiles = _tiles(weight.float(), self.block)
+        scale = scale.float().reshape([size for count in tiles.shape[::2] for size in (count, 1)])
+        return _joined(tiles.mul_(scale), self.shape)
+
+
+def _tiles(values: Tensor, block: Sequence[int]) -> Tensor:
+    """Return values ``(n, m, ...)`` as ``(n / b, b, m / c, c, ...)``, with zeros where the last blocks reach beyond."""
+    missing = [-size % side for size, side in zip(values.shape, block, strict=True)]
+    if any(missing):
+        values = pad(values, [size for count in reversed(missing) for size in (0, count)])
+    sides = zip(values.shape, block, strict=True)
+    return values.reshape([size for whole, side in sides for size in (whole // side, side)])
+
+
+def _joined(tiles: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the values of :func:`_tiles` in their own shape."""
+    padded = [count * side for count, side in zip(tiles.shape[::2], tiles.shape[1::2], strict=True)]
+    return tiles.reshape(padded)[tuple(map(slice, shape))].contiguous()
+
+
+def join_scales(
+    model: str, tensors: Mapping[str, TensorInfo], config: Quantisation
+) -> tuple[dict[str, TensorInfo], list[str]]:
+    """Return the tensors of a model, those in FP8 with their scales, and the names of the scales of its activations.
+
+    A weight in FP8 without a scale stays as it is: it is refused where it is needed.
+    """
+    joined, measured = dict(tensors), []
+    for key, info in tensors.items():
+        scale_key = next((name for suffix in _SCALES if (name := key + suffix) in tensors), None)
+        if info.dtype != _FP8 or scale_key is None:
+            continue
+        what, scale = f"model '{model}', tensor '{key}'", tensors[scale_key]
+        if scale.dtype not in FLOATS:
+            raise ValueError(f"{what}: its scales '{scale_key}' are stored as {scale.dtype}, only {', '.join(FLOATS)}")
+        block = _block(what, info.shape, scale.shape, config)
+        joined[key] = Quantised(info.file, "F32", info.shape, info.start, info.stop, what, scale_key, scale, block)
+        beside = (f"{prefix}{name}" for name in _INPUT_SCALES for prefix in (key.removesuffix("weight"), f"{key}_"))
+        measured += [name for name in beside if joined.pop(name, None)]
+        del joined[scale_key]
+    return joined, measured
+
+
+def _block(what: str, shape: tuple[int, ...], scale: tuple[int, ...], config: Quantisation) -> tuple[int, ...]:
+    """Return the sides of the blocks that have a scale each, which shapes and config.json must agree on."""
+    ones = (1,) * len(shape)
+    counts = ones if math.prod(scale) == 1 else (scale + ones)[: len(shape)] if scale == shape[: len(scale)] else scale
+    sides = (*ones[:-2], *_sides(config))
+    block = []
+    if len(counts) == len(shape) >= 2:
+        for size, count, side in zip(shape, counts, sides, strict=True):
+            if count in (1, size):
+                block.append(size // count)
+            elif count == -(-size // side):
+                block.append(side)
+    if len(block) != len(shape):
+        raise ValueError(f"{what} of shape {shape}: no blocks of {sides} have scales of shape {scale}")
+    return tuple(block)
+
+
+def _sides(config: Quantisation) -> Sequence[int]:
+    groups = (group.get("weights") or {} for group in (config.get("config_groups") or {}).values())
+    found = [config.get("weight_block_size"), *(group.get("block_structure") for group in groups)]
+    return next((sides for sides in found if sides and not isinstance(sides, str)), _SIDES)
+
+
+def other_quantisation(names: Iterable[str], config: Quantisation) -> str | None:
+    """Return the name of a quantisation that is not read, as config.json or the names of the tensors tell it."""
+    method, form = config.get("quant_method"), config.get("format")
+    if method == "compressed-tensors" and form != "float-quantized":
+        return f"{method} in the format {form}"
+    if method not in (None, "fp8", "fbgemm_fp8", "compressed-tensors"):
+        return str(method)
+    return next((what for name in names for suffix, what in _NAMES.items() if name.endswith(suffix)), None)
