@@ -24,12 +24,8 @@ from fusion_bench_nufilt.storage.checkpoint import (
     read_manifest,
     write_manifest,
 )
-<<<<<<< HEAD
 from fusion_bench_nufilt.storage.files import CARD, MANIFEST
-=======
-from fusion_bench_nufilt.storage.files import MANIFEST
 from fusion_bench_nufilt.storage.tensors import end_of_file
->>>>>>> f9dc573 (FP8 checkpoints are merged, and written as bfloat16 or in the same blocks; results may have another dtype and other shards)
 
 from .card import model_card
 from .checkpoint import some

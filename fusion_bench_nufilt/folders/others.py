@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -61,21 +61,18 @@ def _new_tensors(
     plan: Plan, slot: str, key: str, read: defaultdict[str, Any]
 ) -> Iterator[tuple[TensorInfo, Iterable[Tensor]]]:
     """Yield the tensors that the result's files have for one of the base, each in pieces; take digests of the input."""
-    before, place = _stored(plan.base.tensors[key]), plan.places[key]
-    kept = plan.base.tensors[key].dtype not in FLOATS or not (slot in plan.averaged or plan.merged)
-    if kept and [info.dtype for info in before] == [info.dtype for info in _stored(place)]:
-        for info, target in zip(before, _stored(place), strict=True):
-            yield target, _copied(plan, info, read)
-        return
-    values = _values(plan, slot, key, read)
-    if isinstance(place, Quantised):  # its scales need the whole tensor
+    info, place, values = plan.base.tensors[key], plan.places[key], _values(plan, slot, key, read)
+    kept = info.dtype not in FLOATS or not (slot in plan.averaged or plan.merged)
+    if kept and isinstance(info, Quantised) and isinstance(place, Quantised):
+        deque(values, maxlen=0)  # a digest is that of the values, however they are stored
+        for before, after in zip(info.stored, place.stored, strict=True):
+            yield after, plan.base.opened[before.file].chunks(before)
+    elif kept and info.dtype == place.dtype and not isinstance(info, Quantised):
+        yield place, _copied(plan, info, read)
+    elif isinstance(place, Quantised):  # its scales need the whole tensor
         yield from ((info, [value]) for info, value in place.quantise(torch.cat(list(values)).reshape(place.shape)))
     else:
         yield place, _narrowed(values, key, FLOATS[place.dtype])
-
-
-def _stored(info: TensorInfo) -> list[TensorInfo]:
-    return info.stored if isinstance(info, Quantised) else [info]
 
 
 def _copied(plan: Plan, info: TensorInfo, read: defaultdict[str, Any]) -> Iterator[Tensor]:

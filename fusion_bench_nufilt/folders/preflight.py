@@ -60,13 +60,10 @@ def plan_merge(
     checkpoint = _open("base", base, "name the model that it was trained on")
     architecture = Architecture(checkpoint)
     pretrained = FullModel(checkpoint, architecture)
-    if settings.dtype == "fp8":
-        check_fp8(checkpoint)
     layers = architecture.layers(checkpoint, targets.target_modules, targets.exclude_modules)
-    before, so_far, state = Manifest(), None, None
+    so_far, before, state = None, Manifest(), None
     if merged is not None:
-        so_far = FullModel(_open("merged model", merged, "give it as a --task"), architecture)
-        before = read_manifest(so_far.checkpoint.folder, _CHANGED, verify=settings.verify) or before
+        so_far, before = _open_merged(merged, architecture, settings)
         if not kind.state_is_weight or settings.accumulate == "float32":
             state = _open_state(so_far.checkpoint, architecture)
     chosen = {layer.slot for layer in layers}
@@ -97,6 +94,11 @@ def _open(what: str, name: str, advice: str) -> Checkpoint:
     return checkpoint
 
 
+def _open_merged(name: str, architecture: Architecture, settings: Settings) -> tuple[FullModel, Manifest]:
+    merged = FullModel(_open("merged model", name, "give it as a --task"), architecture)
+    return merged, read_manifest(merged.checkpoint.folder, _CHANGED, verify=settings.verify) or Manifest()
+
+
 def _open_state(merged: Checkpoint, architecture: Architecture) -> FullModel | None:
     """Open what the method kept beside the merged model, if it kept anything; one of the hub is downloaded."""
     here = Path(merged.name).expanduser().is_dir()
@@ -108,6 +110,8 @@ def _open_state(merged: Checkpoint, architecture: Architecture) -> FullModel | N
 def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
     """Refuse what does not fit, and yield warnings of what is doubtful, as do all checks that follow."""
     plan.base.check_floats(key for layer in plan.layers for key in layer.keys)
+    if plan.settings.dtype == "fp8":
+        check_fp8(plan.base)
     if plan.merged is not None:
         yield from _check_merged(plan, plan.merged)
     if plan.coverage.warning:

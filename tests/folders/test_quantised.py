@@ -141,6 +141,8 @@ def test_other_tensors_keep_their_bits_in_fp8_and_are_dequantised_otherwise(stre
     options = {"target_modules": ["q_proj"]}
     again = tensors(merge(stream, ["task1"], "again", settings={"dtype": "fp8"}, **options))
     plain = tensors(merge(stream, ["task1"], "plain", **options))
+    digests = [manifest(stream / name)["inputs"]["base"]["sha256"] for name in ("again", "plain")]
+    assert digests[0] == digests[1]
     base, wide = tensors(stream / "base"), tensors(stream / "base_wide")
     assert torch.equal(again[UP].view(torch.uint8), base[UP].view(torch.uint8))
     assert torch.equal(again[f"{UP}_scale_inv"], base[f"{UP}_scale_inv"])
@@ -170,7 +172,7 @@ def test_one_by_one_with_float32_layers_kept_is_the_stream_at_once(stream, dtype
     assert same(tensors(two), tensors(at_once))
     change(stream / "one", UP, lambda value: value.float().mul(0.5).to(value.dtype))
     with pytest.raises(ValueError, match="does not belong to the weights beside it"):
-        merge(stream, ["task2"], "three", merged="one", settings=settings)
+        merge(stream, ["task2"], "three", merged="one", settings={**settings, "verify": False})
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
