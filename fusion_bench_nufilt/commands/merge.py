@@ -30,6 +30,7 @@ from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.storage.files import Count, checked, parse_json
 
+from .going_on import find_model, inherited
 from .options import SIZES, takes_options, typed_values
 from .terminal import interruptible, shown, terminal
 
@@ -54,7 +55,9 @@ def merge(
     tasks: Annotated[
         list[str] | None, _model_option("--task", help="Fine-tuned model or peft LoRA adapter; repeat it for a stream.")
     ] = None,
-    merged: Annotated[str | None, _model_option(help="What is merged so far, to add to it.")] = None,
+    merged: Annotated[
+        str | None, _model_option(help="What is merged so far, to add to it; its base and settings are taken over.")
+    ] = None,
     out: Annotated[str | None, _model_option(help="Folder to make.")] = None,
     method: Annotated[
         Literal[tuple(METHODS)],  # type: ignore[valid-type]
@@ -71,9 +74,10 @@ def merge(
     with terminal() as console:
         typed |= {"base": base, "tasks": tasks, "merged": merged, "out": out, "method": method}
         known = ["method", *(field.name for kind in KINDS for field in fields(kind))]
-        plan, folder = _plan(gather(words or (), typed_values(context, typed), known))
+        said = gather(words or (), typed_values(context, typed), known)
+        plan, folder = _plan({**said, **(taken := inherited(said))})
         table = Table(show_header=False, box=None, title="Plan", title_justify="left")
-        for key, value in _rows(plan, folder):
+        for key, value in _rows(plan, folder, taken):
             table.add_row(key, shown(value))
         console.print(table)
         for warning in plan.warnings:
@@ -104,15 +108,22 @@ def _run(console: Console, plan: Plan, out: Path) -> None:
     bars = Progress(*columns, console=console, disable=not console.is_terminal)
     with interruptible(console, str(work_folder(out))), bars:
         bar = bars.add_task("", total=None)
+        finished = check_output(plan, out)
         merge_folders(plan, out, lambda done, total: bars.update(bar, completed=done, total=total))
-    console.print(f"[bold]{shown(str(out))}[/bold]: step {plan.last_step}, {len(plan.layers)} layers merged")
+    what = "was finished by an earlier run, nothing is left to do" if finished else f"{len(plan.layers)} layers merged"
+    console.print(f"[bold]{shown(str(out))}[/bold]: step {plan.last_step}, {what}")
 
 
-def _rows(plan: Plan, out: Path) -> Iterator[tuple[str, str]]:
+def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "base", plan.base.name
     if plan.merged is not None:
         exact = plan.state is not None and plan.method.state_is_weight
         yield "merged so far", f"{plan.merged.checkpoint.name}{', layers in float32' if exact else ''}"
+    if taken:
+        kinds = (plan.method.Options, TargetConfig, Settings)
+        usual = {each.name: each.default for kind in kinds for each in fields(kind)} | {**plan.method.targets}
+        own = (f"{key} {value}" for key, value in taken.items() if key != "base" and value != usual.get(key))
+        yield "taken over", ", ".join(own)
     for number, task in enumerate(plan.tasks, plan.first_step):
         kind = "LoRA adapter" if isinstance(task, LoraAdapter) else "model"
         yield f"step {number}", f"{task.checkpoint.name} ({kind})"
@@ -185,7 +196,8 @@ def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[
         raise ValueError(unknown_option(unknown[0], [*MODELS, *settings]))
     if isinstance(gathered.get("tasks"), str):
         gathered["tasks"] = [gathered["tasks"]]
-    if missing := [name for name in ("base", "tasks", "out") if not gathered.get(name)]:
+    needed = ("tasks", "out") if gathered.get("merged") else ("base", "tasks", "out")  # the manifest says the base
+    if missing := [name for name in needed if not gathered.get(name)]:
         options = " and ".join(f"--{name.removesuffix('s')}" for name in missing)
         raise ValueError(f"{options} must be given, or said in a recipe file")
     return gathered
@@ -210,12 +222,9 @@ def read_recipe(file: Path) -> dict[str, Any]:
 
 def _recipe_of(made: _Made, folder: Path) -> dict[str, Any]:
     """Return the recipe of a merge, whose models are looked for by name: where we are, then beside its folder."""
-    found = {source: model["name"] for source, model in made["inputs"].items()}
+    found = {source: find_model(model["name"], folder.parent) for source, model in made["inputs"].items()}
     if "base" not in found:
         raise ValueError("field 'inputs.base': field required")
-    for source, name in found.items():
-        if not Path(name).is_dir() and (folder.parent / name).is_dir():
-            found[source] = str(folder.parent / name)
     tasks = {int(match[1]): name for source, name in found.items() if (match := _TASK.fullmatch(source))}
     recipe: dict[str, Any] = {source: found[source] for source in ("base", "merged") if source in found}
     first = made["step"] - len(tasks) + 1

@@ -1,0 +1,45 @@
+"""What a merge that goes on from another one takes over from it."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_nufilt.folders.checkpoint import Checkpoint
+from fusion_bench_nufilt.layers import TargetConfig
+from fusion_bench_nufilt.methods import find_method
+from fusion_bench_nufilt.storage.checkpoint import Manifest, read_manifest
+
+
+def inherited(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the base and the settings of the model to go on from, but for those that the user says.
+
+    The options of its method are among them unless the user says another method.
+    """
+    if not (merged := said.get("merged")):
+        return {}
+    folder = Checkpoint.open(merged).folder
+    made = read_manifest(folder) or Manifest()
+    before, found = made.get("settings", {}), {}
+    if method := str(before.get("method", before.get("layer_method", ""))):  # the latter in a run of fusion_bench
+        same = said.get("method", method) == method
+        names = (each.name for kind in (TargetConfig, *[find_method(method).Options] * same) for each in fields(kind))
+        found = {name: before[name] for name in ("method", *names, "seed", "accumulate") if name in before}
+        found = {name: value for name, value in ({"method": method} | found).items() if name not in said}
+    if not said.get("base"):
+        found["base"] = _base(merged, folder, made)
+    return found
+
+
+def _base(merged: str, folder: Path, made: Manifest) -> str:
+    name = made.get("inputs", {}).get("base", {}).get("name")
+    if name is None:
+        raise ValueError(f"--base must be given: '{merged}' does not say what it was made from")
+    if Path(base := find_model(name, folder.absolute().parent)).is_dir() or "/" in name:  # the hub's names have a slash
+        return base
+    raise ValueError(f"--base must be given: '{name}', which '{merged}' was made from, is neither here nor beside it")
+
+
+def find_model(name: str, beside: Path) -> str:
+    """Return where the model lies that a manifest names: here, or in a folder; its name if it is in neither."""
+    return str(beside / name) if not Path(name).is_dir() and (beside / name).is_dir() else name
