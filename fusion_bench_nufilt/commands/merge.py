@@ -82,10 +82,14 @@ def merge(
         console.print(table)
         for warning in plan.warnings:
             console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
+        finished = check_output(plan, folder)
         if not dry_run:
             _run(console, plan, folder)
-        elif not check_output(plan, folder):
+        elif not finished:
             check_disk(plan, folder)
+            return
+        what = "finished by an earlier run, nothing to do" if finished else f"{len(plan.layers)} layers merged"
+        console.print(f"[bold]{shown(str(folder))}[/bold]: step {plan.last_step}, {what}")
 
 
 def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
@@ -108,10 +112,7 @@ def _run(console: Console, plan: Plan, out: Path) -> None:
     bars = Progress(*columns, console=console, disable=not console.is_terminal)
     with interruptible(console, str(work_folder(out))), bars:
         bar = bars.add_task("", total=None)
-        finished = check_output(plan, out)
         merge_folders(plan, out, lambda done, total: bars.update(bar, completed=done, total=total))
-    what = "was finished by an earlier run, nothing is left to do" if finished else f"{len(plan.layers)} layers merged"
-    console.print(f"[bold]{shown(str(out))}[/bold]: step {plan.last_step}, {what}")
 
 
 def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

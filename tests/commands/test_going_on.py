@@ -1,0 +1,83 @@
+"""`nufilt merge --merged OUT --task NEW`: what is not said is as it was."""
+
+import pytest
+
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from tests.commands.helpers import nufilt
+from tests.continual.helpers import logging_to
+from tests.folders.helpers import RANKS, manifest, merge, same, save_stream, tensors
+from tests.models import llama
+
+BEFORE = {**RANKS, "target_modules": ["q_proj", "mlp"], "other_params": "mean"}
+SETTINGS = {"seed": 7, "accumulate": "float32"}
+
+
+def go_on(folder, *words):
+    return nufilt("merge", "--merged", folder / "one", "--task", folder / "task2", "--out", folder / "new", *words)
+
+
+def test_base_method_and_settings_are_those_of_the_model_that_it_goes_on_from(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    merge(tmp_path, ["task1"], "one", settings=SETTINGS, **BEFORE)
+    expected = merge(tmp_path, ["task2"], "two", merged="one", settings=SETTINGS, **BEFORE)
+    code, text = go_on(tmp_path)
+    assert code == 0, text
+    assert same(tensors(tmp_path / "new"), tensors(expected))
+    assert manifest(tmp_path / "new")["settings"] == manifest(expected)["settings"]
+    for words in ("taken over", "null_rank 6", "target_modules ['q_proj', 'mlp']", "seed 7", "accumulate float32"):
+        assert words in text
+    for words in ("warning", "lr 0.001", "solver"):  # which are at their defaults
+        assert words not in text
+
+
+def test_what_the_user_says_wins_with_a_warning_that_names_both_values(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    merge(tmp_path, ["task1"], "one")
+    code, text = go_on(tmp_path, "--null-rank", 4, "lora_rank=3")
+    assert code == 0, text
+    assert "one' was made with: null_rank was 6, is 4; lora_rank was 4, is 3" in text
+    assert "task_rank 3, max_steps 5" in text
+    expected = merge(tmp_path, ["task2"], "two", merged="one", null_rank=4, lora_rank=3)
+    assert same(tensors(tmp_path / "new"), tensors(expected))
+
+
+def test_another_method_takes_over_no_options_of_the_one_before(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    merge(tmp_path, ["task1"], "one", method="sum", scale=0.7, settings={"seed": 7})
+    code, text = go_on(tmp_path, "--method", "nufilt", "--dry-run")
+    assert (code, "method was 'sum', is 'nufilt'" in text) == (0, True), text
+    assert "taken over target_modules all-linear, other_params mean, seed 7" in text
+    code, text = go_on(tmp_path, "--dry-run")
+    assert (code, "taken over method sum, scale 0.7, seed 7" in text) == (0, True), text
+
+
+def test_a_step_of_a_run_is_gone_on_from_with_the_settings_of_the_run(tmp_path):
+    models = save_stream(tmp_path, llama(), tasks=2)
+    run = NufiltContinualMergingAlgorithm(**RANKS)
+    logging_to(tmp_path / "log", run).run({name: models[name] for name in ("_pretrained_", "task1")})
+    (tmp_path / "log" / "checkpoints" / "merged_model_0").rename(tmp_path / "one")
+    code, text = go_on(tmp_path)
+    assert (code, "--base must be given: " in text, "does not say what it was made from" in text) == (1, True, True)
+    code, text = go_on(tmp_path, "--base", tmp_path / "base")
+    assert (code, "null_rank 6, lora_rank 4" in text) == (0, True), text
+
+
+def test_a_base_that_is_not_found_must_be_said(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    merge(tmp_path, ["task1"], "one")
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    code, text = go_on(tmp_path)
+    assert (code, "--base must be given: 'base', which '" in text) == (1, True)
+    assert "is neither here nor beside it" in text
+    assert go_on(tmp_path, "--base", tmp_path / "elsewhere")[0] == 0
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_the_same_command_once_more_says_that_all_is_done(tmp_path, dry):
+    save_stream(tmp_path, llama(), tasks=2)
+    merge(tmp_path, ["task1"], "one")
+    assert "step 2, 14 layers merged" in go_on(tmp_path)[1]
+    before = (tmp_path / "new" / "nufilt.json").stat().st_mtime_ns
+    code, text = go_on(tmp_path, *["--dry-run"] * dry)
+    assert (code, "step 2, finished by an earlier run" in text, "layers merged" in text) == (0, True, False)
+    assert (tmp_path / "new" / "nufilt.json").stat().st_mtime_ns == before
