@@ -24,7 +24,11 @@ def inherited(said: Mapping[str, Any]) -> dict[str, Any]:
     if method := str(before.get("method", before.get("layer_method", ""))):  # the latter in a run of fusion_bench
         same = said.get("method", method) == method
         names = (each.name for kind in (TargetConfig, *[find_method(method).Options] * same) for each in fields(kind))
-        found = {name: before[name] for name in ("method", *names, "seed", "accumulate", "dtype", "max_shard_size") if name in before}
+        found = {
+            name: before[name]
+            for name in ("method", *names, "seed", "accumulate", "dtype", "max_shard_size")
+            if name in before
+        }
         found = {name: value for name, value in ({"method": method} | found).items() if name not in said}
     if not said.get("base"):
         found["base"] = _base(merged, folder, made)
