@@ -10,6 +10,9 @@ from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.methods import find_method
 from fusion_bench_nufilt.storage.checkpoint import Manifest, read_manifest
 
+#: Those of a merge, whatever the method, that belong to its result and not to the machine.
+_SETTINGS = ("seed", "accumulate", "dtype", "max_shard_size")
+
 
 def inherited(said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the base and the settings of the model to go on from, but for those that the user says.
@@ -23,13 +26,10 @@ def inherited(said: Mapping[str, Any]) -> dict[str, Any]:
     before, found = made.get("settings", {}), {}
     if method := str(before.get("method", before.get("layer_method", ""))):  # the latter in a run of fusion_bench
         same = said.get("method", method) == method
-        names = (each.name for kind in (TargetConfig, *[find_method(method).Options] * same) for each in fields(kind))
-        found = {
-            name: before[name]
-            for name in ("method", *names, "seed", "accumulate", "dtype", "max_shard_size")
-            if name in before
-        }
-        found = {name: value for name, value in ({"method": method} | found).items() if name not in said}
+        kinds = (find_method(method).Options, TargetConfig) if same else (TargetConfig,)
+        names = (*(each.name for kind in kinds for each in fields(kind)), *_SETTINGS)
+        found = {"method": method} | {name: before[name] for name in names if name in before}
+        found = {name: value for name, value in found.items() if name not in said}
     if not said.get("base"):
         found["base"] = _base(merged, folder, made)
     return found

@@ -1,37 +1,102 @@
 """The model card: what a merged folder says to people and to the hub."""
 
-import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+import yaml
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.repocard import metadata_load
+from huggingface_hub.utils import validate_repo_id
+
+from fusion_bench_nufilt.storage.files import CARD
 
 from .plan import Plan
 
-
-def model_card(plan: Plan) -> str:
-    """Return the card of the result of a plan, in the Markdown of the hub."""
-    return "\n\n".join([_front_matter(plan), *_paragraphs(plan)]) + "\n"
+#: What a merged model has in common with its base.
+_OF_THE_BASE = ("license", "license_name", "license_link", "pipeline_tag")
 
 
-def _front_matter(plan: Plan) -> str:
-    hub_name = plan.base.label.partition("@")[0]
-    base = f"base_model: {json.dumps(hub_name)}\n" if "/" in hub_name else ""  # the hub refuses a folder's name
-    return f"---\n{base}library_name: transformers\ntags: [merge, model-merging, nufilt]\n---"
+def model_card(plan: Plan, warnings: Sequence[str]) -> str:
+    """Return the card of the result of a plan, with what its manifest warns of, in the Markdown of the hub."""
+    return "\n\n".join([f"---\n{_yaml(_metadata(plan))}---", *_paragraphs(plan, warnings)]) + "\n"
 
 
-def _paragraphs(plan: Plan) -> Iterator[str]:
-    method, names = plan.method, plan.names
+def _yaml(content: Mapping[str, Any]) -> str:
+    return str(yaml.safe_dump(json.loads(json.dumps(content)), sort_keys=False, allow_unicode=True))
+
+
+def _metadata(plan: Plan) -> dict[str, Any]:
+    names = [name.partition("@")[0] for name in (plan.base.label, *plan.names)]
+    made_from = list(dict.fromkeys(filter(_is_hub_name, names)))
+    base = _metadata_of(plan.base.folder / CARD)
+    return {
+        **({"base_model": made_from, "base_model_relation": "merge"} if made_from else {}),
+        "library_name": "transformers",
+        **{key: base[key] for key in _OF_THE_BASE if isinstance(base.get(key), str)},
+        "tags": ["merge", "model-merging", "nufilt"],
+    }
+
+
+def _is_hub_name(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name  # without it, it is a folder's, which the hub refuses
+
+
+def _metadata_of(card: Path) -> dict[str, Any]:
+    """Return the metadata of a model card; none of one that is missing or damaged."""
+    try:
+        return metadata_load(card) or {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}
+
+
+def _paragraphs(plan: Plan, warnings: Sequence[str]) -> Iterator[str]:
+    method, names, base = plan.method, plan.names, plan.base.label
     yield f"# {len(names)} model{'s' if len(names) > 1 else ''} merged with {method.label}"
-    yield (
-        f"Made from {plan.base.label} by {method.citation},\n"
-        "without data and without training, of these models in this order:"
-    )
+    yield (f"Made from {base} by {method.citation},\nwithout data and without training, of these models in this order:")
     yield "\n".join(f"{number}. {name}" for number, name in enumerate(names, 1))
-    options = {**dataclasses.asdict(method.options), "seed": plan.settings.seed}
-    shown = ", ".join(f"{key} {value}" for key, value in options.items())
-    rest = {"pretrained": "are the base's", "first": "are the first task's", "mean": "are averaged over the tasks"}
-    yield (
-        f"{len(plan.layers)} layers were merged ({shown}); all other tensors {rest[plan.targets.other_params]}.\n"
-        "`nufilt.json` has every setting, digests of all inputs and a report for every layer of the last merge."
-    )
+    if snippet := "\n".join(_loading(plan)):
+        yield f"```python\n{snippet}\n```"
+    yield f"Merged: {str(plan.coverage).removeprefix('merging ')}."
+    if warnings:
+        yield "\n".join(f"- {text}" for text in warnings)
+    yield "`nufilt.json` has digests of all inputs and a report for every layer of the last merge, which was this:"
+    yield f"```yaml\n# nufilt merge recipe.yaml\n{_yaml(_recipe(plan))}```"
     yield "To merge one more model into this one:"
-    yield f"    nufilt merge --method {method.name} --base {plan.base.label} --merged THIS_FOLDER --task NEW --out OUT"
+    yield f"    nufilt merge --base {base} --merged THIS_FOLDER --task NEW --out OUT"
+
+
+def _loading(plan: Plan) -> Iterator[str]:
+    """Yield the lines that load the model and what prepares its inputs; none if transformers has no such class."""
+    config = json.loads(plan.small_files.get("config.json", b"{}"))
+    kinds = {"model": (config.get("architectures") or ["AutoModel"])[0]}
+    if not hasattr(transformers, kinds["model"]):
+        return
+    if "preprocessor_config.json" in plan.small_files:
+        kinds["processor"] = "AutoProcessor"
+    elif "tokenizer_config.json" in plan.small_files:
+        kinds["tokenizer"] = "AutoTokenizer"
+    yield f"from transformers import {', '.join(sorted(kinds.values()))}\n"
+    for name, kind in kinds.items():
+        dtype = ', dtype="auto"' if name == "model" else ""
+        yield f'{name} = {kind}.from_pretrained("THIS_FOLDER"{dtype})'
+
+
+def _recipe(plan: Plan) -> dict[str, Any]:
+    """Return the recipe of the last merge, which finds folders by name where it is run."""
+    options = {**plan.options(), "step": plan.settings.step}
+    method, _ = options.pop("method"), options.pop("device")
+    return {
+        "base": plan.base.label,
+        **({"merged": plan.merged.checkpoint.label} if plan.merged else {}),
+        "tasks": [task.checkpoint.label for task in plan.tasks],
+        "out": "merged",
+        "method": method,
+        "settings": {key: value for key, value in options.items() if value is not None},
+    }

@@ -24,7 +24,7 @@ from .quantised import Quantisation, Quantised, join_scales, other_quantisation
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _ADAPTER = "adapter_model.safetensors"
-_SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*"]
+_SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", CARD]
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WEIGHTS = (*_PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 _MOST_BYTES = 10**9  # of a file that is held in memory

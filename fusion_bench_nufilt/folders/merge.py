@@ -72,7 +72,7 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
             for name, content in plan.small_files.items():
                 (output.model / name).parent.mkdir(exist_ok=True)
                 (output.model / name).write_bytes(content)
-            (output.model / CARD).write_text(model_card(plan))
+            (output.model / CARD).write_text(model_card(plan, about["warnings"]))
             write_manifest(output.model, about)
             output.finish()
     except OSError as error:

@@ -6,6 +6,7 @@ import shutil
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import NotASafetensorsRepoError
+from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
 
 from fusion_bench_nufilt import FusionConfig
@@ -21,6 +22,7 @@ COMMIT = "0" * 40
 def hub(tmp_path, monkeypatch):
     """Serves the folders of a stream as `owner/<folder>`; returns the names of downloaded files."""
     save_stream(tmp_path / "remote", llama(), tasks=2)
+    (tmp_path / "remote" / "base" / "README.md").write_text("---\nlicense: mit\n---\n")
     downloaded = []
 
     def snapshot_download(name, revision=None, allow_patterns=()):
@@ -59,7 +61,9 @@ def test_a_plan_downloads_no_weights_and_a_merge_gives_the_bits_of_the_folders(t
     assert not [name for name in hub if name.endswith(".safetensors")]
     out = merge_folders(planned, tmp_path / "out")
     assert same(tensors(out), tensors(merge(tmp_path / "remote", ["task1", "task2"])))
-    assert 'base_model: "owner/base"' in (out / "README.md").read_text()
+    card = metadata_load(out / "README.md")
+    assert card["base_model"] == ["owner/base", "owner/task1", "owner/task2"]
+    assert (card["base_model_relation"], card["license"]) == ("merge", "mit")
 
 
 def test_weights_that_are_here_already_need_no_headers_from_the_hub(tmp_path, hub, monkeypatch):
