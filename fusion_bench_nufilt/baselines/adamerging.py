@@ -21,13 +21,13 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """Layer-wise AdaMerging (Yang et al., ICLR 2024), adapted to the last model's task.
 
     Every parameter tensor of every task vector has a coefficient. The coefficients are trained to make the merged
-    model's predictions on unlabelled test data certain. FusionBench's algorithms take data from the model pool and
+    model's predictions on a few unlabelled items certain. FusionBench's algorithms take data from the model pool and
     adapt to the tasks of all its models, and the one for Flan-T5 does not train the coefficient of the embedding,
     which has several names.
 
     Args:
         init_values: the coefficients before training.
-        seed: decides the order of the items.
+        seed: decides which items are used, and their order.
         **kwargs: options of :class:`fusion_bench_nufilt.baselines.task_data.EntropyConfig`.
     """
 
@@ -40,7 +40,7 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
     def run(self, modelpool: BaseModelPool, **kwargs: Any) -> nn.Module:
         """Merge all models of a pool at once; neither they nor the pretrained model are changed."""
         names = modelpool.model_names
-        data = task_data("AdaMerging", None if self._program is None else self._program.taskpool, names[-1])
+        data = task_data("AdaMerging", None if self._program is None else self._program.taskpool, names[-1], modelpool)
         theta_0, *models = (modelpool.load_model(name) for name in ("_pretrained_", *names))
         merged = _Merged(theta_0, models, self._init_values, self.fabric.device)
         data.minimise_entropy(merged, [merged.coefficients], self._training, self._seed)

@@ -45,16 +45,15 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
         (self._options,), protocol = split_options([FineTuningConfig], kwargs)
         super().__init__(**protocol)
 
-    def merge_stream(self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]) -> nn.Module:
-        if missing := [name for name in names if name not in modelpool.train_dataset_names]:
+    def start(self, pretrained: nn.Module, names: list[str]) -> None:
+        if missing := [name for name in names if name not in self.modelpool.train_dataset_names]:
             raise ValueError(
                 f"{self.name} needs training data: the model pool has no train_datasets of {', '.join(missing)}"
             )
-        self._modelpool, self._taskpool = modelpool, clip_pool(self.name, self.taskpool, names)
-        return super().merge_stream(modelpool, pretrained, names)
+        self._taskpool = clip_pool(self.name, self.taskpool, names)
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
-        images = self._modelpool.load_train_dataset(name)
+        images = self.modelpool.load_train_dataset(name)
         single = classifier(self._taskpool, merged.requires_grad_(), name)
         pool: Any = BaseModelPool({"_pretrained_": single.clip_model}, train_datasets=DictConfig({name: None}))
         pool.load_train_dataset = lambda task: images

@@ -158,7 +158,8 @@ class BatchMethodBaseline(_Baseline):
             # FusionBench's methods write their result into the pretrained model that they load.
             pool = {"_pretrained_": deepcopy(base), **dict(zip(names, models, strict=True))}
             with torch.enable_grad():
-                result = self.make_base_method(self.taskpool).run(BaseModelPool(pool))
+                whole = BaseModelPool(pool, train_datasets=getattr(self.modelpool, "_train_datasets", None))
+                result = self.make_base_method(self.taskpool).run(whole)
             if type(result) is not type(pretrained):
                 raise ValueError(
                     f"{self.name} returns a {type(result).__name__}, not a {type(pretrained).__name__}: "

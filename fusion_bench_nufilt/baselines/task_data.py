@@ -1,4 +1,4 @@
-"""Test data of one task, which the references that need data take from FusionBench's task pools."""
+"""Unlabelled data of one task, for the references that need some: never what is scored, if there is other data."""
 
 import random
 from abc import ABC, abstractmethod
@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from fusion_bench import BaseModelPool
 from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import FlanT5GLUETextGenerationTaskPool
+from fusion_bench.dataset import CLIPDataset
 from fusion_bench.method.adamerging.entropy_loss import entropy_loss
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.taskpool import CLIPVisionModelTaskPool
@@ -30,12 +32,12 @@ class EntropyConfig:
     lr: float = option(1e-4, "Learning rate of Adam.")
     max_steps: int = option(50, "Steps of Adam, one batch each.")
     batch_size: int = option(16, "Items in a batch.")
-    samples_per_class: int | None = option(None, "Items of each class that are used; null takes all.")
+    samples_per_class: int | None = option(5, "Items of each class that are used, drawn by seed; null takes all.")
 
 
 @dataclass
 class TaskData(ABC):
-    """Test data of one task. Its labels only serve to draw a few items of each class."""
+    """Data of one task. Its labels only serve to draw a few items of each class."""
 
     dataset: Any
     collate: Any = None  # makes a batch of items; None is torch's default
@@ -74,10 +76,12 @@ class TaskData(ABC):
 
 
 class Images(TaskData):
-    """Test images of a task pool for CLIP vision towers."""
+    """Images for CLIP vision towers: the model pool's training images, or else the task pool's test images."""
 
-    def __init__(self, pool: Any, task: str) -> None:
-        super().__init__(pool.test_datasets[task])
+    def __init__(self, pool: Any, task: str, modelpool: BaseModelPool) -> None:
+        trained_on = task in modelpool.train_dataset_names
+        images = CLIPDataset(modelpool.load_train_dataset(task), pool.data_processor) if trained_on else None
+        super().__init__(images or pool.test_datasets[task])
         self._classifier = classifier(pool, nn.Identity(), task)
 
     def labels(self) -> Iterable[Hashable]:
@@ -91,10 +95,14 @@ class Images(TaskData):
 
 
 class Texts(TaskData):
-    """Test texts of the task pool for Flan-T5 on GLUE. The prediction is the first token of the answer."""
+    """Texts of the task pool for Flan-T5 on GLUE, the training split's if there is one.
+
+    The prediction is the first token of the answer.
+    """
 
     def __init__(self, pool: FlanT5GLUETextGenerationTaskPool, task: str) -> None:
-        super().__init__(pool.load_task(task).test_dataset, default_data_collator)
+        loaded = pool.load_task(task)
+        super().__init__(loaded.dataset.get("train", loaded.test_dataset), default_data_collator)
         self._start = pool.tokenizer.pad_token_id  # T5's answers begin with it
 
     def labels(self) -> Iterable[Hashable]:
@@ -107,13 +115,16 @@ class Texts(TaskData):
         return model(**inputs, decoder_input_ids=start).logits[:, 0]
 
 
-def task_data(method: str, pool: Any, task: str) -> TaskData:
-    """Return the test data that a task pool has of a task; a ValueError that names the method says that it has none."""
+def task_data(method: str, pool: Any, task: str, modelpool: BaseModelPool) -> TaskData:
+    """Return the data that two pools have of a task; a ValueError that names the method says that there is none.
+
+    It is the training split, so that nothing is scored that was trained on, and the test data only where there is none.
+    """
     if not isinstance(pool, FlanT5GLUETextGenerationTaskPool):
-        return Images(clip_pool(method, pool, [task]), task)
+        return Images(clip_pool(method, pool, [task]), task, modelpool)
     own = next((name for name in pool.task_names if task in names_of(name)), None)
     if own is None:
-        raise ValueError(f"{method} needs test data of '{task}'; the task pool has {', '.join(pool.task_names)}")
+        raise ValueError(f"{method} needs data of '{task}'; the task pool has {', '.join(pool.task_names)}")
     return Texts(pool, own)
 
 

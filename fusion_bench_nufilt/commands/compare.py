@@ -23,11 +23,16 @@ def compare(
         ),
     ] = None,
     preset: Annotated[
-        Literal["ablation", "sensitivity", "paper", "overhead"] | None, typer.Option(help="Methods of the paper.")
+        Literal["ablation", "sensitivity", "ranks", "paper", "overhead"] | None,
+        typer.Option(help="The paper's methods."),
     ] = None,
     with_data: Annotated[
         bool, typer.Option("--with-data", help="With --preset paper or overhead: also the methods that need data.")
     ] = False,
+    validation: Annotated[
+        bool | None,
+        typer.Option("--validation/--no-validation", help="Score a fifth of the test data alone, or the rest."),
+    ] = None,
     modelpool: Annotated[str, typer.Option(help="Models, as fusion_bench names them.")] = "nufilt_demo",
     seeds: Annotated[str, typer.Option(help="Task orders: 42, 42,45 or 42:52 (42 to 51, the paper's ten).")] = "42",
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("outputs/compare"),
@@ -51,7 +56,7 @@ def compare(
     """
     out, words = out.expanduser(), list(overrides or ())  # the shell leaves the ~ of --out=~/results as it is
     how: Any = {"evaluate": evaluate, "overwrite": overwrite, "keep_going": keep_going}
-    how |= {"jobs": jobs, "engine": engine, "address": address, "preset": preset}
+    how |= {"jobs": jobs, "engine": engine, "address": address, "preset": preset, "validation": validation}
     with terminal() as console:
         logging.getLogger().setLevel(logging.WARNING)
         logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)

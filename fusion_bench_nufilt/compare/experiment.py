@@ -1,11 +1,16 @@
 """What all runs of a comparison share: models, data and classification heads."""
 
 import gc
+import random
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import lightning
 import torch
@@ -14,8 +19,10 @@ from fusion_bench.compat.modelpool import load_modelpool_from_config
 from fusion_bench.compat.taskpool import load_taskpool_from_config
 from omegaconf import DictConfig
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fusion_bench_nufilt.continual.evaluation import Evaluator, Report, score
+from fusion_bench_nufilt.continual.evaluation import Evaluator, Part, Report, score
 from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.results.content import References, Run
@@ -36,8 +43,8 @@ class WatchingEvaluator(Evaluator):
 
     peak: int | None  # bytes since the last `watch`; None where that can't be known
 
-    def __init__(self, taskpool: object, device: torch.device) -> None:
-        super().__init__(taskpool)
+    def __init__(self, taskpool: object, device: torch.device, part: Part | None = None) -> None:
+        super().__init__(taskpool, part)
         self._device = device
         self.watch()
 
@@ -74,11 +81,46 @@ def read_peak(device: torch.device) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
-class Experiment:
-    """The pools that `fusion_bench` composes, made when they are first needed, and methods that run on them."""
+@contextmanager
+def solver_seconds() -> Iterator[list[float]]:
+    """Measure the seconds between the making of each of torch's optimizers and its last step.
 
-    def __init__(self, config: DictConfig) -> None:
-        self._config = config
+    They are the entries of the list that is given; it stays empty where there is no optimizer.
+    """
+    seconds: list[float] = []
+    seen: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()
+    init = Optimizer.__init__
+
+    def begin(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        init(optimizer, *args, **kwargs)
+        seen[optimizer] = time.perf_counter()
+
+    def step(optimizer: Optimizer, *_: Any) -> None:
+        begun, seen[optimizer] = seen[optimizer], time.perf_counter()
+        seconds.append(seen[optimizer] - begun)
+
+    hook = register_optimizer_step_post_hook(step)
+    try:
+        with patch.object(Optimizer, "__init__", begin):
+            yield seconds
+    finally:
+        hook.remove()
+
+
+def part_of_test_data(validation: bool, count: int) -> list[int]:
+    """Return a fifth of the numbers below ``count``, drawn by a fixed seed, or all others."""
+    drawn = set(random.Random(42).sample(range(count), max(1, count // 5)))
+    return [number for number in range(count) if (number in drawn) is validation]
+
+
+class Experiment:
+    """The pools that `fusion_bench` composes, made when they are first needed, and methods that run on them.
+
+    With ``validation``, a fifth of each task's test data is scored; where it is False, the rest; where None, all.
+    """
+
+    def __init__(self, config: DictConfig, validation: bool | None = None) -> None:
+        self._config, self._validation = config, validation
         self._digests: dict[str, str] = {}
         pools = {"modelpool": config.modelpool, "taskpool": taskpool_config(config)}
         self.settings = {name: plain(pool) for name, pool in pools.items()}
@@ -96,7 +138,8 @@ class Experiment:
     @cached_property
     def evaluator(self) -> WatchingEvaluator:
         taskpool = make(taskpool_config(self._config), self.fabric, load_taskpool_from_config)
-        return WatchingEvaluator(taskpool, self.fabric.device)
+        part = None if self._validation is None else partial(part_of_test_data, self._validation)
+        return WatchingEvaluator(taskpool, self.fabric.device, part)
 
     def make_method(self, config: dict[str, Any]) -> Any:
         return make(DictConfig(config), self.fabric, load_algorithm_from_config)
@@ -154,12 +197,14 @@ class Experiment:
             lightning.seed_everything(config["seed"], verbose=False)  # some methods draw from the global generators
             algorithm = self.make_method(config)
             self.evaluator.watch()
-            merged = algorithm.run(self.modelpool, self.evaluator, on_step=on_step)
+            with solver_seconds() as solving:
+                merged = algorithm.run(self.modelpool, self.evaluator, on_step=on_step)
             seconds, parameters = algorithm.merge_seconds, num_parameters(merged)
-            share = algorithm.solving_share if isinstance(algorithm, LayerwiseMergingAlgorithm) else None
+            if isinstance(algorithm, LayerwiseMergingAlgorithm) and (share := algorithm.solving_share) is not None:
+                solving = [share * sum(seconds)]
             return result(
                 *(algorithm.matrix.tasks, algorithm.matrix.rows(), seconds),
-                solving_seconds=None if share is None else share * sum(seconds),
+                solving_seconds=sum(solving) if solving else None,
                 memory=self.evaluator.peak,
                 parameters=parameters,
                 extra_parameters=parameters - self.parameters,
@@ -171,15 +216,15 @@ class Experiment:
             torch.cuda.empty_cache()
 
 
-def run_alone(overrides: tuple[str, ...], config: dict[str, Any]) -> Run:
+def run_alone(overrides: tuple[str, ...], validation: bool | None, config: dict[str, Any]) -> Run:
     """Run a method in a process of its own, which keeps the models and data that the overrides choose."""
     with quiet():
-        return _experiment(overrides).run(config)
+        return _experiment(overrides, validation).run(config)
 
 
 @cache
-def _experiment(overrides: tuple[str, ...]) -> Experiment:
-    return Experiment(compose_run(overrides))
+def _experiment(overrides: tuple[str, ...], validation: bool | None) -> Experiment:
+    return Experiment(compose_run(overrides), validation)
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 from fusion_bench_nufilt.results.content import Published
 
-from .configs import compose_run, quiet
+from .configs import compose_run, quiet, taskpool_config
 from .experiment import Experiment
 from .overrides import without_method
 from .specs import NEED_DATA, RunSpec, parse_methods
 
 _ORDERS = range(42, 52)  # the seeds of the paper's ten orders
-_FLAN_T5 = "flan-t5-base_glue"
+_FLAN_T5, _LLAVA = "flan-t5-base_glue", "llava-1.5-7b"
 _IN_ORDER = "method.shuffle_order=false"  # its one order, the alphabetical one
 _FREE_OF_ORDER = ("pretrained", "individual")
-# What these tables measure is what a comparison measures; LLaVA's setting is not printed, and seconds are a machine's.
+# What these tables measure is what a comparison measures; seconds are a machine's.
 _COMPARABLE = ("main", "single", "tasks", "ablation", "flan_t5")
 
 
@@ -40,6 +40,8 @@ def printed_tables() -> dict[tuple[str, str], dict[str, Published]]:
 
 def published(modelpool: str, overrides: Sequence[str], seeds: Sequence[int]) -> dict[str, Published]:
     """Return the paper's numbers for a comparison, by method, without those that were printed for another setting."""
+    if modelpool == _LLAVA:  # noted as of another setting, since the paper does not print its own
+        return printed_tables()["llava", _LLAVA]
     changing = [override for override in overrides if not override.startswith("fabric.accelerator=")]
     if changing != ([_IN_ORDER] if modelpool == _FLAN_T5 else []):
         return {}
@@ -87,12 +89,14 @@ _METHODS = {
         *("lora_wemoe", "wudi", "iso_c", "knots_ties", "tsvm", "opcm", "nufilt"),
     ),
     "overhead": (
-        *("task_arithmetic", "opcm", "wudi", "adamerging", "lora_wemoe"),
+        *("task_arithmetic", "opcm", "wudi", "adamerging", "lora_wemoe:form=released"),
         *(f"nufilt:max_steps={steps}" for steps in (25, 50, 100)),
     ),
 }
 #: The form that is not the default, of methods whose formula in the paper is not that of their released code.
-_OTHER_FORM = {"ties_merging": "released", "magmax": "paper", "adamerging": "released"}
+_OTHER_FORM = {"ties_merging": "released", "magmax": "paper", "adamerging": "released", "lora_wemoe": "released"}
+#: The form that the printed numbers are of, of methods for which it is known.
+_PRINTED_FORM = {"lora_wemoe": "released"}
 
 
 def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_data: bool = False) -> list[RunSpec]:
@@ -100,26 +104,58 @@ def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_da
 
     ``ablation`` has the four rows of the paper's ablation; ``paper`` the methods of its main table, as it sets them,
     by both formulas where there are two; ``sensitivity`` the panels of :data:`SENSITIVITY`, their ranks in proportion
-    to the width of the models; ``overhead`` the rows of its table of costs. Methods that need data are there only
-    ``with_data``.
+    to the width of the models, and ``ranks`` those of its ranks; ``overhead`` the rows of its table of costs. Methods
+    that need data are there only ``with_data``, and where the pool has it.
     """
     if with_data and name not in ("paper", "overhead"):
         raise ValueError(f"--with-data goes with --preset paper or overhead: no method of '{name}' needs data")
-    if name == "sensitivity":
+    if name in ("sensitivity", "ranks"):
         with quiet():
             width = Experiment(compose_run(without_method([f"modelpool={modelpool}", *overrides]))).width
-        return [spec for panel in SENSITIVITY for spec in panel_specs(panel, width)]
+        panels = SENSITIVITY if name == "sensitivity" else [panel for panel in SENSITIVITY if panel.key != "max_steps"]
+        return [spec for panel in panels for spec in panel_specs(panel, width)]
     if name not in _METHODS:
-        raise ValueError(f"there is no preset '{name}'; there are: {', '.join(sorted([*_METHODS, 'sensitivity']))}")
-    methods = [method for method in _METHODS[name] if with_data or method not in NEED_DATA]
+        there = ", ".join(sorted([*_METHODS, "ranks", "sensitivity"]))
+        raise ValueError(f"there is no preset '{name}'; there are: {there}")
+    data = _methods_with_data(modelpool, overrides) if with_data else ()
+    methods = [method for method in _METHODS[name] if (short := method.split(":")[0]) not in NEED_DATA or short in data]
     rows = [] if name == "paper" else methods
     if name == "paper":
+        own = {table: rows for (table, pool), rows in printed_tables().items() if pool == modelpool}
+        of_pool = own.get("flan_t5", own.get("llava", methods))  # these tables have fewer methods than the main one
+        forms = _OTHER_FORM | ({"task_arithmetic": "released"} if modelpool == _FLAN_T5 else {})
         settings = paper_settings(modelpool)
-        for method in methods:
+        for method in (method for method in methods if method in of_pool):
             rows.append(":".join([f"{method}={method}", *settings.get(method, ())]))
-            if form := _OTHER_FORM.get(method):
+            if form := forms.get(method):
                 rows.append(":".join([f"{method} ({form})={method}", f"form={form}", *settings.get(method, ())]))
     return parse_methods(",".join(rows), overrides)
+
+
+def _methods_with_data(modelpool: str, overrides: Sequence[str]) -> list[str]:
+    """Return the methods that need data for which a pool has it: CLIP or Flan-T5 and, to train on, training data."""
+    config = compose_run(without_method([f"modelpool={modelpool}", *overrides]))
+    taskpool, train = taskpool_config(config), config.modelpool.get("train_datasets") or {}
+    kind = str(taskpool.get("_target_") or taskpool.get("type")).rpartition(".")[2]
+    trained = kind == "CLIPVisionModelTaskPool" and {*config.modelpool.models} - {"_pretrained_"} <= {*train}
+    found = [method for method, data in NEED_DATA.items() if data == "training" and trained]
+    known = kind in ("CLIPVisionModelTaskPool", "FlanT5GLUETextGenerationTaskPool")
+    return found + [method for method, data in NEED_DATA.items() if data == "unlabelled" and known]
+
+
+def printed_row(spec: RunSpec, form: str | None, modelpool: str, printed: Mapping[str, Published]) -> Published:
+    """Return the printed numbers of a method that is run by a form, with the paper's settings; none for others.
+
+    They stand beside either form, but for methods whose printed form is known; a note on ``form=released`` is for
+    another form.
+    """
+    given = tuple(setting for setting in spec.settings if not setting.startswith("form="))
+    if _PRINTED_FORM.get(spec.method, form) != form:
+        return {}
+    as_printed = given == paper_settings(modelpool).get(spec.method, ())
+    row = printed.get(spec.method if as_printed else ":".join((spec.method, *given)), {})
+    about_it = {key for key, number in row.items() if form == "released" and "form=released" in number["note"]}
+    return row | {key: {**row[key], "note": ""} for key in about_it}
 
 
 def panel_specs(panel: Panel, width: int) -> list[RunSpec]:

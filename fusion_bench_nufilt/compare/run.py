@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -41,6 +41,7 @@ def compare(
     overwrite: bool = False,
     keep_going: bool = False,
     preset: str | None = None,
+    validation: bool | None = None,
     jobs: int = 1,
     engine: Engine = "local",
     address: str | None = None,
@@ -58,6 +59,7 @@ def compare(
         overwrite: delete what ``out`` holds and start again.
         keep_going: run the other methods where one cannot be built, and give that one's reason in its place.
         preset: where the methods come from; kept in the result, for its pictures.
+        validation: score a fifth of each task's test data, always the same; False: the rest; None: all.
         jobs: runs at a time, each in a process with its own models and data, and a GPU if there are so many.
         engine: local is this machine; ray is a Ray cluster, with a run on every GPU, or on every node without GPUs.
         address: the address of the cluster; None: the one that this machine belongs to.
@@ -68,10 +70,12 @@ def compare(
     """
     _check(specs, overrides, evaluate, jobs, engine)
     everywhere = [f"modelpool={modelpool}", *overrides]
-    experiment = Experiment(compose_run(pools := tuple(without_method(everywhere))))
+    experiment = Experiment(compose_run(pools := tuple(without_method(everywhere))), validation)
     words = [f"++method.evaluate={evaluate}", *_PROTOCOL, *everywhere]
     configs, wrong = _configure(specs, words, experiment, keep_going)
-    settings = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
+    settings: Json = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
+    if validation is not None:
+        settings["validation"] = validation
     store = Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)
     with closing(store), quiet(), _progress_bars(console) as progress:
         references = _score_single_models(store, experiment, progress)
@@ -79,7 +83,8 @@ def compare(
         runs |= {(spec, seed): Run({}, error=why) for spec, why in wrong.items() for seed in seeds}
         work = {name: (config,) for name, (_, config) in missing.items()}
         here = engine == "local" and jobs == 1
-        results = _run_here(work, experiment, progress) if here else _run_apart(work, pools, jobs, engine, address)
+        data = (pools, validation)
+        results = _run_here(work, experiment, progress) if here else _run_apart(work, data, jobs, engine, address)
         bar = progress.add_task("", total=len(runs) + len(missing), completed=len(runs))
         with closing(results):
             for name, run in results:
@@ -153,12 +158,12 @@ def _run_here(work: Work, experiment: Experiment, progress: Progress) -> Results
         yield name, run
 
 
-def _run_apart(work: Work, pools: tuple[str, ...], jobs: int, engine: Engine, address: str | None) -> Results:
+def _run_apart(work: Work, data: tuple[Any, ...], jobs: int, engine: Engine, address: str | None) -> Results:
     if engine == "local":
-        return run_locally(work, partial(run_alone, pools), jobs)
+        return run_locally(work, partial(run_alone, *data), jobs)
     ray = connect(address)
     nodes = find_nodes(ray, gpus=ray.cluster_resources().get("GPU", 0) >= 1)
-    return run_on_cluster(ray, nodes, work, partial, run_alone, pools)
+    return run_on_cluster(ray, nodes, work, partial, run_alone, *data)
 
 
 def _progress_bars(console: Console | None) -> Progress:

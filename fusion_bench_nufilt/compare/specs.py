@@ -21,8 +21,8 @@ from .overrides import key_value
 
 _GENERIC = ("batch", "stream")  # they run any of FusionBench's methods, and are none by themselves
 _MOST_SEEDS = 1000
-#: Methods that need data beside models: training data of the tasks, or test data without labels.
-NEED_DATA = {"sequential_finetuning": "training", "adamerging": "test", "lora_wemoe": "test"}
+#: Methods that need data beside models: training data of the tasks, or a few items without labels.
+NEED_DATA = {"sequential_finetuning": "training", "adamerging": "unlabelled", "lora_wemoe": "unlabelled"}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fusion_bench_nufilt.results.metrics import or_none
 from fusion_bench_nufilt.results.write import write_results
 from fusion_bench_nufilt.storage.files import write_text
 
-from .paper import SENSITIVITY, paper_settings, printed_tables, published
+from .paper import SENSITIVITY, printed_row, printed_tables, published
 from .specs import NEED_DATA, RunSpec
 
 _OVERHEAD = ("overhead", "clip-vit-base-patch32_TA8")  # the paper's table of costs, and the models that it is for
@@ -38,7 +38,8 @@ class Comparison(Results):
         printed = published(settings["modelpool"], settings["overrides"], seeds)
         methods = {}
         for spec, by_seed in runs.items():
-            row = printed.get(_printed_row(spec, settings["modelpool"]), {})
+            form = next((run.config["form"] for run in by_seed.values() if "form" in run.config), None)
+            row = printed_row(spec, form, settings["modelpool"], printed)
             data = NEED_DATA.get(spec.method, "none")
             methods[spec.label] = Method(list(spec.overrides), dict(by_seed), data, row)
         panels = [{**panel._asdict(), "fixed": list(panel.fixed)} for panel in SENSITIVITY]
@@ -52,7 +53,7 @@ class Comparison(Results):
             references=references,
             published_percent={label: printed[label] for label in references if label in printed},
             methods=methods,
-            panels=panels if preset == "sensitivity" else None,
+            panels=panels if preset in ("sensitivity", "ranks") else None,
             published_overhead=printed_tables()[_OVERHEAD] if preset == "overhead" else None,
         )
 
@@ -77,10 +78,3 @@ class Comparison(Results):
             log_picture(loggers, picture.stem, picture, len(self.tasks))
         for logger in loggers:
             logger.finalize("success")
-
-
-def _printed_row(spec: RunSpec, modelpool: str) -> str:
-    """The name of the paper's row for a method: its own, or with settings that are not those of the paper."""
-    given = tuple(setting for setting in spec.settings if not setting.startswith("form="))  # beside either form
-    as_printed = given == paper_settings(modelpool).get(spec.method, ())
-    return spec.method if as_printed else ":".join((spec.method, *given))

@@ -151,6 +151,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             raise ValueError("the model pool is empty: there is no fine-tuned model to merge")
         if self.fabric.world_size > 1:
             raise ValueError("continual merging runs in one process: set fabric.devices=1")
+        self.modelpool = modelpool
         self.history, self.first_step = merged_before(modelpool, self.num_merged, verify=self.verify)
         names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
         self.matrix, self.merge_seconds, self.on_step = AccuracyMatrix(names), [], on_step

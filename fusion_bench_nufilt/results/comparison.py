@@ -97,7 +97,7 @@ def charts_of(results: Results, *, panels: bool) -> dict[str, ChartType]:
         charts["accuracy_per_step"] = _accuracy_per_step(results)
     if results.preset == "ablation":
         charts["ablation"] = alt.hconcat(*(_ablation(results, name) for name in ("ACC", "BWT")))
-    if results.preset == "sensitivity":
+    if results.preset in ("sensitivity", "ranks"):
         charts["sensitivity"] = _sensitivity(results)
     return charts
 
@@ -222,7 +222,7 @@ def _sensitivity(results: Results) -> ChartType:
     rows: dict[str, list[ChartType]] = {"ACC": [], "BWT": []}
     for panel in panels:
         symbol, key = panel["symbol"], panel["key"]
-        curve = [method for label, method in done.items() if label.startswith(f"{symbol} ")]
+        curve = list(results.curves[symbol].values())
         if not curve:
             continue
         values = [str(method.config[key]) for method in curve]
@@ -242,4 +242,5 @@ def _sensitivity(results: Results) -> ChartType:
                     panels=1,
                 )
             )
-    return alt.vconcat(*(alt.hconcat(*charts).resolve_scale(y="shared") for charts in rows.values()))
+    panes = (alt.hconcat(*charts).resolve_scale(y="shared") for charts in rows.values())
+    return alt.vconcat(*panes, title=f"scored on {results.scored}")

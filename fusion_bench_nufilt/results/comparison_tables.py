@@ -135,6 +135,12 @@ def _notes(results: Results, shown: Sequence[str]) -> list[str]:
     seeds, settings = results.seeds, results.settings
     over = "mean ± standard deviation over " if len(seeds) > 1 else ""
     notes = [f"{settings['modelpool']}: {len(results.tasks)} tasks; {over}{_seeds(seeds)}"]
+    if results.preset == "ranks":
+        curves = filter(None, results.curves.values())
+        best = (max(curve, key=lambda label: curve[label].mean("ACC").mean) for curve in curves)
+        notes.append(f"highest ACC of each panel: {', '.join(best)}")
+    if "validation" in settings:
+        notes.append(f"scored on {results.scored}")
     if settings.get("overrides"):
         notes.append(f"with {' '.join(settings['overrides'])}")
     if results.environment:  # there is none where nothing was run

@@ -130,6 +130,22 @@ class Results:
     published_overhead: dict[str, Published] | None = None  # the paper's table of costs
 
     @property
+    def scored(self) -> str:
+        """The data that the scores are of."""
+        if (validation := self.settings.get("validation")) is None:
+            return "all test data"
+        return "a fifth of the test data" if validation else "the test data without the fifth of --validation"
+
+    @property
+    def curves(self) -> dict[str, dict[str, Method]]:
+        """The methods of each panel, by its symbol and their labels."""
+        panels, done = self.panels or [], self.done.items()
+        return {
+            symbol: {label: method for label, method in done if label.startswith(f"{symbol} ")}
+            for symbol in (panel["symbol"] for panel in panels)
+        }
+
+    @property
     def done(self) -> dict[str, Method]:
         """The methods with at least one run that did not fail."""
         return {label: method for label, method in self.methods.items() if method.matrices}

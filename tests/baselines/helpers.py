@@ -28,7 +28,8 @@ class GLUE(FlanT5GLUETextGenerationTaskPool):
         ids = torch.randint(2, 50, (12, 8), generator=generator).tolist()
         labels = [[i % 2 + 5, 1] for i in range(12)]
         columns = {"input_ids": ids, "attention_mask": [[1] * 6 + [0] * 2] * 12, "labels": labels}
-        return SimpleNamespace(test_dataset=Dataset.from_dict(columns), evaluate=lambda model: {"accuracy": 0.5})
+        data = Dataset.from_dict(columns)
+        return SimpleNamespace(dataset={}, test_dataset=data, evaluate=lambda model: {"accuracy": 0.5})
 
 
 def on_cpu(algorithm):

@@ -7,11 +7,21 @@ import pytest
 import torch
 from fusion_bench import BaseModelPool
 from fusion_bench.method.adamerging.entropy_loss import entropy_loss
+from fusion_bench.utils import instantiate
 from torch.func import functional_call
 
 from fusion_bench_nufilt.baselines.adamerging import NewTaskAdaMergingAlgorithm
-from fusion_bench_nufilt.baselines.task_data import task_data
-from fusion_bench_nufilt.demo import TASKS, load_clip, load_processor, load_test_dataset, load_vision_model, to_pixels
+from fusion_bench_nufilt.baselines.task_data import Images, task_data
+from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.demo import (
+    TASKS,
+    load_clip,
+    load_processor,
+    load_test_dataset,
+    load_train_dataset,
+    load_vision_model,
+    to_pixels,
+)
 from fusion_bench_nufilt.demo.train import text_features
 from tests.baselines.helpers import GLUE, baseline, demo_images, on_cpu
 from tests.models import finetuned, t5
@@ -46,7 +56,8 @@ def test_it_is_adam_on_the_entropy_of_the_new_tasks_predictions(pools):
     taskpool.setup()
     taskpool.test_datasets = {"shapes": taskpool.test_datasets["shapes"]}  # no images of another task are seen
     with torch.no_grad():  # as under the protocol
-        merged = algorithm(taskpool, lr=lr, max_steps=steps, batch_size=batch_size, seed=5).run(modelpool)
+        options = {"lr": lr, "max_steps": steps, "batch_size": batch_size, "samples_per_class": None, "seed": 5}
+        merged = algorithm(taskpool, **options).run(modelpool)
 
     pretrained, *models = (dict(modelpool.load_model(name).named_parameters()) for name in modelpool._models)
     coefficients = torch.full((2, len(pretrained)), 0.3, requires_grad=True)
@@ -86,6 +97,37 @@ def test_the_papers_form_keeps_what_is_merged_and_the_released_one_drops_it(pool
         torch.testing.assert_close(value, theta_0[name] + expected)
 
 
+def test_five_items_of_each_class_are_drawn_once_and_none_of_them_is_scored(demo, monkeypatch):
+    seen = []
+    logits = Images.logits
+    monkeypatch.setattr(
+        Images, "logits", lambda self, model, batch: seen.extend(batch[0]) or logits(self, model, batch)
+    )
+    config = compose_run(["modelpool=nufilt_demo"]).modelpool
+    config.models = {name: config.models[name] for name in ("_pretrained_", "shapes")}
+    options = ["method.base_method.max_steps=8", "method.evaluate=last"]
+    baseline("adamerging", *options).run(instantiate(config), demo_images())
+    drawn = {image.numpy().tobytes() for image in seen}
+    scored, trained_on = (
+        {to_pixels(item["image"]).numpy().tobytes() for item in load("shapes")}
+        for load in (load_test_dataset, load_train_dataset)
+    )
+    assert len(drawn) <= 5 * len(TASKS["shapes"].prompts()) < len(seen)
+    assert drawn <= trained_on
+    assert drawn.isdisjoint(scored)
+
+
+def test_flan_t5_is_trained_on_its_training_split_if_there_is_one():
+    pool = GLUE()
+    task = pool.load_task("cola")
+    task.dataset = {"train": task.test_dataset.select([0, 1])}
+    pool.load_task = lambda name: task
+    models = BaseModelPool({"_pretrained_": t5(), "cola": t5()})
+    assert len(task_data("", pool, "cola", models).dataset) == 2
+    task.dataset = {}
+    assert task_data("", pool, "cola", models).dataset is task.test_dataset
+
+
 def test_without_test_data_it_is_refused(pools):
     modelpool, taskpool = pools
     with pytest.raises(ValueError, match="AdaMerging needs a CLIPVisionModelTaskPool, got NoneType"):
@@ -93,7 +135,7 @@ def test_without_test_data_it_is_refused(pools):
     del taskpool._test_datasets["shapes"]
     with pytest.raises(ValueError, match="AdaMerging needs a CLIPVisionModelTaskPool with shapes"):
         algorithm(taskpool).run(modelpool)
-    with pytest.raises(ValueError, match="AdaMerging needs test data of 'shapes'; the task pool has cola, sst2"):
+    with pytest.raises(ValueError, match="AdaMerging needs data of 'shapes'; the task pool has cola, sst2"):
         algorithm(GLUE()).run(modelpool)
 
 
@@ -104,7 +146,7 @@ def test_flan_t5_is_adapted_to_the_first_token_of_answers():
     for key, theta in base.state_dict().items():  # the shared embedding, which has three names, among them
         expected = theta + 0.3 * sum(models[name].state_dict()[key] - theta for name in ("glue-cola", "sst2"))
         torch.testing.assert_close(start.state_dict()[key], expected)
-    texts = task_data("", GLUE(), "sst2")
+    texts = task_data("", GLUE(), "sst2", BaseModelPool(models))
     batch = next(texts.batches(12, per_class=None, seed=0))
     with torch.no_grad():
         before, after = (entropy_loss(texts.logits(model, batch)) for model in (start, trained))

@@ -11,6 +11,7 @@ from fusion_bench_nufilt.baselines.task_data import TaskData
 from fusion_bench_nufilt.baselines.wemoe import CLIPVisionModelWithExperts, WEMoEConfig, mixture_of
 from fusion_bench_nufilt.demo import load_vision_model
 from tests.baselines.helpers import GLUE, demo_images, on_cpu, same, unchanged
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
 from tests.models import clip, finetuned, llama, t5
 
 IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -24,11 +25,11 @@ def output(model, items=slice(None)):
         return model(input_ids=TOKENS[items], decoder_input_ids=TOKENS[items, :2]).logits
 
 
-def mixture(base, *tasks, rank=64, batch_reduce=True, level_gates=False):
-    made = mixture_of(base, WEMoEConfig(rank=rank, batch_reduce=batch_reduce))
+def mixture(base, *tasks, rank=64, batch_reduce=True, level_gates=False, **how):
+    made = mixture_of(base, WEMoEConfig(batch_reduce=batch_reduce))
     torch.manual_seed(3)
     for task in tasks:
-        made.add_expert(base, task)
+        made.add_expert(base, task, rank, **how)
     for _, module in made.mixtures():
         module.gate.fc.weight.data *= 0 if level_gates else 100  # so that the input matters
     return made
@@ -54,7 +55,7 @@ def test_it_is_saved_and_loaded_whole(base, tmp_path):
     loaded = type(made).from_pretrained(tmp_path)
     assert loaded.config.experts == made.config.experts
     assert torch.equal(output(loaded), output(made))
-    loaded.add_expert(base, finetuned(base, 3))  # and can take up more
+    loaded.add_expert(base, finetuned(base, 3), 2)  # and can take up more
 
 
 def test_an_expert_is_the_truncated_svd_of_its_task_vector(base):
@@ -69,7 +70,7 @@ def test_an_expert_is_the_truncated_svd_of_its_task_vector(base):
 def test_a_new_expert_leaves_the_gate_of_the_others(base):
     made = mixture(base, finetuned(base, 1))
     before = [module.gate.fc.weight.clone() for _, module in made.mixtures()]
-    made.add_expert(base, finetuned(base, 2))
+    made.add_expert(base, finetuned(base, 2), 64)
     for (_, module), rows in zip(made.mixtures(), before, strict=True):
         assert torch.equal(module.gate.fc.weight[:1], rows)
         assert module.gate.fc.bias.tolist() == pytest.approx([0.3, 0.3])
@@ -83,14 +84,45 @@ def test_one_gate_for_a_batch_or_one_for_each_item(base):
         assert torch.allclose(output(made), alone, atol=1e-2) is not batch_reduce
 
 
-def test_the_experts_of_eight_tasks_are_half_a_vit_b_32():
-    """The paper prints 103.7 M parameters, which rank 64 for one task and 16 for the others would give."""
+@pytest.mark.parametrize(("form", "millions"), [("paper", 134.7), ("released", 103.7)])
+def test_the_released_form_has_the_parameters_that_the_paper_prints_for_eight_tasks_on_vit_b_32(form, millions):
+    method = LoRAWEMoE(form=form)
+    method._mixture = CLIPVisionModelWithExperts
     config = CLIPVisionConfig()
-    config.experts = {"num_experts": 8, "rank": 64, "init_lambda": 0.3, "batch_reduce": True}
+    config.experts = {"ranks": list(map(method.expert_rank, range(1, 9))), "init_lambda": 0.3, "batch_reduce": True}
     with torch.device("meta"):
         models = CLIPVisionModel(config), CLIPVisionModelWithExperts(config)
-    small, large = (sum(parameter.numel() for parameter in model.parameters()) / 1e6 for model in models)
-    assert (round(small, 1), round(large - small, 1)) == (87.5, 47.3)
+    assert [round(sum(p.numel() for p in model.parameters()) / 1e6, 1) for model in models] == [87.5, millions]
+
+
+def test_the_released_form_merges_attention_alone(base):
+    task = finetuned(base, 1)
+    made = mixture(base, task, rank=3, attention_alone=True)
+    changed = set()
+    for key, theta_0 in base.named_parameters():
+        own = made.get_parameter(key.replace(f".{made.mlp}.", f".{made.mlp}.base_model."))
+        if not torch.equal(own, theta_0):
+            changed.add(key)
+            torch.testing.assert_close(own, theta_0 + 0.3 * (task.get_parameter(key) - theta_0))
+    attention = [name for name, module in base.named_modules() if name.endswith(("self_attn", "Attention"))]
+    linear = [key for key, _ in base.named_parameters() if key.startswith(tuple(f"{name}." for name in attention))]
+    assert changed == {key for key in linear if "relative_attention_bias" not in key} != set()
+
+
+def test_experts_of_different_ranks_are_weighted_each_by_its_own_gate(base):
+    tasks = [finetuned(base, seed, scale=0.1) for seed in (1, 2)]
+    made = mixture(base, tasks[0], rank=5)
+    made.add_expert(base, tasks[1], 2)
+    for name, module in made.mixtures():
+        merged = module.merge_weights(torch.tensor([2.0, -1.0]))
+        for layer in module.A:
+            key = f"{name}.{layer}.weight"
+            expected = base.get_parameter(key).detach().clone()
+            for task, rank, weight in zip(tasks, (5, 2), (2.0, -1.0), strict=True):
+                tau = task.get_parameter(key).detach() - base.get_parameter(key).detach()
+                U, S, Vh = torch.linalg.svd(tau, full_matrices=False)
+                expected += weight * (U[:, :rank] * S[:rank]) @ Vh[:rank]
+            torch.testing.assert_close(merged[f"{layer}.weight"], expected, rtol=1e-3, atol=1e-4)
 
 
 class Numbers(TaskData):
@@ -148,15 +180,28 @@ def test_the_same_seed_gives_the_same_bits():
     assert not same(one, other)
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, step):
+    models, taskpool = texts()
+    options = {"shuffle_order": False, "form": "released", "lr": 0.01, "max_steps": 2}
+    whole = on_cpu(LoRAWEMoE(**options)).run(models, taskpool)
+    with pytest.raises(InterruptedRunError):
+        logging_to(tmp_path, LoRAWEMoE(**options)).run(models, taskpool, interrupt_after(step))
+    steps = []
+    resumed = logging_to(tmp_path, LoRAWEMoE(resume=True, **options)).run(models, taskpool, steps.append)
+    assert steps == list(range(step + 1, 3))
+    assert same(whole, resumed)
+    assert [module.ranks for _, module in resumed.mixtures()] == [[32, 32]] * len(list(resumed.mixtures()))
+    assert resumed.config.experts == whole.config.experts
+
+
 def test_what_it_cannot_do_is_refused_before_any_work():
     models, taskpool = texts()
-    with pytest.raises(ValueError, match="resume=true"):
-        LoRAWEMoE(resume=True)
     with pytest.raises(ValueError, match="_merged_"):
         run({**models, "_merged_": models["_pretrained_"]}, taskpool, num_merged=1)
     with pytest.raises(ValueError, match="needs a CLIPVisionModelTaskPool"):
         run(models, None)
-    with pytest.raises(ValueError, match=r"test data of 'rte'; the task pool has cola, sst2"):
+    with pytest.raises(ValueError, match=r"data of 'rte'; the task pool has cola, sst2"):
         run({"_pretrained_": models["_pretrained_"], "rte": models["sst2"]}, taskpool)
     with pytest.raises(ValueError, match="LlamaForCausalLM"):
         run(BaseModelPool({"_pretrained_": llama(), "cola": llama()}), taskpool)

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from fusion_bench_nufilt.compare.paper import paper_settings, printed_tables, published
+from fusion_bench_nufilt.compare.paper import paper_settings, printed_row, printed_tables, published
+from fusion_bench_nufilt.compare.specs import RunSpec
 from tests.conftest import shared_or_skip
 from tests.test_command_line import POOLS
 
@@ -47,6 +48,30 @@ def test_what_can_not_be_compared_says_so():
     numbers = published(T5, ["method.shuffle_order=false"], [42])
     notes = [numbers[name]["ACC"]["note"] for name in ("task_arithmetic", "adamerging", "nufilt")]
     assert ["not comparable" in note for note in notes] == [True, True, False]
+
+
+def spec(method, *settings):
+    return RunSpec(method, (), method, settings)
+
+
+def test_a_number_stands_beside_the_form_that_it_is_of_and_the_mark_beside_another():
+    printed = published(B32, [], ORDERS)
+    assert printed_row(spec("lora_wemoe"), "paper", B32, printed) == {}
+    assert printed_row(spec("lora_wemoe", "form=released"), "released", B32, printed)["ACC"]["value"] == 68.8
+    assert printed_row(spec("lora_wemoe", "form=released", "lr=1"), "released", B32, printed) == {}
+    for method, settings in (("adamerging", ["form=released"]), ("magmax", [])):
+        own, other = (printed_row(spec(method, *settings), form, B32, printed) for form in ("released", "paper"))
+        assert (own["ACC"]["note"], own["ACC"]["value"]) == ("", other["ACC"]["value"])
+        assert "form=released" in other["ACC"]["note"]
+        assert "form=released" in printed[method]["ACC"]["note"]
+    ties = printed_row(spec("ties_merging", "form=released"), "released", B32, printed)
+    assert ties["ACC"]["note"] == "open which of the two forms was run"
+
+
+def test_the_numbers_of_llava_are_shown_and_marked():
+    rows = published("llava-1.5-7b", ["modelpool.models.iconqa.x=y"], [42])
+    assert rows["nufilt"]["imagenet"]["value"] == 93.6
+    assert {number["note"].split(":")[0] for row in rows.values() for number in row.values()} == {"of another setting"}
 
 
 def test_only_fourteen_and_twenty_tasks_are_scaled_differently():

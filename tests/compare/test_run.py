@@ -3,15 +3,17 @@
 import logging
 import math
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 
 import joblib
 import pytest
 import torch
 from fusion_bench.models.hf_clip import HFCLIPClassifier
+from fusion_bench.taskpool import DummyTaskPool
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.compare.experiment import Experiment
+from fusion_bench_nufilt.compare.experiment import Experiment, WatchingEvaluator, part_of_test_data
 from fusion_bench_nufilt.compare.paper import preset_specs
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
@@ -239,6 +241,33 @@ def test_the_ranks_of_the_sensitivity_fit_the_models(tmp_path):
     assert specs[f"r_p {width}"].settings == ("lora_rank=0", "task_rank=0", f"null_rank={width}")
 
 
+def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(tmp_path):
+    sizes = {}
+    for validation in (True, False):
+        part = partial(part_of_test_data, validation)
+        experiment = Experiment(compose_run(["modelpool=nufilt_demo"]), validation)
+        taskpool = experiment.evaluator.taskpool
+
+        def counted(classifier, images, evaluate=taskpool._evaluate, part=part, validation=validation, **options):
+            assert list(images.dataset.indices) == part(len(images.dataset.dataset))
+            sizes[validation] = set(images.dataset.indices)
+            return evaluate(classifier, images, **options)
+
+        taskpool._evaluate = counted
+        experiment.evaluator.report(experiment.modelpool.load_model("digits"), ["digits"])
+    held_out, rest = sizes.values()
+    assert held_out.isdisjoint(rest)
+    assert held_out | rest == set(range(len(held_out) + len(rest)))
+    assert len(held_out) == (len(held_out) + len(rest)) // 5
+    found = run(tmp_path, "weight_average", overrides=[], validation=True, **CHEAP)
+    found.save(tmp_path)
+    assert "scored on a fifth of the test data" in (tmp_path / "table.md").read_text()
+    with pytest.raises(ValueError, match="holds results of other settings: validation is true there"):
+        run(tmp_path, "weight_average", overrides=[], **CHEAP)
+    with pytest.raises(ValueError, match="a part of the test data needs a CLIP or Flan-T5 pool, got DummyTaskPool"):
+        WatchingEvaluator(DummyTaskPool(), torch.device("cpu"), part)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "file"),
@@ -247,6 +276,7 @@ def test_the_ranks_of_the_sensitivity_fit_the_models(tmp_path):
         ("sensitivity", "sensitivity.png"),
         ("overhead", "overhead.md"),
         ("ablation", "ablation.png"),
+        ("ranks", "sensitivity.png"),
     ],
 )
 def test_a_preset_runs_whole(tmp_path, preset, file):

@@ -161,8 +161,32 @@ def test_methods_that_need_data_are_rows_of_the_paper_where_they_are_asked_for()
         preset_specs("ablation", "nufilt_demo", [], with_data=True)
 
 
+@pytest.mark.parametrize(
+    ("pool", "rows"),
+    [
+        ("flan-t5-base_glue", "task_arithmetic ties_merging adamerging lora_wemoe wudi opcm nufilt"),
+        ("llava-1.5-7b", "task_arithmetic ties_merging opcm nufilt"),
+        ("gpt-2_glue", None),
+    ],
+)
+def test_another_pool_has_the_rows_of_its_table_and_none_that_can_not_run(pool, rows, monkeypatch):
+    overrides = ["taskpool=gpt-2_glue"] if pool == "gpt-2_glue" else []
+    found = list(dict.fromkeys(spec.method for spec in preset_specs("paper", pool, overrides, with_data=True)))
+    if rows is None:
+        assert found == [spec.method for spec in preset_specs("paper", "nufilt_demo", []) if "(" not in spec.label]
+    else:
+        assert found == rows.split()
+
+
+def test_the_ranks_are_chosen_on_the_grids_of_the_sensitivity(demo):
+    ranks, panels = (
+        [spec.label for spec in preset_specs(name, "nufilt_demo", [])] for name in ("ranks", "sensitivity")
+    )
+    assert [label for label in panels if not label.startswith("steps")] == ranks
+
+
 def test_an_unknown_preset_lists_what_there_is():
-    with pytest.raises(ValueError, match="there are: ablation, overhead, paper, sensitivity"):
+    with pytest.raises(ValueError, match="there are: ablation, overhead, paper, ranks, sensitivity"):
         preset_specs("best", "nufilt_demo", [])
 
 

@@ -68,7 +68,14 @@ def test_every_row_says_which_data_and_which_extra_parameters_a_method_needs():
     table = cells(main_table(comparison(measured)))
     assert [table[name]["ACC %"].mark for name in measured] == ["", "", "best", "best"]  # references are none of these
     needs = [(row["extra params"].text, row["data"].text) for row in table.values()]
-    assert needs == [("", ""), ("", ""), ("none", "training"), ("47.3 M", "test"), ("none", "none"), ("-", "none")]
+    assert needs == [
+        ("", ""),
+        ("", ""),
+        ("none", "training"),
+        ("47.3 M", "unlabelled"),
+        ("none", "none"),
+        ("-", "none"),
+    ]
 
 
 def test_the_papers_numbers_stand_beside_ours_where_they_are_for_the_same():

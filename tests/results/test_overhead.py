@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion_bench_nufilt.compare.experiment import WatchingEvaluator, read_peak, reset_peak
+from fusion_bench_nufilt.compare.experiment import WatchingEvaluator, read_peak, reset_peak, solver_seconds
 from fusion_bench_nufilt.compare.paper import preset_specs
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
@@ -44,8 +44,8 @@ def test_a_run_says_what_it_cost(tmp_path, demo):
     specs = parse_methods("nufilt:max_steps=3, task_arithmetic")
     result = compare("nufilt_demo", specs, [42], tmp_path, evaluate="last", preset="overhead")
     ours, other = (method.runs[42] for method in result.methods.values())
-    assert 0 < ours.solving_seconds < sum(ours.merge_seconds)
     assert other.solving_seconds is None
+    assert 0 < ours.solving_seconds < sum(ours.merge_seconds)
     assert ours.parameters == other.parameters > 0
     assert {"overhead.md", "overhead.tex"} <= set(result.save(tmp_path))
     assert "GPU that it does not name" in (tmp_path / "overhead.md").read_text()
@@ -55,6 +55,17 @@ def test_the_preset_has_the_data_free_rows_of_the_papers_table():
     rows = {spec.label for spec in preset_specs("overhead", "nufilt_demo", [])}
     _, printed = tables({"nufilt": [finished(42)]})
     assert rows == printed.keys() - {"adamerging", "lora_wemoe"}
+
+
+def test_solving_is_from_the_making_of_an_optimizer_to_its_last_step(monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    with solver_seconds() as seconds:
+        one, other = (torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]) for _ in range(2))  # at 0 and 1
+        for optimizer in (one, other, one):  # at 2, 3 and 4
+            optimizer.step()
+    one.step()
+    assert sum(seconds) == (4 - 0) + (3 - 1)
 
 
 class Hungry(TasksByName):
