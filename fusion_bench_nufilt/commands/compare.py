@@ -10,6 +10,8 @@ from fusion_bench_nufilt.storage.files import refuse_foreign
 
 from .terminal import interruptible, terminal
 
+_VALIDATION = typer.Option("--validation/--no-validation", help="Score a fifth of the test data alone, or the rest.")
+
 
 def compare(
     overrides: Annotated[
@@ -26,13 +28,8 @@ def compare(
         Literal["ablation", "sensitivity", "ranks", "paper", "overhead"] | None,
         typer.Option(help="The paper's methods."),
     ] = None,
-    with_data: Annotated[
-        bool, typer.Option("--with-data", help="With --preset paper or overhead: also the methods that need data.")
-    ] = False,
-    validation: Annotated[
-        bool | None,
-        typer.Option("--validation/--no-validation", help="Score a fifth of the test data alone, or the rest."),
-    ] = None,
+    with_data: Annotated[bool, typer.Option("--with-data", help="Also the preset's methods that need data.")] = False,
+    validation: Annotated[bool | None, _VALIDATION] = None,
     modelpool: Annotated[str, typer.Option(help="Models, as fusion_bench names them.")] = "nufilt_demo",
     seeds: Annotated[str, typer.Option(help="Task orders: 42, 42,45 or 42:52 (42 to 51, the paper's ten).")] = "42",
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("outputs/compare"),

@@ -124,6 +124,8 @@ class Experiment:
         self._digests: dict[str, str] = {}
         pools = {"modelpool": config.modelpool, "taskpool": taskpool_config(config)}
         self.settings = {name: plain(pool) for name, pool in pools.items()}
+        if validation is not None:
+            self.settings["validation"] = validation
 
     @cached_property
     def fabric(self) -> lightning.Fabric:

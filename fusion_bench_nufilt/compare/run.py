@@ -73,26 +73,17 @@ def compare(
     experiment = Experiment(compose_run(pools := tuple(without_method(everywhere))), validation)
     words = [f"++method.evaluate={evaluate}", *_PROTOCOL, *everywhere]
     configs, wrong = _configure(specs, words, experiment, keep_going)
-    settings: Json = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
-    if validation is not None:
-        settings["validation"] = validation
+    settings = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
     store = Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)
     with closing(store), quiet(), _progress_bars(console) as progress:
         references = _score_single_models(store, experiment, progress)
         runs, missing = _known_runs(store, seeds, configs)
         runs |= {(spec, seed): Run({}, error=why) for spec, why in wrong.items() for seed in seeds}
         work = {name: (config,) for name, (_, config) in missing.items()}
-        here = engine == "local" and jobs == 1
-        data = (pools, validation)
+        here, data = engine == "local" and jobs == 1, (pools, validation)
         results = _run_here(work, experiment, progress) if here else _run_apart(work, data, jobs, engine, address)
-        bar = progress.add_task("", total=len(runs) + len(missing), completed=len(runs))
         with closing(results):
-            for name, run in results:
-                spec, config = missing[name]
-                runs[spec, config["seed"]] = run
-                store.save(spec, run)
-                log.info("%s: %s", name, run.matrix.summary() if run.matrix else run.error)
-                progress.advance(bar)
+            _keep(results, missing, runs, store, progress)
     by_spec = {spec: {seed: runs[spec, seed] for seed in seeds} for spec in specs}
     return Comparison.of(store.settings, experiment.tasks, list(seeds), references, by_spec, preset)
 
@@ -164,6 +155,23 @@ def _run_apart(work: Work, data: tuple[Any, ...], jobs: int, engine: Engine, add
     ray = connect(address)
     nodes = find_nodes(ray, gpus=ray.cluster_resources().get("GPU", 0) >= 1)
     return run_on_cluster(ray, nodes, work, partial, run_alone, *data)
+
+
+def _keep(
+    results: Results,
+    missing: Mapping[str, tuple[RunSpec, Json]],
+    runs: dict[tuple[RunSpec, int], Run],
+    store: Store,
+    progress: Progress,
+) -> None:
+    """Save each run as it ends, and put it to those that are kept."""
+    bar = progress.add_task("", total=len(runs) + len(missing), completed=len(runs))
+    for name, run in results:
+        spec, config = missing[name]
+        runs[spec, config["seed"]] = run
+        store.save(spec, run)
+        log.info("%s: %s", name, run.matrix.summary() if run.matrix else run.error)
+        progress.advance(bar)
 
 
 def _progress_bars(console: Console | None) -> Progress:

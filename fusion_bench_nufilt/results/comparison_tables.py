@@ -139,7 +139,7 @@ def _notes(results: Results, shown: Sequence[str]) -> list[str]:
         curves = filter(None, results.curves.values())
         best = (max(curve, key=lambda label: curve[label].mean("ACC").mean) for curve in curves)
         notes.append(f"highest ACC of each panel: {', '.join(best)}")
-    if "validation" in settings:
+    if "validation" in settings.get("resolved", {}):
         notes.append(f"scored on {results.scored}")
     if settings.get("overrides"):
         notes.append(f"with {' '.join(settings['overrides'])}")

@@ -132,7 +132,7 @@ class Results:
     @property
     def scored(self) -> str:
         """The data that the scores are of."""
-        if (validation := self.settings.get("validation")) is None:
+        if (validation := self.settings.get("resolved", {}).get("validation")) is None:
             return "all test data"
         return "a fifth of the test data" if validation else "the test data without the fifth of --validation"
 

@@ -262,7 +262,7 @@ def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(t
     found = run(tmp_path, "weight_average", overrides=[], validation=True, **CHEAP)
     found.save(tmp_path)
     assert "scored on a fifth of the test data" in (tmp_path / "table.md").read_text()
-    with pytest.raises(ValueError, match="holds results of other settings: validation is true there"):
+    with pytest.raises(ValueError, match=r"holds results of other settings: resolved\.validation is true there"):
         run(tmp_path, "weight_average", overrides=[], **CHEAP)
     with pytest.raises(ValueError, match="a part of the test data needs a CLIP or Flan-T5 pool, got DummyTaskPool"):
         WatchingEvaluator(DummyTaskPool(), torch.device("cpu"), part)
