@@ -82,10 +82,8 @@ def merge(
         console.print(table)
         for warning in plan.warnings:
             console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
-        finished = check_output(plan, folder)
-        if not dry_run:
-            _run(console, plan, folder)
-        elif not finished:
+        finished = check_output(plan, folder) if dry_run else _run(console, plan, folder)
+        if dry_run and not finished:
             check_disk(plan, folder)
             return
         what = "finished by an earlier run, nothing to do" if finished else f"{len(plan.layers)} layers merged"
@@ -107,12 +105,14 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
     return plan, Path(models["out"]).expanduser()  # the shell leaves the ~ of --out=~/merged as it is
 
 
-def _run(console: Console, plan: Plan, out: Path) -> None:
+def _run(console: Console, plan: Plan, out: Path) -> bool:
+    """Carry out a plan, and return whether there was nothing left to do."""
     columns = (TextColumn("Merging"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     bars = Progress(*columns, console=console, disable=not console.is_terminal)
     with interruptible(console, str(work_folder(out))), bars:
         bar = bars.add_task("", total=None)
         merge_folders(plan, out, lambda done, total: bars.update(bar, completed=done, total=total))
+    return bars.tasks[bar].total is None
 
 
 def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -79,7 +79,7 @@ class LayerMerger:
             state = {"weight": self._weight_so_far(layer, theta_0, state, read)}
         elif not state:
             state = plan.method.start(layer.name, theta_0)
-        return _Work(layer, theta_0, state, {"slot": layer.slot, "read": read, "reports": []})
+        return _Work(layer, theta_0, state, {"slot": layer.slot, "written": [], "read": read, "reports": []})
 
     def _weight_so_far(self, layer: Layer, theta_0: Tensor, kept: State, read: dict[str, str]) -> Tensor:
         """Return the merged weight before the first task, in the dtype that it is kept in."""

@@ -22,6 +22,7 @@ from fusion_bench_nufilt.storage.checkpoint import (
     combined_digest,
     package_versions,
     read_manifest,
+    verify_files,
     write_manifest,
 )
 from fusion_bench_nufilt.storage.files import CARD, MANIFEST
@@ -53,9 +54,12 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
     Raises:
         ValueError: ``out`` exists, the disk has no room, or a tensor, which is named, has NaN or infinite values.
     """
+    there = out.exists()
     if check_output(plan, out):
         clear_work_folder(out)  # the run may have been killed before it cleaned up
         return out
+    if there:
+        out.rename(f"{out}.damaged")
     _fetch(plan)
     run, files = _run_identity(plan), [*plan.small_files, MANIFEST, CARD]
     layout = dict(plan.headers) | ({STATE_FILE: state_layout(plan)[0]} if plan.keeps_state else {})
@@ -91,7 +95,7 @@ def check_disk(plan: Plan, out: Path, already: int = 0) -> None:
 
 
 def check_output(plan: Plan, out: Path) -> bool:
-    """Return whether ``out`` is this very merge, finished; refuse any other place that is not free and writable."""
+    """Return whether ``out`` is this very merge, whole; refuse another place that is neither free nor that, damaged."""
     place, work = out.resolve(), work_folder(out.resolve())
     for checkpoint in plan.checkpoints:
         # Weight files may be links to elsewhere.
@@ -102,9 +106,15 @@ def check_output(plan: Plan, out: Path) -> bool:
                 raise ValueError(f"'{checkpoint.name}' is inside '{work}', where '{out}' is to grow: move it elsewhere")
     if out.exists() or out.is_symlink():
         here = not any(checkpoint.remote for checkpoint in plan.checkpoints)
-        if here and (read_manifest(out) or {}).get("run") == _run_identity(plan):
-            return True
-        raise ValueError(f"'{out}' exists: remove it or name another folder")
+        manifest = read_manifest(out, "remove it or name another folder") if here else None
+        if not manifest or manifest.get("run") != _run_identity(plan):
+            raise ValueError(f"'{out}' exists: remove it or name another folder")
+        try:
+            verify_files(out, manifest, f"it is made again ('{out}.damaged' keeps it)", digests=plan.settings.verify)
+        except ValueError as error:
+            log.warning("%s", error)
+            return False
+        return True
     folder = _nearest(out)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"'{out}' can't be made: '{folder}' is no folder that can be written to")

@@ -28,7 +28,7 @@ NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the 
 def write_other(plan: Plan, slot: str, output: Output) -> None:
     """Write a tensor outside the merged layers wherever the result has it."""
     read: defaultdict[str, Any] = defaultdict(hashlib.sha256)  # digests by model
-    record: Record = {"slot": slot, "written": [], "reports": []}
+    record: Record = {"slot": slot, "written": [], "read": {}, "reports": []}
     for key in plan.others[slot]:
         finite = True
         for place, pieces in _new_tensors(plan, slot, key, read):

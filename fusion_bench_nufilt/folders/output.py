@@ -9,18 +9,38 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Required
 
-from fusion_bench_nufilt.storage.files import HOLDER, LOCK, lock_folder, sync, write_text
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from fusion_bench_nufilt.storage.files import HOLDER, LOCK, Count, lock_folder, sync, write_text
 from fusion_bench_nufilt.storage.tensors import file_digest, write_at
 
 from .checkpoint import some
 
-Record = dict[str, Any]
-
 log = logging.getLogger(__name__)
 
 _JOURNAL = "journal.jsonl"
+
+
+class Record(TypedDict, total=False):
+    """What a journal says of a tensor that is written."""
+
+    slot: Required[str]
+    #: For each range of bytes its file, the offsets of the first and behind the last byte, and the digest.
+    written: Required[Annotated[list[tuple[str, NonNegativeInt, int, str]], Field(min_length=1)]]
+    read: Required[dict[str, str]]  # digests of what was read, by what the model is to the merge
+    reports: Required[list[dict[str, Any]]]
+    mean_count: Count
+    not_finite: str
+
+
+class _Head(TypedDict):
+    """What a journal begins with."""
+
+    run: str  # stands for inputs and settings
+    files: list[str]  # all that the run makes
 
 
 class Output:
@@ -35,15 +55,19 @@ class Output:
     def __init__(self, out: Path, run: str, headers: Mapping[str, tuple[bytes, int]], others: Collection[str]) -> None:
         self.out, self.work = out, work_folder(out)
         self.model, self._journal = self.work / "model", self.work / _JOURNAL
-        self._files: dict[str, int] = {}
+        self._sizes = {file: size for file, (_, size) in headers.items()}
         self._writing = threading.Lock()
+        head = _Head(run=run, files=[*headers, *others])
+        if self.work.is_dir() and not self.work.is_symlink():
+            self._refuse_foreign(head)  # and leave it as it is
         self._claim()
         self._lock = lock_folder(self.work)
         try:
             if out.exists():
                 clear_work_folder(out)
                 raise ValueError(f"'{out}' was made by another process meanwhile")
-            self.done = self._resume({"run": run, "files": [*headers, *others]}, headers)
+            self._refuse_foreign(head)
+            self.done = self._resume(head, headers)
         except BaseException:
             self.close()
             raise
@@ -63,10 +87,9 @@ class Output:
         finally:
             os.close(descriptor)
 
-    def _resume(self, head: Record, headers: Mapping[str, tuple[bytes, int]]) -> dict[str, Record]:
+    def _resume(self, head: _Head, headers: Mapping[str, tuple[bytes, int]]) -> dict[str, Record]:
         """Return by slot what an interrupted run with these inputs and settings finished and nobody damaged since."""
-        before, *records = _read_journal(self._journal) or [{}]  # the run, with all files that it makes; its tensors
-        self._refuse_foreign([*head["files"], *before.get("files", [])])
+        before, records = _read_journal(self._journal)
         if before != head:
             records = []
             if before:
@@ -76,17 +99,18 @@ class Output:
         for file, (header, size) in headers.items():
             path = self.model / file
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._files[file] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-            os.ftruncate(self._files[file], size)
-            write_at(self._files[file], memoryview(header), 0)
+            with path.open("ab") as stream:
+                stream.truncate(size)
+            self.write(file, memoryview(header), 0)
         done = {record["slot"]: record for record in records if self._holds(record)}
         if damaged := len(records) - len(done):
             log.warning("%d tensors of '%s' were damaged since they were written: made again", damaged, self.work)
         return done
 
-    def _refuse_foreign(self, files: Collection[str]) -> None:
-        """Refuse a work folder, which will be deleted, with anything but ``files`` and the program's own files."""
-        made = [Path("model", file) for file in files]
+    def _refuse_foreign(self, head: _Head) -> None:
+        """Refuse a work folder, which will be deleted, with anything but what this run and the one before it make."""
+        before, _ = _read_journal(self._journal)
+        made = [Path("model", file) for file in (*head["files"], *(before["files"] if before else ()))]
         known = {*made, *(folder for file in made for folder in file.parents), *map(Path, (LOCK, HOLDER, _JOURNAL))}
         there = {path.relative_to(self.work): path for path in self.work.rglob("*")}
         # Temporary files are of a process that was killed.
@@ -95,7 +119,10 @@ class Output:
             raise ValueError(f"'{self.work}' holds {some(sorted(foreign))}, which nufilt did not make: move it away")
 
     def _holds(self, record: Record) -> bool:
-        return all(file_digest(self._files[file], start, stop) == sha for file, start, stop, sha in record["written"])
+        return all(
+            stop <= self._sizes.get(file, -1) and file_digest(self.model / file, start, stop) == sha
+            for file, start, stop, sha in record["written"]
+        )
 
     def add(self, record: Record, pieces: Sequence[memoryview]) -> None:
         """Write a tensor, given the bytes for each range in ``written`` of its record, and note that it is done."""
@@ -104,7 +131,9 @@ class Output:
         self.record(record)
 
     def write(self, file: str, data: memoryview, offset: int) -> None:
-        write_at(self._files[file], data, offset)
+        # It is open for the moment only: there may be more files than a process may have open.
+        with (self.model / file).open("r+b", buffering=0) as stream:
+            write_at(stream.fileno(), data, offset)
 
     def record(self, record: Record) -> None:
         """Note that a tensor is written: its ``slot``, and in ``written`` files, first and last bytes, and digests."""
@@ -123,10 +152,7 @@ class Output:
         clear_work_folder(self.out)
 
     def close(self) -> None:
-        """Release files and lock; what is written stays for the next run."""
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files = {}
+        """Release the lock; what is written stays for the next run."""
         self._lock.release()
 
 
@@ -151,7 +177,16 @@ def _line(text: str) -> str:
     return f"{hashlib.sha256(text.encode()).hexdigest()[:16]} {text}"
 
 
-def _read_journal(path: Path) -> list[Record]:
-    """Return the records of a journal but for lines that a killed process did not finish, or that were damaged."""
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
-    return [json.loads(text) for line in lines if line == _line(text := line.partition(" ")[2])]
+def _read_journal(path: Path) -> tuple[_Head | None, list[Record]]:
+    """Return a journal but for lines that a killed process did not finish, or that were damaged."""
+    there = path.is_file() and not path.is_symlink()
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if there else []
+    whole = [text for line in lines if line == _line(text := line.partition(" ")[2])]
+    head, records = None, []
+    for text in whole:
+        with suppress(ValidationError):
+            if head is None:
+                head = TypeAdapter(_Head).validate_json(text, strict=True)
+            else:
+                records.append(TypeAdapter(Record).validate_json(text, strict=True))
+    return head, records

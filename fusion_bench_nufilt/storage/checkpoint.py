@@ -156,7 +156,7 @@ def _fingerprints(folder: Path, names: Sequence[str]) -> dict[str, Fingerprint]:
             sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
             return {"size": os.fstat(stream.fileno()).st_size, "sha256": sha256}
 
-    with ThreadPoolExecutor() as pool:  # digests of large files are computed without Python's lock
+    with ThreadPoolExecutor(8) as pool:  # digests of large files are computed without Python's lock
         return dict(zip(names, pool.map(fingerprint, names), strict=True))
 
 

@@ -156,8 +156,10 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(raw(tensor)).hexdigest()
 
 
-def file_digest(descriptor: int, start: int, stop: int) -> str:
+def file_digest(path: Path, start: int, stop: int) -> str:
     sha = hashlib.sha256()
-    for offset in range(start, stop, CHUNK_BYTES):
-        sha.update(os.pread(descriptor, min(CHUNK_BYTES, stop - offset), offset))
+    with path.open("rb") as file:
+        file.seek(start)
+        for offset in range(start, stop, CHUNK_BYTES):
+            sha.update(file.read(min(CHUNK_BYTES, stop - offset)))
     return sha.hexdigest()

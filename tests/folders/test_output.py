@@ -1,5 +1,7 @@
 """The work folder beside the result holds what this program made and nothing else: no link, no file of another."""
 
+import hashlib
+import json
 import os
 from contextlib import closing
 
@@ -17,7 +19,7 @@ def begin(folder, run="run"):
 def write_tensor(output):
     output.write("model.safetensors", memoryview(b"12345678"), 6)
     digest = "ef797c8118f02dfb649607dd5d3f8c7623048c9c063d532cc95c5ed7a898a64f"
-    output.record({"slot": "w", "written": [["model.safetensors", 6, 14, digest]]})
+    output.record({"slot": "w", "written": [("model.safetensors", 6, 14, digest)], "read": {}, "reports": []})
 
 
 def test_a_link_in_place_of_the_work_folder_is_not_followed(tmp_path):
@@ -36,10 +38,14 @@ def test_foreign_files_stop_the_merge_and_stay(tmp_path, place):
     path = work_folder(tmp_path / "out") / place
     path.parent.mkdir(parents=True)
     path.write_text("precious")
+    before = work_folder(tmp_path / "out").stat().st_mode
     with pytest.raises(ValueError, match=r"which nufilt did not make: move it away"):
         begin(tmp_path)
     clear_work_folder(tmp_path / "out")
     assert path.read_text() == "precious"
+    work = work_folder(tmp_path / "out")
+    assert work.stat().st_mode == before
+    assert [found for found in work.rglob("*") if found.is_file()] == [path]
 
 
 @pytest.mark.parametrize("name", ["model/model.safetensors", "model/config.json", "journal.jsonl", "model"])
@@ -93,6 +99,32 @@ def test_what_is_done_is_known_again_and_a_journal_whose_words_were_changed_is_n
         assert list(output.done) == ["w"]
     journal = work_folder(tmp_path / "out") / "journal.jsonl"
     journal.write_text(journal.read_text().replace('"slot": "w"', '"slot": "x"'))
+    with closing(begin(tmp_path)) as output:
+        assert output.done == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"written": []},
+        {"written": [["model.safetensors", 6, 14]]},
+        {"written": [["model.safetensors", -6, 14, "0"]]},
+        {"written": [["model.safetensors", 6, 2**70, "0"]]},
+        {"written": [["../../secret", 0, 1, "0"]]},
+        {"slot": None},
+        {"read": []},
+        {"reports": [3]},
+        {"mean_count": 2.7},
+    ],
+    ids=str,
+)
+def test_a_journal_of_another_form_is_not_believed(tmp_path, change):
+    with closing(begin(tmp_path)) as output:
+        write_tensor(output)
+    journal = work_folder(tmp_path / "out") / "journal.jsonl"
+    head, line = journal.read_text().splitlines()
+    text = json.dumps({**json.loads(line.partition(" ")[2]), **change})
+    journal.write_text(f"{head}\n{hashlib.sha256(text.encode()).hexdigest()[:16]} {text}\n")
     with closing(begin(tmp_path)) as output:
         assert output.done == {}
 

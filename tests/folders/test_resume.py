@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from transformers import LlamaForCausalLM
 from fusion_bench_nufilt.folders.output import work_folder
 from fusion_bench_nufilt.methods import nufilt
 from tests.conftest import REPO
-from tests.folders.helpers import change, change_json, hashes, interrupt, merge
+from tests.folders.helpers import change, change_json, hashes, interrupt, merge, save_stream
 from tests.folders.test_adapters import save_adapter
+from tests.models import llama
 
 
 def count_layers(monkeypatch):
@@ -98,6 +100,55 @@ def test_a_finished_run_asked_for_again_is_finished(stream, monkeypatch):
     assert hashes(merge(stream)) == expected
     assert computed == []
     assert not work_folder(stream / "out").exists()
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut, flip_a_bit, Path.unlink])
+@pytest.mark.parametrize("file", ["model-00003-of-", "config.json"])
+def test_a_finished_result_that_is_not_whole_is_made_again_and_kept(stream, damage, file, caplog):
+    expected = hashes(merge(stream))
+    (damaged,) = (path for path in (stream / "out").iterdir() if path.name.startswith(file))
+    damage(damaged)
+    assert hashes(merge(stream)) == expected
+    assert damaged.name in caplog.text
+    assert (stream / "out.damaged" / "nufilt.json").is_file()
+
+
+def test_without_digests_a_finished_result_is_verified_by_sizes(stream):
+    out = merge(stream)
+    flip_a_bit(out / "config.json")
+    assert merge(stream, settings={"verify": False}) == out
+    assert not (stream / "out.damaged").exists()
+    cut(out / "config.json")
+    merge(stream, settings={"verify": False})
+    assert (stream / "out.damaged").exists()
+
+
+def test_a_card_that_was_edited_stays(stream):
+    (merge(stream) / "README.md").write_text("# Mine")
+    assert (merge(stream) / "README.md").read_text() == "# Mine"
+
+
+def test_more_files_than_a_process_may_have_open_are_merged(tmp_path):
+    save_stream(tmp_path, llama(), shards="1KB")
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) == 16
+    merge(tmp_path, out="warm")  # what is opened once and for all
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now_open = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (now_open + 12, limits[1]))
+        merge(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def refuse_late(stream, message):
