@@ -282,7 +282,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     def _finish(self, scores: RunScores, merged: nn.Module) -> None:
         """Print the accuracy matrix and leave it in the log directory, with its page."""
         if self._program is not None:
-            # FusionBench prints this report last, so that a run ends with its metrics and with where its matrix is.
+            # FusionBench prints this report last, so that a run ends with its metrics and the page.
             self._program.taskpool = ReportedTaskPool(self.taskpool, merged, scores.final_report())
         print_matrix(self.matrix, title=f"{self.name}: score (%) of each task after each step")
         if self.folder is None:
@@ -295,6 +295,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             "versions": package_versions(),
         }
         self.matrix.save(self.folder.path, about)
-        leave_results(self.folder.path)
+        files = leave_results(self.folder.path)
         log_picture(self.fabric.loggers, "accuracy_matrix", self.folder.path / "accuracy_matrix.png", self._last_step)
-        log.info("accuracy_matrix.json, .csv and .png are in %s", self.folder.path)
+        log.info("%s: accuracy_matrix.json, %s", self.folder.path, ", ".join(files))

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from fusion_bench_nufilt.results.metrics import AccuracyMatrix, or_none
+from fusion_bench_nufilt.results.page import PAGE
 
 from .protocol import Evaluate, tasks_to_score
 from .run_folder import RunFolder
@@ -266,8 +267,9 @@ class RunScores:
                 self.take(done, merged)
 
     def final_report(self) -> Report:
-        """Return the last report, with the metrics of the run and where its matrix is."""
+        """Return the last report, with the metrics of the run and where its matrix and its page are."""
         metrics: dict[str, Any] = {name: x for name, x in self.matrix.metrics().items() if not math.isnan(x)}
         if self.folder is not None:
             metrics["accuracy_matrix"] = str(self.folder.path / "accuracy_matrix.json")
+            metrics["page"] = str(self.folder.path / PAGE)
         return {**self.last_report, "continual": metrics}

@@ -32,7 +32,9 @@ class ProtocolConfig:
         "every_step: all tasks seen so far after every step. every_step_all: also the tasks that are still to come, "
         "which FWT needs.",
     )
-    save_on_every_step: bool = option(True, "Keep checkpoints/merged_model_{step} in the log directory.")
+    save_on_every_step: bool = option(
+        True, "Keep the model after each step in the log directory; checkpoints/merged_model_0 is that after step 1."
+    )
     check_models: bool = option(
         True, "Load every model once before the first step, so that a bad one is refused before any work."
     )

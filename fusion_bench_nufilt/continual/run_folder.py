@@ -55,15 +55,15 @@ class RunFolder:
             try:
                 manifest = read_whole_checkpoint(folder)
             except ValueError as error:
-                log.warning("%s; looking for the step before", error)
+                log.warning("step %d: %s; looking for the step before", step, error)
                 continue
             if manifest.get("step", step) != step:
-                log.warning("checkpoint '%s' is of step %d; looking for the step before", folder, manifest["step"])
+                log.warning("step %d: '%s' is of step %d; looking for the step before", step, folder, manifest["step"])
                 continue
             if other := _differences(manifest, run):
                 raise ValueError(
-                    f"checkpoint '{folder}' is of a run with another {', '.join(other)}: resume with the same, or take "
-                    "another log directory"
+                    f"step {step} in '{folder}' is of a run with another {', '.join(other)}: resume with the same, or "
+                    "take another log directory"
                 )
             return folder, manifest
         return None

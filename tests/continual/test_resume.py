@@ -159,6 +159,7 @@ def test_a_step_in_the_place_of_another_is_passed_over(tmp_path, caplog):
     shutil.copytree(folder / "merged_model_0", folder / "merged_model_2")
     steps = []
     algorithm_in(tmp_path, resume=True).run(pool(3), on_step=steps.append)
+    assert "step 3: '" in caplog.text
     assert "merged_model_2' is of step 1; looking for the step before" in caplog.text
     assert steps == [3]
 

@@ -73,3 +73,4 @@ def test_a_damaged_manifest_makes_the_step_again(folder, field, value, caplog):
     path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
     assert folder.newest_step(1, 1, RUN) is None
     assert f"field '{field}" in caplog.text
+    assert "step 1: '" in caplog.text  # whose folder has the number 0
