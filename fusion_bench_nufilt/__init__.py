@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm
     from fusion_bench_nufilt.core import FusionConfig, fuse_layers
+    from fusion_bench_nufilt.folders.heads import load_task
 
     __version__: str
 
-__all__ = ["FusionConfig", "LayerwiseMergingAlgorithm", "NufiltContinualMergingAlgorithm", "fuse_layers"]
+__all__ = ["FusionConfig", "LayerwiseMergingAlgorithm", "NufiltContinualMergingAlgorithm", "fuse_layers", "load_task"]
 
 _HOMES = {
     "FusionConfig": "core",
     "LayerwiseMergingAlgorithm": "continual.layerwise",
     "NufiltContinualMergingAlgorithm": "continual.layerwise",
     "fuse_layers": "core",
+    "load_task": "folders.heads",
 }
 
 

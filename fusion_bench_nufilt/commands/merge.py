@@ -134,6 +134,9 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
     if plan.coverage.left_out:
         yield "not merged", f"matrices in blocks: {plan.coverage.names_left_out}"
     yield "averaged", f"{averaged} tensors (other_params={plan.targets.other_params})"
+    if plan.heads:
+        kept = (f"{task} ({', '.join(head['modules'])})" for task, head in plan.heads.items())
+        yield "heads", f"kept for each task: {', '.join(kept)}"
     yield "copied", f"{len(plan.others) - averaged} tensors, bit by bit"
     workers, cpus = plan.settings.workers, ""
     if plan.settings.engine == "local":

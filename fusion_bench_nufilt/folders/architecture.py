@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.layers import Heads, TargetConfig, select_layers
 from fusion_bench_nufilt.layers.views import View, views
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
@@ -47,7 +47,7 @@ class Architecture:
 
     def __init__(self, base: Checkpoint) -> None:
         self.model, self.origin = _on_meta(base)
-        self._prefix = getattr(self.model, "base_model_prefix", "")
+        self.backbone = getattr(self.model, "base_model_prefix", "")
         self._renames = getattr(self.model, "_checkpoint_conversion_mapping", None) or {}
         first: dict[int, str] = {}
         parameters = self.model.named_parameters(remove_duplicate=False)
@@ -99,7 +99,7 @@ class Architecture:
             name, found = re.subn(pattern, replacement, name)
             if found:
                 break
-        return name, f"{self._prefix}.{name}", name.removeprefix(f"{self._prefix}.")
+        return name, f"{self.backbone}.{name}", name.removeprefix(f"{self.backbone}.")
 
     def _unused(self, base: Checkpoint) -> list[str]:
         """Return stored tensors that differ from the model's in nothing but a number: of layers it does not have."""
@@ -110,11 +110,10 @@ class Architecture:
         alike = (key for key in unknown if known.intersection(map(unnumbered, self._names(key))))
         return [key for key in alike if not any(re.search(pattern, key) for pattern in ignored)]
 
-    def layers(
-        self, base: Checkpoint, target_modules: str | Sequence[str], exclude_modules: str | Sequence[str] | None
-    ) -> list[Layer]:
+    def layers(self, base: Checkpoint, targets: TargetConfig, heads: Heads) -> list[Layer]:
         """Return the layers to merge, in the base's order; refuse a base whose weights and config do not fit."""
-        selected = select_layers(self.model, target_modules, exclude_modules)
+        selected = select_layers(self.model, targets.target_modules, targets.exclude_modules)
+        selected = {name: view for name, view in selected.items() if not heads.of([view.key])}
         chosen = {self.slot_of(view): name for name, view in selected.items()}
         stored, name = self.by_slot(base), base.name
         for whole in (self._slots[view.key] for view in selected.values()):
@@ -131,6 +130,11 @@ class Architecture:
             raise ValueError(f"model '{name}' stores {what}: {_NOT_TOGETHER}")
         merged = {slot: tuple(keys) for slot, keys in stored.items() if slot in chosen}
         return [Layer(chosen[slot], slot, keys, self.views[slot]) for slot, keys in merged.items()]
+
+    def others(self, base: Checkpoint, layers: Iterable[Layer]) -> dict[str, tuple[str, ...]]:
+        """Return the base's keys of every tensor outside the layers, by slot."""
+        chosen = {layer.slot for layer in layers}
+        return {slot: tuple(keys) for slot, keys in self.by_slot(base).items() if slot not in chosen}
 
 
 def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:

@@ -63,6 +63,10 @@ def _paragraphs(plan: Plan, warnings: Sequence[str]) -> Iterator[str]:
     yield "\n".join(f"{number}. {name}" for number, name in enumerate(names, 1))
     if snippet := "\n".join(_loading(plan)):
         yield f"```python\n{snippet}\n```"
+    if plan.heads:
+        load = f'model = load_task("THIS_FOLDER", {json.dumps(next(iter(plan.heads)))})'
+        yield "With the head of one of the tasks, which are in `heads/`:"
+        yield f"```python\nfrom fusion_bench_nufilt import load_task\n\n{load}\n```"
     yield f"Merged: {str(plan.coverage).removeprefix('merging ')}."
     if warnings:
         yield "\n".join(f"- {text}" for text in warnings)

@@ -109,6 +109,11 @@ class Checkpoint:
             self.folder, self.whole, self.opened, self.remote = local.folder, local.whole, local.opened, False
             self.split(self.parts)
 
+    def folder_with(self, *files: str) -> Path:
+        """Return the folder, with files that match these patterns if it is one of the hub."""
+        here = Path(self.name).expanduser().is_dir()
+        return self.folder if here else download(self.name, self.folder.name, files)
+
     def split(self, parts: Mapping[str, Parts]) -> None:
         """Take rows of some tensors as tensors of their own, each under the key of its tensor with :func:`part`."""
         self.parts = parts

@@ -72,7 +72,8 @@ def peak_memory(plan: Plan, workers: int | None = None) -> int:
 
 def disk_bytes(plan: Plan) -> int:
     held = [state_layout(plan)[1]] if plan.keeps_state else []
-    return sum(info.nbytes for tensors in (*plan.files.values(), *held) for info in tensors.values())
+    heads = sum(task.checkpoint.tensors[key].nbytes for task in plan.tasks for key in task.head.values())
+    return heads + sum(info.nbytes for tensors in (*plan.files.values(), *held) for info in tensors.values())
 
 
 def predict_seconds(plan: Plan, workers: int) -> float:

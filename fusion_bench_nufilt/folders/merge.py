@@ -23,6 +23,7 @@ from fusion_bench_nufilt.storage.checkpoint import (
     package_versions,
     read_manifest,
     verify_files,
+    write_files,
     write_manifest,
 )
 from fusion_bench_nufilt.storage.files import CARD, MANIFEST
@@ -32,6 +33,7 @@ from .card import model_card
 from .checkpoint import some
 from .engine import merge_layers
 from .forecast import batches, disk_bytes
+from .heads import head_files
 from .others import NOT_FINITE, write_other
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan, state_layout
@@ -61,11 +63,11 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
     if there:
         out.rename(f"{out}.damaged")
     _fetch(plan)
-    run, files = _run_identity(plan), [*plan.small_files, MANIFEST, CARD]
+    run, files = _run_identity(plan), plan.small_files | head_files(plan)
     layout = dict(plan.headers) | ({STATE_FILE: state_layout(plan)[0]} if plan.keeps_state else {})
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
     try:
-        with closing(Output(out, run, headers, files)) as output:
+        with closing(Output(out, run, headers, [*files, MANIFEST, CARD])) as output:
             written = chain.from_iterable(record["written"] for record in output.done.values())
             check_disk(plan, out, already=sum(stop - start for _, start, stop, _ in written))
             _merge(plan, output, progress or (lambda done, total: None))
@@ -73,9 +75,7 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
                 raise ValueError(f"{changed} was changed during the run: run the same command again, it starts anew")
             about = _about(plan, output.done, run)
             _check_inputs(plan, about["inputs"])
-            for name, content in plan.small_files.items():
-                (output.model / name).parent.mkdir(exist_ok=True)
-                (output.model / name).write_bytes(content)
+            write_files(output.model, files)
             (output.model / CARD).write_text(model_card(plan, about["warnings"]))
             write_manifest(output.model, about)
             output.finish()
@@ -167,6 +167,7 @@ def _run_identity(plan: Plan) -> str:
         "first step": plan.first_step,
         "layers": sorted(layer.name for layer in plan.layers),
         "averaged": sorted(plan.averaged),
+        "heads": plan.heads,
         "files": {name: hashlib.sha256(content).hexdigest() for name, content in plan.small_files.items()},
         "versions": package_versions(),
     }
@@ -204,5 +205,6 @@ def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
         "versions": package_versions(),
         "warnings": warnings + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],
         "mean_counts": {slot: count for slot, count in counts.items() if count != plan.last_step},
+        "heads": plan.heads,
         "layers": {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names},
     }

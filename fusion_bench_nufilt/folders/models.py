@@ -1,7 +1,7 @@
 """Base, merged and task models, addressed by slot whatever their files call a tensor."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -42,6 +42,7 @@ class FullModel:
         self.keys: dict[str, str] = {}
         self.pairs: dict[str, tuple[str, str, float]] = {}
         self.ignored: list[str] = []
+        self.head: dict[str, str] = {}  # keys of the tensors of the task's own head, by slot
         self._transposed = {slot for slot, view in architecture.views.items() if view.transposed}
         architecture.split(checkpoint)
         self._find_tensors(architecture)
@@ -61,6 +62,16 @@ class FullModel:
         self.ignored.append(slot)
         for known in (self.slots, self.keys, self.pairs):
             known.pop(slot, None)
+
+    def take_head(self, slots: Iterable[str]) -> None:
+        """Keep some tensors out of the merge, as the task's own head."""
+        for slot in slots:
+            self.slots.pop(slot)
+            self.head[slot] = self.keys.pop(slot)
+
+    def own_name(self, key: str) -> str:
+        """Return what the model's class calls a tensor that is stored in full."""
+        return key.removeprefix(_PREFIX)
 
     def rank(self, slot: str) -> int | None:
         """Return the rank of a layer's update where it is given by factors."""

@@ -12,7 +12,7 @@ from fusion_bench_nufilt.core.options import check_choices, check_seed, check_wh
 from fusion_bench_nufilt.core.workers import check_devices
 from fusion_bench_nufilt.layers import Coverage, TargetConfig
 from fusion_bench_nufilt.methods import LayerMethod
-from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, Manifest
+from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, Head, Manifest
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, describe, make_header, read_header
 
 from .architecture import Layer
@@ -120,6 +120,8 @@ class Plan:
     targets: TargetConfig
     settings: Settings
     small_files: dict[str, bytes]  # of the result, all but weights, card and manifest, by path in its folder
+    heads: dict[str, Head]  # of all tasks in the result that have one of their own, by task
+    head_slots: set[str]  # where the base has such a head, which stays as it is
     before: Manifest  # of what is merged so far; empty if it has none
     known: dict[str, str] = field(default_factory=dict)  # digests that models must have, by what they are to the merge
     warnings: list[str] = field(default_factory=list)
@@ -127,8 +129,10 @@ class Plan:
     @cached_property
     def averaged(self) -> set[str]:
         """The slots of ``others`` that the tasks change."""
-        changed = self.targets.changes_others(self.first_step)
-        return {slot for slot, keys in self.others.items() if changed and self.base.tensors[keys[0]].dtype in FLOATS}
+        if not self.targets.changes_others(self.first_step):
+            return set()
+        floats = {slot for slot, keys in self.others.items() if self.base.tensors[keys[0]].dtype in FLOATS}
+        return floats - self.head_slots
 
     @property
     def base(self) -> Checkpoint:

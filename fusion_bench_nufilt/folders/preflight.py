@@ -13,8 +13,9 @@ from fusion_bench_nufilt.storage.files import MANIFEST
 from fusion_bench_nufilt.storage.tensors import FLOATS, describe
 
 from .architecture import Architecture
-from .checkpoint import Checkpoint, download, is_adapter, some
+from .checkpoint import Checkpoint, is_adapter, some
 from .forecast import layer_memory, process_memory
+from .heads import describe_heads, take_heads
 from .layout import check_fp8, small_files_of
 from .models import FullModel, LoraAdapter, open_task
 from .plan import Plan, Settings, state_tensors
@@ -60,26 +61,27 @@ def plan_merge(
     checkpoint = _open("base", base, "name the model that it was trained on")
     architecture = Architecture(checkpoint)
     pretrained = FullModel(checkpoint, architecture)
-    layers = architecture.layers(checkpoint, targets.target_modules, targets.exclude_modules)
-    so_far, before, state = None, Manifest(), None
-    if merged is not None:
-        so_far, before = _open_merged(merged, architecture, settings)
-        if not kind.state_is_weight or settings.accumulate == "float32":
-            state = _open_state(so_far.checkpoint, architecture)
-    chosen = {layer.slot for layer in layers}
+    so_far, before = (None, Manifest()) if merged is None else _open_merged(merged, architecture, settings)
+    keeps = not kind.state_is_weight or settings.accumulate == "float32"
+    state = _open_state(so_far.checkpoint, architecture) if so_far and keeps else None
+    opened = [open_task(task, architecture) for task in tasks]
+    heads = take_heads(targets.heads, pretrained, opened, architecture, before)
+    layers = architecture.layers(checkpoint, targets, heads)
     plan = Plan(
         pretrained=pretrained,
         merged=so_far,
         state=state,
-        tasks=[open_task(task, architecture) for task in tasks],
+        tasks=opened,
         layers=layers,
-        others={slot: tuple(keys) for slot, keys in architecture.by_slot(checkpoint).items() if slot not in chosen},
+        others=architecture.others(checkpoint, layers),
         coverage=coverage(architecture.model, {layer.name: layer.view for layer in layers}, targets),
         origin=architecture.origin,
         method=kind(options, [layer.name for layer in layers], settings.seed),
         targets=targets,
         settings=settings,
         small_files=checkpoint.small_files(),
+        heads=describe_heads(heads, pretrained, opened, before),
+        head_slots=set(heads.of(pretrained.slots)),
         before=before,
     )
     plan.warnings += _check(plan, architecture)
@@ -101,9 +103,7 @@ def _open_merged(name: str, architecture: Architecture, settings: Settings) -> t
 
 def _open_state(merged: Checkpoint, architecture: Architecture) -> FullModel | None:
     """Open what the method kept beside the merged model, if it kept anything; one of the hub is downloaded."""
-    here = Path(merged.name).expanduser().is_dir()
-    folder = merged.folder if here else download(merged.name, merged.folder.name, [STATE_FILE])
-    kept = (folder / STATE_FILE).parent
+    kept = (merged.folder_with(STATE_FILE) / STATE_FILE).parent
     return FullModel(Checkpoint.from_folder(str(kept), kept), architecture) if kept.is_dir() else None
 
 
@@ -194,7 +194,7 @@ def _check_shapes(plan: Plan, task: FullModel, architecture: Architecture, chose
             outside = chosen.isdisjoint([slot, *parts])
             if not outside or plan.targets.on_shape_mismatch == "error":
                 differs = f"shape {shape} differs from {expected} of the base '{plan.base.name}'"
-                why = "it comes from another base, or its vocabulary was changed"
+                why = "it comes from another base, its vocabulary was changed, or it is a head that --heads can name"
                 hint = "; --on-shape-mismatch keep-base leaves it as it is in the base" if outside else ""
                 raise ValueError(f"model '{name}', tensor '{slot}': {differs}: {why}{hint}")
             task.ignore(slot)

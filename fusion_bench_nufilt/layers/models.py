@@ -23,12 +23,14 @@ def check_model(
     name: str,
     other_params: OtherParams = "mean",
     on_shape_mismatch: OnShapeMismatch = "error",
+    heads: Collection[str] = (),
 ) -> None:
     """Refuse a model that cannot be merged with the pretrained one.
 
     ``merged`` are the state-dict keys of the parameters that hold merged layers; None means all matrices. With
     ``other_params="pretrained"``, the values of other parameters do not matter, since they are not taken. With
-    ``on_shape_mismatch="keep-base"``, they may differ in shape, which is logged as a warning.
+    ``on_shape_mismatch="keep-base"``, they may differ in shape, which is logged as a warning. What is in ``heads`` is a
+    task's own.
 
     Raises:
         ValueError: a parameter with merged layers is missing or not floating point, or any parameter has another shape
@@ -43,7 +45,7 @@ def check_model(
             raise ValueError(f"model '{name}' lacks layer '{key}' {shape} of the pretrained model")
     kept = []
     for key, value in state.items():
-        if key not in reference:
+        if key not in reference or key in heads:
             continue
         expected, in_layer = tuple(reference[key].shape), key in merged
         what = f"model '{name}', {'layer' if in_layer else 'parameter'} '{key}'"
@@ -64,9 +66,13 @@ def check_model(
 
 @torch.no_grad()
 def merge_other_params(
-    merged: nn.Module, task: nn.Module, layers: Mapping[str, View], counts: defaultdict[str, int]
+    merged: nn.Module,
+    task: nn.Module,
+    layers: Mapping[str, View],
+    counts: defaultdict[str, int],
+    heads: Collection[str] = (),
 ) -> None:
-    """Average everything in the state dict of ``merged`` that is outside the merged layers, in place.
+    """Average everything in the state dict of ``merged`` that is outside the merged layers and ``heads``, in place.
 
     The mean of an entry is that of the models which have it in the shape of ``merged``, and ``counts`` is their number,
     which is updated. Until one of them has it, the entry stays the pretrained model's, and so does one that is not
@@ -80,7 +86,7 @@ def merge_other_params(
     for key, value in ours.items():
         parts = in_layers[id(value)]
         whole = sum(math.prod(view.shape) for view in parts) == value.numel()
-        if id(value) in done or whole or not value.is_floating_point():
+        if key in heads or id(value) in done or whole or not value.is_floating_point():
             continue
         done.add(id(value))
         fits = key in theirs and theirs[key].shape == value.shape

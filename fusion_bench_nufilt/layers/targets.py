@@ -41,13 +41,20 @@ class TargetConfig:
     )
     on_shape_mismatch: OnShapeMismatch = option(
         "error",
-        "What to do with a tensor outside the merged layers (embeddings, head) whose size differs from the pretrained "
+        "What to do with a tensor outside the merged layers (embeddings) whose size differs from the pretrained "
         "model's: refuse the model, or keep the pretrained model's tensor.",
+    )
+    heads: str = option(
+        "auto",
+        "Which modules are heads of classifiers, which are not merged but kept for each task. auto finds those that "
+        "differ in their labels or that the pretrained model lacks, none leaves it at that, and anything else is a "
+        "regular expression for their whole names.",
     )
 
     def __post_init__(self) -> None:
         check_choices(self)
         _check_patterns("target_modules", self.target_modules)
+        _check_patterns("heads", self.heads)
         if self.exclude_modules is not None:
             _check_patterns("exclude_modules", self.exclude_modules)
 

@@ -6,10 +6,12 @@ A step of a run and a merge of folders write the same manifest, so that either c
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from importlib.metadata import version
+from itertools import chain, count
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -41,6 +43,12 @@ class Input(TypedDict, total=False):
     tensors_read: int
 
 
+class Head(TypedDict):
+    file: str  # with its tensors, relative to the folder of the merged model
+    modules: list[str]  # their modules' names, as the base would have them
+    config: dict[str, Any]  # of the task's model, with its id2label, label2id and problem_type
+
+
 class Manifest(TypedDict, total=False):
     """The fields that are read again; there are more, for people."""
 
@@ -53,6 +61,7 @@ class Manifest(TypedDict, total=False):
     mean_counts: dict[str, NonNegativeInt]  # models in the mean of a tensor, where that is not `step`
     files: dict[str, Fingerprint]  # all files of the folder but the manifest, by their relative paths
     digest: str  # of everything else in the manifest
+    heads: dict[str, Head]  # by the names of their tasks
     merge_seconds: list[float]
     run: Any  # of a merge of folders: a digest of all that it depends on
     coverage: dict[str, Any]
@@ -69,11 +78,38 @@ def read_manifest(folder: Path, advice: str = "fetch it again", *, verify: bool 
     return manifest
 
 
-def save_checkpoint(model: nn.Module, folder: Path, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+def unused(name: str, others: Collection[str]) -> str:
+    """Return a name that is none of the others, with a number behind it where it must be."""
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(each for each in names if each not in others)
+
+
+def head_file(task: str, others: Iterable[str]) -> str:
+    """Return where a result keeps the head of a task, in a file that is none of the others."""
+    stems = {PurePosixPath(file).stem for file in others}
+    stem = unused(re.sub(r"[^\w.-]+", "_", task), stems)
+    return f"heads/{stem}.safetensors"
+
+
+def read_heads(folder: Path, manifest: Manifest, task: str | None = None) -> dict[str, bytes]:
+    """Read the files with all heads of a result, or a task's, by path; refuse one that is not what was saved."""
+    files = [head["file"] for name, head in manifest.get("heads", {}).items() if task in (None, name)]
+    verify_files(folder, manifest, "fetch it again", files)
+    return {file: (folder / file).read_bytes() for file in files}
+
+
+def save_checkpoint(
+    model: nn.Module,
+    folder: Path,
+    about: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    files: Mapping[str, bytes] | None = None,
+) -> None:
     """Save a model for ``from_pretrained`` (any other module as ``model.safetensors``), atomically and without pickle.
 
-    What is in the folder is replaced. ``about`` is what the manifest says beside the digests of the files, and
-    ``state`` the tensors that are kept beside the model to go on from it, none for most methods.
+    What is in the folder is replaced. ``about`` is what the manifest says beside the digests of the files, ``state``
+    the tensors that are kept beside the model to go on from it, none for most methods, and ``files`` the content of
+    further files by their paths.
     """
     with atomic_folder(folder) as temporary:
         save_pretrained = getattr(model, "save_pretrained", None)
@@ -84,7 +120,14 @@ def save_checkpoint(model: nn.Module, folder: Path, about: Mapping[str, Any], st
         if state:
             (temporary / STATE_FILE).parent.mkdir()
             save_file({name: value.cpu().contiguous() for name, value in state.items()}, temporary / STATE_FILE)
+        write_files(temporary, files or {})
         write_manifest(temporary, about)
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:

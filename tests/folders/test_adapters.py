@@ -114,12 +114,17 @@ def test_biases_trained_with_an_adapter_are_averaged_as_those_of_a_model(tmp_pat
     assert not torch.equal(result[key], tensors(tmp_path / "base")[key])
 
 
-def test_a_head_that_the_base_lacks_is_ignored_with_a_warning_as_in_a_model(tmp_path):
+def test_what_the_base_lacks_and_is_no_head_is_ignored_with_a_warning_as_in_a_model(tmp_path):
     save_all(tmp_path, llama())
     path = tmp_path / "adapter" / "adapter_model.safetensors"
     save_file({**load_file(path), "base_model.model.score.weight": torch.zeros(2, 32)}, path)
+    plan = plan_adapter(tmp_path)
+    assert plan.heads["adapter"]["modules"] == ["score"]
+    assert not plan.warnings
+    save_file({**load_file(path), "base_model.model.model.scale": torch.zeros(2)}, path)
+    change(tmp_path / "adapter", "base_model.model.score.weight", lambda value: None)
     warnings = plan_adapter(tmp_path).warnings
-    assert any("1 tensors that the base lacks, ignored: 'score.weight'" in text for text in warnings)
+    assert any("1 tensors that the base lacks, ignored: 'model.scale'" in text for text in warnings)
 
 
 def test_an_update_of_the_head_for_another_vocabulary_is_left_out_whole(tmp_path):

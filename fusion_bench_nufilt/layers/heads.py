@@ -1,0 +1,111 @@
+"""Heads: the output layers of classifiers, which every task has for itself."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from itertools import accumulate
+from typing import Any
+
+from fusion_bench_nufilt.layers.targets import matches
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_IN_BLOCK = re.compile(r"(.*\.)?\d+\..+\..+")
+_VOCABULARY = re.compile(r"embed|lm_head|(^|\.)(wte|wpe|shared)\.")  # as long as the vocabulary, not as the labels
+
+
+class Heads:
+    """What is known of the heads in a merge, from the names and shapes of tensors and from configurations.
+
+    A head is the module that maps to the labels, with everything else that lies outside the backbone of the task's
+    class, such as both layers of RoBERTa's ``classifier``. It is a task's own if the base lacks it or has it for other
+    labels; a head of the same labels is a layer like any other. A module that is one task's own is every task's.
+
+    Args:
+        rule: ``auto``, ``none``, or an expression for the names of modules.
+        base: the base's tensors. Those of tasks must have the same names.
+        config: the content of the base's config.json.
+        backbone: where the backbone lies in the base's classes of models with heads (``vit``).
+    """
+
+    def __init__(self, rule: str, base: Shapes, config: Mapping[str, Any], backbone: str = "") -> None:
+        self.rule, self.base, self.labels = rule, base, labels(config)
+        self.modules: set[str] = set()
+        within_backbone = any(name.startswith(f"{backbone}.") for name in base)
+        self._backbone = f"{backbone}." if within_backbone else ""
+
+    def add(self, name: str, task: Shapes, config: Mapping[str, Any], trained: Collection[str] | None = None) -> None:
+        """Add the modules of a task's head, if it has one of its own.
+
+        ``trained`` are the names of modules that an adapter has in full, as peft's modules_to_save has them.
+        """
+        if self.rule == "auto":
+            whole = (key for key in self._matrices(task) if not {*(trained or ())}.isdisjoint(key.split(".")))
+            self.modules |= self._own(task, config, _named(config) or {key.rpartition(".")[0] for key in whole})
+        elif self.rule != "none":
+            found = {path for key in task for path in _paths(key) if matches(self.rule, path, of="heads")}
+            if not found and trained is None:
+                raise ValueError(f"model '{name}': heads={self.rule!r} is the name of none of its modules")
+            self.modules |= found
+
+    def of(self, names: Iterable[str]) -> list[str]:
+        """Return those names of tensors that belong to heads."""
+        return [name for name in names if _within(name, self.modules)]
+
+    def modules_of(self, names: Iterable[str]) -> list[str]:
+        """Return the modules of heads that some tensors belong to."""
+        return sorted({path for name in names for path in _paths(name)} & self.modules)
+
+    def _own(self, task: Shapes, config: Mapping[str, Any], named: Collection[str]) -> set[str]:
+        theirs = labels(config)
+        outside = {name for name in task if _within(name, named) or self._is_outside(name)}
+        outputs = [name for name in self._matrices(task) if not self._backbone or name in outside]
+        if named:
+            outputs = [name for name in outputs if _within(name, named)]
+        elif theirs is not None:
+            outputs = [name for name in outputs if task[name][0] == len(theirs)]
+        else:  # the last one whose length differs
+            tails = ((name, self.base.get(name, task[name])) for name in outputs if self.base.get(name) != task[name])
+            outputs = [name for name, before in tails if before[1:] == task[name][1:]][-1:]
+        known = self.labels is not None and theirs is not None
+        relabelled = theirs != self.labels and not (known and len(theirs or ()) != len(self.labels or ()))
+        own = {name.rpartition(".")[0] for name in outputs if relabelled or self.base.get(name) != task[name]}
+        if not own:
+            return set()
+        head = {name for name in task if name in outside or _within(name, own)}
+        rest = {path for name in task.keys() - head for path in _paths(name)}
+        return {next(path for path in _paths(name) if path not in rest) for name in head}
+
+    def _is_outside(self, name: str) -> bool:
+        if self._backbone and not name.startswith(self._backbone):
+            return True
+        return name not in self.base and not _IN_BLOCK.fullmatch(name)
+
+    def _matrices(self, task: Shapes) -> list[str]:
+        there = (name for name, shape in task.items() if name.endswith(".weight") and len(shape) >= 2)
+        return [name for name in there if not (_IN_BLOCK.fullmatch(name) or _VOCABULARY.search(name))]
+
+
+def labels(config: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return the names of a model's labels by their numbers; None for a configuration that does not tell them."""
+    if "architecture" in config:  # timm's
+        names = dict(enumerate(config.get("label_names") or range(config.get("num_classes", 0))))
+    elif "model_type" in config:
+        names = config.get("id2label") or {i: f"LABEL_{i}" for i in range(config.get("num_labels") or 2)}
+    else:
+        return None
+    return {str(number): str(name) for number, name in names.items()}
+
+
+def _named(config: Mapping[str, Any]) -> Collection[str]:
+    """Return the modules that timm's configuration calls the classifier."""
+    names = (config.get("pretrained_cfg") or {}).get("classifier") or ()
+    return [names] if isinstance(names, str) else names
+
+
+def _paths(name: str) -> list[str]:
+    """Return the modules around a tensor, the outermost first, and its name."""
+    return list(accumulate(name.split("."), "{}.{}".format))
+
+
+def _within(name: str, modules: Collection[str]) -> bool:
+    return any(path in modules for path in _paths(name))
