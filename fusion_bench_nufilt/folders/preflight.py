@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_nufilt.layers import TargetConfig, coverage
-from fusion_bench_nufilt.methods import find_method
+from fusion_bench_nufilt.methods import LayerMethod, find_method
 from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, Manifest, read_manifest, verify_files
 from fusion_bench_nufilt.storage.files import MANIFEST
 from fusion_bench_nufilt.storage.tensors import FLOATS, describe
@@ -61,9 +61,7 @@ def plan_merge(
     checkpoint = _open("base", base, "name the model that it was trained on")
     architecture = Architecture(checkpoint)
     pretrained = FullModel(checkpoint, architecture)
-    so_far, before = (None, Manifest()) if merged is None else _open_merged(merged, architecture, settings)
-    keeps = not kind.state_is_weight or settings.accumulate == "float32"
-    state = _open_state(so_far.checkpoint, architecture) if so_far and keeps else None
+    so_far, before, state = _open_merged(merged, architecture, kind, settings)
     opened = [open_task(task, architecture) for task in tasks]
     heads = take_heads(targets.heads, pretrained, opened, architecture, before)
     layers = architecture.layers(checkpoint, targets, heads)
@@ -96,15 +94,18 @@ def _open(what: str, name: str, advice: str) -> Checkpoint:
     return checkpoint
 
 
-def _open_merged(name: str, architecture: Architecture, settings: Settings) -> tuple[FullModel, Manifest]:
-    merged = FullModel(_open("merged model", name, "give it as a --task"), architecture)
-    return merged, read_manifest(merged.checkpoint.folder, _CHANGED, verify=settings.verify) or Manifest()
-
-
-def _open_state(merged: Checkpoint, architecture: Architecture) -> FullModel | None:
-    """Open what the method kept beside the merged model, if it kept anything; one of the hub is downloaded."""
-    kept = (merged.folder_with(STATE_FILE) / STATE_FILE).parent
-    return FullModel(Checkpoint.from_folder(str(kept), kept), architecture) if kept.is_dir() else None
+def _open_merged(
+    name: str | None, architecture: Architecture, kind: type[LayerMethod], settings: Settings
+) -> tuple[FullModel | None, Manifest, FullModel | None]:
+    """Open what is merged so far, with its manifest and what the method kept beside it, as far as there are these."""
+    if name is None:
+        return None, Manifest(), None
+    merged = _open("merged model", name, "give it as a --task")
+    before = read_manifest(merged.folder, _CHANGED, verify=settings.verify) or Manifest()
+    keeps = not kind.state_is_weight or settings.accumulate == "float32"
+    kept = (merged.folder_with(STATE_FILE) / STATE_FILE).parent if keeps else None
+    state = FullModel(Checkpoint.from_folder(str(kept), kept), architecture) if kept and kept.is_dir() else None
+    return FullModel(merged, architecture), before, state
 
 
 def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
