@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.compare.configs import compose_run, plain
 from fusion_bench_nufilt.compare.experiment import WatchingEvaluator
-from fusion_bench_nufilt.compare.paper import rank_for_width
+from fusion_bench_nufilt.compare.paper import DATA_FREE, rank_for_width
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.continual.evaluation import Report
 from fusion_bench_nufilt.core import FusionConfig
@@ -40,13 +40,12 @@ class Scores(TypedDict):
 
 
 def default_methods(width: int) -> str:
-    """Name NUFILT, its ablations and three baselines, with the paper's ranks in proportion to the width."""
+    """Name NUFILT and its ablations, with the paper's ranks in proportion to the width, and its data-free baselines."""
     r_p, r_l = rank_for_width("null_rank", 128, width), rank_for_width("lora_rank", 64, width)
     ranks = f"null_rank={r_p}:lora_rank={r_l}"
     return (
         f"NUFILT {r_p}/{r_l}/8=nufilt:{ranks}, filter only ({r_p})=nufilt/filter_only:null_rank={r_p}, "
-        f"adapter only ({r_l}/8)=nufilt/adapter_only:{ranks}, naive sum=nufilt/naive, opcm, task_arithmetic, "
-        "weight_average"
+        f"adapter only ({r_l}/8)=nufilt/adapter_only:{ranks}, naive sum=nufilt/naive, {', '.join(DATA_FREE)}"
     )
 
 

@@ -40,6 +40,7 @@ class PoolAnalysis:
     ) -> None:
         self.experiment, self.name, self.config, self.folder = experiment, name, config, folder
         self.tasks = experiment.tasks
+        self._pairs = config.named_pairs(self.tasks)
         self.pretrained: nn.Module = experiment.modelpool.load_pretrained_model()
         self.views = merged_layers(self.pretrained, targets)
         self._modules = [view.module for view in self.views.values()]
@@ -82,7 +83,7 @@ class PoolAnalysis:
         samples: Row = {}
         about = {"modelpool": self.name, "samples": samples, "settings": asdict(self.config)}
         shapes = {layer: view.shape for layer, view in self.views.items()}
-        result = Analysis(about, self.tasks, shapes, self.config.task_rank)
+        result = Analysis(about, self.tasks, shapes, self.config.task_rank, pairs=self._pairs)
         data: dict[str, dict[str, Tensor]] = {layer: {} for layer in self.views}  # V_d by layer and task
         vectors: dict[str, dict[str, TaskVector]] = {layer: {} for layer in self.views}
         for task in self.tasks:

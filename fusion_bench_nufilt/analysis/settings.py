@@ -1,11 +1,15 @@
 """Settings of an analysis."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.options import check_choices, check_whole
+
+#: Those that the paper draws, for its vision models and for Flan-T5.
+PAPER_PAIRS = ("mnist:mnist,eurosat:resisc45,svhn:dtd", "glue-rte:glue-rte,glue-rte:glue-qnli,glue-rte:glue-sst2")
 
 option = partial(options.option, panel="Analysis")
 
@@ -25,6 +29,11 @@ class AnalysisConfig:
     activations: Literal["own", "pretrained"] = option(
         "own", "The model whose layers' inputs are recorded: each task's own one, or the pretrained one."
     )
+    pairs: str | None = option(
+        None,
+        "Pairs DATA:VECTOR of tasks whose affinities are drawn layer by layer: mnist:mnist,svhn:dtd. Without it those "
+        "of the paper where there are these tasks, or else a high, a moderate and a low one.",
+    )
     seed: int = option(42, "Seed of the task order and of the samples drawn.")
 
     def __post_init__(self) -> None:
@@ -38,3 +47,18 @@ class AnalysisConfig:
             )
         if self.samples < self.data_rank:
             raise ValueError(f"{self.samples} samples do not span {self.data_rank} directions: raise samples")
+
+    def named_pairs(self, tasks: Sequence[str]) -> list[tuple[int, int]] | None:
+        """Return the pairs as numbers of tasks; None if none are named. A ValueError names one that is not of these."""
+        texts = [self.pairs] if self.pairs else list(filter(lambda text: set(_names(text)) <= {*tasks}, PAPER_PAIRS))
+        if not texts:
+            return None
+        found = [pair.split(":") for pair in texts[0].replace(" ", "").split(",")]
+        for pair in found:
+            if len(pair) != 2 or not set(pair) <= set(tasks):
+                raise ValueError(f"pairs must be DATA:VECTOR of {', '.join(tasks)}, got '{':'.join(pair)}'")
+        return [(tasks.index(data), tasks.index(vector)) for data, vector in found]
+
+
+def _names(pairs: str) -> list[str]:
+    return pairs.replace(",", ":").split(":")

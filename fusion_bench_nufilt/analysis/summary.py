@@ -41,6 +41,7 @@ class Analysis:
     tasks: list[str]
     layers: Mapping[str, Sequence[int]]  # (d_o, d_i) by name
     task_rank: int
+    pairs: list[tuple[int, int]] | None = None  # of data and vector whose affinities are drawn; None: chosen here
     vectors: list[Row] = field(default_factory=list)  # one for each task vector and layer
     overlaps: list[Row] = field(default_factory=list)  # one for each layer and two task vectors
     affinity: list[Row] = field(default_factory=list)  # one for each layer, task's data and task vector
@@ -109,7 +110,8 @@ def summarise(analysis: Analysis) -> Row:
     if len(affinity):
         by_group = {group: _affinity(_matrices(own, "affinity")) for group, own in _by_group(affinity).items()}
         content["affinity"] = {group: {**found, "chance": chance[group]} for group, found in by_group.items()}
-        content["pairs"] = example_pairs(by_group["all"]["mean"]) if len(analysis.tasks) > 1 else []
+        chosen = example_pairs(by_group["all"]["mean"]) if len(analysis.tasks) > 1 else []
+        content["pairs"] = analysis.pairs or chosen
         content["affinity_by_rank"] = _by_rank(affinity, fmean(widths["all"]))
     if analysis.theorem:
         content["theorem"] = _theorem(pd.DataFrame(analysis.theorem))

@@ -1,12 +1,15 @@
 """FusionBench's own methods under the protocol: batch methods run continually by a rule, continual ones as they are."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from fusion_bench import BaseModelPool, auto_register_config
 from fusion_bench.utils import import_object, instantiate
@@ -14,10 +17,11 @@ from omegaconf import DictConfig
 from torch import nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
-from fusion_bench_nufilt.continual.models import MERGED
+from fusion_bench_nufilt.continual.models import MERGED, PRETRAINED
 from fusion_bench_nufilt.core.options import check_choices, is_number, option, split_options, takes_options
 from fusion_bench_nufilt.core.weights import wide_dtype
 from fusion_bench_nufilt.layers import check_model
+from fusion_bench_nufilt.storage.checkpoint import Manifest, load_state
 
 RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
 
@@ -183,6 +187,9 @@ class BatchMethodBaseline(_Baseline):
 class ContinualMethodBaseline(_Baseline):
     """A continual method of FusionBench (``opcm/*``, ``dop/*``), run as it is. The protocol only observes its steps.
 
+    What it keeps in memory, numbers and lists of them, is saved beside each step. A run that goes on passes over the
+    finished steps with stand-ins of a few numbers, since FusionBench's loops begin with the first model only.
+
     Args:
         base_method: config of the method, with ``_target_``. The method passes the model of each step to its own
             ``save_merged_model``.
@@ -193,26 +200,55 @@ class ContinualMethodBaseline(_Baseline):
     def __init__(self, base_method: DictConfig, form: str = "paper", **kwargs: Any) -> None:
         if form != "paper":
             raise ValueError(ONE_FORM)
-        if kwargs.get("resume"):
-            raise ValueError(f"{self.name} keeps more than the merged model: resume=true can't go on with it")
         super().__init__(**kwargs)
+
+    def start(self, pretrained: nn.Module, names: list[str]) -> None:
+        # FusionBench reads the test sets of a CLIP pool even if it does not score; here, the protocol scores any pool.
+        self._method = self.make_base_method(SimpleNamespace(_test_datasets=None))
+        self._method.seed, self._method.shuffle_order = self.seed, self.shuffle_order
+        self._method.save_on_every_step, self._method.evaluate_on_every_step = True, False
+        self._at_start = set(vars(self._method))
+        self._memory: dict[str, Any] = {}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        here = {key: value for key, value in vars(self._method).items() if key not in self._at_start}
+        return {key: torch.as_tensor(value) for key, value in here.items() if _is_numeric(value)}
+
+    def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
+        saved = {} if folder is None else load_state(folder)
+        self._memory = {key: list(value) if value.ndim else value for key, value in saved.items()}
 
     def merge_stream(self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]) -> nn.Module:
         if MERGED in modelpool.all_model_names:
             raise ValueError(f"{self.name} starts from the pretrained model, not from '{MERGED}'")
+        pool: Any = copy(modelpool)
+        pool._models = deepcopy(modelpool._models)  # some methods write into the first model that they load
+        merged, stand_ins = deepcopy(pretrained), defaultdict[str, nn.Module](lambda: nn.Sequential(nn.Linear(2, 2)))
+        if done := self._resume(merged) if self.resume else 0:
+            pool.load_model = lambda name, *args, **kwargs: stand_ins[name]
         begin = time.perf_counter()
 
-        def observe(merged: nn.Module, index: int) -> None:
+        def observe(current: nn.Module, index: int) -> None:
             nonlocal begin
-            self.finish_step(index + 1, merged, time.perf_counter() - begin)
+            if index + 1 == done:
+                _become(current, merged)
+                _become(stand_ins[PRETRAINED], deepcopy(pretrained))
+                vars(self._method).update(self._memory)
+                del pool.load_model
+            elif index + 1 > done:
+                self.finish_step(index + 1, current, time.perf_counter() - begin)
             begin = time.perf_counter()
 
-        # FusionBench reads the test sets of a CLIP pool even if it does not score; here, the protocol scores any pool.
-        method = self.make_base_method(SimpleNamespace(_test_datasets=None))
-        method.seed, method.shuffle_order = self.seed, self.shuffle_order
-        method.save_on_every_step, method.evaluate_on_every_step = True, False
-        method.save_merged_model = observe
-        pool = copy(modelpool)
-        pool._models = deepcopy(modelpool._models)  # some methods write into the first model that they load
+        self._method.save_merged_model = observe
         with torch.enable_grad():
-            return method.run(pool)
+            return self._method.run(pool)
+
+
+def _is_numeric(value: Any) -> bool:
+    values = value if isinstance(value, list) and value else [value]
+    return all(isinstance(each, int | float | np.number | torch.Tensor) for each in values)
+
+
+def _become(stand_in: nn.Module, model: nn.Module) -> None:
+    """Turn a module into another one in place, wherever it is referred to."""
+    stand_in.__class__, stand_in.__dict__ = type(model), model.__dict__

@@ -23,7 +23,7 @@ from .terminal import terminal
 without_data = partial(typer.Option, rich_help_panel="Folders, without data")
 
 #: Options that mean nothing where folders are analysed without data.
-NEED_DATA = ("modelpool", "methods", "run", "samples", "propagated", "activations", "seed")
+NEED_DATA = ("modelpool", "methods", "run", "samples", "propagated", "activations", "pairs", "seed")
 
 
 @takes_options(AnalysisConfig)
@@ -37,7 +37,7 @@ def analyze(
         str | None,
         typer.Option(
             help="Methods to measure, as in nufilt compare; none: no method. By default NUFILT and its ablations, with "
-            "ranks in proportion to the width, and three baselines.",
+            "ranks in proportion to the width, and the data-free methods of the paper.",
         ),
     ] = None,
     run: Annotated[

@@ -93,6 +93,8 @@ _METHODS = {
         *(f"nufilt:max_steps={steps}" for steps in (25, 50, 100)),
     ),
 }
+#: The baselines of the paper's main table that need no data.
+DATA_FREE = tuple(method for method in _METHODS["paper"] if method not in {*NEED_DATA, "nufilt"})
 #: The form that is not the default, of methods whose formula in the paper is not that of their released code.
 _OTHER_FORM = {"ties_merging": "released", "magmax": "paper", "adamerging": "released", "lora_wemoe": "released"}
 #: The form that the printed numbers are of, of methods for which it is known.

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.analysis.reading import reading
+from fusion_bench_nufilt.analysis.settings import AnalysisConfig
 from fusion_bench_nufilt.analysis.summary import Analysis, _correlation, save_analysis, summarise
 from tests.analysis.helpers import loss_row, pair_rows
 
@@ -150,3 +151,35 @@ def test_tables_have_a_row_for_each_layer_and_leave_empty_what_is_not_known(tmp_
     assert lines[3] == f"code,{ATTENTION},1.0,0.2,1.0,,0.5"
     assert (tmp_path / "overlaps.csv").read_text().splitlines()[2] == f"{ATTENTION},attention,law,code,0.5"
     assert (tmp_path / "losses.csv").read_text().splitlines()[1] == f"a,1,law,{ATTENTION},,9.0,,9.0,,9.0,,,,"
+
+
+# --- the pairs that are drawn ---
+
+VISION = ["svhn", "mnist", "eurosat", "resisc45", "dtd"]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "tasks", "drawn"),
+    [
+        (None, VISION, "mnist mnist eurosat resisc45 svhn dtd"),
+        (None, ["glue-sst2", "glue-rte", "glue-qnli"], "glue-rte glue-rte glue-rte glue-qnli glue-rte glue-sst2"),
+        ("svhn:mnist, dtd:dtd", VISION, "svhn mnist dtd dtd"),
+        (None, TASKS, None),
+    ],
+)
+def test_pairs_are_those_that_are_named_or_the_papers(pairs, tasks, drawn):
+    found = AnalysisConfig(pairs=pairs).named_pairs(tasks)
+    assert found is drawn is None or " ".join(f"{tasks[i]} {tasks[j]}" for i, j in found) == drawn
+
+
+@pytest.mark.parametrize("pairs", ["mnist", "mnist:law", "mnist:dtd:svhn", "mnist:mnist,"])
+def test_a_pair_that_is_none_of_these_tasks_is_named(pairs):
+    with pytest.raises(ValueError, match="pairs must be DATA:VECTOR of svhn, mnist, eurosat, resisc45, dtd, got"):
+        AnalysisConfig(pairs=pairs).named_pairs(VISION)
+
+
+def test_the_pairs_that_are_named_are_those_that_are_drawn():
+    curves = np.ones((2, 2, 2, 2))
+    affinity = pairs(("data", "vector", "affinity"), np.ones((2, 2, 2)), curves=curves)
+    assert summarise(analysis(affinity=affinity, pairs=[(1, 0)]))["pairs"] == [[1, 0]]
+    assert len(summarise(analysis(affinity=affinity))["pairs"]) == 3

@@ -76,5 +76,6 @@ def test_the_data_free_losses_have_the_methods_own_ranks_whole_or_shares(null_ra
 
 def test_the_default_methods_have_the_papers_ranks_in_proportion_rounded_down():
     assert "null_rank=128:lora_rank=64," in default_methods(768)
+    assert {"opcm", "wudi", "iso_c", "tsvm", "knots_ties"} <= set(default_methods(768).split(", "))
     assert default_methods(4096) == default_methods(768)
     assert "null_rank=10:lora_rank=5," in default_methods(64)  # 10.7 and 5.3

@@ -25,6 +25,7 @@ from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from tests.baselines.helpers import baseline, configured, on_cpu, same
 from tests.baselines.test_knots import oracle_knots, oracle_ties
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
 from tests.models import clip, finetuned, llama
 
 IN_ORDER = "method.shuffle_order=false"
@@ -121,8 +122,6 @@ def test_a_method_with_a_memory_of_its_own_does_not_go_on_from_a_model():
         ContinualMethodBaseline(opcm, num_merged=1).run(models)
     with pytest.raises(ValueError, match=r"add_running.*_merged_"):
         baseline("ties_merging", "method.num_merged=1").run(models)
-    with pytest.raises(ValueError, match=r"OPCM.*resume"):
-        ContinualMethodBaseline(opcm, resume=True)
 
 
 LAMBDA, KEPT = 0.4, 30  # the factor of a method, and the per cents that TIES keeps
@@ -214,6 +213,25 @@ def test_a_weight_with_two_names_is_shifted_once():
     moved = shifted(base, other, base, 2.0)
     for key, value in moved.state_dict().items():
         torch.testing.assert_close(value, 2 * other.state_dict()[key] - base.state_dict()[key])
+
+
+@pytest.mark.parametrize(("name", "step"), [("opcm", 1), ("opcm", 4), ("opcm", 3), ("weight_average", 3), ("dop", 3)])
+def test_a_continual_method_of_fusionbench_goes_on_with_the_same_bits(tmp_path, name, step):
+    models = pool(4)
+    options = ["method.base_method.num_steps=2"] if name == "dop" else []
+
+    def run(folder, *overrides, on_step=None):
+        done = logging_to(folder, baseline(name, *options, *overrides)).run(models, on_step=on_step)
+        return done, read_whole_checkpoint(folder / "checkpoints" / "merged_model_3")["files"]["model.safetensors"]
+
+    whole, files = run(tmp_path / "whole")
+    with pytest.raises(InterruptedRunError):
+        run(tmp_path / "parts", on_step=interrupt_after(step))
+    steps = []
+    resumed, files_of_parts = run(tmp_path / "parts", "method.resume=true", on_step=steps.append)
+    assert steps == list(range(step + 1, 5))
+    assert files_of_parts == files
+    assert same(whole, resumed)
 
 
 def test_a_running_result_goes_on_with_the_same_bits(tmp_path):
