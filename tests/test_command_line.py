@@ -43,6 +43,7 @@ def test_the_bare_command_merges_and_evaluates_beside_a_config_folder_of_the_use
     assert program == json.loads((fusion_bench.logs / "report_7.json").read_text())
     assert (continual["ACC"], continual["BWT"]) == (result["ACC"], result["BWT"])
     assert done.stdout.splitlines()[-1].strip() == f"page: {fusion_bench.logs / 'index.html'}"
+    assert "<h1>NUFILT: 8 models merged</h1>" in (fusion_bench.logs / "index.html").read_text()
     assert not (fusion_bench.logs / "report.json").exists()
 
 

@@ -35,8 +35,7 @@ def main_table(results: Results) -> Table:
         words["merging s"] = _number(method.mean("merging_seconds").mean)
         words["runs"] = "" if complete else f"{len(method.matrices)}/{len(method.runs)}"
         rows.append(words)
-    texts = pd.DataFrame(rows).fillna("")
-    texts = texts.loc[:, ~texts.isin(["", "-", "failed"]).all()]
+    texts = _filled(pd.DataFrame(rows).fillna(""))
     ranks = _ranks(results, {f"{name} %": [row.mean(name) for row in methods.values()] for name in _HEADLINE})
     title = f"{len(results.tasks)} models merged one after another"
     return Table(title, texts, ranks, len(results.references), _notes(results, _HEADLINE))
@@ -53,7 +52,7 @@ def task_table(results: Results) -> Table:
     texts = pd.DataFrame([[label, *words] for label, words in rows.items()], columns=["method", *tasks])
     ranks = _ranks(results, {task: [row.final(task) for row in methods.values()] for task in tasks})
     title = "Score (%) of each task after the last step"
-    return Table(title, texts, ranks, len(references), _notes(results, tasks))
+    return Table(title, _filled(texts), ranks, len(references), _notes(results, tasks))
 
 
 def overhead_tables(results: Results) -> list[Table]:
@@ -93,7 +92,12 @@ def _cost_table(title: str, costs: Mapping[str, Any], with_subspaces: Collection
     rest = (numbers["total s"] - numbers["solving s"]).where(numbers.index.isin(with_subspaces))
     numbers.insert(2, "subspaces s", rest)
     texts = numbers.map(_number).assign(iterations=numbers["iterations"].map(lambda n: _number(n, digits=0)))
-    return Table(title, texts.join(frame["ACC %"]).reset_index(names="method"), notes=notes)
+    return Table(title, _filled(texts.join(frame["ACC %"]).reset_index(names="method")), notes=notes)
+
+
+def _filled(texts: pd.DataFrame) -> pd.DataFrame:
+    """Return the columns in which a row says something."""
+    return texts.loc[:, ~texts.isin(["", "-", "failed"]).all()]
 
 
 def method_numbers(results: Results) -> pd.DataFrame:

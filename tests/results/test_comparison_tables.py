@@ -1,6 +1,7 @@
 """What the tables say, and how they mark it."""
 
 import io
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -161,3 +162,11 @@ def test_the_terminal_shows_labels_as_they_are():
     console = Console(file=io.StringIO(), width=120)
     console.print(main_table(comparison({"[bold]x": runs(0)})).as_rich())
     assert "[bold]x" in console.file.getvalue()
+
+
+def test_a_task_that_nobody_has_a_score_of_is_no_column():
+    missing = {"a": 0.9, "b": float("nan"), "c": 0.3}
+    found = replace(
+        comparison({"m": runs(0, scores=missing)}), references={"pretrained": {"a": 0.2, "b": None, "c": 0.1}}
+    )
+    assert list(task_table(found).texts.columns) == ["method", "a", "c"]
