@@ -15,6 +15,7 @@ from fusion_bench_nufilt.compare.experiment import WatchingEvaluator
 from fusion_bench_nufilt.compare.paper import DATA_FREE, rank_for_width
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.continual.evaluation import Report
+from fusion_bench_nufilt.continual.run_folder import differences
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import is_number
 from fusion_bench_nufilt.core.subspace import right_singular_basis
@@ -187,14 +188,23 @@ def _last_manifest(folder: Path) -> Manifest:
             f"'{folder}' is no log directory of a run with its checkpoints (there is no {first}): run with "
             "method.save_on_every_step=true"
         )
-    manifest = read_whole_checkpoint(first)
-    if lacking := [key for key in ("method", "order", "inputs", "settings") if key not in manifest]:
-        raise ValueError(f"'{folder}' is a run of another version (its manifest has no {lacking[0]}): run it again")
+    manifest = _step_manifest(folder, 0)
     count = len(manifest["order"])
     for step in range(1, count):
         if not _checkpoint(folder, step).is_dir():
             raise ValueError(f"'{folder}' lacks the checkpoint of step {step + 1} of {count}: is the run finished?")
-        manifest = read_whole_checkpoint(_checkpoint(folder, step))
+        before, manifest = manifest, _step_manifest(folder, step)
+        other = differences(before, manifest)
+        if other or manifest["step"] != before["step"] + 1:
+            what = f"another {', '.join(other)}" if other else "a step of another number"
+            raise ValueError(f"'{_checkpoint(folder, step)}' has {what} than the step before it: run '{folder}' again")
+    return manifest
+
+
+def _step_manifest(folder: Path, step: int) -> Manifest:
+    manifest = read_whole_checkpoint(_checkpoint(folder, step))
+    if lacking := [key for key in ("step", "method", "order", "inputs", "settings") if key not in manifest]:
+        raise ValueError(f"'{folder}' is a run of another version (its manifest has no {lacking[0]}): run it again")
     return manifest
 
 

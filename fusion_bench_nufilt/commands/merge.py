@@ -35,7 +35,9 @@ from .options import SIZES, takes_options, typed_values
 from .terminal import interruptible, shown, terminal
 
 KINDS = (*dict.fromkeys(method.Options for method in METHODS.values()), TargetConfig, Settings)
-MODELS = ("base", "tasks", "merged", "out")
+MODELS = ("base", "tasks", "merged", "out", "digests")
+# What decides which tensors of the models are read.
+_READ = {"base", "tasks", "merged", "step", "method", *(each.name for each in fields(TargetConfig))}
 _TASK = re.compile(r"task (0|[1-9]\d{0,5})")
 _model_option = partial(typer.Option, rich_help_panel="Models")
 
@@ -102,6 +104,7 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
     if foreign := [name for name in models if name not in MODELS]:
         raise ValueError(f"'{foreign[0]}' is not an option of method={method}")
     plan = plan_merge(models["base"], models["tasks"], models.get("merged"), *options, method=method)
+    plan.known.update(models.get("digests", {}))
     return plan, Path(models["out"]).expanduser()  # the shell leaves the ~ of --out=~/merged as it is
 
 
@@ -167,12 +170,14 @@ class _Recipe(TypedDict, total=False):
     tasks: Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
     merged: str | None
     out: str | None
+    digests: dict[str, str]
     method: str | None
     settings: dict[Any, Any] | None
 
 
 class _Input(TypedDict):
     name: str
+    sha256: NotRequired[str]
 
 
 class _Made(TypedDict):
@@ -193,8 +198,10 @@ def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[
     if len(files) > 1:
         raise ValueError(f"one recipe file at a time, got {', '.join(files)}")
     gathered = read_recipe(Path(files[0])) if files else {}
-    gathered.update(key_value(word) for word in words if word not in files)
-    gathered.update(typed)
+    said = dict(key_value(word) for word in words if word not in files) | dict(typed)
+    if _READ & said.keys():
+        gathered.pop("digests", None)  # which are of what was read then
+    gathered.update(said)
     checked(gathered, _Recipe)
     if unknown := [str(name) for name in gathered if name not in (*MODELS, *settings)]:
         raise ValueError(unknown_option(unknown[0], [*MODELS, *settings]))
@@ -232,4 +239,5 @@ def _recipe_of(made: _Made, folder: Path) -> dict[str, Any]:
     tasks = {int(match[1]): name for source, name in found.items() if (match := _TASK.fullmatch(source))}
     recipe: dict[str, Any] = {source: found[source] for source in ("base", "merged") if source in found}
     first = made["step"] - len(tasks) + 1
+    recipe["digests"] = {source: model["sha256"] for source, model in made["inputs"].items() if "sha256" in model}
     return recipe | {"tasks": [tasks[i] for i in sorted(tasks)], "step": first, "settings": made.get("settings")}

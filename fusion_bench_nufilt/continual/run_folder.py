@@ -60,7 +60,7 @@ class RunFolder:
             if manifest.get("step", step) != step:
                 log.warning("step %d: '%s' is of step %d; looking for the step before", step, folder, manifest["step"])
                 continue
-            if other := _differences(manifest, run):
+            if other := differences(manifest, run):
                 raise ValueError(
                     f"step {step} in '{folder}' is of a run with another {', '.join(other)}: resume with the same, or "
                     "take another log directory"
@@ -91,7 +91,7 @@ def open_run_folder(path: str | None) -> Iterator[RunFolder | None]:
         lock.release()
 
 
-def _differences(manifest: Manifest, run: Mapping[str, Any]) -> list[str]:
+def differences(manifest: Manifest, run: Mapping[str, Any]) -> list[str]:
     """Name what differs between the run that a manifest is of and the run that is described.
 
     A model is known by its weights: the same weights may come from another place.

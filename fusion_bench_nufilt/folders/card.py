@@ -94,7 +94,7 @@ def _loading(plan: Plan) -> Iterator[str]:
 
 def _recipe(plan: Plan) -> dict[str, Any]:
     """Return the recipe of the last merge, which finds folders by name where it is run."""
-    options = {**plan.options(), "step": plan.settings.step}
+    options = {**plan.options(), "step": plan.first_step if plan.merged else None}
     method, _ = options.pop("method"), options.pop("device")
     return {
         "base": plan.base.label,

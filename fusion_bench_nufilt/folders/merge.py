@@ -151,8 +151,8 @@ def _check_inputs(plan: Plan, inputs: Mapping[str, Input]) -> None:
     known, before = dict(plan.known), plan.before.get("settings", {})
     if all(before.get(key) == value for key, value in dataclasses.asdict(plan.targets).items()):  # the same was read
         known["base"] = plan.before.get("inputs", {}).get("base", {}).get("sha256", inputs["base"]["sha256"])
-    for source, sha256 in known.items() if plan.settings.verify else ():
-        if inputs[source]["sha256"] != sha256:
+    for source, found in inputs.items() if plan.settings.verify else ():
+        if known.get(source, found["sha256"]) != found["sha256"]:
             other = f"'{plan.models[source].checkpoint.name}' has other weights than the {source} that {MANIFEST} names"
             raise ValueError(f"{other}: name that one, or add --no-verify, and the finished work is gone on with")
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fusion_bench_nufilt.core import LowRank
-from fusion_bench_nufilt.core.weights import wide_dtype
+from fusion_bench_nufilt.core.weights import is_finite, wide_dtype
 from fusion_bench_nufilt.layers.targets import matches
 
 from .architecture import Architecture
@@ -84,7 +84,10 @@ class FullModel:
         key_a, key_b, scaling = self.pairs[slot]
         (a, digest_a), (b, digest_b) = self.checkpoint.read(key_a), self.checkpoint.read(key_b)
         wide = wide_dtype(a)
-        return LowRank(b.to(wide) * scaling, a.to(wide)), digest_a + digest_b
+        if not is_finite(left := b.to(wide) * scaling):
+            what = f"adapter '{self.checkpoint.name}', layer '{slot}'"
+            raise ValueError(f"{what}: B times its scaling of {scaling:g} is too large for {wide}")
+        return LowRank(left, a.to(wide)), digest_a + digest_b
 
     def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
         """Return some elements of a flattened tensor that the model has, given the base's."""

@@ -7,7 +7,7 @@ import pytest
 
 from fusion_bench_nufilt.commands.merge import gather, read_recipe
 from tests.commands.helpers import nufilt
-from tests.folders.helpers import RANKS, hashes, merge, same, save_stream, tensors
+from tests.folders.helpers import RANKS, change, hashes, merge, same, save_stream, tensors
 from tests.models import llama
 
 RECIPE = """
@@ -145,7 +145,22 @@ def test_the_tasks_of_a_manifest_are_in_the_order_of_their_numbers(tmp_path):
     inputs = {f"task {number}": {"name": f"t{number}"} for number in (10, 2, 0)}
     content = {"inputs": {**inputs, "base": {"name": "b"}}, "step": 5}
     (tmp_path / "nufilt.json").write_text(json.dumps(content))
-    assert read_recipe(tmp_path / "nufilt.json") == {"base": "b", "tasks": ["t0", "t2", "t10"], "step": 3}
+    expected = {"base": "b", "tasks": ["t0", "t2", "t10"], "step": 3, "digests": {}}
+    assert read_recipe(tmp_path / "nufilt.json") == expected
+
+
+def test_a_model_that_is_not_the_one_of_the_manifest_is_named(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    made = merge(tmp_path, ["task1", "task2"], "made")
+    change(tmp_path / "task2", "model.layers.0.mlp.up_proj.weight", lambda weight: weight * (1 + 1e-6))
+    again = ("merge", made / "nufilt.json", "--out", tmp_path / "again")
+    code, text = nufilt(*again)
+    assert code == 1
+    assert "task2' has other weights than the task 1 that nufilt.json names" in text
+    assert not (tmp_path / "again").exists()
+    assert nufilt(*again, "--no-verify")[0] == 0
+    tasks = (part for task in ("task1", "task2") for part in ("--task", tmp_path / task))
+    assert nufilt(*again[:-1], tmp_path / "chosen", *tasks)[0] == 0
 
 
 def test_the_manifest_of_another_program_is_no_recipe(tmp_path):

@@ -31,6 +31,13 @@ def save_all(folder, base, dtype=torch.float32, **config):
     save_adapter(folder, type(base).from_pretrained(folder / "base", dtype=dtype), **config)
 
 
+def test_an_adapter_whose_scaling_overflows_is_named(tmp_path):
+    save_all(tmp_path, llama())
+    change(tmp_path / "adapter", QUERY_A.replace("lora_A", "lora_B"), lambda value: value + 3e38)
+    with pytest.raises(ValueError, match=r"adapter '.*adapter', layer 'model\.layers\.0\.self_attn.*too large for"):
+        merge(tmp_path, ["adapter"])
+
+
 def plan_adapter(folder):
     return plan_merge(str(folder / "base"), [str(folder / "adapter")])
 
