@@ -19,7 +19,7 @@ READS = {
     "cluster": {"storage"},
     "continual": {"core", "layers", "methods", "results", "storage"},
     "taskpools": {"continual", "results", "storage"},
-    "baselines": {"continual", "core", "layers"},
+    "baselines": {"continual", "core", "layers", "storage"},
     "folders": {"cluster", "core", "layers", "methods", "storage"},
     "compare": {"baselines", "cluster", "continual", "core", "layers", "methods", "results", "storage"},
     "analysis": {"compare", "continual", "core", "folders", "layers", "methods", "results", "storage"},
