@@ -50,5 +50,5 @@ def _update(model: FullModel, slot: str, theta_0: Tensor) -> Tensor:
     """Return the update tau of a layer; zero where an adapter leaves the layer as it is."""
     if slot not in model.slots:
         return torch.zeros_like(theta_0)
-    weight, _ = model.weight(slot)
+    weight, _ = model.weight(slot, theta_0)
     return weight.product().to(theta_0) if isinstance(weight, LowRank) else weight.to(theta_0) - theta_0

@@ -31,6 +31,7 @@ from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.storage.files import Count, checked, parse_json
 
 from .going_on import find_model, inherited
+from .mergekit import from_mergekit
 from .options import SIZES, takes_options, typed_values
 from .terminal import interruptible, shown, terminal
 
@@ -141,6 +142,8 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
         kept = (f"{task} ({', '.join(head['modules'])})" for task, head in plan.heads.items())
         yield "heads", f"kept for each task: {', '.join(kept)}"
     yield "copied", f"{len(plan.others) - averaged} tensors, bit by bit"
+    if plan.vocabulary.slots:
+        yield "tokenizer", str(plan.vocabulary)
     workers, cpus = plan.settings.workers, ""
     if plan.settings.engine == "local":
         yield "memory", f"{peak_memory(plan) / 1e9:.2f} GB at most"
@@ -225,6 +228,8 @@ def read_recipe(file: Path) -> dict[str, Any]:
             content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
         if isinstance(content, dict) and "inputs" in content:
             content = _recipe_of(checked(content, _Made), file.absolute().parent)
+        elif isinstance(content, dict) and "merge_method" in content:
+            content = from_mergekit(content)
         settings = checked(content, _Recipe).pop("settings", None) or {}
         return dict(checked({**content, **settings}, _Recipe))
     except (YAMLError, OmegaConfBaseException, ValueError, OSError, RecursionError) as error:

@@ -52,6 +52,8 @@ def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
         return str | None, None
     if Sequence[str] in get_args(option.type):
         return list[str] | None, None
+    if Sequence[float] in get_args(option.type):
+        return list[float] | None, None
     if option.type == int | float:
         return str, str(option.default)
     return option.type, option.default

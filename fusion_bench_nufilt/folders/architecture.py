@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
@@ -109,6 +109,19 @@ class Architecture:
         unknown = (key for key in base.tensors if self.module_name(key) not in self._slots)
         alike = (key for key in unknown if known.intersection(map(unnumbered, self._names(key))))
         return [key for key in alike if not any(re.search(pattern, key) for pattern in ignored)]
+
+    def embeddings(self, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Return the slots of the tensors with a row for every token, given the stored tensors' shapes by slot."""
+        try:
+            first, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()  # type: ignore[operator]
+        except (AttributeError, NotImplementedError):  # no transformers model, or one with two towers
+            return []
+        if not isinstance(first, nn.Embedding):
+            return []
+        both = [*first.parameters(), *(head.parameters() if isinstance(head, nn.Module) else ())]
+        held = {id(parameter) for parameter in both if len(parameter) == first.num_embeddings}
+        found = [name for name, parameter in self.model.named_parameters() if id(parameter) in held and name in stored]
+        return [slot for slot in found if stored[slot][0] == stored[found[0]][0]]
 
     def layers(self, base: Checkpoint, targets: TargetConfig, heads: Heads) -> list[Layer]:
         """Return the layers to merge, in the base's order; refuse a base whose weights and config do not fit."""

@@ -68,6 +68,8 @@ def _paragraphs(plan: Plan, warnings: Sequence[str]) -> Iterator[str]:
         yield "With the head of one of the tasks, which are in `heads/`:"
         yield f"```python\nfrom fusion_bench_nufilt import load_task\n\n{load}\n```"
     yield f"Merged: {str(plan.coverage).removeprefix('merging ')}."
+    if plan.vocabulary.slots:
+        yield f"Vocabulary: {plan.vocabulary}."
     if warnings:
         yield "\n".join(f"- {text}" for text in warnings)
     yield "`nufilt.json` has digests of all inputs and a report for every layer of the last merge, which was this:"

@@ -154,14 +154,18 @@ class Checkpoint:
         """The content of adapter_config.json, which scales an adapter's update; empty if there is none."""
         return read_json(self.folder / "adapter_config.json", AdapterConfig) or {}
 
-    def small_files(self) -> dict[str, bytes]:
-        """Read all but weights by path in the folder; a file that can't be, or a link out of the folder, is refused."""
+    def small_files(self, names: str = ".*") -> dict[str, bytes]:
+        """Read all but weights by path in the folder; a file that can't be, or a link out of the folder, is refused.
+
+        ``names`` is a regular expression for the names of files that are wanted.
+        """
         found = [path for path in self.folder.iterdir() if not path.name.endswith(_WEIGHTS)]
         found += (self.folder / "additional_chat_templates").glob("*")
         if self.files != [SINGLE]:
             found.append(self.folder / INDEX)
         skip = {CARD, ".gitattributes", MANIFEST}
-        found = sorted(path for path in found if path.is_file() and path.name not in skip)
+        found = sorted(path for path in found if path.name not in skip and re.fullmatch(names, path.name))
+        found = [path for path in found if path.is_file()]
         homes = [self.folder.resolve()]
         if self.folder.resolve().parent.name == "snapshots":  # the hub's cache keeps the files beside its snapshots
             homes.append(self.folder.resolve().parents[1] / "blobs")

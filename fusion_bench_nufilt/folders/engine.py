@@ -85,11 +85,14 @@ class LayerMerger:
         """Return the merged weight before the first task, in the dtype that it is kept in."""
         merged, so_far, dtype = self.plan.merged, theta_0, theta_0.dtype
         if merged is not None:
-            key = merged.keys[layer.slot]
-            weight, read["merged"] = merged.checkpoint.read(key)
+            rounded = layer.view.part(theta_0)
+            if kept:
+                info, exact = merged.checkpoint.tensors[merged.keys[layer.slot]], kept["weight"]
+                rounded = info.rounded(exact) if isinstance(info, Quantised) else exact.to(FLOATS[info.dtype])
+            weight, read["merged"] = merged.weight(layer.slot, rounded)
+            assert isinstance(weight, Tensor)
             if self.plan.state is not None and kept:
-                info, exact, name = merged.checkpoint.tensors[key], kept["weight"], self.plan.state.checkpoint.name
-                rounded = info.rounded(exact) if isinstance(info, Quantised) else exact.to(weight.dtype)
+                name = self.plan.state.checkpoint.name
                 if not torch.equal(rounded, weight):
                     why = f"'{layer.name}' differs; remove it if the weights are right"
                     raise ValueError(f"'{name}' does not belong to the weights beside it: {why}")
@@ -103,7 +106,9 @@ class LayerMerger:
         theta_t: dict[str, Tensor | LowRank] = {}
         for name, work in works.items():
             if work.layer.slot in task.slots:
-                new, work.record["read"][f"task {number}"] = task.weight(work.layer.slot)
+                theta_0 = work.layer.view.part(work.theta_0)
+                new, work.record["read"][f"task {number}"] = task.weight(work.layer.slot, theta_0)
+                new = task.at_strength(new, theta_0)
                 theta_t[name] = work.layer.view.matrix(new) if isinstance(new, Tensor) else new
         if not theta_t:
             return
@@ -121,11 +126,12 @@ class LayerMerger:
         layer = work.layer
         states, pretrained = {layer.name: work.state}, {layer.name: work.theta_0}
         ((_, matrix),) = self.plan.method.weigh_each(states, pretrained, device=device)
-        weight = layer.view.part(matrix)
-        kept = _state_to_keep(self.plan, layer, work.state) if self._kept else {}
+        plan, read = self.plan, work.record["read"]
+        weight = plan.vocabulary.grown_layer(plan.models, layer.slot, layer.view.part(matrix), read)
+        kept = _state_to_keep(plan, layer, work.state) if self._kept else {}
         stored: list[tuple[TensorInfo, Tensor]] = [(self._kept[key], value) for key, value in kept.items()]
         for key in layer.keys:
-            place = self.plan.places[key]
+            place = plan.places[key]
             new = place.quantise(weight) if isinstance(place, Quantised) else [(place, weight.to(FLOATS[place.dtype]))]
             if not is_finite(new[-1][1]):  # the scale, if any: no other value shows in FP8
                 raise ValueError(f"tensor '{key}': the merged weight is too large for {place.dtype}")

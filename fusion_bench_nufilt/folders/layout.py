@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, make_header, read_header
@@ -25,9 +26,13 @@ def as_written(info: TensorInfo, dtype: str) -> TensorInfo:
     return info if name == info.dtype and not quantised else info.of(name)
 
 
-def arrange(base: Checkpoint, dtype: str, max_shard_size: int | None) -> Files:
-    """Arrange the tensors of the result in files: the base's, or new ones of a size at most (a larger tensor alone)."""
-    tensors = _stored({key: as_written(info, dtype) for key, info in base.whole.items()})
+def arrange(base: Checkpoint, rows: Mapping[str, int], dtype: str, max_shard_size: int | None) -> Files:
+    """Arrange the tensors of the result in files: the base's, or new ones of a size at most (a larger tensor alone).
+
+    ``rows`` has the number of rows of tensors that differ from the base's in that.
+    """
+    written = {key: as_written(info, dtype) for key, info in base.whole.items()}
+    tensors = _stored(written | {key: _with_rows(written[key], count) for key, count in rows.items()})
     if max_shard_size is None:
         return _by_file(tensors)
     shards: list[dict[str, TensorInfo]] = [{}]
@@ -41,6 +46,13 @@ def arrange(base: Checkpoint, dtype: str, max_shard_size: int | None) -> Files:
     if len(shards) == 1:
         return {SINGLE: shards[0]}
     return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, 1)}
+
+
+def _with_rows(info: TensorInfo, count: int) -> TensorInfo:
+    if isinstance(info, Quantised):
+        raise ValueError(f"{info.what} is stored in FP8 and can't get rows for new tokens: leave dtype out")
+    stop = info.start + info.nbytes // info.shape[0] * count
+    return replace(info, shape=(count, *info.shape[1:]), stop=stop)
 
 
 def _stored(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -100,7 +112,7 @@ def check_fp8(base: Checkpoint) -> None:
 def small_files_of(small: Mapping[str, bytes], base: Checkpoint, files: Files, dtype: str) -> dict[str, bytes]:
     """Return the base's small files as the result has them: config.json and index may say something else."""
     found = dict(small)
-    if _CONFIG in found and (config := _retyped(base.config, dtype)) != base.config:
+    if _CONFIG in found and (config := _retyped(before := json.loads(found[_CONFIG]), dtype)) != before:
         found[_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
     if files != _by_file(_stored(base.whole)):
         found.pop(INDEX, None)

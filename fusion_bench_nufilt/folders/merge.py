@@ -129,6 +129,7 @@ def _fetch(plan: Plan) -> None:
     """Download the weights that are still on the hub, and warn about what they then say of the models."""
     for checkpoint in (remote := [checkpoint for checkpoint in plan.checkpoints if checkpoint.remote]):
         checkpoint.fetch()
+    plan.vocabulary.check(plan.models)
     for text in chain(verify_merged(plan), check_relation(plan)) if remote else ():
         if text not in plan.warnings:
             plan.warnings.append(text)
@@ -165,6 +166,7 @@ def _run_identity(plan: Plan) -> str:
         "settings": {key: value for key, value in plan.options().items() if key != "device"},
         "device": plan.settings.devices[0].type,
         "first step": plan.first_step,
+        "vocabulary": plan.vocabulary.identity,
         "layers": sorted(layer.name for layer in plan.layers),
         "averaged": sorted(plan.averaged),
         "heads": plan.heads,
@@ -206,5 +208,6 @@ def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
         "warnings": warnings + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],
         "mean_counts": {slot: count for slot, count in counts.items() if count != plan.last_step},
         "heads": plan.heads,
+        "vocabulary": plan.vocabulary.as_dict(plan.models),
         "layers": {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names},
     }

@@ -1,14 +1,17 @@
 """Base, merged and task models, addressed by slot whatever their files call a tensor."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.core.weights import is_finite, wide_dtype
 from fusion_bench_nufilt.layers.targets import matches
+from fusion_bench_nufilt.storage.tensors import digest
 
 from .architecture import Architecture
 from .checkpoint import Checkpoint, is_adapter, some
@@ -43,6 +46,8 @@ class FullModel:
         self.pairs: dict[str, tuple[str, str, float]] = {}
         self.ignored: list[str] = []
         self.head: dict[str, str] = {}  # keys of the tensors of the task's own head, by slot
+        self.strength = 1.0  # of its update in a merge
+        self._rows: dict[str, list[int]] = {}  # the stored row for each of the base's, or -1, if they differ
         self._transposed = {slot for slot, view in architecture.views.items() if view.transposed}
         architecture.split(checkpoint)
         self._find_tensors(architecture)
@@ -73,12 +78,49 @@ class FullModel:
         """Return what the model's class calls a tensor that is stored in full."""
         return key.removeprefix(_PREFIX)
 
+    def show_rows(self, slot: str, rows: Sequence[int]) -> None:
+        """Show a tensor with the base's rows: for each, the number of the row here, or -1 for the base's own."""
+        self._rows[slot] = [self._stored_row(slot, row) for row in rows]
+        self.slots[slot] = (len(rows), *self.slots[slot][1:])
+
+    def _stored_row(self, slot: str, row: int) -> int:
+        return row
+
+    def row(self, slot: str, row: int, base: "FullModel") -> Tensor:
+        """Read a row of a tensor, flattened, by its number here; the base's if this is an adapter that lacks it."""
+        width = math.prod(base.slots[slot][1:])
+        if slot in self.keys and (stored := self._stored_row(slot, row)) >= 0:
+            return self.checkpoint.elements(self.keys[slot], stored * width, (stored + 1) * width)
+        theta_0 = base.checkpoint.elements(base.keys[slot], row * width, (row + 1) * width)
+        return self.elements(slot, row * width, (row + 1) * width, theta_0) if slot in self.pairs else theta_0
+
+    def _shown(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
+        """Return some elements of a tensor as :meth:`show_rows` has it, given the base's."""
+        width, pieces = math.prod(self.slots[slot][1:]), []
+        rows = enumerate(self._rows[slot][start // width : -(-stop // width)], start // width)
+        for shift, run in groupby(rows, lambda pair: pair[1] - pair[0] if pair[1] >= 0 else None):
+            numbers = [row for row, _ in run]
+            first, last = max(start, numbers[0] * width), min(stop, (numbers[-1] + 1) * width)
+            pieces.append(theta_0[first - start : last - start])
+            if shift is not None:
+                there = first + shift * width, last + shift * width
+                pieces[-1] = self.checkpoint.elements(self.keys[slot], *there)
+        return torch.cat(pieces)
+
     def rank(self, slot: str) -> int | None:
         """Return the rank of a layer's update where it is given by factors."""
         return None if slot in self.keys else self.checkpoint.tensors[self.pairs[slot][0]].shape[0]
 
-    def weight(self, slot: str) -> tuple[Tensor | LowRank, str]:
-        """Read a whole tensor, or the factors of a layer's update; return it and the digest of what was read."""
+    def weight(self, slot: str, theta_0: Tensor) -> tuple[Tensor | LowRank, str]:
+        """Read a whole tensor, or the factors of a layer's update; return it and the digest of what was read.
+
+        ``theta_0`` is the base's tensor, whose rows stand for those that the model lacks.
+        """
+        if slot in self._rows:
+            value = self._shown(slot, 0, theta_0.numel(), theta_0.flatten()).reshape(theta_0.shape)
+            if not is_finite(value):
+                raise ValueError(f"model '{self.checkpoint.name}', tensor '{slot}' has NaN or infinite values")
+            return value, digest(value)
         if slot in self.keys:
             return self.checkpoint.read(self.keys[slot])
         key_a, key_b, scaling = self.pairs[slot]
@@ -89,13 +131,24 @@ class FullModel:
             raise ValueError(f"{what}: B times its scaling of {scaling:g} is too large for {wide}")
         return LowRank(left, a.to(wide)), digest_a + digest_b
 
+    def at_strength(self, new: Tensor | LowRank, theta_0: Tensor) -> Tensor | LowRank:
+        """Return a weight, or the factors of an update, with the update times the model's strength."""
+        if self.strength == 1:
+            return new
+        if isinstance(new, LowRank):
+            return LowRank(new.left * self.strength, new.right)
+        wide = torch.promote_types(wide_dtype(theta_0), new.dtype)
+        return torch.lerp(theta_0.to(wide), new.to(wide), self.strength)
+
     def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
         """Return some elements of a flattened tensor that the model has, given the base's."""
+        if slot in self._rows:
+            return self._shown(slot, start, stop, theta_0)
         if slot in self.keys:
             return self.checkpoint.elements(self.keys[slot], start, stop)
         if slot not in self.pairs:
             return theta_0
-        update, _ = self.weight(slot)
+        update, _ = self.weight(slot, theta_0)
         assert isinstance(update, LowRank)
         if slot in self._transposed:
             update = LowRank(update.right.T, update.left.T)

@@ -62,7 +62,10 @@ def _new_tensors(
 ) -> Iterator[tuple[TensorInfo, Iterable[Tensor]]]:
     """Yield the tensors that the result's files have for one of the base, each in pieces; take digests of the input."""
     info, place, values = plan.base.tensors[key], plan.places[key], _values(plan, slot, key, read)
-    kept = info.dtype not in FLOATS or not (slot in plan.averaged or plan.merged)
+    grows = slot in plan.vocabulary.slots
+    kept = info.dtype not in FLOATS or not (slot in plan.averaged or plan.merged or grows)
+    if grows:
+        values = plan.vocabulary.grown(plan.models, slot, values, plan.dtype(key), read)
     if kept and isinstance(info, Quantised) and isinstance(place, Quantised):
         deque(values, maxlen=0)  # a digest is that of the values, however they are stored
         for before, after in zip(info.stored, place.stored, strict=True):
@@ -108,7 +111,7 @@ def _values(plan: Plan, slot: str, key: str, read: defaultdict[str, Any]) -> Ite
             read[source].update(raw(new))
             if not is_finite(new):
                 raise ValueError(f"model '{task.checkpoint.name}', tensor '{slot}' has NaN or infinite values")
-            value = running_mean(value, new, number)
+            value = running_mean(value, task.at_strength(new, theta_0), number)  # type: ignore[arg-type]
         value = value.to(dtype)  # once: roundings after every task would add up
         if averaged and not is_finite(value):
             raise ValueError(f"tensor '{slot}': the mean has values that {dtype} can't hold")

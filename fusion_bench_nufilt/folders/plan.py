@@ -1,6 +1,7 @@
 """How folders are merged: the settings, and the plan of a merge."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -8,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.options import check_choices, check_seed, check_whole, option
+from fusion_bench_nufilt.core.options import check_choices, check_seed, check_whole, is_number, option
 from fusion_bench_nufilt.core.workers import check_devices
 from fusion_bench_nufilt.layers import Coverage, TargetConfig
 from fusion_bench_nufilt.methods import LayerMethod
@@ -20,8 +21,11 @@ from .checkpoint import Checkpoint
 from .layout import Files, arrange, as_written, find_places, make_headers
 from .models import FullModel
 from .quantised import Quantised
+from .vocabulary import Vocabulary
 
 _option = partial(option, panel="Machine")
+# The settings that a manifest keeps beside the method's options.
+_IN_MANIFEST = ("seed", "weights", "tokenizer", "accumulate", "dtype", "max_shard_size", "device")
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,24 @@ class Settings:
         "machine belongs to, or else a new one on this machine alone.",
     )
 
+    tokenizer: str | None = _option(
+        None,
+        "Whose tokens the result has where models brought new ones: base; union, the base's and all new ones; or the "
+        "name of a task, its tokens, tokenizer and chat template. If it is not given, it is union, or base where "
+        "on_shape_mismatch is keep-base.",
+        panel="Layers",
+    )
+
+    weights: Sequence[float] | None = _option(
+        None,
+        "Strength of the update of each task, in the order of the tasks; by default, it is 1 for every task.",
+        panel="Method",
+    )
+
     def __post_init__(self) -> None:
         check_seed(self.seed)
+        if self.weights is not None and not (self.weights and all(map(is_number, self.weights))):
+            raise ValueError(f"weights must be a list of numbers, got {self.weights!r}")
         if self.step is not None:
             check_whole(self, "step", least=1, most=10**6)
         for size in ("max_memory", "max_shard_size"):
@@ -123,6 +143,7 @@ class Plan:
     heads: dict[str, Head]  # of all tasks in the result that have one of their own, by task
     head_slots: set[str]  # where the base has such a head, which stays as it is
     before: Manifest  # of what is merged so far; empty if it has none
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
     known: dict[str, str] = field(default_factory=dict)  # digests that models must have, by what they are to the merge
     warnings: list[str] = field(default_factory=list)
 
@@ -142,7 +163,9 @@ class Plan:
     @cached_property
     def files(self) -> Files:
         """The tensors in each file of the result."""
-        return arrange(self.base, self.settings.dtype, self.settings.max_shard_size)
+        slots = {**self.others, **{layer.slot: layer.keys for layer in self.layers}}
+        rows = {key: self.vocabulary.rows for slot in self.vocabulary.slots for key in slots[slot]}
+        return arrange(self.base, rows, self.settings.dtype, self.settings.max_shard_size)
 
     @cached_property
     def headers(self) -> dict[str, bytes]:
@@ -201,7 +224,7 @@ class Plan:
             "method": self.method.name,
             **dataclasses.asdict(self.method.options),
             **dataclasses.asdict(self.targets),
-            **{key: getattr(self.settings, key) for key in ("seed", "accumulate", "dtype", "max_shard_size", "device")},
+            **{key: getattr(self.settings, key) for key in _IN_MANIFEST},
         }
 
 

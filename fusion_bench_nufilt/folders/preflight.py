@@ -1,5 +1,6 @@
 """Planning a merge: the models are opened, and must pass all checks before anything large is read."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from .heads import describe_heads, take_heads
 from .layout import check_fp8, small_files_of
 from .models import FullModel, LoraAdapter, open_task
 from .plan import Plan, Settings, state_tensors
+from .vocabulary import join_vocabularies
 
 # A fine-tuned model stays close to its base; models trained apart have a cosine of about zero.
 _LEAST_COSINE, _MOST_CHANGE = 0.9, 0.5
@@ -62,7 +64,7 @@ def plan_merge(
     architecture = Architecture(checkpoint)
     pretrained = FullModel(checkpoint, architecture)
     so_far, before, state = _open_merged(merged, architecture, kind, settings)
-    opened = [open_task(task, architecture) for task in tasks]
+    opened = _open_tasks(tasks, architecture, settings.weights)
     heads = take_heads(targets.heads, pretrained, opened, architecture, before)
     layers = architecture.layers(checkpoint, targets, heads)
     plan = Plan(
@@ -108,9 +110,31 @@ def _open_merged(
     return FullModel(merged, architecture), before, state
 
 
+def _open_tasks(names: Sequence[str], architecture: Architecture, weights: Sequence[float] | None) -> list[FullModel]:
+    if weights is not None and len(weights) != len(names):
+        raise ValueError(f"there are {len(weights)} weights for {len(names)} tasks")
+    tasks = [open_task(name, architecture) for name in names]
+    for task, weight in zip(tasks, weights or (), strict=False):
+        task.strength = weight
+    return tasks
+
+
+def _join_vocabularies(plan: Plan, architecture: Architecture) -> Iterator[str]:
+    """Have the plan say which tokens the result has, and its models show the rows of the base."""
+    if plan.settings.tokenizer is None and plan.targets.on_shape_mismatch == "keep-base":
+        return
+    models = {source: model for source, model in plan.models.items() if source != "state"}
+    slots, choice = architecture.embeddings(plan.pretrained.slots), plan.settings.tokenizer or "union"
+    joined = join_vocabularies(models, slots, choice, plan.small_files)
+    plan.vocabulary, plan.small_files = joined, joined.files or plan.small_files
+    plan.settings = dataclasses.replace(plan.settings, tokenizer=plan.settings.tokenizer and joined.tokenizer)
+    yield from joined.warnings
+
+
 def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
     """Refuse what does not fit, and yield warnings of what is doubtful, as do all checks that follow."""
     plan.base.check_floats(key for layer in plan.layers for key in layer.keys)
+    yield from _join_vocabularies(plan, architecture)
     if plan.settings.dtype == "fp8":
         check_fp8(plan.base)
     if plan.merged is not None:
@@ -147,7 +171,7 @@ def _check_merged(plan: Plan, merged: FullModel) -> Iterator[str]:
     floats = (slot for slot, key in base.keys.items() if plan.base.tensors[key].dtype in FLOATS)
     merged.checkpoint.check_floats(merged.keys[slot] for slot in floats)
     now, before = json.loads(json.dumps(plan.options())), plan.before.get("settings", {})
-    compared = [key for key in now if key in before and key not in ("accumulate", "device")]
+    compared = [key for key in now if key in before and key not in ("accumulate", "device", "tokenizer", "weights")]
     if changed := [f"{key} was {before[key]!r}, is {now[key]!r}" for key in compared if before[key] != now[key]]:
         yield f"settings differ from those that '{name}' was made with: {'; '.join(changed)}"
 

@@ -201,8 +201,10 @@ def other_tensors() -> Iterator[Row]:
     """Tensors outside the merged layers."""
     mean = (*STREAM, "--other-params", "mean")
     longer = change("task2", EMBEDDING, lambda w: torch.cat([w, w[:2]]))
-    says = rf"'{EMBEDDING}': shape \(52, 32\) differs from \(50, 32\).*--on-shape-mismatch keep-base"
-    yield Row("more rows of the embedding", longer, says)
+    yield Row("more rows of the embedding", longer, "~rows of 'task2' and the base are matched by their numbers")
+    wider = change("task2", EMBEDDING, lambda w: torch.cat([w, w[:, :2]], 1))
+    says = rf"'{EMBEDDING}': shape \(50, 34\) differs from \(50, 32\).*--on-shape-mismatch keep-base"
+    yield Row("a wider embedding", wider, says)
     keep = (*mean, "--on-shape-mismatch", "keep-base")
     yield Row("more rows that are kept", longer, f"~kept from the base because of their shape.*{EMBEDDING}", keep)
     float8 = change("task2", EMBEDDING, lambda w: w.to(torch.float8_e4m3fn))

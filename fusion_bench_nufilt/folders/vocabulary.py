@@ -1,0 +1,271 @@
+"""The vocabulary of a result: which token has which row of the embeddings, where models brought tokens of their own.
+
+Rows are matched by token. That of a token of the base is merged or averaged as any weight, and that of a new token is
+taken as it is from the model that has it.
+"""
+
+import hashlib
+import json
+import math
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.core.weights import is_finite
+from fusion_bench_nufilt.storage.files import parse_json
+from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, raw
+
+from .checkpoint import some
+from .models import FullModel
+
+_TOKENIZER = r"(.*token.*|special_tokens_map|vocab|chat_template)\.json|(vocab|merges)\.txt|.*\.(model|tiktoken|jinja)"
+
+Models = Mapping[str, FullModel]
+"""Models by what they are to the merge: base, merged, task 0, ..."""
+
+
+@dataclass
+class Vocabulary:
+    """The rows of a result's embeddings; without ``slots``, all is as in the base."""
+
+    slots: list[str] = field(default_factory=list)  # of the tensors with a row for every token
+    tokenizer: str = "base"  # base, union, or the name of the model whose tokenizer the result has
+    rows: int = 0
+    tokens: dict[int, str] = field(default_factory=dict)  # new ones, by their rows in the result
+    holders: dict[int, list[tuple[str, int]]] = field(default_factory=dict)  # the models that have them; their rows
+    files: dict[str, bytes] = field(default_factory=dict)  # all small files of the result
+    warnings: list[str] = field(default_factory=list)
+    identity: str = ""  # a digest of how rows are matched
+
+    def as_dict(self, models: Models) -> dict[str, Any]:
+        """Return what the manifest says of it."""
+        sources = {token: models[self.holders[row][0][0]].checkpoint.label for row, token in self.tokens.items()}
+        return {"tokenizer": self.tokenizer, "rows": self.rows, "new_tokens": sources} if self.slots else {}
+
+    def __str__(self) -> str:
+        new = f"{len(self.tokens)} new tokens" + (f": {some(self.tokens.values())}" if self.tokens else "")
+        return f"{self.tokenizer}, {self.rows} rows, {new}"
+
+    def check(self, models: Models) -> None:
+        """Refuse a new token that several models have with different rows; those still on the hub are not looked at."""
+        for row, held in self.holders.items():
+            near = [(source, own) for source, own in held if not models[source].checkpoint.remote]
+            for slot in self.slots if len(near) > 1 else ():
+                first, *others = (models[source].row(slot, own, models["base"]).double() for source, own in near)
+                if not all(torch.equal(first, other) for other in others):
+                    names = [models[source].checkpoint.label for source, _ in held]
+                    what = f"token '{self.tokens[row]}' is new in {some(names)} with different rows of '{slot}'"
+                    takes = f"--tokenizer {names[0]} takes that model's tokens alone, --tokenizer base none"
+                    raise ValueError(f"{what}: {takes}")
+
+    def grown(
+        self, models: Models, slot: str, pieces: Iterator[Tensor], dtype: torch.dtype, read: Mapping[str, Any]
+    ) -> Iterator[Tensor]:
+        """Yield a flattened tensor with its rows of new tokens, given the pieces of it with the base's rows.
+
+        The digests in ``read``, by model, are updated with what is read.
+        """
+        count, *shape = models["base"].slots[slot]
+        if slot not in self.slots:
+            yield from pieces
+            return
+        width, step, offset = math.prod(shape), CHUNK_BYTES // 8, 0
+        more = (self.rows - count) * width
+        tail = (torch.zeros(min(step, more - start), dtype=dtype) for start in range(0, more, step))
+        for piece in chain(pieces, tail):
+            end = offset + len(piece)
+            for row in range(offset // width, -(-end // width)):
+                if row not in self.holders:
+                    continue
+                source, own = self.holders[row][0]
+                value = models[source].row(slot, own, models["base"])
+                read[source].update(raw(value))
+                if not is_finite(value.to(dtype)):
+                    what = f"tensor '{slot}' has values for token '{self.tokens[row]}' that {dtype} can't hold"
+                    raise ValueError(f"model '{models[source].checkpoint.name}', {what}")
+                first, last = max(row * width, offset), min((row + 1) * width, end)
+                piece[first - offset : last - offset] = value[first - row * width : last - row * width]
+            offset = end
+            yield piece
+
+    def grown_layer(self, models: Models, slot: str, weight: Tensor, read: dict[str, str]) -> Tensor:
+        """Return a layer with the rows of new tokens, and add the digests of what is read to those of the models."""
+        sha: defaultdict[str, Any] = defaultdict(hashlib.sha256)
+        if slot in self.slots:
+            pieces = self.grown(models, slot, iter([weight.flatten().clone()]), weight.dtype, sha)
+            weight = torch.cat(list(pieces)).reshape(-1, *weight.shape[1:])
+        read |= {source: read.get(source, "") + found.hexdigest() for source, found in sha.items()}
+        return weight
+
+
+class _Tokens:
+    """The tokens of a model, each with its row. Rows whose tokens are not known are named by their numbers."""
+
+    def __init__(self, model: FullModel, slots: Sequence[str], base: "_Tokens | None" = None) -> None:
+        self.model, self.label = model, model.checkpoint.label
+        self.rows: int = min(
+            model.slots[each][0] if base is None or each in model.keys else base.rows for each in slots
+        )
+        self.files = model.checkpoint.small_files(_TOKENIZER)
+        self.tokenizer: Any = base.tokenizer if base else None
+        if base is None or (base.tokenizer and self.files != base.files):
+            self.tokenizer = _load(model.checkpoint.folder)
+        known, first = (base.ids, base.rows) if base else ({}, 0)
+        numbered = known | {f"row {row}": row for row in range(first, self.rows)}
+        self.all: dict[str, int] = self.tokenizer.get_vocab() if self.tokenizer else numbered
+        self.ids: dict[str, int] = {token: row for token, row in self.all.items() if row < self.rows}
+
+    def fits(self, base: "_Tokens", slots: Sequence[str]) -> bool:
+        """Tell whether its embeddings differ from the base's in no more than rows, and tokens tell which it lacks."""
+        own, other = self.model.slots, base.model.slots
+        alike = all(own[slot][1:] == other[slot][1:] for slot in slots if slot in self.model.keys)
+        return alike and (self.rows >= base.rows or self.tokenizer is not None)
+
+    def rows_of(self, base: "_Tokens") -> list[int]:
+        """Return for each row of the base the row of its token here, or -1, as for rows of no token."""
+        rows = [-1] * base.rows
+        for token, row in base.ids.items():
+            rows[row] = self.ids.get(token, -1)
+        return rows
+
+
+def _load(folder: Path) -> Any:
+    """Return the tokenizer in a folder; None if there is none that transformers makes without code of its own."""
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception:  # no files, damaged ones, a package that is not installed
+        return None
+
+
+def join_vocabularies(models: Models, slots: Sequence[str], choice: str, files: Mapping[str, bytes]) -> Vocabulary:
+    """Match the rows of all models by token, and choose the result's; the models then show the rows of the base.
+
+    A model whose rows can't be matched stays as it is.
+
+    Args:
+        models: the base, what is merged so far, and the tasks; adapters among them.
+        slots: of the tensors that have a row for every token.
+        choice: whose tokens the result has: base, union, or the name of a model.
+        files: the small files of the base.
+
+    Raises:
+        ValueError: ``choice`` names no model, or the tokens do not go together; the message names one.
+    """
+    if not slots and choice not in ("base", "union"):
+        raise ValueError(f"tokenizer '{choice}': the base has no embedding that can be told to be of tokens")
+    owner = _owner(models, choice)
+    name = models[owner].checkpoint.label if choice == models[owner].checkpoint.name else choice
+    if not slots:
+        return Vocabulary()
+    base = _Tokens(models["base"], slots)
+    known = {source: _Tokens(model, slots, base) for source, model in models.items() if source != "base"}
+    known = {"base": base, **{source: tokens for source, tokens in known.items() if tokens.fits(base, slots)}}
+    alike = all(tokens.rows == base.rows and tokens.files in (base.files, {}) for tokens in known.values())
+    if alike or owner not in known:
+        return Vocabulary(tokenizer=name)
+    others = [source for source in known if choice == "union" and source != owner]
+    result = Vocabulary(list(slots), name, files=dict(files))
+    added = _number_tokens(result, known, [owner, *others])
+    result.rows = max([base.rows, *(row + 1 for row in result.tokens)])
+    _set_files(result, base, known[owner], added)
+    matched: dict[str, list[int]] = {}
+    for tokens in known.values():
+        result.warnings += _warnings(result, base, tokens)
+        tokens.model.checkpoint.check_floats(key for slot, key in tokens.model.keys.items() if slot in slots)
+        rows = tokens.rows_of(base)
+        if tokens.rows != base.rows or rows != list(range(base.rows)):
+            for slot in tokens.model.keys.keys() & set(slots):
+                tokens.model.show_rows(slot, rows)
+            matched[tokens.label] = rows
+    result.check(models)
+    result.identity = hashlib.sha256(repr([result.rows, result.holders, matched]).encode()).hexdigest()
+    return result
+
+
+def _owner(models: Models, choice: str) -> str:
+    """Return the model whose tokenizer the result has, or begins with."""
+    if choice in ("base", "union"):
+        return "merged" if choice == "union" and "merged" in models else "base"
+    named = {model.checkpoint.name: source for source, model in models.items()}
+    named |= {model.checkpoint.label: source for source, model in models.items()}
+    if choice not in named:
+        labels = some(model.checkpoint.label for source, model in models.items() if source != "base")
+        raise ValueError(f"tokenizer '{choice}' is neither base nor union nor one of {labels}")
+    return named[choice]
+
+
+def _number_tokens(result: Vocabulary, known: Mapping[str, _Tokens], sources: Sequence[str]) -> Any:
+    """Give the new tokens of some models their rows; return the first one's tokenizer if others' tokens came to it."""
+    base, owner = known["base"], known[sources[0]]
+    for token, row in owner.ids.items():
+        if (before := base.ids.get(token, row)) != row:
+            numbers = f"token '{token}' has number {row} in '{owner.label}' and {before} in the base"
+            raise ValueError(f"{numbers}, which the result goes by: choose --tokenizer base or another model's")
+    tokenizer, added = owner.tokenizer, dict[str, Any]()
+    for tokens in (known[source] for source in sources[1:]):
+        new = tokens.ids.keys() - base.ids.keys() - owner.ids.keys()
+        for token in sorted(new, key=tokens.ids.__getitem__) if tokens.tokenizer else ():
+            if tokens.ids[token] not in (kinds := tokens.tokenizer.added_tokens_decoder):
+                what = f"'{tokens.label}' has token '{token}' in its vocabulary and not among its added tokens"
+                raise ValueError(f"{what}, which alone can be joined: choose --tokenizer {tokens.label} or base")
+            added.setdefault(token, kinds[tokens.ids[token]])
+    if added:
+        tokenizer.add_tokens(list(added.values()))
+        templates = (known[source].tokenizer.chat_template for source in sources if known[source].tokenizer)
+        tokenizer.chat_template = next(filter(None, templates), None)
+    numbers = tokenizer.get_vocab() if tokenizer else {}
+    for source in sources:
+        ids = known[source].ids
+        for token in sorted(ids.keys() - base.ids.keys(), key=ids.__getitem__):
+            number, row = numbers.get(token, ids[token]), ids[token]
+            result.tokens.setdefault(number, token)
+            result.holders.setdefault(number, []).append((source, row))
+    return tokenizer if added else None
+
+
+def _set_files(result: Vocabulary, base: _Tokens, owner: _Tokens, added: Any) -> None:
+    """Give the result the tokenizer of a model, or one that tokens were added to, and configurations that fit."""
+    files = owner.files
+    if added:
+        with tempfile.TemporaryDirectory() as folder:
+            added.save_pretrained(folder)
+            saved = [path for path in Path(folder).rglob("*") if path.is_file()]
+            files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in saved}
+    if files and files != base.files:
+        result.files = {name: content for name, content in result.files.items() if name not in base.files} | files
+    own = {}
+    if owner is not base:
+        own = owner.model.checkpoint.config
+        result.files |= owner.model.checkpoint.small_files("generation_config.json")
+    if "config.json" in result.files:
+        before = parse_json(result.files["config.json"], dict[str, Any])
+        (before.get("text_config") or before).setdefault("vocab_size", base.rows)
+        after = _config(before, own, base.rows, result.rows)
+        if after != before:
+            result.files["config.json"] = json.dumps(after, indent=2).encode()
+
+
+def _config(config: Any, own: Any, before: int, rows: int) -> Any:
+    """Return a configuration for so many rows, with the numbers of special tokens that another one has."""
+    if not isinstance(config, dict) or not isinstance(own, dict):
+        return config
+    inner = {key: _config(value, own.get(key, {}), before, rows) for key, value in config.items()}
+    size = {"vocab_size": rows} if config.get("vocab_size") == before else {}
+    return inner | {key: value for key, value in own.items() if key.endswith("_token_id")} | size
+
+
+def _warnings(result: Vocabulary, base: _Tokens, tokens: _Tokens) -> Iterator[str]:
+    if tokens.rows != base.rows and not tokens.tokenizer:
+        why = "they do not both have a tokenizer that transformers can load"
+        yield f"the rows of '{tokens.label}' and the base are matched by their numbers: {why}"
+    if lost := sorted(tokens.all.keys() - base.all.keys() - set(result.tokens.values())):
+        yield f"'{tokens.label}' has tokens that the result does not have (tokenizer={result.tokenizer}): {some(lost)}"
