@@ -21,6 +21,8 @@ from yaml import YAMLError
 from fusion_bench_nufilt.compare.overrides import key_value
 from fusion_bench_nufilt.core.options import split_options, unknown_option
 from fusion_bench_nufilt.folders import Plan, Settings, merge_folders, plan_merge
+from fusion_bench_nufilt.folders.changes import kept_from_base
+from fusion_bench_nufilt.folders.checkpoint import some
 from fusion_bench_nufilt.folders.engine import cluster_nodes
 from fusion_bench_nufilt.folders.forecast import disk_bytes, peak_memory, predict_seconds
 from fusion_bench_nufilt.folders.merge import check_disk, check_output
@@ -142,6 +144,10 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
         kept = (f"{task} ({', '.join(head['modules'])})" for task, head in plan.heads.items())
         yield "heads", f"kept for each task: {', '.join(kept)}"
     yield "copied", f"{len(plan.others) - averaged} tensors, bit by bit"
+    if left := kept_from_base(plan):
+        yield "", f"changes of the tasks in {len(left)} tensors are left out: {some(left)}"
+    if left := kept_from_base(plan):
+        yield "", f"changes of the tasks in {len(left)} tensors are left out: {some(left)}"
     if plan.vocabulary.slots:
         yield "tokenizer", str(plan.vocabulary)
     workers, cpus = plan.settings.workers, ""

@@ -30,6 +30,7 @@ from fusion_bench_nufilt.storage.files import CARD, MANIFEST
 from fusion_bench_nufilt.storage.tensors import end_of_file
 
 from .card import model_card
+from .changes import account, changes, refuse_losses
 from .checkpoint import some
 from .engine import merge_layers
 from .forecast import batches, disk_bytes
@@ -75,10 +76,13 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
                 raise ValueError(f"{changed} was changed during the run: run the same command again, it starts anew")
             about = _about(plan, output.done, run)
             _check_inputs(plan, about["inputs"])
+            found = account(plan, about["changes"])
             write_files(output.model, files)
-            (output.model / CARD).write_text(model_card(plan, about["warnings"]))
+            (output.model / CARD).write_text(model_card(plan, [*found, *about["warnings"]]))
             write_manifest(output.model, about)
             output.finish()
+            for sentence in (each for each in found if "Left out" in each):
+                log.warning("%s", sentence)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
@@ -143,6 +147,10 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
     layers = list(batches(plan, [layer for layer in plan.layers if layer.slot not in done]))
     others = [slot for slot in plan.others if slot not in done]
     written = map_layers(lambda slot: write_other(plan, slot, output), others, torch.device("cpu"))
+    for _ in written if plan.settings.strict else ():
+        progress(len(done), total)
+    if plan.settings.strict:  # before the layers, which take the time
+        refuse_losses(plan, done.values())
     for _ in chain(merge_layers(plan, layers, output.add), written):
         progress(len(done), total)
 
@@ -203,6 +211,7 @@ def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
         "linear_layers_known_from": plan.origin,
         "tensors": {"merged": len(plan.layers), "averaged": averaged, "copied": len(plan.others) - averaged},
         "sha256": combined_digest((record["slot"], [entry[3] for entry in record["written"]]) for record in records),
+        "changes": changes(plan, records),
         "run": run,
         "versions": package_versions(),
         "warnings": warnings + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],

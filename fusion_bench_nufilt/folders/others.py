@@ -14,6 +14,7 @@ from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.layers.models import running_mean
 from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, FLOATS, TensorInfo, raw
 
+from .changes import changed_by
 from .models import FullModel
 from .output import Output, Record
 from .plan import Plan
@@ -28,7 +29,7 @@ NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the 
 def write_other(plan: Plan, slot: str, output: Output) -> None:
     """Write a tensor outside the merged layers wherever the result has it."""
     read: defaultdict[str, Any] = defaultdict(hashlib.sha256)  # digests by model
-    record: Record = {"slot": slot, "written": [], "read": {}, "reports": []}
+    record: Record = {"slot": slot, "written": [], "read": {}, "reports": [], "changed": changed_by(plan, slot)}
     for key in plan.others[slot]:
         finite = True
         for place, pieces in _new_tensors(plan, slot, key, read):
@@ -52,8 +53,8 @@ def write_other(plan: Plan, slot: str, output: Output) -> None:
 
 def _in_mean(plan: Plan, slot: str) -> tuple[int, dict[str, FullModel]]:
     """Return the number of models in the mean before this merge, without the base, and the tasks that come to it."""
-    tasks = plan.tasks[:1] if plan.targets.other_params == "first" else plan.tasks
-    having = {f"task {number}": task for number, task in enumerate(tasks) if task.has(slot)}
+    tasks = ((number, task) for number, task in enumerate(plan.tasks) if slot in plan.averaged_of(task))
+    having = {f"task {number}": task for number, task in tasks if task.has(slot)}
     return plan.before.get("mean_counts", {}).get(slot, plan.first_step - 1), having
 
 

@@ -32,6 +32,7 @@ class Record(TypedDict, total=False):
     written: Required[Annotated[list[tuple[str, NonNegativeInt, int, str]], Field(min_length=1)]]
     read: Required[dict[str, str]]  # digests of what was read, by what the model is to the merge
     reports: Required[list[dict[str, Any]]]
+    changed: list[str]  # the models that have another tensor than the base, outside the merged layers
     mean_count: Count
     not_finite: str
 

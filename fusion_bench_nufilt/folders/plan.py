@@ -65,6 +65,9 @@ class Settings:
         "Check by digests that what a merge goes on from, and a finished result that is asked for again, are what was "
         "saved, and that the models of a manifest are those that were merged.",
     )
+    strict: bool = _option(
+        False, "Refuse a merge whose result would lack something that a task changed in the base.", panel="Layers"
+    )
     max_memory: int | None = _option(
         None, "The most memory to hold, such as 4GB; fewer layers are then worked on at a time."
     )
@@ -154,6 +157,10 @@ class Plan:
             return set()
         floats = {slot for slot, keys in self.others.items() if self.base.tensors[keys[0]].dtype in FLOATS}
         return floats - self.head_slots
+
+    def averaged_of(self, task: FullModel) -> set[str]:
+        """The slots of ``others`` that a task counts in."""
+        return self.averaged if self.targets.other_params == "mean" or task is self.tasks[0] else set()
 
     @property
     def base(self) -> Checkpoint:

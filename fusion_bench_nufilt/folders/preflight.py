@@ -14,6 +14,7 @@ from fusion_bench_nufilt.storage.files import MANIFEST
 from fusion_bench_nufilt.storage.tensors import FLOATS, describe
 
 from .architecture import Architecture
+from .changes import refuse_losses
 from .checkpoint import Checkpoint, is_adapter, some
 from .forecast import layer_memory, process_memory
 from .heads import describe_heads, take_heads
@@ -146,6 +147,8 @@ def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
         yield f"{some(twice)} comes more than once in the stream"
     for task in plan.tasks:
         yield from _check_task(plan, task, architecture)
+    if plan.settings.strict:
+        refuse_losses(plan, ())
     yield from _check_state(plan)
     yield from check_relation(plan)
     bound = plan.settings.max_memory
