@@ -10,8 +10,8 @@ from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.methods import find_method
 from fusion_bench_nufilt.storage.checkpoint import Manifest, read_manifest
 
-#: Those of a merge, whatever the method, that belong to its result and not to the machine.
-_SETTINGS = ("seed", "accumulate", "dtype", "max_shard_size")
+#: Those of a merge, whatever the method, that belong neither to its machine nor to its tasks.
+_SETTINGS = ("seed", "accumulate", "dtype", "max_shard_size", "tokenizer")
 
 
 def inherited(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,6 +29,8 @@ def inherited(said: Mapping[str, Any]) -> dict[str, Any]:
         kinds = (find_method(method).Options, TargetConfig) if same else (TargetConfig,)
         names = (*(each.name for kind in kinds for each in fields(kind)), *_SETTINGS)
         found = {"method": method} | {name: before[name] for name in names if name in before}
+        if found.get("tokenizer") not in ("base", "union"):  # it is a task's
+            found.pop("tokenizer", None)
         found = {name: value for name, value in found.items() if name not in said}
     if not said.get("base"):
         found["base"] = _base(merged, folder, made)

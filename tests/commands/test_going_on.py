@@ -3,9 +3,10 @@
 import pytest
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.commands.going_on import inherited
 from tests.commands.helpers import nufilt
 from tests.continual.helpers import logging_to
-from tests.folders.helpers import RANKS, manifest, merge, same, save_stream, tensors
+from tests.folders.helpers import RANKS, change_json, manifest, merge, same, save_stream, tensors
 from tests.models import llama
 
 BEFORE = {**RANKS, "target_modules": ["q_proj", "mlp"], "other_params": "mean"}
@@ -60,6 +61,16 @@ def test_a_step_of_a_run_is_gone_on_from_with_the_settings_of_the_run(tmp_path):
     assert (code, "--base must be given: " in text, "does not say what it was made from" in text) == (1, True, True)
     code, text = go_on(tmp_path, "--base", tmp_path / "base")
     assert (code, "null_rank 6, lora_rank 4" in text) == (0, True), text
+
+
+@pytest.mark.parametrize(("tokenizer", "taken"), [("base", "base"), ("task1", None)])
+def test_what_belongs_to_the_tasks_of_the_merge_before_is_not_taken_over(tmp_path, tokenizer, taken):
+    save_stream(tmp_path, llama(), tasks=2)
+    merge(tmp_path, ["task1"], "one")
+    settings = manifest(tmp_path / "one")["settings"]
+    change_json(tmp_path / "one" / "nufilt.json", settings={**settings, "tokenizer": tokenizer, "weights": [0.5]})
+    found = inherited({"merged": str(tmp_path / "one")})
+    assert (found.get("tokenizer"), "weights" in found, found["seed"]) == (taken, False, 42)
 
 
 def test_a_base_that_is_not_found_must_be_said(tmp_path):
