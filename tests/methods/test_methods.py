@@ -16,9 +16,9 @@ from fusion_bench_nufilt.continual import ProtocolConfig
 from fusion_bench_nufilt.continual.protocol import DeviceConfig
 from fusion_bench_nufilt.core.options import option
 from fusion_bench_nufilt.layers import TargetConfig, select_layers
-from fusion_bench_nufilt.methods import METHODS, LayerMethod, find_method
+from fusion_bench_nufilt.methods import METHODS, ORDER_FREE, LayerMethod, find_method
 from fusion_bench_nufilt.storage.checkpoint import read_manifest
-from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool, saved_pool
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,24 @@ def test_a_model_that_nobody_sees_is_not_rendered(registered, monkeypatch):
     monkeypatch.setattr(RunningSum, "weight", lambda *args: rendered.append(args[1]) or args[3])
     LayerwiseMergingAlgorithm("running_sum").run(pool(tasks=3))
     assert len(rendered) == len(set(rendered)) > 0
+
+
+@pytest.mark.parametrize("kind", ORDER_FREE, ids=lambda kind: kind.name)
+def test_another_strength_from_the_middle_on_is_that_strength_for_all_tasks(kind, tmp_path):
+    numbers = [each for each in dataclasses.fields(kind.Options) if each.type is float]
+    other = {each.name: each.default * 1.1 + 0.1 for each in numbers}
+    models = pool(tasks=3)
+
+    def merged(names, **options):
+        stream = {name: models[name] for name in ("_pretrained_", *names)}
+        if "task1" not in names:
+            stream = saved_pool(tmp_path, stream, _merged_=tmp_path / "two" / "checkpoints" / "merged_model_1")
+        algorithm = LayerwiseMergingAlgorithm(kind.name, shuffle_order=False, **options)
+        return logging_to(tmp_path / ("two" if names == ["task1", "task2"] else "other"), algorithm).run(stream)
+
+    merged(["task1", "task2"])
+    on, whole = merged(["task3"], **other).state_dict(), merged(["task1", "task2", "task3"], **other).state_dict()
+    assert all(torch.equal(value, whole[key]) for key, value in on.items())
 
 
 # --- the registry ---
