@@ -130,8 +130,11 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
     def restore(self, step: int) -> None:
         if self.folder is not None and (file := self.folder.path / "layers.csv").is_file():
-            rows = pd.read_csv(file, float_precision="round_trip")
-            self._reports = rows[rows["step"] <= step].to_dict("records")
+            try:
+                rows = pd.read_csv(file, float_precision="round_trip")
+                self._reports = rows[rows["step"] <= step].to_dict("records")
+            except (ValueError, KeyError, TypeError) as error:
+                log.warning("'%s' is damaged (%s): it begins anew with step %d", file, error, step + 1)
 
     def _report(self, step: int, name: str, reports: Mapping[str, Report]) -> None:
         self._reports += [{"step": step, "task": name, "layer": layer, **row} for layer, row in reports.items()]

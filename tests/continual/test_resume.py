@@ -122,6 +122,16 @@ def test_models_merged_onto_a_merge_give_the_bits_of_one_stream(tmp_path, by):
     assert manifest["tasks"] == [*(("task1", "task2") if by == "manifest" else ()), "task3", "task4"]
 
 
+@pytest.mark.parametrize("content", [b"", b"\xff\x00", b"a,b\n1", b"step,task\none,two", b'"'])
+def test_damaged_reports_of_layers_begin_anew(tmp_path, content, caplog):
+    with pytest.raises(InterruptedRunError):
+        algorithm_in(tmp_path).run(pool(2), on_step=interrupt_after(1))
+    (tmp_path / "layers.csv").write_bytes(content)
+    algorithm_in(tmp_path, resume=True).run(pool(2))
+    assert "layers.csv' is damaged" in caplog.text
+    assert set(pd.read_csv(tmp_path / "layers.csv")["step"]) == {2}
+
+
 def merged_onto(folder, models, **options):
     """Merge task2 onto the step of task1 that is in a folder."""
     rest = {key: models[key] for key in ("_pretrained_", "task2")}
