@@ -146,8 +146,6 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
     yield "copied", f"{len(plan.others) - averaged} tensors, bit by bit"
     if left := kept_from_base(plan):
         yield "", f"changes of the tasks in {len(left)} tensors are left out: {some(left)}"
-    if left := kept_from_base(plan):
-        yield "", f"changes of the tasks in {len(left)} tensors are left out: {some(left)}"
     if plan.vocabulary.slots:
         yield "tokenizer", str(plan.vocabulary)
     workers, cpus = plan.settings.workers, ""
