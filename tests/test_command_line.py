@@ -5,9 +5,12 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from pathlib import Path
 
+import fusion_bench.constants
 import pytest
 import torch
+from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from omegaconf import OmegaConf
 from transformers import AutoModelForSeq2SeqLM, CLIPVisionModel
 
@@ -110,6 +113,36 @@ def test_a_clip_setting_brings_its_models_and_its_task_pool(pool):
     assert all(f"{model}_" in path for name, path in config.models.items() if name != "_pretrained_")
     assert config.taskpool.base_model == f"openai/{model}"
     assert set(config.taskpool.test_datasets) == set(config.models) - {"_pretrained_"}
+
+
+def test_corrupted_test_sets_are_those_of_fusionbench_under_the_names_of_the_models():
+    name = "clip-vit-base-patch32_robustness_corrupted"
+    config = compose_run([f"modelpool={name}", "modelpool.corruption=spatter"]).modelpool
+    folder = (
+        Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config" / "modelpool" / "CLIPVisionModelPool"
+    )
+    theirs = OmegaConf.load(folder / f"{name}.yaml")  # which can't be composed
+    tasks = config.models.keys() - {"_pretrained_"}
+    assert tasks == config.taskpool.test_datasets.keys() == theirs.test_datasets.keys()
+    for task, own in config.taskpool.test_datasets.items():
+        assert (own.path, own.split) == (theirs.test_datasets[task].path, "spatter")
+        assert get_classnames_and_templates(task)[0]
+        assert config.models[task].endswith(f"_{task}")
+
+
+def test_mtil_has_eleven_tasks_of_which_fusionbench_lacks_two():
+    config = compose_run(["modelpool=clip-vit-base-patch16_MTIL11"]).modelpool
+    test_sets = compose_run(["modelpool=clip-vit-base-patch16_TALL20"]).modelpool.taskpool.test_datasets
+    tasks = config.models.keys() - {"_pretrained_"}
+    assert len(tasks) == 11
+    assert tasks == config.taskpool.test_datasets.keys()
+    for task in tasks - {"aircraft", "caltech101"}:
+        assert config.taskpool.test_datasets[task] == test_sets[task]
+        assert config.models[task].startswith("tanganke/clip-vit-base-patch16_")
+    places = ("models.{}", "taskpool.test_datasets.{}.path")
+    own = [place.format(task) for place in places for task in ("aircraft", "caltech101")]
+    assert {f"modelpool.{place}" for place in own} <= OmegaConf.missing_keys(config)
+    assert config.taskpool.base_model == config.processor == config.models._pretrained_
 
 
 def test_the_llava_pool_names_the_base_and_leaves_the_tasks_to_the_user():

@@ -190,7 +190,8 @@ class LMMSEvalTaskPool(HarnessTaskPool):
         processor: folder or hub name of the processor.
         python: the Python of the environment with lmms-eval; None is the one that runs.
         model: lmms-eval's name of the kind of model.
-        include_path: folder with further tasks, as lmms-eval's ``--include_path``.
+        include_path: folder with further tasks, as lmms-eval's ``--include_path``; None is this project's, with
+            ``nufilt_imagenet_caption`` and ``nufilt_vizwiz_caption``.
         metric: the metric that counts, without its filter; None takes the first of ``metrics`` that a task has.
         limit: examples of each task; None takes all.
     """
@@ -210,7 +211,8 @@ class LMMSEvalTaskPool(HarnessTaskPool):
         **kwargs: Any,
     ) -> None:
         super().__init__(tasks, metric, **kwargs)
-        self._further = None if include_path is None else str(Path(include_path).expanduser().absolute())
+        own = Path(__file__).with_name("lmms_tasks")
+        self._further = str(Path(include_path or own).expanduser().absolute())
         options = {"model": model, "batch_size": 1, "include_path": self._further, "limit": limit}
         self._options = [f"--{key}={value}" for key, value in options.items() if value is not None]
         self._python = str(Path(python or sys.executable).expanduser().absolute())

@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from datasets import Dataset, Features, Image, Value
+import yaml
+from datasets import ClassLabel, Dataset, Features, Image, Value
 from lightning import Fabric
 from PIL import Image as Picture
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -15,6 +17,7 @@ from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizer
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.taskpools import LMMSEvalTaskPool
+from fusion_bench_nufilt.taskpools.lmms_tasks import captions
 from tests.models import llava
 from tests.taskpools.test_lm_harness import always_saying
 
@@ -186,8 +189,50 @@ def test_as_many_examples_are_scored_as_are_asked_for(folder, tmp_path):
         taskpool.evaluate(llava(), ["one"])
 
 
+TASK_FILES = sorted(Path(captions.__file__).parent.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", TASK_FILES, ids=lambda file: file.stem)
+def test_a_task_file_names_what_there_is_and_a_metric_that_the_pool_knows(file):
+    class Loader(yaml.SafeLoader):
+        """Reads !function as lmms-eval does."""
+
+    Loader.add_constructor("!function", lambda loader, node: getattr(captions, node.value.removeprefix("captions.")))
+    task = yaml.load(file.read_text(), Loader)
+    assert task["task"] == file.stem
+    assert task["metric_list"][0]["metric"] in LMMSEvalTaskPool.metrics
+    doc = {"image": Picture.new("L", (2, 2)), "names": "tench, Tinca tinca", "caption": ["A red bus.", "the bus"]}
+    assert task["doc_to_visual"](doc)[0].mode == "RGB"
+    assert task["metric_list"][0]["metric"] in task["process_results"](doc, ["A tench!"])
+
+
+def test_a_caption_of_imagenet_is_right_if_it_is_a_name_of_the_class():
+    features = Features({"label": ClassLabel(names=["tench, Tinca tinca", "great white shark"])})
+    (first, second) = captions.with_class_names(Dataset.from_dict({"label": [1, 0]}, features=features))
+    answers = {"Great white shark.": (1, 0), "the Tinca Tinca": (0, 1), "shark": (0, 0), "": (0, 0)}
+    for answer, scores in answers.items():
+        assert tuple(captions.matches_a_name(doc, [answer])["exact_match"] for doc in (first, second)) == scores
+
+
+def test_captions_of_vizwiz_are_scored_by_cider():
+    pytest.importorskip("pycocoevalcap", reason="needs pycocoevalcap, which lmms-eval has")
+    docs = [{"caption": ["A red bus on a street."]}, {"caption": ["Two dogs sleep in the grass."]}]
+    right = ["a red bus on the street", "two dogs sleep in grass"]
+    for answers, expected in ((right, 10), (right[::-1], 0)):
+        scored = [captions.with_references(doc, [text])["CIDEr"] for doc, text in zip(docs, answers, strict=True)]
+        assert captions.cider(scored) == pytest.approx(expected)
+
+
 def test_the_models_of_llava_bring_it_along(monkeypatch):
     monkeypatch.setenv("LMMS_EVAL_PYTHON", "/lmms/bin/python")
     taskpool = compose_run(["modelpool=llava-1.5-7b"]).modelpool.taskpool
     assert taskpool._target_ == "fusion_bench_nufilt.taskpools.LMMSEvalTaskPool"
     assert (taskpool.python, taskpool.tasks.iconqa) == ("/lmms/bin/python", "iconqa_val")
+    assert taskpool.tasks.keys() == compose_run(["modelpool=llava-1.5-7b"]).modelpool.models.keys() - {"_pretrained_"}
+    ours = {task for task in taskpool.tasks.values() if task.startswith("nufilt_")}
+    assert ours == {file.stem for file in TASK_FILES}
+
+
+def test_the_tasks_of_this_project_are_known_where_no_folder_is_named(folder, tmp_path):
+    stand_in(tmp_path, RESULTS, status=f"options['include_path'] != {str(TASK_FILES[0].parent)!r}")
+    assert pool(folder, tmp_path / "python").evaluate(llava(), ["one"]) == {"one": {"accuracy": 0.25}}

@@ -1,0 +1,1 @@
+"""Tasks of lmms-eval, which reads these files by itself."""

@@ -1,0 +1,40 @@
+"""What the task files beside this need; read by lmms-eval in an environment of its own, without this package."""
+
+import re
+from typing import Any
+
+
+def picture(doc: dict[str, Any]) -> list[Any]:
+    """Return the image of an item."""
+    return [doc["image"].convert("RGB")]
+
+
+def with_class_names(dataset: Any) -> Any:
+    """Add the names of each item's class, such as ``tench, Tinca tinca``, to a data set of labels."""
+    return dataset.add_column("names", [dataset.features["label"].int2str(label) for label in dataset["label"]])
+
+
+def matches_a_name(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """Score an answer by whether it is one of the names, whatever its case, punctuation and articles."""
+    return {"exact_match": float(normalised(results[0]) in map(normalised, doc["names"].split(",")))}
+
+
+def with_references(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
+    """Return a caption and those that people wrote, which are scored together."""
+    references = [doc["caption"]] if isinstance(doc["caption"], str) else doc["caption"]
+    return {"CIDEr": (normalised(results[0]), [normalised(text) for text in references])}
+
+
+def cider(captions: list[tuple[str, list[str]]]) -> float:
+    """Return CIDEr of all captions."""
+    from pycocoevalcap.cider.cider import Cider
+
+    references = {number: own for number, (_, own) in enumerate(captions)}
+    answers = {number: [text] for number, (text, _) in enumerate(captions)}
+    return float(Cider().compute_score(references, answers)[0])
+
+
+def normalised(text: str) -> str:
+    """Return the words of a text in lower case, without punctuation and articles."""
+    words = re.sub(r"[^\w\s]", " ", text.lower()).split()
+    return " ".join(word for word in words if word not in ("a", "an", "the"))
