@@ -19,11 +19,11 @@ from fusion_bench_nufilt.core.options import split_options, takes_options, unkno
 from fusion_bench_nufilt.results.metrics import AccuracyMatrix
 from fusion_bench_nufilt.results.tables import print_matrix
 from fusion_bench_nufilt.results.write import leave_results
-from fusion_bench_nufilt.storage.checkpoint import Input, Manifest, model_digest, package_versions
+from fusion_bench_nufilt.storage.checkpoint import Input, Manifest, package_versions
 from fusion_bench_nufilt.storage.files import write_text
 
 from .evaluation import RunScores, find_evaluator
-from .models import MERGED, PRETRAINED, describe_model, load_model, merged_before, merged_checkpoint
+from .models import MERGED, PRETRAINED, describe_model, digest_of_stored, load_model, merged_before, merged_checkpoint
 from .program import ReportedTaskPool, log_picture, one_line_errors, use_bundled_taskpool
 from .protocol import Evaluate, ProtocolConfig, task_order
 from .run_folder import RunFolder, open_run_folder
@@ -56,6 +56,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     merge_seconds: list[float]  # by step, without loading, saving and scoring
     history: list[str]  # the names of the models in `_merged_`, as far as they are known
     first_step: int  # the number of the first model of the stream: 1 without `_merged_`
+    files: Mapping[str, bytes]  # what is kept beside each step, by path
 
     # These are set by auto_register_config.
     shuffle_order: bool
@@ -151,24 +152,23 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             raise ValueError("the model pool is empty: there is no fine-tuned model to merge")
         if self.fabric.world_size > 1:
             raise ValueError("continual merging runs in one process: set fabric.devices=1")
-        self.modelpool = modelpool
+        self.modelpool, self.files = modelpool, {}
         self.history, self.first_step = merged_before(modelpool, self.num_merged, verify=self.verify)
         names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
         self.matrix, self.merge_seconds, self.on_step = AccuracyMatrix(names), [], on_step
         sources = {name: describe_model(modelpool, name) for name in modelpool.all_model_names}
         self._inputs: dict[str, Input] = {name: {"name": name, "source": source} for name, source in sources.items()}
         self.scores = self._scores(taskpool)
-        pretrained, drawn = self._load(modelpool, PRETRAINED)
+        pretrained, self.drawn = self._load(modelpool, PRETRAINED)
         self.start(pretrained, names)
-        self._check(pretrained, pretrained, PRETRAINED, drawn)
+        self._check(pretrained, pretrained, self.drawn, PRETRAINED)
         if self.scores is not None and self.check_taskpool:
             self.scores.check(pretrained)
         self._checked_first = self.check_models or self.resume  # a resumed run must know all weights
         if self._checked_first:
             with self.profile("checking models"):
                 for name in tqdm(names, desc="Checking models", disable=None):
-                    model, drawn = self._load(modelpool, name)
-                    self._check(pretrained, model, name, drawn)
+                    self._check(pretrained, *self._load(modelpool, name), name)
         if self.folder is not None:
             write_text(self.folder.path / "model_names.json", json.dumps(names))
         merged = self.merge_stream(modelpool, pretrained, names)
@@ -189,8 +189,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         merged = deepcopy(pretrained)
         if MERGED in modelpool.all_model_names:
             previous, drawn = self._load(modelpool, MERGED)
-            self._check(pretrained, previous, MERGED, drawn)
-            self.go_on_from(*merged_checkpoint(modelpool, pretrained, verify=self.verify))
+            self._check(pretrained, previous, drawn, MERGED)
+            self.go_on_from(*merged_checkpoint(modelpool, pretrained, self.drawn, verify=self.verify))
             merged.load_state_dict(previous.state_dict())
             del previous
         next_step = self._resume(merged) + 1 if self.resume else self.first_step
@@ -198,7 +198,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         for step, name in tqdm(left, "Merging models", disable=None):
             task, drawn = self._load(modelpool, name)
             if not self._checked_first:
-                self._check(pretrained, task, name, drawn)
+                self._check(pretrained, task, drawn, name)
             begin = time.perf_counter()
             with self.profile("merging"):
                 merged = self.merge_step(step, name, pretrained, merged, task)
@@ -226,9 +226,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         tasks, done = self.matrix.tasks, self.matrix.tasks[: step - self.first_step + 1]
         log.info("step %d: merged '%s' (%d of %d) in %.1f s", step, done[-1], len(done), len(tasks), seconds)
         if self._kept is not None:
-            about = {"step": step, "tasks": self.history + done, "merge_seconds": self.merge_seconds}
+            about = {"step": step, "tasks": self.history + done, "merge_seconds": self.merge_seconds, **self.describe()}
             with self.profile("saving"):
-                self._kept.save_step(step, merged, {**self._description(), **about, **self.describe()}, self.state())
+                self._kept.save_step(step, merged, {**self._description(), **about}, self.state(), self.files)
         if self.scores is not None:
             with self.profile("evaluating"):
                 self.scores.take(step, merged)
@@ -240,10 +240,10 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         with self.profile("loading models"):
             model, drawn = load_model(modelpool, name)
             if self._kept is not None and "sha256" not in self._inputs[name]:
-                self._inputs[name]["sha256"] = model_digest(model)
+                self._inputs[name]["sha256"] = digest_of_stored(model, drawn)
         return model, drawn
 
-    def _check(self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str]) -> None:
+    def _check(self, pretrained: nn.Module, model: nn.Module, drawn: Sequence[str], name: str) -> None:
         """Refuse a model that cannot be merged, or whose merged weights were drawn at random."""
         if keys := list(filter(self.uses, drawn)):
             raise ValueError(

@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,28 @@ from typing import Any
 import pandas as pd
 from fusion_bench import auto_register_config
 from omegaconf import ListConfig
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import split_options, takes_options
-from fusion_bench_nufilt.layers import TargetConfig, check_model, coverage, merge_other_params, select_layers
+from fusion_bench_nufilt.core.weights import is_finite
+from fusion_bench_nufilt.layers import Heads, TargetConfig, check_model, coverage, merge_other_params, select_layers
 from fusion_bench_nufilt.methods import Report, State, find_method
-from fusion_bench_nufilt.storage.checkpoint import Manifest, load_state
+from fusion_bench_nufilt.storage.checkpoint import (
+    NOT_KEPT,
+    Head,
+    Manifest,
+    head_file,
+    load_state,
+    read_heads,
+    unused,
+)
 from fusion_bench_nufilt.storage.files import write_text
 
 from .algorithm import ContinualMergingAlgorithm
+from .models import MERGED, PRETRAINED, config_of
 from .protocol import DeviceConfig, ProtocolConfig
 
 log = logging.getLogger(__name__)
@@ -55,7 +66,16 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         return self._kind.label
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
-        self._layers = select_layers(pretrained, self.targets.target_modules, self.targets.exclude_modules)
+        self.task_heads: dict[str, Head] = {}
+        self.head_tensors: dict[str, dict[str, Tensor]] = {}
+        self._heads = Heads("none", {}, {})
+        self._drawn: dict[str, Sequence[str]] = {}
+        self._choose(pretrained)
+
+    def _choose(self, pretrained: nn.Module) -> None:
+        """Choose the layers, without those of heads as far as these are known."""
+        layers = select_layers(pretrained, self.targets.target_modules, self.targets.exclude_modules)
+        self._layers = {layer: view for layer, view in layers.items() if not self._heads.of([view.key])}
         self._coverage = coverage(pretrained, self._layers, self.targets)
         self.method = self._kind(self.options, list(self._layers), self.seed)
         self._states: dict[str, State] = {}
@@ -79,7 +99,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     def describe(self) -> dict[str, Any]:
         step = self.first_step + len(self.merge_seconds) - 1
         counts = {key: count for key, count in self._mean_counts.items() if count != step}
-        return {"coverage": self._coverage.as_dict(), "mean_counts": counts}
+        return {"coverage": self._coverage.as_dict(), "mean_counts": counts, "heads": self.task_heads}
 
     def state(self) -> dict[str, Tensor]:
         return {f"{layer}.{name}": value for layer, state in self._states.items() for name, value in state.items()}
@@ -87,6 +107,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
         step = manifest.get("step", self.first_step - 1)
         self._mean_counts = defaultdict(lambda: step, manifest.get("mean_counts", {}))
+        self.task_heads = dict(manifest.get("heads", {}))
+        self.files = {} if folder is None else read_heads(folder, manifest)
+        self.head_tensors = {task: load(self.files[head["file"]]) for task, head in self.task_heads.items()}
         if self.method.state_is_weight:
             return
         saved = {} if folder is None else load_state(folder)
@@ -100,16 +123,46 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         for layer, state in self._states.items():
             self._states[layer] = {name: saved[f"{layer}.{name}"].to(value.device) for name, value in state.items()}
 
+    def _check(self, pretrained: nn.Module, model: nn.Module, drawn: Sequence[str], name: str) -> None:
+        """Look for the model's head before all other checks, which are of what is merged."""
+        self._drawn[name], names = drawn, self._names(pretrained, model)
+        shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+        if name == PRETRAINED:
+            known = {key: shape for key, shape in shapes.items() if key not in drawn}
+            backbone = getattr(pretrained, "base_model_prefix", "")
+            self._heads = Heads(self.targets.heads, known, config_of(pretrained), backbone)
+        if name == PRETRAINED and self.targets.heads == "auto":  # a head that its checkpoint lacks is one, too
+            self._heads.add(name, shapes, config_of(pretrained))
+        elif name not in (PRETRAINED, MERGED):
+            before = len(self._heads.modules)
+            own = {base_name: shapes[key] for base_name, key in names.items() if key not in drawn}
+            self._heads.add(name, own, config_of(model))
+            if len(self._heads.modules) > before and self.merge_seconds:
+                heads = ", ".join(sorted(self._heads.modules))
+                said = f"model '{name}' has a head of its own ({heads}), which the models before it had not"
+                raise ValueError(f"{said}: set heads='{heads}', or leave check_models on")
+        if self._heads.of(view.key for view in self._layers.values()):
+            self._choose(pretrained)
+        left = [base_name for base_name, key in names.items() if key in drawn and not self._heads.of([base_name])]
+        super()._check(pretrained, _backbone(pretrained, model), left, name)
+
+    def _names(self, pretrained: nn.Module, model: nn.Module) -> dict[str, str]:
+        """Return the keys of a model by the names that the pretrained model has for them."""
+        inside = "" if _backbone(pretrained, model) is model else f"{model.base_model_prefix}."
+        return {key.removeprefix(inside): key for key in model.state_dict()}
+
     def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
         keys = dict.fromkeys(view.key for view in self._layers.values())
         others, mismatch = self.targets.other_params, self.targets.on_shape_mismatch
-        check_model(pretrained, model, keys, name=name, other_params=others, on_shape_mismatch=mismatch)
+        heads = self._heads.of(model.state_dict())
+        check_model(pretrained, model, keys, name=name, other_params=others, on_shape_mismatch=mismatch, heads=heads)
 
     def uses(self, key: str) -> bool:
         return self.targets.other_params != "pretrained" or any(view.key == key for view in self._layers.values())
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
-        method, theta_0 = self.method, self._read(pretrained)
+        self._keep_head(name, pretrained, task)
+        task, method, theta_0 = _backbone(pretrained, task), self.method, self._read(pretrained)
         states = self._states or {layer: {"weight": W} for layer, W in self._read(merged).items()}
         devices = self.device_config.choose(self.fabric.device)
         added = method.add_each(states, theta_0, self._read(task), step=step, device=devices)
@@ -124,9 +177,28 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             for layer, W in method.weigh_each(self._states, theta_0, device=devices):
                 self._layers[layer].write(merged, W)
         if self.targets.changes_others(step):
-            merge_other_params(merged, task, self._layers, self._mean_counts)
+            merge_other_params(merged, task, self._layers, self._mean_counts, self._heads.of(merged.state_dict()))
         self._report(step, name, reports)
         return merged
+
+    def _keep_head(self, task: str, pretrained: nn.Module, model: nn.Module) -> None:
+        names, state = self._names(pretrained, model), model.state_dict()
+        head = [name for name in self._heads.of(names) if state[names[name]].is_floating_point()]
+        if not head:
+            return
+        if drawn := [names[name] for name in head if names[name] in self._drawn.get(task, ())]:
+            log.warning(
+                "model '%s': its checkpoint has no head ('%s' was drawn at random): none is kept", task, drawn[0]
+            )
+            return
+        tensors = {names[name]: state[names[name]].cpu().contiguous().clone() for name in head}
+        if bad := [key for key, value in tensors.items() if not is_finite(value)]:
+            raise ValueError(f"model '{task}', parameter '{bad[0]}' of its head has NaN or infinite values")
+        name, files = unused(task, self.task_heads), [head["file"] for head in self.task_heads.values()]
+        config = {key: value for key, value in config_of(model).items() if key not in NOT_KEPT}
+        self.task_heads[name] = Head(file=head_file(name, files), modules=self._heads.modules_of(head), config=config)
+        self.head_tensors[name] = tensors
+        self.files = {**self.files, self.task_heads[name]["file"]: save(tensors)}
 
     def restore(self, step: int) -> None:
         if self.folder is not None and (file := self.folder.path / "layers.csv").is_file():
@@ -144,6 +216,14 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         if self.fabric.loggers:
             means = {key: sum(row[key] for row in reports.values()) / len(reports) for key in self.method.logged}
             self.log_dict({f"layers/{key}": mean for key, mean in means.items()}, step=step)
+
+
+def _backbone(pretrained: nn.Module, model: nn.Module) -> nn.Module:
+    """Return the part of a model that a pretrained model without a head has: all of it for one with a head."""
+    prefix = getattr(model, "base_model_prefix", "")
+    part = getattr(model, prefix, None) if prefix else None
+    bare = not any(key.startswith(f"{prefix}.") for key in pretrained.state_dict())
+    return part if isinstance(part, nn.Module) and bare else model
 
 
 @auto_register_config

@@ -1,7 +1,8 @@
 """The models of a pool: where they come from, which weights their checkpoints lack, and what was merged before."""
 
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ def load_model(modelpool: BaseModelPool, name: str) -> tuple[nn.Module, list[str
     return model, keys
 
 
+def digest_of_stored(model: nn.Module, drawn: Collection[str]) -> str:
+    """Return the digest of a model's weights but for those that were drawn at random, which differ from run to run."""
+    return model_digest({key: value for key, value in model.state_dict().items() if key not in drawn})
+
+
 def _same(key: str, other: str) -> bool:
     return f".{key}".endswith(f".{other}") or f".{other}".endswith(f".{key}")
 
@@ -51,6 +57,18 @@ def _drawn_at_random() -> Iterator[set[str]]:
 
     with patch.object(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
         yield missing
+
+
+def config_of(model: nn.Module) -> dict[str, Any]:
+    """Return what tells the labels and the class of a model of transformers or timm, as their config.json does."""
+    config, of_timm = getattr(model, "config", None), getattr(model, "pretrained_cfg", None) or {}
+    if callable(to_json := getattr(config, "to_json_string", None)):
+        return {**json.loads(to_json()), "architectures": [type(model).__name__]}
+    if "architecture" not in of_timm:
+        return {}
+    classifier = {"classifier": of_timm.get("classifier")}
+    size = getattr(model, "num_classes", 0)
+    return {"architecture": of_timm["architecture"], "num_classes": size, "pretrained_cfg": classifier}
 
 
 def describe_model(modelpool: BaseModelPool, name: str) -> Any:
@@ -82,11 +100,12 @@ def merged_before(modelpool: BaseModelPool, num_merged: int | None, *, verify: b
 
 
 def merged_checkpoint(
-    modelpool: BaseModelPool, pretrained: nn.Module | None = None, *, verify: bool
+    modelpool: BaseModelPool, pretrained: nn.Module | None = None, drawn: Collection[str] = (), *, verify: bool
 ) -> tuple[Path | None, Manifest]:
     """Return the folder of the pool's ``_merged_`` model, and its manifest; empty if it has none.
 
-    With ``verify``, a manifest that was changed is refused, and one of another ``pretrained`` model.
+    With ``verify``, a manifest that was changed is refused, and one of another ``pretrained`` model, of which
+    the weights ``drawn`` at random do not count.
     """
     entry = modelpool._models[MERGED]
     path = entry if isinstance(entry, str) else getattr(entry, "pretrained_model_name_or_path", None)
@@ -95,6 +114,6 @@ def merged_checkpoint(
     folder = Path(path).expanduser()
     manifest = read_manifest(folder, _CHANGED, verify=verify) or Manifest()
     before = manifest.get("inputs", {}).get(PRETRAINED, {}).get("sha256")
-    if verify and pretrained is not None and before not in (None, model_digest(pretrained)):
+    if verify and pretrained is not None and before not in (None, digest_of_stored(pretrained, drawn)):
         raise ValueError(f"'{folder}' was merged from another '{PRETRAINED}' model than the pool's; {_CHANGED}")
     return folder, manifest

@@ -33,10 +33,17 @@ class RunFolder:
             log.warning("%s; scoring step %d again", error, step)
             return None
 
-    def save_step(self, step: int, model: nn.Module, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-        """Save the model after a step, what the manifest says of it, and the state to go on from."""
+    def save_step(
+        self,
+        step: int,
+        model: nn.Module,
+        about: Mapping[str, Any],
+        state: Mapping[str, Tensor],
+        files: Mapping[str, bytes],
+    ) -> None:
+        """Save the model after a step, what the manifest says of it, the state to go on from, and further files."""
         self._report(step).unlink(missing_ok=True)  # an earlier run's would pass for this one's
-        save_checkpoint(model, self._checkpoint(step), about, state)
+        save_checkpoint(model, self._checkpoint(step), about, state, files)
 
     def load_step(self, step: int, model: nn.Module) -> None:
         """Give ``model`` the weights that it had after a step; damage is a ValueError that names the file."""

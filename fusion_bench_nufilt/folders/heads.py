@@ -10,7 +10,15 @@ from torch import nn
 
 from fusion_bench_nufilt.layers import Heads
 from fusion_bench_nufilt.layers.heads import labels
-from fusion_bench_nufilt.storage.checkpoint import Head, Manifest, head_file, read_heads, read_manifest, unused
+from fusion_bench_nufilt.storage.checkpoint import (
+    NOT_KEPT,
+    Head,
+    Manifest,
+    head_file,
+    read_heads,
+    read_manifest,
+    unused,
+)
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Architecture
@@ -24,7 +32,6 @@ _CLASSES = {
     "TOKEN_CLS": "AutoModelForTokenClassification",
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
 }
-_NOT_KEPT = ("_name_or_path", "dtype", "torch_dtype")  # the user's folder, and what the merged model has of its own
 
 
 def take_heads(
@@ -68,7 +75,7 @@ def _config(task: FullModel, base: FullModel) -> dict[str, Any]:
         if len(labels(config) or ()) != count:
             names = {str(number): f"LABEL_{number}" for number in range(count)}
             config |= {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
-    return {key: value for key, value in config.items() if key not in _NOT_KEPT}
+    return {key: value for key, value in config.items() if key not in NOT_KEPT}
 
 
 def head_files(plan: Plan) -> dict[str, bytes]:

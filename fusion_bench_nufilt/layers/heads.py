@@ -61,11 +61,9 @@ class Heads:
         outputs = [name for name in self._matrices(task) if not self._backbone or name in outside]
         if named:
             outputs = [name for name in outputs if _within(name, named)]
-        elif theirs is not None:
-            outputs = [name for name in outputs if task[name][0] == len(theirs)]
-        else:  # the last one whose length differs
-            tails = ((name, self.base.get(name, task[name])) for name in outputs if self.base.get(name) != task[name])
-            outputs = [name for name, before in tails if before[1:] == task[name][1:]][-1:]
+        else:  # where no configuration tells the labels, the last one whose length differs
+            resized = [name for name in outputs if self._is_resized(name, task, or_new=theirs is None)][-1:]
+            outputs = [name for name in outputs if theirs and task[name][0] == len(theirs)] or resized
         known = self.labels is not None and theirs is not None
         relabelled = theirs != self.labels and not (known and len(theirs or ()) != len(self.labels or ()))
         own = {name.rpartition(".")[0] for name in outputs if relabelled or self.base.get(name) != task[name]}
@@ -79,6 +77,11 @@ class Heads:
         if self._backbone and not name.startswith(self._backbone):
             return True
         return name not in self.base and not _IN_BLOCK.fullmatch(name)
+
+    def _is_resized(self, name: str, task: Shapes, *, or_new: bool) -> bool:
+        if name not in self.base:
+            return or_new
+        return self.base[name][1:] == task[name][1:] and self.base[name] != task[name]
 
     def _matrices(self, task: Shapes) -> list[str]:
         there = (name for name, shape in task.items() if name.endswith(".weight") and len(shape) >= 2)

@@ -78,6 +78,10 @@ def read_manifest(folder: Path, advice: str = "fetch it again", *, verify: bool 
     return manifest
 
 
+#: What the result keeps of no task's configuration: the user's folder, and what the merged model has of its own.
+NOT_KEPT = ("_name_or_path", "dtype", "torch_dtype")
+
+
 def unused(name: str, others: Collection[str]) -> str:
     """Return a name that is none of the others, with a number behind it where it must be."""
     names = chain([name], (f"{name}-{number}" for number in count(2)))

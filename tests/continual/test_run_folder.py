@@ -21,7 +21,7 @@ ABOUT = {"step": 1, "tasks": ["a"], "merge_seconds": [0.1], **RUN}
 @pytest.fixture
 def folder(tmp_path):
     folder = RunFolder(tmp_path / "logs")
-    folder.save_step(1, nn.Linear(2, 2), ABOUT, {})
+    folder.save_step(1, nn.Linear(2, 2), ABOUT, {}, {})
     return folder
 
 

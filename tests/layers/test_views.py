@@ -247,16 +247,21 @@ def test_a_run_says_what_it_covers_and_warns_where_that_is_little(caplog):
     assert described["kept"]["parameters"] == len(list(base.parameters())) - 10
 
 
-def test_heads_of_another_size_are_refused_or_kept_as_the_pretrained_model_has_them():
+def test_heads_of_another_size_are_kept_for_each_task_or_refused_or_as_the_pretrained_model_has_them():
     base = FAMILIES["resnet"]()
     one, two = finetuned(base, 1), finetuned(base, 2)
     one.classifier[1], two.classifier[1] = nn.Linear(32, 7), nn.Linear(32, 5)
     models = {"_pretrained_": base, "one": one, "two": two}
     options = {**OPTIONS, "shuffle_order": False, "other_params": "mean"}
     message = r"model 'one', parameter 'classifier.1.weight': shape \(7, 32\) .* \(2, 32\); on_shape_mismatch=keep-base"
+    method = NufiltContinualMergingAlgorithm(**options)
+    kept = method.run(models)
+    assert [tuple(head["classifier.1.weight"].shape) for head in method.head_tensors.values()] == [(7, 32), (5, 32)]
+    options["heads"] = "none"
     with pytest.raises(ValueError, match=message):
         NufiltContinualMergingAlgorithm(**options).run(models)
     merged = NufiltContinualMergingAlgorithm(**options, on_shape_mismatch="keep-base").run(models)
+    assert all(torch.equal(value, kept.state_dict()[key]) for key, value in merged.state_dict().items())
     assert torch.equal(merged.classifier[1].weight, base.classifier[1].weight)
     name = "resnet.embedder.embedder.convolution.weight"  # outside the layers, of equal shape
     mean = (one.get_parameter(name) + two.get_parameter(name)) / 2
