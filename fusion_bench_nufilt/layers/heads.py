@@ -81,7 +81,9 @@ class Heads:
     def _is_resized(self, name: str, task: Shapes, *, or_new: bool) -> bool:
         if name not in self.base:
             return or_new
-        return self.base[name][1:] == task[name][1:] and self.base[name] != task[name]
+        vocabulary = {shape[0] for other, shape in task.items() if _VOCABULARY.search(other) and len(shape) > 1}
+        same_width = self.base[name][1:] == task[name][1:]
+        return same_width and self.base[name] != task[name] and task[name][0] not in vocabulary
 
     def _matrices(self, task: Shapes) -> list[str]:
         there = (name for name, shape in task.items() if name.endswith(".weight") and len(shape) >= 2)

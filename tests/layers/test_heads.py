@@ -69,8 +69,9 @@ def test_what_has_as_many_rows_as_there_are_labels_is_no_head_by_that_alone():
         assert not heads.modules
 
 
-def test_a_longer_vocabulary_is_no_head():
-    base, config, prefix = build("llama", 2, bare=True)
+@pytest.mark.parametrize("family", ["llama", "bert, masked"])
+def test_a_longer_vocabulary_is_no_head(family):
+    base, config, prefix = build(family, 2, bare=True)
     task = {name: (52, *shape[1:]) if shape[0] == 50 else shape for name, shape in base.items()}
     for known in (config, {}):
         heads = Heads("auto", base, known, prefix)
