@@ -41,10 +41,22 @@ def _differs(plan: Plan, slot: str, task: FullModel) -> bool:
 
 
 def always_lost(plan: Plan, task: FullModel) -> list[str]:
-    """Return the tensors of a task that the result won't have whatever is in them, as the headers tell."""
+    """Return the tensors of a task that the result won't have, as is known before the merge: the base lacks them, ties
+    them to others or has them in another shape, or an adapter changes them outside the merged layers.
+    """
     merged = {layer.slot for layer in plan.layers} | plan.averaged_of(task)
     foreign = (slot for slot in task.slots if slot not in plan.pretrained.slots)
-    return [*task.ignored, *foreign, *(slot for slot in task.pairs if slot in plan.others and slot not in merged)]
+    untied = (key for key, slot in task.twins.items() if slot in task.keys and _untied(task, key, task.keys[slot]))
+    outside = (slot for slot in task.pairs if slot in plan.others and slot not in merged)
+    return [*task.ignored, *foreign, *untied, *outside]
+
+
+def _untied(task: FullModel, key: str, other: str) -> bool:
+    """Tell from a sample whether two tensors that the base ties differ; those still on the hub are not looked at."""
+    checkpoint = task.checkpoint
+    count = min(math.prod(checkpoint.tensors[key].shape), math.prod(checkpoint.tensors[other].shape), CHUNK_BYTES // 8)
+    known = not checkpoint.remote and checkpoint.tensors[key].dtype in FLOATS
+    return known and not torch.equal(checkpoint.elements(key, 0, count), checkpoint.elements(other, 0, count))
 
 
 def kept_from_base(plan: Plan) -> list[str]:

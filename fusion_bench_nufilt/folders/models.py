@@ -45,6 +45,7 @@ class FullModel:
         self.keys: dict[str, str] = {}
         self.pairs: dict[str, tuple[str, str, float]] = {}
         self.ignored: list[str] = []
+        self.twins: dict[str, str] = {}  # slots of further keys that the base ties to one, such as an untied head's
         self.head: dict[str, str] = {}  # keys of the tensors of the task's own head, by slot
         self.strength = 1.0  # of its update in a merge
         self._rows: dict[str, list[int]] = {}  # the stored row for each of the base's, or -1, if they differ
@@ -57,6 +58,7 @@ class FullModel:
             # Where a model that the base ties is stored untied, the slot's own name wins: the embedding, not the head.
             key = next((key for key in keys if architecture.module_name(key) == slot), keys[0])
             self.keys[slot], self.slots[slot] = key, self.checkpoint.tensors[key].shape
+            self.twins |= {twin: slot for twin in keys if twin != key}
 
     def has(self, slot: str) -> bool:
         """Return whether the model says what a tensor of the base is."""

@@ -69,6 +69,16 @@ def test_losses_that_headers_tell_are_refused_in_the_plan(tmp_path):
     plan(tmp_path, ["task2", "adapter"], settings=strict)
 
 
+def test_a_head_that_a_task_unties_is_lost_if_it_differs(tmp_path):
+    save_stream(tmp_path, llama(tie_word_embeddings=True), tasks=2)
+    for name, change_in in (("task1", 0), ("task2", 1)):
+        file = tmp_path / name / "model.safetensors"
+        state = load_file(file)
+        save_file({**state, "lm_head.weight": state[EMBEDDING] + change_in}, file)
+    out = merge(tmp_path, ["task1", "task2"], other_params="mean")
+    assert [each["left_out"] for each in counts(out)] == [[], ["lm_head.weight"]]
+
+
 def test_the_plan_names_the_tensors_whose_changes_are_left_out(stream):
     words = [f"{key}={value}" for key, value in RANKS.items()]
     models = ["--base", stream / "base", "--task", stream / "task1", "--out", stream / "out"]

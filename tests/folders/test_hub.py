@@ -11,8 +11,10 @@ from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetada
 
 from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.folders import merge_folders, plan_merge
+from fusion_bench_nufilt.folders.forecast import disk_bytes
 from fusion_bench_nufilt.storage.tensors import TensorFile
 from tests.folders.helpers import RANKS, merge, same, save_stream, tensors
+from tests.folders.test_quantised import quantise
 from tests.models import llama
 
 COMMIT = "0" * 40
@@ -64,6 +66,16 @@ def test_a_plan_downloads_no_weights_and_a_merge_gives_the_bits_of_the_folders(t
     card = metadata_load(out / "README.md")
     assert card["base_model"] == ["owner/base", "owner/task1", "owner/task2"]
     assert (card["base_model_relation"], card["license"]) == ("merge", "mit")
+
+
+def test_a_base_in_fp8_is_planned_by_headers_alone(tmp_path, hub):
+    quantise(tmp_path / "remote" / "base")
+    planned = plan("task1")
+    assert planned.base.remote
+    held = disk_bytes(planned)
+    found = tensors(merge_folders(planned, tmp_path / "out"))
+    assert same(found, tensors(merge(tmp_path / "remote", ["task1"])))
+    assert held == sum(value.nbytes for value in found.values())
 
 
 def test_weights_that_are_here_already_need_no_headers_from_the_hub(tmp_path, hub, monkeypatch):

@@ -1,6 +1,7 @@
 """FP8 checkpoints are merged as the same models dequantised by hand are, and no other quantisation is touched."""
 
 import json
+import pickle
 import re
 import shutil
 
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from fusion_bench_nufilt.folders import merge_folders
 from fusion_bench_nufilt.folders.forecast import disk_bytes
 from tests.families import FAMILIES
 from tests.folders.helpers import (
@@ -182,6 +184,12 @@ def test_an_interrupted_merge_goes_on_to_the_same_files(stream, dtype):
     assert interrupt(stream, **options) >= 8
     assert hashes(merge(stream, **options)) == expected
     assert manifest(stream / "out")["settings"]["dtype"] == dtype
+
+
+def test_a_plan_that_went_to_another_machine_writes_the_same_blocks(stream):
+    settings = {"dtype": "fp8"}
+    sent = pickle.loads(pickle.dumps(plan(stream, ["task1"], settings=settings)))
+    assert hashes(merge_folders(sent, stream / "sent")) == hashes(merge(stream, ["task1"], settings=settings))
 
 
 def test_fused_experts_in_fp8_have_scales_of_their_own(tmp_path):
