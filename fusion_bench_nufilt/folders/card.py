@@ -1,20 +1,21 @@
 """The model card: what a merged folder says to people and to the hub."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import transformers
 import yaml
-from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import metadata_load
-from huggingface_hub.utils import validate_repo_id
 
 from fusion_bench_nufilt.storage.files import CARD
 
 from .plan import Plan
 
+# Without a slash it is a folder's, which the hub refuses; a revision follows an @.
+_HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(@.*)?")
 #: What a merged model has in common with its base.
 _OF_THE_BASE = ("license", "license_name", "license_link", "pipeline_tag")
 
@@ -29,8 +30,8 @@ def _yaml(content: Mapping[str, Any]) -> str:
 
 
 def _metadata(plan: Plan) -> dict[str, Any]:
-    names = [name.partition("@")[0] for name in (plan.base.label, *plan.names)]
-    made_from = list(dict.fromkeys(filter(_is_hub_name, names)))
+    found = map(_HUB_NAME.fullmatch, (plan.base.label, *plan.names))
+    made_from = list(dict.fromkeys(name[1] for name in found if name))
     base = _metadata_of(plan.base.folder / CARD)
     return {
         **({"base_model": made_from, "base_model_relation": "merge"} if made_from else {}),
@@ -38,14 +39,6 @@ def _metadata(plan: Plan) -> dict[str, Any]:
         **{key: base[key] for key in _OF_THE_BASE if isinstance(base.get(key), str)},
         "tags": ["merge", "model-merging", "nufilt"],
     }
-
-
-def _is_hub_name(name: str) -> bool:
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return "/" in name  # without it, it is a folder's, which the hub refuses
 
 
 def _metadata_of(card: Path) -> dict[str, Any]:
