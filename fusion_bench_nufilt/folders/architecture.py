@@ -66,6 +66,14 @@ class Architecture:
         slot = self._slots[view.key]
         return part(slot, view.rows) if slot in self._parts else slot
 
+    def names(self, slot: str) -> list[str]:
+        """Return the model's names for the tensor of a slot, of which a tied one has several."""
+        return [name for name, its_slot in self._slots.items() if its_slot == slot]
+
+    def rows(self, slot: str) -> int:
+        """Return the number of rows of a tensor, zero for one that the model does not have."""
+        return self.shape(slot)[0] if slot in self._slots else 0
+
     def parts(self, slot: str) -> list[str]:
         return [part(slot, rows) for rows in self._parts.get(slot, ())]
 

@@ -25,6 +25,8 @@ def changed_by(plan: Plan, slot: str) -> list[str]:
 
 def _differs(plan: Plan, slot: str, task: FullModel) -> bool:
     """Compare piece by piece, up to the first difference."""
+    if slot in task.magnitudes:  # which are of whole rows
+        return True
     base, key = plan.base, plan.pretrained.keys[slot]
     info, own = base.tensors[key], task.checkpoint.tensors[task.keys[slot]] if slot in task.keys else None
     if info.dtype not in FLOATS or (own and own.dtype not in FLOATS):

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import huggingface_hub
 from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
-from pydantic import FiniteFloat, PositiveInt
+from pydantic import FiniteFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from typing_extensions import TypedDict
 
@@ -49,6 +49,7 @@ class AdapterConfig(TypedDict, total=False):
     rank_pattern: dict[str, PositiveInt] | None
     lora_alpha: FiniteFloat
     alpha_pattern: dict[str, FiniteFloat] | None
+    trainable_token_indices: list[NonNegativeInt] | dict[str, list[NonNegativeInt]] | None
 
 
 _Files = Mapping[str, Mapping[str, TensorInfo]]  # the tensors of each weight file, by key

@@ -1,6 +1,8 @@
 """Base, merged and task models, addressed by slot whatever their files call a tensor."""
 
 import math
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -17,18 +19,18 @@ from .architecture import Architecture
 from .checkpoint import Checkpoint, is_adapter, some
 
 _PREFIX = "base_model.model."
+_EMBEDDING_A = ".lora_embedding_A"  # (rank, tokens); it and B (d, rank) hold the transpose of the update
 # Options of peft that change the base's own weights or add other terms than B A.
 _REFUSED = {
-    "use_dora": "DoRA, whose update is no B A but rescales the whole weight",
     "lora_bias": "lora_bias",
     "use_qalora": "QALoRA",
     "kasa_config": "KaSA, which truncates the base",
     "arrow_config": "Arrow, which mixes several adapters by the input",
     "layer_replication": "layer_replication, which adds layers",
     "target_parameters": "target_parameters",
-    "trainable_token_indices": "trainable_token_indices",
     "alora_invocation_tokens": "activated LoRA, which acts on some tokens only",
 }
+_TOKENS = ".token_adapter.trainable_tokens_delta"
 _REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -48,6 +50,8 @@ class FullModel:
         self.twins: dict[str, str] = {}  # slots of further keys that the base ties to one, such as an untied head's
         self.head: dict[str, str] = {}  # keys of the tensors of the task's own head, by slot
         self.strength = 1.0  # of its update in a merge
+        self.magnitudes: dict[str, str] = {}  # keys of the lengths that DoRA gives to the rows of a layer, by slot
+        self._trained: dict[str, dict[int, int]] = {}  # where the rows are that an adapter has of a tensor, by slot
         self._rows: dict[str, list[int]] = {}  # the stored row for each of the base's, or -1, if they differ
         self._transposed = {slot for slot, view in architecture.views.items() if view.transposed}
         architecture.split(checkpoint)
@@ -86,7 +90,7 @@ class FullModel:
         self.slots[slot] = (len(rows), *self.slots[slot][1:])
 
     def _stored_row(self, slot: str, row: int) -> int:
-        return row
+        return self._trained[slot].get(row, -1) if slot in self._trained else row
 
     def row(self, slot: str, row: int, base: "FullModel") -> Tensor:
         """Read a row of a tensor, flattened, by its number here; the base's if this is an adapter that lacks it."""
@@ -131,7 +135,15 @@ class FullModel:
         if not is_finite(left := b.to(wide) * scaling):
             what = f"adapter '{self.checkpoint.name}', layer '{slot}'"
             raise ValueError(f"{what}: B times its scaling of {scaling:g} is too large for {wide}")
-        return LowRank(left, a.to(wide)), digest_a + digest_b
+        update, digests = LowRank(left, a.to(wide)), digest_a + digest_b
+        if key_a.endswith(_EMBEDDING_A):
+            return LowRank(update.right.T, update.left.T), digests
+        if slot not in self.magnitudes:
+            return update, digests
+        lengths, digest_m = self.checkpoint.read(self.magnitudes[slot])
+        weight = (theta_0.T if slot in self._transposed else theta_0).to(wide) + update.product()
+        weight *= (lengths.to(wide) / torch.linalg.vector_norm(weight, dim=1))[:, None]
+        return (weight.T if slot in self._transposed else weight), digests + digest_m
 
     def at_strength(self, new: Tensor | LowRank, theta_0: Tensor) -> Tensor | LowRank:
         """Return a weight, or the factors of an update, with the update times the model's strength."""
@@ -184,24 +196,61 @@ class LoraAdapter(FullModel):
 
     def _find_tensors(self, architecture: Architecture) -> None:
         unknown, tensors = [], self.checkpoint.tensors
+        saved: defaultdict[str, list[str]] = defaultdict(list)  # whole tensors by slot
         for key, info in tensors.items():
             name = key.removeprefix(_PREFIX).replace(".base_layer.bias", ".bias")  # biases that were trained as well
-            module, is_a, _ = name.partition(".lora_A.weight")
+            module, is_a, _ = name.partition(_EMBEDDING_A if _EMBEDDING_A in name else ".lora_A.weight")
+            partner = re.sub(r"\.lora_(embedding_)?B(\.weight)?$", r".lora_\1A\2", key)
             if is_a and len(info.shape) == 2:
                 self._add_pair(architecture.slot(f"{module}.weight"), module, key)
+            elif name.endswith(_TOKENS):
+                self._add_tokens(architecture, name.removesuffix(_TOKENS), key)
+            elif self.config.get("use_dora") and name.endswith(".lora_magnitude_vector"):
+                slot = architecture.slot(name.removesuffix(".lora_magnitude_vector") + ".weight")
+                self.magnitudes[slot] = key
             elif ".base_layer." in name:
                 continue  # the base's own weight, which peft saves along with an adapted embedding or head
             elif ".lora_" not in name:
                 slot = architecture.slot(name)
+                saved[slot].append(key)
                 self.keys[slot], self.slots[slot] = key, info.shape
-            elif not name.endswith(".lora_B.weight") or key.replace(".lora_B.", ".lora_A.") not in tensors:
+            elif partner == key or partner not in tensors:
                 unknown.append(key)
+        self._check_tied(architecture, saved)
+        if self.config.get("use_dora"):
+            unknown += [a for slot, (a, _, _) in self.pairs.items() if slot not in self.magnitudes]
         if unknown:
             raise ValueError(f"adapter '{self.checkpoint.name}': {some(unknown)}: no LoRA of a linear layer")
 
+    def _check_tied(self, architecture: Architecture, saved: Mapping[str, Sequence[str]]) -> None:
+        """Refuse a whole tensor that the adapter trained apart from another one that the base ties it to."""
+        trained = self.config.get("modules_to_save") or ()
+        for slot, keys in saved.items():
+            if len(tied := architecture.names(slot)) < 2:
+                continue
+            alone = len(keys) == 1 and any(f".{keys[0]}".endswith(f".{module}.weight") for module in trained)
+            if alone or len({self.checkpoint.read(key)[1] for key in keys if len(keys) > 1}) > 1:
+                ties = f"'{keys[0]}' apart from what the base ties it to ({some(tied)})"
+                remedy = "save the base with tie_word_embeddings=False, and merge into that"
+                raise ValueError(f"adapter '{self.checkpoint.name}' trained {ties}: {remedy}")
+
+    def _add_tokens(self, architecture: Architecture, module: str, key: str) -> None:
+        """Note the rows of an embedding that the adapter has trained, in the place of the base's."""
+        slot, numbers = architecture.slot(f"{module}.weight"), self.config.get("trainable_token_indices")
+        if isinstance(numbers, dict):
+            numbers = next((numbers[name] for name in numbers if f".{module}".endswith(f".{name}")), None)
+        count, rows = self.checkpoint.tensors[key].shape[0], architecture.rows(slot)
+        if not numbers or len(numbers) != count or max(numbers) >= rows or slot in {*self.keys, *self.pairs}:
+            what = f"{count} rows for the tokens {numbers} of '{slot}' with {rows} rows"
+            raise ValueError(f"adapter '{self.checkpoint.name}' has {what}: merge it into its base with peft")
+        self._trained[slot] = {number: place for place, number in enumerate(numbers)}
+        self.keys[slot], self.slots[slot] = key, self.checkpoint.tensors[key].shape
+        self.show_rows(slot, range(rows))
+
     def _add_pair(self, slot: str, module: str, key_a: str) -> None:
         """Note the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of a layer's update, and their scaling."""
-        name, tensors, key_b = self.checkpoint.name, self.checkpoint.tensors, key_a.replace(".lora_A.", ".lora_B.")
+        name, tensors = self.checkpoint.name, self.checkpoint.tensors
+        key_b, transposed = re.sub(r"\.lora_(embedding_)?A", r".lora_\1B", key_a), key_a.endswith(_EMBEDDING_A)
         if key_b not in tensors:
             raise ValueError(f"adapter '{name}' has '{key_a}' and no '{key_b}'")
         self.checkpoint.check_floats((key_a, key_b))
@@ -211,13 +260,17 @@ class LoraAdapter(FullModel):
         if len(shape_b) != 2 or not rank == shape_b[1] == expected:
             shapes = f"A is {shape_a}, B {shape_b}, and the rank in its config {expected}"
             raise ValueError(f"adapter '{name}', '{module}': {shapes}: they do not belong together")
-        if self.config.get("fan_in_fan_out") and slot not in self._transposed:
+        if slot in {*self.pairs, *self.keys}:
+            raise ValueError(
+                f"adapter '{name}' changes '{slot}' twice, as '{module}' too: merge it into its base with peft"
+            )
+        if self.config.get("fan_in_fan_out") and slot not in self._transposed and not transposed:
             none = f"'{slot}' of the base is none"
             raise ValueError(f"adapter '{name}' is for transposed layers (fan_in_fan_out), and {none}")
         alpha = self._pattern("alpha_pattern", module, self.config.get("lora_alpha", 8))
         scaling = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
         self.pairs[slot] = key_a, key_b, scaling
-        self.slots[slot] = (d_i, shape_b[0]) if slot in self._transposed else (shape_b[0], d_i)
+        self.slots[slot] = (d_i, shape_b[0]) if transposed or slot in self._transposed else (shape_b[0], d_i)
 
     def _pattern(self, field: str, module: str, default: Any) -> Any:
         """Return the value of the first expression that matches the end of a module's name, as peft finds it."""

@@ -205,6 +205,9 @@ def _check_task(plan: Plan, task: FullModel, architecture: Architecture) -> Iter
     if absent := sorted(slot for slot in plan.averaged if not task.has(slot)):
         yield f"'{name}' is left out of the mean of {some(absent)}"
     outside = [slot for slot in task.pairs if slot not in chosen]
+    if dora := [slot for slot in outside if slot in task.magnitudes and plan.targets.other_params != "pretrained"]:
+        remedy = "name them in target_modules, or merge it into its base with peft, and give that folder"
+        raise ValueError(f"adapter '{name}' changes {some(dora)} by DoRA outside the merged layers: {remedy}")
     if outside and plan.targets.other_params == "pretrained":
         yield f"adapter '{name}' also changes {some(outside)}: ignored"
 

@@ -54,15 +54,17 @@ def plan_adapter(folder):
             "layers_to_transform": [0],
         },
         {"modules_to_save": ["lm_head"]},
+        {"use_dora": True, "rank_pattern": {"q_proj": 2}},
     ],
-    ids=["plain", "rslora", "patterns", "regular-expressions", "modules_to_save"],
+    ids=["plain", "rslora", "patterns", "regular-expressions", "modules_to_save", "dora"],
 )
 @pytest.mark.parametrize("make", [llama, llava])
 def test_an_adapter_is_the_model_that_peft_merges_it_into(tmp_path, make, config):
     """To the bit as the first task, which is taken whole; to rounding later, where its factors are worked on."""
     save_all(tmp_path, llama(tie_word_embeddings=False) if make is llama else llava(), torch.float64, **config)
     options = {"other_params": "mean"} if "modules_to_save" in config else {}
-    assert same(*(tensors(merge(tmp_path, [task], f"first_{task}", **options)) for task in ("adapter", "task9")))
+    first, whole = (tensors(merge(tmp_path, [task], f"first_{task}", **options)) for task in ("adapter", "task9"))
+    torch.testing.assert_close(first, whole, rtol=0, atol=1e-15 if "use_dora" in config else 0)
     expected = tensors(merge(tmp_path, ["task1", "task9"], "full", **options))
     result = tensors(merge(tmp_path, ["task1", "adapter"], "out", **options))
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-9)
@@ -140,3 +142,53 @@ def test_an_update_of_the_head_for_another_vocabulary_is_left_out_whole(tmp_path
     change(tmp_path / "adapter", key, lambda value: torch.cat([value, value[:2]]))
     out = merge(tmp_path, ["adapter"], on_shape_mismatch="keep-base", other_params="mean")
     assert torch.equal(*(tensors(folder)["lm_head.weight"] for folder in (out, tmp_path / "base")))
+
+
+SAVED = {
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"target_modules": ["q_proj", "lm_head"], "use_rslora": True},
+    "tokens": {"trainable_token_indices": [3, 7]},
+    "tokens of both": {"trainable_token_indices": {"embed_tokens": [3, 7], "lm_head": [1]}},
+    "whole tensors": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "tied tensors": {"modules_to_save": ["embed_tokens", "model.embed_tokens"], "ensure_weight_tying": True},
+}
+REFUSED = {  # where the base ties head and embedding
+    "tokens of both": "'lm_head' too|rows for the tokens",
+    "whole tensors": "apart from what the base ties it to .*tie_word_embeddings=False",
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("what", SAVED)
+def test_embeddings_heads_and_tokens_are_what_peft_merges_them_into(tmp_path, what, tied):
+    if what == "tied tensors" and not tied:
+        pytest.skip("peft ties what the model ties")
+    save_all(tmp_path, llama(tie_word_embeddings=tied), torch.float64, **SAVED[what])
+    if tied and what in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[what]):
+            plan_adapter(tmp_path)
+        return
+    for order in (["adapter"], ["task1", "adapter"]):
+        whole = ["task9" if task == "adapter" else task for task in order]
+        options = {"method": "sum", "other_params": "mean"}
+        result, expected = (
+            merge(tmp_path, tasks, f"{name}{len(order)}", **options) for name, tasks in (("a", order), ("w", whole))
+        )
+        torch.testing.assert_close(tensors(result), tensors(expected), rtol=0, atol=1e-12)
+    base = tensors(tmp_path / "base")
+    moved = {key for key, value in tensors(tmp_path / "a1").items() if not torch.equal(value, base[key])}
+    assert moved & {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_half_of_a_tied_pair_is_refused(tmp_path, module):
+    save_all(tmp_path, llama(), modules_to_save=[module])
+    with pytest.raises(ValueError, match=rf"adapter .*{module}\.weight' apart from what the base ties it to"):
+        plan_adapter(tmp_path)
+
+
+def test_dora_outside_the_merged_layers_is_refused(tmp_path):
+    save_all(tmp_path, llama(tie_word_embeddings=False), use_dora=True, target_modules=["q_proj", "lm_head"])
+    with pytest.raises(ValueError, match=r"changes 'lm_head\.weight' by DoRA outside the merged layers"):
+        merge(tmp_path, ["adapter"], other_params="mean")
+    assert any("also changes 'lm_head.weight': ignored" in text for text in plan_adapter(tmp_path).warnings)
