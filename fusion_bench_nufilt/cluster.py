@@ -3,6 +3,8 @@
 import logging
 import multiprocessing
 import os
+import re
+import socket
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ Work = Mapping[str, tuple[Any, ...]]  # arguments of a function for each piece, 
 Results = Generator[tuple[str, Any], None, None]  # names of pieces, and what the function returned
 Make = Callable[..., Callable[..., Any]]
 
+_ANSWER_SECONDS = 20  # an address where nothing answers for so long is refused
 _START_SECONDS = 300  # a node whose CPUs or GPUs others hold for so long is left out
 _TRIES = 3  # a piece of work that kills so many workers will kill the next one, too
 
@@ -71,8 +74,12 @@ def connect(address: str | None) -> Any:
         raise ValueError(f"engine 'ray' needs Ray ({error}): pip install 'fusion-bench-nufilt[ray]'") from None
     if not ray.is_initialized():
         try:
+            if (place := re.fullmatch(r"(?:ray://)?\[?(.+?)]?:(\d{1,5})", address or "")) is not None:
+                socket.create_connection(
+                    (place[1], int(place[2])), _ANSWER_SECONDS
+                ).close()  # Ray would try for minutes
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError) as error:
+        except (OSError, OverflowError, ValueError, RuntimeError) as error:
             raise ValueError(f"no Ray cluster at '{address}': {error}; start one with `ray start --head`") from error
     return ray
 

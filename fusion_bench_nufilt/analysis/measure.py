@@ -23,7 +23,7 @@ from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.layers.views import View
 from fusion_bench_nufilt.results.metrics import or_none
 from fusion_bench_nufilt.storage.checkpoint import Manifest, load_checkpoint, read_whole_checkpoint
-from fusion_bench_nufilt.storage.files import read_json
+from fusion_bench_nufilt.storage.files import Score, read_json
 
 from .pool import PoolAnalysis, layer_weight
 from .record import forward, watched_layers
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 class Scores(TypedDict):
     """What is read of a run's ``accuracy_matrix.json``."""
 
-    ACC: float | None
-    BWT: float | None
+    ACC: Score | None
+    BWT: Score | None
 
 
 def default_methods(width: int) -> str:
@@ -228,5 +228,6 @@ def measure_run(pool: PoolAnalysis, result: Analysis, run: FinishedRun, on_step:
         tracker.update(task, merged, pool.load(task))
         on_step()
     result.losses += tracker.rows
-    if scores := read_json(folder / "accuracy_matrix.json", Scores, "resume the run, and it is written again"):
+    advice = "resume the run, and it is written again"
+    if scores := read_json(folder / "accuracy_matrix.json", Scores, advice, sealed=True):
         result.scores[run.label] = {"ACC": scores["ACC"], "BWT": scores["BWT"]}

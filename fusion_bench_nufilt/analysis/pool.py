@@ -18,6 +18,7 @@ from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.layers import check_model, select_layers
 from fusion_bench_nufilt.layers.views import View
 from fusion_bench_nufilt.results.names import kind
+from fusion_bench_nufilt.storage.files import file_name
 
 from .record import Loader, Moments, known_moments, memory_of, record_moments, shared_inputs, task_inputs
 from .settings import AnalysisConfig
@@ -120,7 +121,7 @@ class PoolAnalysis:
             "weights": self.experiment.digests[name],
             "taskpool": self.experiment.settings["taskpool"],
         }
-        folder = self.folder / "moments" / task
+        folder = self.folder / "moments" / file_name(task)
         known = known_moments(folder, about)
         return known or record_moments(source, self._inputs[task], self.owner, folder, about, MEMORY)
 

@@ -1,6 +1,5 @@
 """What an analysis finds and leaves in its folder: its tables, and the few numbers and sentences they come down to."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import pandas as pd
 import torch
 
 from fusion_bench_nufilt.results.names import depth, kind
-from fusion_bench_nufilt.storage.files import write_text
+from fusion_bench_nufilt.storage.files import write_json, write_text
 
 from .reading import reading
 from .subspaces import Floats, TaskVector, dominance, example_pairs, overlap
@@ -67,7 +66,7 @@ def save_analysis(analysis: Analysis, folder: Path) -> tuple[Row, list[str]]:
     folder.mkdir(parents=True, exist_ok=True)
     content = summarise(analysis)
     content["reading"] = reading(content)
-    write_text(folder / "analysis.json", json.dumps(content, indent=1, allow_nan=False))
+    write_json(folder / "analysis.json", content)
     write_text(folder / "reading.md", "".join(f"- {sentence}\n" for sentence in content["reading"]))
     tables = {
         "task_vectors.csv": pd.DataFrame(analysis.vectors).astype({"rank_90": "Int64"}),

@@ -8,14 +8,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.analysis.settings import AnalysisConfig
 from fusion_bench_nufilt.compare.overrides import without_method
 from fusion_bench_nufilt.folders import Plan
-from fusion_bench_nufilt.results.write import leave_results
-from fusion_bench_nufilt.storage.files import lock_folder, refuse_foreign
+from fusion_bench_nufilt.results.write import write_results
+from fusion_bench_nufilt.storage.files import lock_folder, printable, refuse_foreign, shown
 
 from .options import patterns, takes_options, was_typed
 from .terminal import terminal
@@ -76,11 +75,11 @@ def analyze(
             else:
                 analysis = _pool(console, methods, runs, words, modelpool, config, out, targets)
             content, files = save_analysis(analysis, out)
-            files += leave_results(out)
+            files += write_results(out)
         finally:
             lock.release()
-    print("\n".join(content["reading"]))
-    console.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
+    print("\n".join(map(printable, content["reading"])))
+    console.print(f"[bold]{shown(str(out))}[/bold]: {', '.join(files)}", highlight=False)
 
 
 def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
@@ -102,7 +101,7 @@ def _plan(console: Console, base: str, tasks: list[str], merged: str | None, tar
     settings = Settings(step=2 if merged else None)  # its number matters to a merge only
     plan = plan_merge(base, tasks, merged, targets=TargetConfig(target_modules=targets), settings=settings)
     for warning in plan.warnings:
-        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False, soft_wrap=True)
+        console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
     return plan
 
 
@@ -132,5 +131,5 @@ def _pool(
             for run in runs:
                 measure_run(pool, result, run, bar.update)
     for label, reason in result.failures.items():
-        console.print(f"[yellow]{escape(label)} failed:[/yellow] {escape(reason)}", highlight=False, soft_wrap=True)
+        console.print(f"[yellow]{shown(label)} failed:[/yellow] {shown(reason)}", highlight=False, soft_wrap=True)
     return result

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from fusion_bench_nufilt.storage.files import refuse_foreign
+from fusion_bench_nufilt.storage.files import refuse_foreign, shown
 
 from .terminal import interruptible, terminal
 
@@ -70,7 +70,7 @@ def compare(
     from fusion_bench_nufilt.results.comparison import print_comparison
 
     print_comparison(found)
-    console.print(f"[bold]{out}[/bold]: {', '.join(files)}", highlight=False)
+    console.print(f"[bold]{shown(str(out))}[/bold]: {', '.join(files)}", highlight=False)
     if any(method.failures for method in found.methods.values()):
         raise typer.Exit(1)
 

@@ -1,5 +1,6 @@
 """`nufilt merge`: checkpoint folders of any size, as a recipe file, KEY=VALUE words and typed options say."""
 
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 import typer
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BeforeValidator, ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
@@ -30,17 +30,19 @@ from fusion_bench_nufilt.folders.models import LoraAdapter
 from fusion_bench_nufilt.folders.output import work_folder
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.methods import METHODS, find_method
-from fusion_bench_nufilt.storage.files import Count, checked, parse_json
+from fusion_bench_nufilt.storage.files import Count, checked, content_digest, parse_json, read_yaml, shown
 
 from .going_on import find_model, inherited
 from .mergekit import from_mergekit
 from .options import SIZES, takes_options, typed_values
-from .terminal import interruptible, shown, terminal
+from .terminal import interruptible, terminal
 
 KINDS = (*dict.fromkeys(method.Options for method in METHODS.values()), TargetConfig, Settings)
 MODELS = ("base", "tasks", "merged", "out", "digests")
 # What decides which tensors of the models are read.
 _READ = {"base", "tasks", "merged", "step", "method", *(each.name for each in fields(TargetConfig))}
+# The settings that a manifest does not choose: where to compute, where to connect, and what to write.
+_OF_THE_USER = {"engine", "address", "device", "max_memory", "step", "verify", *MODELS}
 _TASK = re.compile(r"task (0|[1-9]\d{0,5})")
 _model_option = partial(typer.Option, rich_help_panel="Models")
 
@@ -201,7 +203,7 @@ def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[
     These are at most one recipe file, ``KEY=VALUE`` in Hydra's grammar, and the options of the command line. A name
     that is neither of ``MODELS`` nor of ``settings``, a value of the wrong type or a bad file is refused by name.
     """
-    files = [word for word in words if "=" not in word or Path(word).is_file()]
+    files = [word for word in words if "=" not in word or os.path.isfile(word)]  # a word may be too long for a name
     if len(files) > 1:
         raise ValueError(f"one recipe file at a time, got {', '.join(files)}")
     gathered = read_recipe(Path(files[0])) if files else {}
@@ -229,8 +231,10 @@ def read_recipe(file: Path) -> dict[str, Any]:
         if file.suffix == ".json":
             content: Any = parse_json(file.read_bytes(), object)
         else:
-            content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+            content = read_yaml(file)
         if isinstance(content, dict) and "inputs" in content:
+            if content.get("digest", found := content_digest(content)) != found:
+                raise ValueError("field 'digest': the file was changed; give other settings as options instead")
             content = _recipe_of(checked(content, _Made), file.absolute().parent)
         elif isinstance(content, dict) and "merge_method" in content:
             content = from_mergekit(content)
@@ -249,4 +253,5 @@ def _recipe_of(made: _Made, folder: Path) -> dict[str, Any]:
     recipe: dict[str, Any] = {source: found[source] for source in ("base", "merged") if source in found}
     first = made["step"] - len(tasks) + 1
     recipe["digests"] = {source: model["sha256"] for source, model in made["inputs"].items() if "sha256" in model}
-    return recipe | {"tasks": [tasks[i] for i in sorted(tasks)], "step": first, "settings": made.get("settings")}
+    settings = {key: value for key, value in made.get("settings", {}).items() if key not in _OF_THE_USER}
+    return recipe | {"tasks": [tasks[i] for i in sorted(tasks)], "step": first, "settings": settings}

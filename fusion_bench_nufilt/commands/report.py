@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fusion_bench_nufilt.results.write import write_results
+from fusion_bench_nufilt.storage.files import shown
 
 from .terminal import terminal
 
@@ -17,4 +18,4 @@ def report(
 ) -> None:
     """Make tables, pictures and one self-contained page, index.html, of a run, a comparison, an analysis or a merge."""
     with terminal() as console:
-        console.print(f"[bold]{folder}[/bold]: {', '.join(write_results(folder))}", highlight=False)
+        console.print(f"[bold]{shown(str(folder))}[/bold]: {', '.join(write_results(folder))}", highlight=False)

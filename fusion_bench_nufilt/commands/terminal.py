@@ -10,14 +10,8 @@ from types import FrameType
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.markup import escape
 
-from fusion_bench_nufilt.storage.files import printable
-
-
-def shown(text: str) -> str:
-    """Escape markup and control characters in a text for a console, since it may hold names from elsewhere."""
-    return escape("\n".join(map(printable, text.split("\n"))))
+from fusion_bench_nufilt.storage.files import printable, shown
 
 
 class _Message(logging.Formatter):

@@ -48,11 +48,10 @@ def config_loader() -> Iterator[Any]:
 
 def taskpool_config(config: DictConfig) -> DictConfig:
     """Return the task pool of a run: the one that is named, or else the one that the model pool brings along."""
-    if not str(config.taskpool.get("_target_", "")).endswith("DummyTaskPool"):
-        return config.taskpool
-    if (bundled := config.modelpool.get("taskpool")) is None:
-        raise ValueError("the model pool brings no task pool, and nothing can be scored: add taskpool=NAME")
-    return bundled
+    for taskpool in (config.get("taskpool"), config.modelpool.get("taskpool")):
+        if taskpool is not None and not str(taskpool.get("_target_", "")).endswith("DummyTaskPool"):
+            return taskpool
+    raise ValueError("the model pool brings no task pool, and nothing can be scored: add taskpool=NAME")
 
 
 def plain(config: DictConfig) -> Any:

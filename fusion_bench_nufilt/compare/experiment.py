@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fusion_bench_nufilt.continual.evaluation import Evaluator, Part, Report, score
 from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
+from fusion_bench_nufilt.continual.models import PRETRAINED, check_pool, load_model, reason
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.results.content import References, Run
 from fusion_bench_nufilt.results.metrics import or_none
@@ -148,17 +149,18 @@ class Experiment:
 
     @property
     def tasks(self) -> list[str]:
+        check_pool(self.modelpool)
         return list(self.modelpool.model_names)
 
     @cached_property
     def parameters(self) -> int:
         """Those of the pretrained model."""
-        return num_parameters(self.modelpool.load_model("_pretrained_"))
+        return num_parameters(load_model(self.modelpool, PRETRAINED)[0])
 
     @cached_property
     def width(self) -> int:
         """The smallest input width d_i of the layers that NUFILT merges."""
-        layers = select_layers(self.modelpool.load_model("_pretrained_"))
+        layers = select_layers(load_model(self.modelpool, PRETRAINED)[0])
         return min(view.shape[1] for view in layers.values())
 
     @property
@@ -171,7 +173,7 @@ class Experiment:
         return dict(sorted(self._digests.items()))
 
     def _load(self, name: str) -> nn.Module:
-        model: nn.Module = self.modelpool.load_model(name)
+        model, _ = load_model(self.modelpool, name)
         self._digests[name] = model_digest(model)
         return model
 
@@ -231,9 +233,3 @@ def _experiment(overrides: tuple[str, ...], validation: bool | None) -> Experime
 
 def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def reason(error: Exception) -> str:
-    """Say in one line why a run failed."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fusion_bench_nufilt.cluster import Results, Work, connect, find_nodes, run_locally, run_on_cluster
-from fusion_bench_nufilt.continual.protocol import Evaluate
+from fusion_bench_nufilt.continual.models import reason
+from fusion_bench_nufilt.continual.protocol import Evaluate, task_order
 from fusion_bench_nufilt.results.content import Json, References, Run
 
 from .configs import compose_run, plain, quiet
-from .experiment import Experiment, reason, run_alone
+from .experiment import Experiment, run_alone
 from .overrides import key_of, without_method
 from .specs import RunSpec, check_specs
 from .store import Store
@@ -77,7 +78,7 @@ def compare(
     store = Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)
     with closing(store), quiet(), _progress_bars(console) as progress:
         references = _score_single_models(store, experiment, progress)
-        runs, missing = _known_runs(store, seeds, configs)
+        runs, missing = _known_runs(store, seeds, configs, experiment.tasks)
         runs |= {(spec, seed): Run({}, error=why) for spec, why in wrong.items() for seed in seeds}
         work = {name: (config,) for name, (_, config) in missing.items()}
         here, data = engine == "local" and jobs == 1, (pools, validation)
@@ -120,7 +121,7 @@ def _configure(
 
 def _score_single_models(store: Store, experiment: Experiment, progress: Progress) -> References:
     """Return the scores that are kept, or score; refuse a store that is of other models."""
-    if (references := store.load_references()) is None:
+    if (references := store.load_references(experiment.tasks)) is None:
         with _steps_bar(progress, "scoring the single models", 1 + len(experiment.tasks)) as on_step:
             references = experiment.score_single_models(on_step)
     store.identify(experiment.digests)
@@ -129,13 +130,14 @@ def _score_single_models(store: Store, experiment: Experiment, progress: Progres
 
 
 def _known_runs(
-    store: Store, seeds: Sequence[int], configs: Mapping[RunSpec, Json]
+    store: Store, seeds: Sequence[int], configs: Mapping[RunSpec, Json], tasks: Sequence[str]
 ) -> tuple[dict[tuple[RunSpec, int], Run], dict[str, tuple[RunSpec, Json]]]:
     """Return the runs that are kept, and by name the methods and configurations of those that are missing."""
     runs, missing = {}, {}
     for seed, (spec, config) in product(seeds, configs.items()):  # what is interrupted has some seeds whole
         seeded = {**config, "seed": seed}
-        if (run := store.load(spec, seeded)) is not None:
+        order = task_order(tasks, shuffle=config["shuffle_order"], seed=seed)
+        if (run := store.load(spec, seeded, order)) is not None:
             runs[spec, seed] = run
         else:
             missing[f"{spec.label}, seed {seed}"] = spec, seeded

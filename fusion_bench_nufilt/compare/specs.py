@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.core.options import unknown_option
 from fusion_bench_nufilt.methods import ORDER_FREE
-from fusion_bench_nufilt.storage.files import printable
+from fusion_bench_nufilt.storage.files import file_name, printable
 
 from .configs import PROGRAM, compose_run, config_loader, plain
 from .overrides import key_value
@@ -33,11 +33,6 @@ class RunSpec:
     overrides: tuple[str, ...]  # those of `fusion_bench` that the other rows do not share
     method: str  # its name, without ``continual/``
     settings: tuple[str, ...] = ()  # the ``KEY=VALUE`` words among the overrides
-
-    @property
-    def safe_label(self) -> str:
-        """The label as a file name, which is neither hidden nor another folder's."""
-        return re.sub(r"[^\w.=,+-]+|^\.", "_", self.label)
 
 
 def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
@@ -77,7 +72,7 @@ def check_specs(specs: Sequence[RunSpec]) -> None:
         raise ValueError("there is no method to compare: choose some with --methods or --preset")
     by_file: dict[str, RunSpec] = {}
     for spec in specs:
-        if (other := by_file.setdefault(spec.safe_label, spec)) is not spec:
+        if (other := by_file.setdefault(file_name(spec.label), spec)) is not spec:
             raise ValueError(f"methods '{other.label}' and '{spec.label}' need labels to tell them apart: LABEL=METHOD")
 
 

@@ -1,7 +1,7 @@
 """The folder of a comparison, with a file for every finished run, so that an interrupted comparison goes on."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
@@ -10,8 +10,8 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.results.content import References, Run
-from fusion_bench_nufilt.storage.files import lock_folder, read_json, write_text
+from fusion_bench_nufilt.results.content import References, Run, check_references
+from fusion_bench_nufilt.storage.files import file_name, lock_folder, read_json, write_json
 
 from .specs import RunSpec
 
@@ -41,7 +41,7 @@ class Store:
         self._file, self._references = folder / "compare.json", folder / "references.json"
         self._lock = lock_folder(folder)
         try:
-            self._there = read_json(self._file, _Settings, advice="delete what it belongs to by hand")
+            self._there = read_json(self._file, _Settings, "delete what it belongs to by hand", sealed=True)
             self._outdated = self._files_to_delete() if overwrite else []
             if not overwrite and (there := self._there) is not None:
                 self._refuse_others("", {key: value for key, value in there.items() if key != "weights"}, settings)
@@ -66,7 +66,7 @@ class Store:
                 why = f"holds results of other models: '{other[0]}' has other weights there"
                 raise ValueError(f"{self.folder} {why}. {_WAY_OUT}")
         self.settings = {**self.settings, "weights": weights}
-        write_text(self._file, json.dumps(self.settings, indent=2))
+        write_json(self._file, self.settings)
 
     def close(self) -> None:
         self._lock.release()
@@ -82,31 +82,38 @@ class Store:
             read_json(file, _RunFile, advice="if it is not of this comparison, move it elsewhere, else delete it")
         return [*runs, self._file, self._references]
 
-    def load(self, spec: RunSpec, config: dict[str, Any]) -> Run | None:
-        """Return the finished run of a method with a configuration, or None; refuse one of another configuration."""
+    def load(self, spec: RunSpec, config: dict[str, Any], order: Sequence[str]) -> Run | None:
+        """Return the finished run of a method with a configuration, or None; refuse one of another, or other tasks."""
         file = self._run_file(spec, config)
-        run = read_json(file, Run, _DELETE)
+        run = read_json(file, Run, _DELETE, sealed=True)
         if run is None or run.error is not None:
             return None
         self._refuse_others(f"'{spec.label}' with ", run.config, config)
-        rows = run.accuracy_matrix or []
-        if not rows or {len(rows), *map(len, rows)} != {len(run.tasks or ())}:
-            raise ValueError(f"'{file}' is damaged: no matrix of {len(run.tasks or ())} tasks; {_DELETE}")
+        if run.tasks != order:
+            raise ValueError(
+                f"'{file}' is damaged, field 'tasks': must be {', '.join(order)}, in this order; {_DELETE}"
+            )
         return run
 
     def save(self, spec: RunSpec, run: Run) -> None:
         file = self._run_file(spec, run.config)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps({"label": spec.label, "seed": run.config["seed"], **asdict(run)}, indent=2))
+        write_json(file, {"label": spec.label, "seed": run.config["seed"], **asdict(run)})
 
-    def load_references(self) -> References | None:
-        return None if self._outdated else read_json(self._references, References, _DELETE)
+    def load_references(self, tasks: Sequence[str]) -> References | None:
+        found = None if self._outdated else read_json(self._references, References, _DELETE, sealed=True)
+        if found is not None:
+            try:
+                check_references(found, tasks)
+            except ValueError as error:
+                raise ValueError(f"'{self._references}' is damaged, {error}; {_DELETE}") from None
+        return found
 
     def save_references(self, references: References) -> None:
-        write_text(self._references, json.dumps(references, indent=2))
+        write_json(self._references, references)
 
     def _run_file(self, spec: RunSpec, config: dict[str, Any]) -> Path:
-        return self.folder / "runs" / spec.safe_label / f"{config['seed']}.json"
+        return self.folder / "runs" / file_name(spec.label) / f"{config['seed']}.json"
 
     def _refuse_others(self, whose: str, there: dict[str, Any], here: dict[str, Any]) -> None:
         """Refuse results of settings that differ from those wanted here, and name the first differences."""

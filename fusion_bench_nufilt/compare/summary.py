@@ -1,6 +1,5 @@
 """What a comparison ends in: all numbers, which are saved, and given to trackers."""
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from fusion_bench_nufilt.continual.program import log_picture
 from fusion_bench_nufilt.results.content import Json, Method, References, Results, Run
 from fusion_bench_nufilt.results.metrics import or_none
 from fusion_bench_nufilt.results.write import write_results
-from fusion_bench_nufilt.storage.files import write_text
+from fusion_bench_nufilt.storage.files import write_json
 
 from .paper import SENSITIVITY, printed_row, printed_tables, published
 from .specs import NEED_DATA, RunSpec
@@ -59,7 +58,7 @@ class Comparison(Results):
 
     def save(self, folder: Path) -> list[str]:
         """Write ``results.json`` and the tables, pictures and page that are made of it; return the files' names."""
-        write_text(folder / "results.json", json.dumps(self.as_json(), indent=2))
+        write_json(folder / "results.json", self.as_json())
         return ["results.json", *write_results(folder)]
 
     def log(self, loggers: Sequence[Any], pictures: Sequence[Path]) -> None:

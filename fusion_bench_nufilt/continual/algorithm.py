@@ -24,7 +24,7 @@ from fusion_bench_nufilt.storage.files import write_text
 
 from .evaluation import RunScores, find_evaluator
 from .models import MERGED, PRETRAINED, describe_model, digest_of_stored, load_model, merged_before, merged_checkpoint
-from .program import ReportedTaskPool, log_picture, one_line_errors, use_bundled_taskpool
+from .program import OneLineErrors, ReportedTaskPool, log_picture, one_line_errors, use_bundled_taskpool
 from .protocol import Evaluate, ProtocolConfig, task_order
 from .run_folder import RunFolder, open_run_folder
 
@@ -36,7 +36,7 @@ _NOT_IN_THE_RESULT = ("_target_", "save_on_every_step", "check_models", "check_t
 
 @auto_register_config
 @takes_options(ProtocolConfig)
-class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm):
+class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm):
     """Merges a stream of models one after another, scores the result, saves every step.
 
     A subclass says how one model is merged (:meth:`merge_step`) and which models it refuses (:meth:`check_model`).
@@ -142,14 +142,10 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         """
         if not isinstance(modelpool, BaseModelPool):
             modelpool = BaseModelPool(dict(modelpool))
-        with one_line_errors(self._program), open_run_folder(self.log_dir) as self.folder:
+        with one_line_errors(), open_run_folder(self.log_dir) as self.folder:
             return self._run(modelpool, taskpool, on_step)
 
     def _run(self, modelpool: BaseModelPool, taskpool: Any, on_step: OnStep | None) -> nn.Module:
-        if not modelpool.has_pretrained:
-            raise ValueError(f"the model pool has no '{PRETRAINED}' model, only {modelpool.all_model_names}")
-        if not modelpool.model_names:
-            raise ValueError("the model pool is empty: there is no fine-tuned model to merge")
         if self.fabric.world_size > 1:
             raise ValueError("continual merging runs in one process: set fabric.devices=1")
         self.modelpool, self.files = modelpool, {}

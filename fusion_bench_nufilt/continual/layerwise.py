@@ -19,6 +19,7 @@ from fusion_bench_nufilt.core.options import split_options, takes_options
 from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.layers import Heads, TargetConfig, check_model, coverage, merge_other_params, select_layers
 from fusion_bench_nufilt.methods import Report, State, find_method
+from fusion_bench_nufilt.results.write import read_table
 from fusion_bench_nufilt.storage.checkpoint import (
     NOT_KEPT,
     Head,
@@ -203,10 +204,10 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     def restore(self, step: int) -> None:
         if self.folder is not None and (file := self.folder.path / "layers.csv").is_file():
             try:
-                rows = pd.read_csv(file, float_precision="round_trip")
+                rows = read_table(file, "task layer step")
                 self._reports = rows[rows["step"] <= step].to_dict("records")
-            except (ValueError, KeyError, TypeError) as error:
-                log.warning("'%s' is damaged (%s): it begins anew with step %d", file, error, step + 1)
+            except ValueError as error:
+                log.warning("%s: it begins anew with step %d", error, step + 1)
 
     def _report(self, step: int, name: str, reports: Mapping[str, Report]) -> None:
         self._reports += [{"step": step, "task": name, "layer": layer, **row} for layer, row in reports.items()]

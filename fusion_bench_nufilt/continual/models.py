@@ -21,13 +21,24 @@ _CHANGED = "merge or fetch it again; method.verify=false goes on from it all the
 log = logging.getLogger(__name__)
 
 
+def check_pool(modelpool: BaseModelPool) -> None:
+    """Raise a ValueError for a pool that lacks the pretrained model, or has no fine-tuned one."""
+    if not modelpool.has_pretrained:
+        raise ValueError(f"the model pool has no '{PRETRAINED}' model, only {modelpool.all_model_names}")
+    if not modelpool.model_names:
+        raise ValueError("the model pool is empty: there is no fine-tuned model to merge")
+
+
 def load_model(modelpool: BaseModelPool, name: str) -> tuple[nn.Module, list[str]]:
     """Load a model of a pool, and tell which of its weights were drawn at random.
 
     transformers draws every weight that a checkpoint lacks, and says so in a warning only.
     """
     with _drawn_at_random() as drawn:
-        model = modelpool.load_model(name)
+        try:
+            model = modelpool.load_model(name)
+        except Exception as error:  # whatever a pool or transformers raises
+            raise ValueError(f"model '{name}' can't be loaded: {reason(error)}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model pool must load torch modules, got {type(model).__name__} for '{name}'")
     # The pool may have returned a part of what was loaded, or have put it into something larger.
@@ -38,6 +49,12 @@ def load_model(modelpool: BaseModelPool, name: str) -> tuple[nn.Module, list[str
 def digest_of_stored(model: nn.Module, drawn: Collection[str]) -> str:
     """Return the digest of a model's weights but for those that were drawn at random, which differ from run to run."""
     return model_digest({key: value for key, value in model.state_dict().items() if key not in drawn})
+
+
+def reason(error: Exception) -> str:
+    """Say in one line why something failed."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
 def _same(key: str, other: str) -> bool:
@@ -84,6 +101,7 @@ def merged_before(modelpool: BaseModelPool, num_merged: int | None, *, verify: b
 
     The manifest of its checkpoint has the names and their number, unless ``num_merged`` says how many they are.
     """
+    check_pool(modelpool)
     if MERGED not in modelpool.all_model_names:
         if num_merged is not None:
             raise ValueError(f"num_merged={num_merged}, but the model pool has no '{MERGED}' model")

@@ -15,9 +15,46 @@ from hydra.errors import CompactHydraException
 from PIL import Image
 from torch import nn
 
+from fusion_bench_nufilt.storage.files import printable
+
 log = logging.getLogger(__name__)
 
 
+class InputError(CompactHydraException, ValueError):
+    """An error in the input of a run, which Hydra prints without a trace."""
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Have `fusion_bench` say what is wrong with its input in one line; outside of it, change nothing.
+
+    Whoever sets ``HYDRA_FULL_ERROR=1`` gets the trace from Hydra. It is not looked at here, because FusionBench's
+    configuration sets it for the time of the run.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:  # a hub out of reach, or a full disk, is an OSError
+        if not HydraConfig.initialized() or isinstance(error, InputError):
+            raise
+        logging.getLogger("fusion_bench.scripts.cli").addFilter(_drop_trace)
+        raise InputError(printable(" ".join(str(error).split()))) from error
+
+
+class OneLineErrors:
+    """What is wrong with the options of a subclass is said in one line."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__init__ = one_line_errors()(cls.__init__)  # type: ignore[method-assign]
+
+
+def _drop_trace(record: logging.LogRecord) -> bool:
+    if record.exc_info and isinstance(record.exc_info[1], InputError):
+        record.exc_info = None
+    return True
+
+
+@one_line_errors()
 def use_bundled_taskpool(program: Any) -> None:
     """Give the program the task pool that its model pool brings along, or one of the same name, unless one was named.
 
@@ -49,32 +86,6 @@ class ReportedTaskPool:
 
     def evaluate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.report if model is self.model else self.taskpool.evaluate(model, *args, **kwargs)
-
-
-class InputError(CompactHydraException, ValueError):
-    """An error in the input of a run, which Hydra prints without a trace."""
-
-
-@contextmanager
-def one_line_errors(program: Any) -> Iterator[None]:
-    """Have `fusion_bench` say what is wrong with its input in one line; where ``program`` is None, change nothing.
-
-    Whoever sets ``HYDRA_FULL_ERROR=1`` gets the trace from Hydra. It is not looked at here, because FusionBench's
-    configuration sets it for the time of the run.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if program is None:
-            raise
-        logging.getLogger("fusion_bench.scripts.cli").addFilter(_drop_trace)
-        raise InputError(str(error)) from error
-
-
-def _drop_trace(record: logging.LogRecord) -> bool:
-    if record.exc_info and isinstance(record.exc_info[1], InputError):
-        record.exc_info = None
-    return True
 
 
 def log_picture(loggers: Sequence[Any], name: str, file: Path, step: int) -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, field
 from inspect import Parameter, Signature
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 _Class = TypeVar("_Class", bound=type)
@@ -56,7 +56,7 @@ def split_options(kinds: Sequence[type], options: Mapping[str, Any]) -> tuple[li
 
 def unknown_option(name: str, known: Iterable[str]) -> str:
     """Return the message that there is no such option, with the option that was probably meant."""
-    known = sorted(known)
+    known = sorted(set(known))
     close = difflib.get_close_matches(name, known, n=1)
     return f"there is no option '{name}'" + (f"; did you mean '{close[0]}'?" if close else f"; there are {known}")
 
@@ -70,9 +70,11 @@ def choices(option: Field[Any]) -> tuple[Any, ...]:
 
 
 def check_choices(options: Any) -> None:
-    """Raise a ValueError that names an option and its choices if its value is none of them."""
+    """Raise a ValueError that names an option if its value is none of its choices, or no word where that is wanted."""
     for each in dataclasses.fields(options):
-        value, allowed = getattr(options, each.name), choices(each)
+        value, allowed, kinds = getattr(options, each.name), choices(each), get_args(each.type) or (each.type,)
+        if str in kinds and {str, NoneType} >= {*kinds} and not isinstance(value, kinds):
+            raise ValueError(f"{each.name} must be a word, got {value!r}")
         if allowed and not any(value is choice or (value == choice and type(value) is str) for choice in allowed):
             words = ", ".join(str(choice).lower() if choice in (True, False) else repr(choice) for choice in allowed)
             raise ValueError(f"{each.name} must be one of {words}, got {value!r}")

@@ -97,6 +97,7 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
+        check_choices(self)
         check_seed(self.seed)
         if self.weights is not None and not (self.weights and all(map(is_number, self.weights))):
             raise ValueError(f"weights must be a list of numbers, got {self.weights!r}")
@@ -105,7 +106,6 @@ class Settings:
         for size in ("max_memory", "max_shard_size"):
             if getattr(self, size) is not None:
                 check_whole(self, size, least=1, most=2**62)
-        check_choices(self)
         if self.engine == "local":  # a cluster's workers have devices of their own
             check_devices(self.device)
             if self.address is not None:

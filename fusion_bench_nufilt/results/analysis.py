@@ -1,7 +1,6 @@
 """What an analysis leaves beside its numbers: pictures and a page, drawn from its files alone."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NotRequired
 
 import altair as alt
@@ -11,16 +10,20 @@ from altair.typing import ChartType
 from typing_extensions import TypedDict
 
 from .charts import aside, by_depth, heat_maps, lines
-from .page import Files, Page
+from .page import Files, Page, Tables
 from .theme import Rows, by_block, data, style, tooltip
 
 Json = dict[str, Any]
-Tables = Mapping[str, pd.DataFrame]
 Matrix = list[list[float | None]]
 
-_TABLES = ("task_vectors", "losses", "affinity")
 _BOTH = ("stability", "plasticity")
 _LOSSES = {key: f"{key} loss" for key in _BOTH} | {key: f"{key} mean" for key in ("harmonic", "arithmetic")}
+#: The tables beside ``analysis.json`` and the columns that are read of them.
+MEASURED = {
+    "task_vectors": "task layer effective_rank",
+    "losses": "method task layer step stability plasticity data_free_stability data_free_plasticity",
+    "affinity": "layer kind data vector affinity",
+}
 _INPUTS = {"fixed": "fixed inputs", "relative": "fixed inputs, relative", "propagated": "propagated inputs"}
 
 
@@ -43,9 +46,8 @@ class Content(TypedDict):
     versions: NotRequired[Json]
 
 
-def analysis_files(content: Content, folder: Path) -> Files:
+def analysis_files(content: Content, tables: Tables) -> Files:
     """Make the pictures that there are numbers for, and the page."""
-    tables = {name: pd.read_csv(folder / f"{name}.csv") for name in _TABLES if (folder / f"{name}.csv").is_file()}
     return Files(_page(content, tables), pictures_of(content, tables))
 
 

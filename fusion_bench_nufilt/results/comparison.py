@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import altair as alt
 from altair.typing import ChartType
@@ -11,7 +10,7 @@ from .charts import bars_by_step, heat_maps, lines
 from .comparison_tables import main_table, method_numbers, overhead_tables, task_numbers, task_table
 from .content import Results
 from .metrics import METRICS, AccuracyMatrix, Mean
-from .page import Files, Page
+from .page import Files, Page, Tables
 from .tables import print_table
 from .theme import COLOURS, GREY, Options, Rows, by_name, clean, data, layered, style, tooltip
 
@@ -26,7 +25,7 @@ PICTURES = {
 _MOST_BANDS = 6  # more of them would hide each other
 
 
-def comparison_files(results: Results, _: Path) -> Files:
+def comparison_files(results: Results, _: Tables) -> Files:
     """Make tables, pictures and the page; a picture that would say nothing is left out.
 
     Scores are fractions in ``.json`` and ``.csv``, elsewhere per cent.

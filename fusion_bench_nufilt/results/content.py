@@ -5,12 +5,22 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from fusion_bench_nufilt.storage.files import Score, Seconds
+
 from .metrics import METRICS, AccuracyMatrix, Mean
 
 Json = dict[str, Any]
 Published = dict[str, Json]  # the paper's numbers for a row, in per cent, by metric or task
-References = dict[str, dict[str, float | None]]
+References = dict[str, dict[str, Score | None]]
 """The scores of the single models, by ``pretrained`` or ``individual`` and by task; None where there is none."""
+
+
+def check_references(references: References, tasks: Sequence[str]) -> None:
+    """Raise a ValueError unless each reference has all tasks, which may be without a score."""
+    for name in {"pretrained": 0, "individual": 0, **references}:
+        if other := set(references.get(name, ())) ^ set(tasks):
+            raise ValueError(f"field '{name}': must have each task once, and '{min(other)}' is too many or missing")
+
 
 _ITERATIONS = ("max_steps", "iter_num", "num_steps")  # what methods call them
 
@@ -22,14 +32,18 @@ class Run:
     environment: dict[str, str] = field(default_factory=dict, kw_only=True)  # versions and device
     config: Json  # the method's, resolved
     tasks: list[str] | None = None  # as merged
-    accuracy_matrix: list[list[float | None]] | None = None
-    merge_seconds: list[float] = field(default_factory=list)  # one number for each step
-    solving_seconds: float | None = None  # the solver's share of these, for a method that has one
+    accuracy_matrix: list[list[Score | None]] | None = None
+    merge_seconds: list[Seconds] = field(default_factory=list)  # one number for each step
+    solving_seconds: Seconds | None = None  # the solver's share of these, for a method that has one
     memory: int | None = None  # peak bytes while merging, see WatchingEvaluator
     parameters: int | None = None  # how many the final model has
     extra_parameters: int | None = None  # how many more than the pretrained model
     error: str | None = None
     traceback: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.error is None:
+            AccuracyMatrix.from_rows(self.tasks or [], self.accuracy_matrix or [])
 
     @cached_property
     def matrix(self) -> AccuracyMatrix | None:
@@ -128,6 +142,15 @@ class Results:
     methods: dict[str, Method]  # by label, in the order in which they were asked for
     panels: list[Json] | None = None  # of the paper's sensitivity figure
     published_overhead: dict[str, Published] | None = None  # the paper's table of costs
+
+    def __post_init__(self) -> None:
+        check_references(self.references, self.tasks)
+        if not self.methods or not self.seeds:
+            raise ValueError("there is no run")
+        for label, method in self.methods.items():
+            for seed, run in method.runs.items():
+                if run.error is None and sorted(run.tasks or ()) != sorted(self.tasks):
+                    raise ValueError(f"field 'methods.{label}.runs.{seed}.tasks': must be {', '.join(self.tasks)}")
 
     @property
     def scored(self) -> str:

@@ -1,6 +1,5 @@
 """What a merge of folders leaves beside the merged model: a page of what happened to its layers."""
 
-from pathlib import Path
 from typing import Any, NotRequired
 
 import numpy as np
@@ -9,7 +8,7 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.storage.files import Count
 
-from .page import Files, Page, Value
+from .page import Files, Page, Tables, Value
 from .run import layer_charts
 
 _STRONGEST = 20
@@ -51,10 +50,10 @@ class Merge(TypedDict):
     layers: NotRequired[dict[str, list[_Report]]]
 
 
-def merge_files(content: Merge, folder: Path) -> Files:
+def merge_files(content: Merge, _: Tables) -> Files:
     """Make the page; refuse a step of a run, whose layers are in the log directory."""
     if "layers" not in content:
-        raise ValueError(f"'{folder}' is one step of a run: name the log directory of the run")
+        raise ValueError("it is one step of a run: name the log directory of the run")
     return Files(_page(content), {})
 
 

@@ -1,6 +1,5 @@
 """The accuracy matrix of a continual run, what is read off it, and its JSON file."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fusion_bench_nufilt.storage.files import write_text
+from fusion_bench_nufilt.storage.files import write_json
 
 
 def or_none(value: float) -> float | None:
@@ -59,6 +58,11 @@ class AccuracyMatrix:
 
     @classmethod
     def from_rows(cls, tasks: Sequence[str], rows: Sequence[Sequence[float | None]]) -> "AccuracyMatrix":
+        """Enter all scores; a ValueError says that there are not as many as there are tasks, or a task comes twice."""
+        if not tasks or len(set(tasks)) < len(tasks):
+            raise ValueError(f"field 'tasks': must be names that differ, got {list(tasks)}")
+        if {len(rows), *map(len, rows)} != {len(tasks)}:
+            raise ValueError(f"field 'accuracy_matrix': must have {len(tasks)} rows of {len(tasks)} scores")
         matrix = cls(tasks)
         matrix.values[:] = [[math.nan if value is None else value for value in row] for row in rows]
         return matrix
@@ -102,7 +106,7 @@ class AccuracyMatrix:
         """Write ``accuracy_matrix.json``: what it is ``about``, and scores as fractions; a missing one is null."""
         metrics = {name: or_none(value) for name, value in self.metrics().items()}
         scores = {"tasks": self.tasks, "accuracy_matrix": self.rows(), **metrics, "missing": self.missing}
-        write_text(folder / "accuracy_matrix.json", json.dumps({**about, **scores}, indent=2))
+        write_json(folder / "accuracy_matrix.json", {**about, **scores})
 
     @property
     def acc(self) -> float:

@@ -11,6 +11,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any, NamedTuple
 
+import pandas as pd
 import vl_convert
 from altair.typing import ChartType
 from typing_extensions import TypeIs
@@ -20,6 +21,7 @@ from .theme import definition
 
 PAGE = "index.html"
 Value = str | float | int | None
+Tables = Mapping[str, pd.DataFrame]  # what CSV files hold, by their names
 
 #: Characters that could end a script element, or a line of JavaScript, even inside a string.
 _ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}

@@ -1,16 +1,17 @@
 """What a continual run leaves beside ``accuracy_matrix.json``: the scores as CSV, a picture and a page."""
 
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 from altair.typing import ChartType
-from typing_extensions import TypedDict
+
+from fusion_bench_nufilt.storage.files import Score, Seconds
 
 from .charts import bars_by_step, by_depth, heat_maps, lines
 from .metrics import AccuracyMatrix
 from .names import kind
-from .page import Files, Page
+from .page import Files, Page, Tables
 
 #: The columns of layers.csv that the explorer shows, and what they are called there.
 QUANTITIES = {
@@ -23,33 +24,30 @@ QUANTITIES = {
 }
 
 
-class Run(TypedDict):
+@dataclass(frozen=True)
+class Run:
     """What ``accuracy_matrix.json`` holds of a run."""
 
     method: str
     config: dict[str, Any]
     models: dict[str, Any]
     versions: dict[str, str]
-    merge_seconds: list[float]
+    merge_seconds: list[Seconds]
     tasks: list[str]
-    accuracy_matrix: list[list[float | None]]
+    accuracy_matrix: list[list[Score | None]]
+
+    def __post_init__(self) -> None:
+        AccuracyMatrix.from_rows(self.tasks, self.accuracy_matrix)
 
 
-def run_files(content: Run, folder: Path) -> Files:
+def run_files(run: Run, tables: Tables) -> Files:
     """Make ``accuracy_matrix.csv``, with fractions, a picture of it and the page."""
-    matrix = AccuracyMatrix.from_rows(content["tasks"], content["accuracy_matrix"])
+    matrix = AccuracyMatrix.from_rows(run.tasks, run.accuracy_matrix)
     rows = [[step, task, *row] for step, (task, row) in enumerate(zip(matrix.tasks, matrix.rows(), strict=True), 1)]
     scores = pd.DataFrame(rows, columns=["step", "merged_task", *matrix.tasks])
     texts = {"accuracy_matrix.csv": scores.to_csv(index=False, lineterminator="\n")}
-    picture = _heat_map(matrix, f"{content['method']}\n{matrix.summary()}", panels=1)
-    return Files(_page(content, matrix, _read_layers(folder / "layers.csv")), {"accuracy_matrix": picture}, texts)
-
-
-def _read_layers(file: Path) -> pd.DataFrame:
-    try:
-        return pd.read_csv(file) if file.is_file() else pd.DataFrame()
-    except ValueError as error:
-        raise ValueError(f"'{file}' is damaged: {' '.join(str(error).split())}") from error
+    picture = _heat_map(matrix, f"{run.method}\n{matrix.summary()}", panels=1)
+    return Files(_page(run, matrix, tables.get("layers")), {"accuracy_matrix": picture}, texts)
 
 
 def _heat_map(matrix: AccuracyMatrix, title: str, panels: int = 0) -> ChartType:
@@ -58,22 +56,22 @@ def _heat_map(matrix: AccuracyMatrix, title: str, panels: int = 0) -> ChartType:
     return heat_maps({title: scores}, matrix.steps, matrix.tasks, ("after", "task"), **look)
 
 
-def _page(content: Run, matrix: AccuracyMatrix, layers: pd.DataFrame) -> Page:
+def _page(run: Run, matrix: AccuracyMatrix, layers: pd.DataFrame | None) -> Page:
     tasks = matrix.tasks
-    page = Page(f"{content['method']}: {len(tasks)} models merged", matrix.summary())
+    page = Page(f"{run.method}: {len(tasks)} models merged", matrix.summary())
     page.heading("Scores after each step (%)")
     page.chart(_heat_map(matrix, "scores"))
     page.chart(bars_by_step({"score": (100 * matrix.values).tolist()}, tasks))
     page.heading("Steps")
     own, last = (100 * scores for scores in (matrix.values.diagonal(), matrix.values[-1]))
-    seconds = pd.Series(content["merge_seconds"], dtype=float).reindex(range(len(tasks)))
+    seconds = pd.Series(run.merge_seconds, dtype=float).reindex(range(len(tasks)))
     columns = [range(1, len(tasks) + 1), tasks, own, last, last - own, seconds]
     header = ["step", "task", "score right after it", "score at the end", "change", "merging s"]
     page.table(header, zip(*columns, strict=True), digits=1)
-    if not layers.empty:
+    if layers is not None:
         page.heading("Layers")
         layer_charts(page, layers)
-    page.configuration({"method": content["config"], "models": content["models"], "versions": content["versions"]})
+    page.configuration({"method": run.config, "models": run.models, "versions": run.versions})
     return page
 
 

@@ -10,6 +10,8 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table as RichTable
 
+from fusion_bench_nufilt.storage.files import printable, shown
+
 from .metrics import AccuracyMatrix, percent
 
 
@@ -28,7 +30,7 @@ class Table:
         templates = {1.0: best, 2.0: second}
         ranks = self.ranks.reindex_like(self.texts).to_numpy().tolist()
         return [
-            [templates.get(rank, "{}").format(escaped(text)) for text, rank in zip(texts, row, strict=True)]
+            [templates.get(rank, "{}").format(escaped(printable(text))) for text, rank in zip(texts, row, strict=True)]
             for texts, row in zip(self.texts.to_numpy().tolist(), ranks, strict=True)
         ]
 
@@ -37,14 +39,14 @@ class Table:
         rich = RichTable(title=self.title)
         rich.add_column(self.texts.columns[0])
         for name in self.texts.columns[1:]:
-            rich.add_column(escape(name), justify="right", no_wrap=True)
+            rich.add_column(shown(name), justify="right", no_wrap=True)
         for number, row in enumerate(self.rows("[bold]{}[/]", "[underline]{}[/]", escape), 1):
             rich.add_row(*row, end_section=number == self.references < len(self.texts))
         return rich
 
     def as_markdown(self) -> str:
         rows = self.rows("**{}**", "<ins>{}</ins>", lambda text: text.replace("|", "\\|"))
-        frame = pd.DataFrame(rows, columns=self.texts.columns)
+        frame = pd.DataFrame(rows, columns=[printable(name) for name in self.texts.columns])
         sides = ("left", *["right"] * (frame.shape[1] - 1))
         text = frame.to_markdown(index=False, disable_numparse=True, colalign=sides)
         return "\n".join([f"**{self.title}**", "", text, "", *(f"{note}  " for note in self.notes), ""])
@@ -52,7 +54,7 @@ class Table:
     def as_latex(self) -> str:
         """Render it as a ``table`` for ``booktabs``."""
         rows = self.rows(r"\textbf{{{}}}", r"\underline{{{}}}", _latex)
-        frame = pd.DataFrame(rows, columns=[_latex(name) for name in self.texts.columns])
+        frame = pd.DataFrame(rows, columns=[_latex(printable(name)) for name in self.texts.columns])
         text = frame.style.hide(axis="index").to_latex(
             column_format="l" + "r" * (frame.shape[1] - 1),
             caption=". ".join([_latex(self.title), *map(_latex, self.notes[:1])]) + ".",
@@ -78,14 +80,14 @@ def _latex(text: str) -> str:
 
 def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
     """Print the accuracy matrix and its headline metrics in per cent; rows are steps and columns tasks, as merged."""
-    table = RichTable(title=title, caption=matrix.summary())
+    table = RichTable(title=title, caption=shown(matrix.summary()))
     table.add_column("after step")
     for number, task in enumerate(matrix.tasks, 1):
         # Twenty names do not fit beside each other; the rows say which number is which.
-        table.add_column(task if len(matrix.tasks) <= 8 else str(number), justify="right", no_wrap=True)
+        table.add_column(shown(task) if len(matrix.tasks) <= 8 else str(number), justify="right", no_wrap=True)
     for step, task in enumerate(matrix.tasks, 1):
         row = map(percent, matrix.values[step - 1])
-        table.add_row(f"{step} {task}", *row, style="bold" if step == len(matrix.tasks) else "")
+        table.add_row(f"{step} {shown(task)}", *row, style="bold" if step == len(matrix.tasks) else "")
     print_table(table)
 
 

@@ -1,21 +1,27 @@
 """From the folder of a run, a comparison, an analysis or a merge to its tables, pictures and page."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pandas as pd
+
 from fusion_bench_nufilt.storage.files import MANIFEST, read_json, write_text
 
-from .analysis import Content, analysis_files
+from .analysis import MEASURED, Content, analysis_files
 from .comparison import comparison_files
 from .content import Results
 from .merge import Merge, merge_files
-from .page import PAGE, Files
+from .page import PAGE, Files, Tables
 from .run import Run, run_files
 from .theme import save_chart
 
 log = logging.getLogger(__name__)
+
+#: The columns of tables that hold words; all others hold numbers.
+_NAMES = ["method", "task", "layer", "shape", "kind", "data", "vector"]
 
 
 class Kind(NamedTuple):
@@ -23,16 +29,31 @@ class Kind(NamedTuple):
 
     content: type  # of the file that tells so
     advice: str  # what to do if that is damaged
-    files: Callable[[Any, Path], Files]  # makes all that is to be written from this content and other files
+    files: Callable[[Any, Tables], Files]  # makes all that is to be written from this content and the tables beside it
+    tables: Mapping[str, str]  # columns that each CSV file beside it must have
     pictures: tuple[str, ...] = ("png",)
 
 
 KINDS = {
-    "accuracy_matrix.json": Kind(Run, "run the method again", run_files),
-    "results.json": Kind(Results, "run the comparison again", comparison_files),
-    "analysis.json": Kind(Content, "run the analysis again", analysis_files, ("png", "pdf")),
-    MANIFEST: Kind(Merge, "merge again", merge_files),
+    "accuracy_matrix.json": Kind(Run, "run the method again", run_files, {"layers": "task layer step"}),
+    "results.json": Kind(Results, "run the comparison again", comparison_files, {}),
+    "analysis.json": Kind(Content, "run the analysis again", analysis_files, MEASURED, ("png", "pdf")),
+    MANIFEST: Kind(Merge, "merge again", merge_files, {}),
 }
+
+
+def read_table(file: Path, columns: str) -> pd.DataFrame:
+    """Read a CSV file that must have some columns; a ValueError names what is missing, or is no finite number."""
+    try:
+        rows = pd.read_csv(file, dtype=dict.fromkeys(_NAMES, str), float_precision="round_trip")
+        if missing := set(columns.split()) - set(rows):
+            raise ValueError(f"it has no column '{min(missing)}'")
+        for column in rows.columns.difference(_NAMES):
+            if np.isinf(pd.to_numeric(rows[column]).astype(float)).any():
+                raise ValueError(f"column '{column}' is not finite")
+        return rows
+    except (ValueError, OSError) as error:
+        raise ValueError(f"'{file}' is damaged: {' '.join(str(error).split())}") from error
 
 
 def write_results(folder: Path) -> list[str]:
@@ -42,15 +63,19 @@ def write_results(folder: Path) -> list[str]:
         ValueError: the folder is of none of these, or one of its files is damaged; names it, and the field.
     """
     for name, kind in KINDS.items():
-        if (content := read_json(folder / name, kind.content, kind.advice)) is not None:
+        if (content := read_json(folder / name, kind.content, kind.advice, sealed=True)) is not None:
             break
     else:
         names = ", ".join(KINDS)
         raise ValueError(f"'{folder}' is the folder of no run, comparison, analysis or merge: it has none of {names}")
+    there = {table: folder / f"{table}.csv" for table in kind.tables}
+    tables = {table: read_table(file, kind.tables[table]) for table, file in there.items() if file.is_file()}
     try:
-        files = kind.files(content, folder)
+        files = kind.files(content, tables)
         page = files.page.render()
-    except (KeyError, TypeError, IndexError) as error:
+    except ValueError as error:
+        raise ValueError(f"'{folder / name}' has no page: {error}") from error
+    except Exception as error:  # whatever content does to the libraries that draw it
         raise ValueError(f"'{folder / name}' is damaged or of another version: {error!r}") from error
     for file, text in {**files.texts, PAGE: page}.items():
         write_text(folder / file, text)
@@ -66,6 +91,8 @@ def leave_results(folder: Path) -> list[str]:
     """Write the same as a by-product of work that is done: if it can't be written, that is a warning."""
     try:
         return write_results(folder)
+    except OSError:  # the disk may be full
+        raise
     except Exception as error:
         log.warning("there are no tables, pictures and page in '%s': %s", folder, error)
         return []

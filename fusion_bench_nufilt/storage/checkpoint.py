@@ -21,7 +21,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
-from .files import CARD, MANIFEST, Count, atomic_folder, read_json
+from .files import CARD, MANIFEST, Count, atomic_folder, content_digest, read_json
 from .tensors import digest
 
 _PACKAGES = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers", "safetensors")
@@ -73,7 +73,7 @@ def read_manifest(folder: Path, advice: str = "fetch it again", *, verify: bool 
     With ``verify``, one that was changed is refused as well; earlier versions left no digest that would tell.
     """
     manifest = read_json(folder / MANIFEST, Manifest, advice)
-    if manifest and verify and manifest.get("digest", found := _manifest_digest(manifest)) != found:
+    if manifest and verify and manifest.get("digest", found := content_digest(manifest)) != found:
         raise ValueError(f"'{folder / MANIFEST}' is not what was saved (its digest differs); {advice}")
     return manifest
 
@@ -139,13 +139,7 @@ def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     files = _fingerprints(folder, sorted(names - {MANIFEST}))  # there is one if an earlier process was killed
     content = json.loads(json.dumps({**about, "files": files}))  # as it will be read, for the digest
-    (folder / MANIFEST).write_text(json.dumps({**content, "digest": _manifest_digest(content)}, indent=1))
-
-
-def _manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """Return the digest of a manifest but for that digest, whatever the order of its keys."""
-    content = json.dumps({key: value for key, value in manifest.items() if key != "digest"}, sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps({**content, "digest": content_digest(content)}, indent=1))
 
 
 def read_whole_checkpoint(folder: Path) -> Manifest:

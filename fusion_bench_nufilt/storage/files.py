@@ -1,18 +1,24 @@
 """Files and folders that are either whole or not there, locks on folders, and JSON files checked against a schema."""
 
+import hashlib
+import io
 import json
 import os
+import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from glob import escape
+from glob import escape as without_wildcards
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
+import yaml
 from filelock import BaseFileLock, FileLock, Timeout
+from omegaconf import OmegaConf
 from pydantic import Field, TypeAdapter, ValidationError
+from rich.markup import escape
 
 _T = TypeVar("_T")
 
@@ -24,6 +30,9 @@ CARD = "README.md"
 LOCK, HOLDER = ".nufilt.lock", ".nufilt.holder"
 #: A number of models: nobody merges a million of them, and a larger one is damage.
 Count = Annotated[int, Field(ge=1, le=10**6)]
+#: A task's score: a fraction, but for metrics of another scale, none of which reaches these bounds.
+Score = Annotated[float, Field(ge=-(10**4), le=10**4)]
+Seconds = Annotated[float, Field(ge=0, le=10**9)]
 
 
 def lock_folder(folder: Path) -> BaseFileLock:
@@ -66,11 +75,23 @@ def write_text(target: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def write_json(target: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file, atomically, with a digest by which :func:`read_json` finds what was changed in it later."""
+    content = json.loads(json.dumps(content))  # as it will be read
+    write_text(target, json.dumps({**content, "digest": content_digest(content)}, indent=2))
+
+
+def content_digest(content: Mapping[str, Any]) -> str:
+    """Return the digest of a JSON file's content but for that digest, whatever the order of its keys."""
+    text = json.dumps({key: value for key, value in content.items() if key != "digest"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``target`` when the block ends well, and is removed otherwise."""
     # The caller holds a lock, so that these are of processes that were killed.
-    for left in target.parent.glob(f".{escape(target.name)}-[0-9]*.new"):
+    for left in target.parent.glob(f".{without_wildcards(target.name)}-[0-9]*.new"):
         shutil.rmtree(left, ignore_errors=True)
     temporary = target.with_name(f".{target.name}-{os.getpid()}.new")
     temporary.mkdir(parents=True)
@@ -103,14 +124,52 @@ def printable(name: str) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
 
 
-def read_json(path: Path, kind: type[_T], advice: str = "fetch it again") -> _T | None:
+def shown(text: str) -> str:
+    """Escape markup and control characters in lines for a console, since they may hold names from elsewhere."""
+    return escape("\n".join(map(printable, text.split("\n"))))
+
+
+def file_name(name: str) -> str:
+    """Turn a name from elsewhere into that of a file, which is neither hidden nor in another folder, nor too long."""
+    safe = re.sub(r"[^\w.=,+-]+|^\.", "_", name)
+    return safe if len(safe.encode()) <= 200 else f"{safe[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+
+
+def read_yaml(file: Path) -> Any:
+    """Return what a YAML file holds, of at most 1 MB, 10,000 values and 20 levels, and no aliases or interpolations.
+
+    Within these limits it takes a second or two; a ValueError or YAMLError gives the line of what is beyond them.
+    """
+    with file.open("rb") as stream:
+        content, depth = stream.read(10**6 + 1), 0
+    if len(content) > 10**6:
+        raise ValueError("it has more than 1 MB")
+    text = content.decode()
+    for number, event in enumerate(yaml.parse(text)):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        refers = isinstance(event, yaml.AliasEvent) or "${" in getattr(event, "value", "")
+        if refers or depth > 20 or number > 10_000:
+            what = "an alias or interpolation" if refers else "more than 20 levels or 10,000 values"
+            raise ValueError(f"line {event.start_mark.line + 1} has {what}")
+    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+
+
+def read_json(path: Path, kind: type[_T], advice: str = "fetch it again", *, sealed: bool = False) -> _T | None:
     """Return what a JSON file holds; None where there is no such file.
 
     Its content must be of a type such as ``dict[str, str]`` or a ``TypedDict``, or make a dataclass; further fields are
-    allowed. Otherwise, a ValueError names the file and the field, and gives the advice.
+    allowed. One that is ``sealed`` was written by :func:`write_json`, here or by an older version without a digest, and
+    must not have been changed. Otherwise, a ValueError names the file and the field, and gives the advice.
     """
     try:
-        return parse_json(path.read_bytes(), kind) if path.is_file() else None
+        if not path.is_file():
+            return None
+        content: Any = parse_json(path.read_bytes(), object)
+        digest = content.pop("digest", None) if sealed and isinstance(content, dict) else None
+        made = checked(content, kind)
+        if digest is not None and digest != content_digest(content):
+            raise ValueError("field 'digest': the file was changed after it was written")
+        return made
     except OSError as error:
         raise ValueError(f"'{path}' can't be read: {error.strerror}") from error
     except ValueError as error:
@@ -143,6 +202,8 @@ def checked(content: Any, kind: type[_T]) -> _T:
         first = error.errors(include_url=False)[0]
         got = repr(first["input"])
         what = f"{first['msg'][0].lower()}{first['msg'][1:]}, got {got if len(got) <= 60 else f'{got[:57]}...'}"
+        if first["type"] == "value_error":  # of a dataclass, which says what it got
+            what = str(first["ctx"]["error"])
         raise ValueError(f"field '{'.'.join(map(str, first['loc']))}': {what}" if first["loc"] else what) from error
     except RecursionError:
         raise ValueError("it is nested too deep") from None

@@ -31,6 +31,9 @@ def pytest_terminal_summary(terminalreporter, config):
     if config.getoption("tally", False):
         terminalreporter.section("bad inputs")
         terminalreporter.write_line("\n".join(f"{name:32} {COUNTS[name]:6}" for name in (*GOOD, *BAD)))
+        from tests.adversary import doors
+
+        terminalreporter.write_line(doors.report())
 
 
 @pytest.fixture(scope="session")

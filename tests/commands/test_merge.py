@@ -163,6 +163,20 @@ def test_a_model_that_is_not_the_one_of_the_manifest_is_named(tmp_path):
     assert nufilt(*again[:-1], tmp_path / "chosen", *tasks)[0] == 0
 
 
+def test_a_manifest_does_not_choose_where_to_connect_compute_or_write(tmp_path):
+    settings = {"engine": "ray", "address": "ray://host:1", "device": "cuda", "out": "/etc", "step": 9, "null_rank": 3}
+    content = {"inputs": {"base": {"name": "b"}, "task 0": {"name": "t"}}, "step": 1, "settings": settings}
+    (tmp_path / "nufilt.json").write_text(json.dumps(content))
+    made = read_recipe(tmp_path / "nufilt.json")
+    assert made == {"base": "b", "tasks": ["t"], "step": 1, "null_rank": 3, "digests": {}}
+
+
+def test_a_word_may_be_longer_than_the_name_of_a_file():
+    modules = [f"layers.{number}.q_proj" for number in range(40)]
+    words = ("base=b", "tasks=[t]", "out=o", f"target_modules=[{','.join(modules)}]")
+    assert gather(words, {}, SETTINGS)["target_modules"] == modules
+
+
 def test_the_manifest_of_another_program_is_no_recipe(tmp_path):
     (tmp_path / "nufilt.json").write_text(json.dumps({"step": 1, "tasks": ["a"], "files": {}}))
     code, text = nufilt("merge", tmp_path / "nufilt.json")

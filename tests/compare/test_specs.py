@@ -9,6 +9,7 @@ from fusion_bench_nufilt.compare.overrides import key_of, key_value, without_met
 from fusion_bench_nufilt.compare.paper import SENSITIVITY, panel_specs, preset_specs
 from fusion_bench_nufilt.compare.specs import RunSpec, check_specs, parse_methods, parse_seeds
 from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.storage.files import file_name
 
 
 def test_methods_are_separated_by_commas_outside_brackets():
@@ -88,7 +89,7 @@ def test_all_is_nufilt_and_the_baselines_that_need_no_data():
 def test_a_label_is_shown_without_control_codes_and_stored_inside_its_folder():
     red, up, here = parse_methods("\x1b=nufilt, ..=opcm, .=wudi")
     assert red.label == r"\x1b"
-    assert [spec.safe_label for spec in (up, here)] == ["_.", "_"]
+    assert [file_name(spec.label) for spec in (up, here)] == ["_.", "_"]
 
 
 def test_order_free_is_every_method_that_keeps_sums():

@@ -9,11 +9,16 @@ import pytest
 
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.compare.store import Store
-from tests.compare.helpers import failed, finished
+from fusion_bench_nufilt.continual import task_order
+from tests.compare.helpers import TASKS, failed, finished
 
 SPEC = RunSpec("my/method", ("method=nufilt",), "nufilt")
 SETTINGS = {"modelpool": "p", "resolved": {"models": {"a": "hub/a"}}}
 RUN = finished(42, parameters=12, extra_parameters=2)
+
+
+def load(store, config):
+    return store.load(SPEC, config, task_order(TASKS, shuffle=True, seed=config["seed"]))
 
 
 @pytest.fixture
@@ -24,15 +29,15 @@ def store(tmp_path):
 
 
 def test_a_finished_run_comes_back_as_it_was(store):
-    again = store.load(SPEC, RUN.config)
+    again = load(store, RUN.config)
     assert again == RUN
     np.testing.assert_array_equal(again.matrix.values, RUN.matrix.values)
 
 
 def test_a_failed_run_and_another_seed_are_to_be_run(store):
     store.save(SPEC, failed(43))
-    assert store.load(SPEC, failed(43).config) is None
-    assert store.load(SPEC, finished(44).config) is None
+    assert load(store, failed(43).config) is None
+    assert load(store, finished(44).config) is None
 
 
 def identified(folder, weights):
@@ -62,12 +67,34 @@ def test_results_of_other_settings_are_refused_by_name(tmp_path):
 
 def test_a_label_with_another_configuration_is_refused(store):
     with pytest.raises(ValueError, match="results of 'my/method' with other settings: null_rank is 8 there and 9 here"):
-        store.load(SPEC, {**RUN.config, "null_rank": 9})
+        load(store, {**RUN.config, "null_rank": 9})
 
 
 def test_scores_of_single_models_come_back_with_those_that_are_missing(store):
-    store.save_references({"individual": {"a": 0.5, "b": None}})
-    assert store.load_references() == {"individual": {"a": 0.5, "b": None}}
+    scores = {"pretrained": {"a": 0.1, "b": 0.2}, "individual": {"a": 0.5, "b": None}}
+    store.save_references(scores)
+    assert store.load_references(["a", "b"]) == scores
+
+
+@pytest.mark.parametrize(
+    "scores", [{}, {"pretrained": {"a": 0.1}}, {"pretrained": {"a": 0.1}, "individual": {}}, {"individual": {"b": 1.0}}]
+)
+def test_scores_of_single_models_that_are_not_of_all_tasks_are_refused(store, scores):
+    store.save_references(scores)
+    with pytest.raises(ValueError, match=r"references\.json' is damaged, field '(pretrained|individual)': must have"):
+        store.load_references(["a"])
+
+
+def test_a_score_that_was_changed_and_tasks_in_another_order_are_refused(store):
+    (file,) = (store.folder / "runs").rglob("*.json")
+    good = json.loads(file.read_text())
+    matrix = [[7.5, *good["accuracy_matrix"][0][1:]], *good["accuracy_matrix"][1:]]
+    edits = {"'digest'": {"accuracy_matrix": matrix}, "'tasks'": {"tasks": good["tasks"][::-1], "digest": ...}}
+    edits["'accuracy_matrix.0.0'"] = {"accuracy_matrix": [[1e308, None, None], *matrix[1:]]}
+    for field, edit in edits.items():
+        file.write_text(json.dumps({key: value for key, value in {**good, **edit}.items() if value is not ...}))
+        with pytest.raises(ValueError, match=rf"42\.json' is damaged, field {field}"):
+            load(store, RUN.config)
 
 
 def test_overwriting_starts_again_and_leaves_what_others_put_beside_the_runs(store):
@@ -78,8 +105,8 @@ def test_overwriting_starts_again_and_leaves_what_others_put_beside_the_runs(sto
     with closing(Store(store.folder, {"modelpool": "q"}, overwrite=True)) as again:
         assert list(store.folder.rglob("42.json"))  # until the new comparison can begin
         again.identify({})
-        assert again.load(SPEC, RUN.config) is None
-        assert again.load_references() is None
+        assert load(again, RUN.config) is None
+        assert again.load_references(["a"]) is None
     assert [path.name for path in (store.folder / "runs").iterdir()] == ["notes.txt"]
 
 
@@ -131,4 +158,4 @@ def test_a_damaged_run_is_named(store, field, value):
     text = file.read_text()
     file.write_text(json.dumps({**json.loads(text), field: value}) if field else text[:20])
     with pytest.raises(ValueError, match=r"42\.json' is damaged"):
-        store.load(SPEC, RUN.config)
+        load(store, RUN.config)

@@ -5,21 +5,25 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.baselines import SequentialFineTuning
 from fusion_bench_nufilt.continual.program import log_picture, one_line_errors
 
 
-def fail(program):
-    with one_line_errors(program):
-        raise ValueError("model 'task2' lacks layer 'fc1'")
+@one_line_errors()
+def fail():
+    raise ValueError("model 'task2'\nlacks layer '\x1b[31mfc1'")
 
 
-def test_under_fusion_bench_it_is_of_the_kind_that_hydra_prints_in_one_line(caplog):
-    with pytest.raises(CompactHydraException, match="model 'task2' lacks layer 'fc1'") as caught:
-        fail(program=object())
+def test_under_fusion_bench_it_is_of_the_kind_that_hydra_prints_in_one_line(caplog, monkeypatch):
+    monkeypatch.setattr(HydraConfig, "initialized", lambda: True)
+    with pytest.raises(CompactHydraException, match=r"^model 'task2' lacks layer '\\x1b\[31mfc1'$") as caught:
+        fail()
     assert isinstance(caught.value, ValueError)
     logging.getLogger("fusion_bench.scripts.cli").error(caught.value, exc_info=caught.value)  # as FusionBench does
     assert "task2" in caplog.text
@@ -28,8 +32,18 @@ def test_under_fusion_bench_it_is_of_the_kind_that_hydra_prints_in_one_line(capl
 
 def test_elsewhere_it_stays_what_it_is():
     with pytest.raises(ValueError, match="task2") as caught:
-        fail(program=None)
+        fail()
     assert type(caught.value) is ValueError
+
+
+@pytest.mark.parametrize("algorithm", [NufiltContinualMergingAlgorithm, SequentialFineTuning])
+def test_under_fusion_bench_an_option_of_a_wrong_value_is_one_line_too(monkeypatch, algorithm):
+    with pytest.raises(ValueError, match="seed must be a whole number") as caught:
+        algorithm(seed=None)
+    assert type(caught.value) is ValueError
+    monkeypatch.setattr(HydraConfig, "initialized", lambda: True)
+    with pytest.raises(CompactHydraException, match="seed must be a whole number, got None"):
+        algorithm(seed=None)
 
 
 @pytest.fixture

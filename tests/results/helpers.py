@@ -9,7 +9,7 @@ import torch
 
 from fusion_bench_nufilt.analysis.summary import Analysis, save_analysis
 from fusion_bench_nufilt.continual import AccuracyMatrix
-from fusion_bench_nufilt.storage.files import write_text
+from fusion_bench_nufilt.storage.files import write_json, write_text
 from tests.analysis.helpers import loss_row, pair_rows
 from tests.compare.helpers import comparison, finished
 
@@ -38,7 +38,7 @@ def comparison_folder(folder):
     """Two methods on two orders."""
     folder.mkdir(exist_ok=True)
     runs = {"NUFILT": [finished(seed, -0.1) for seed in (42, 43)], "sum": [finished(seed, -0.2) for seed in (42, 43)]}
-    write_text(folder / "results.json", json.dumps(comparison(runs).as_json()))
+    write_json(folder / "results.json", comparison(runs).as_json())
     return folder
 
 

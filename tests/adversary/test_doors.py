@@ -1,0 +1,48 @@
+"""Every field of every file that is read and every option, spoilt: one line that names it, or nothing is wrong."""
+
+import shutil
+from datetime import date
+
+import pytest
+
+from tests.adversary import doors
+from tests.adversary.doors import Case, cases, good_folder, sample, spoilt
+
+FAST = 150  # cases
+
+
+@pytest.fixture(scope="module")
+def inputs(good, tmp_path_factory):
+    return good_folder(shutil.copytree(good, tmp_path_factory.mktemp("doors") / "good"))
+
+
+@pytest.fixture
+def doors_only(monkeypatch, inputs):
+    """Nothing behind a door is done: no run, no picture, no measurement of the machine."""
+
+    def enough(*_, **__):
+        raise ValueError("enough: it would run")
+
+    monkeypatch.setattr("fusion_bench_nufilt.compare.run.compose_run", enough)
+    monkeypatch.setattr("fusion_bench_nufilt.compare.configs.compose_run", enough)
+    monkeypatch.setattr("fusion_bench_nufilt.commands.merge.predict_seconds", lambda *_: 1.0)
+    monkeypatch.setattr("fusion_bench_nufilt.results.write.save_chart", lambda *_: None)
+    monkeypatch.setattr("fusion_bench_nufilt.results.page.Page.chart", lambda *_: None)
+    monkeypatch.chdir(inputs)
+
+
+def faults(some: list[Case], folder) -> list[str]:
+    found = [(case, spoilt(case, folder)) for case in some]
+    return [f"{case.door}: {case.name}: {outcome}" for case, outcome in found if outcome not in doors.FINE]
+
+
+def test_a_sample_of_bad_input_is_refused_by_name_or_does_nothing(doors_only, inputs):
+    every = [case for case in cases(inputs) if case.quick]
+    bombs = [case for case in every if "bomb" in case.name]
+    assert faults(bombs + sample(every, FAST // len({case.door for case in every}), seed=0), inputs) == []
+
+
+@pytest.mark.slow
+def test_bad_input_is_refused_by_name_or_does_nothing(doors_only, inputs):
+    seed = date.today().toordinal()  # other cases every night
+    assert faults(sample(cases(inputs), 300, seed), inputs) == [], f"seed {seed}"
