@@ -17,7 +17,9 @@ from fusion_bench_nufilt.methods.nufilt import BATCH_BYTES
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Layer
+from .layout import as_written
 from .plan import Plan, state_layout, state_tensors
+from .quantised import Quantised
 
 # The stack, allocator arena and buffers of matrix products of each worker; measured, rounded up.
 _WORKER_BYTES = 64 * 2**20
@@ -67,7 +69,15 @@ def layer_budget(plan: Plan, workers: int | None = None) -> int:
 
 def peak_memory(plan: Plan, workers: int | None = None) -> int:
     """Predict the peak of a process's resident memory in bytes, by default of this process."""
-    return process_memory(workers or plan.settings.workers) + layer_budget(plan, workers)
+    count = workers or plan.settings.workers
+    return process_memory(count) + max(layer_budget(plan, workers), count * _quantising_memory(plan))
+
+
+def _quantising_memory(plan: Plan) -> int:
+    """Return the bytes held while a tensor outside the merged layers is quantised, which takes all of it at a time."""
+    keys = (key for slot, keys in plan.others.items() if plan.merged or slot in plan.averaged for key in keys)
+    written = (as_written(plan.base.tensors[key], plan.settings.dtype) for key in keys)
+    return 20 * max((math.prod(info.shape) for info in written if isinstance(info, Quantised)), default=0)
 
 
 def disk_bytes(plan: Plan) -> int:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fusion_bench_nufilt.folders import merge_folders
+from fusion_bench_nufilt.folders import forecast, merge_folders
 from fusion_bench_nufilt.folders.forecast import disk_bytes
 from tests.families import FAMILIES
 from tests.folders.helpers import (
@@ -184,6 +184,15 @@ def test_an_interrupted_merge_goes_on_to_the_same_files(stream, dtype):
     assert interrupt(stream, **options) >= 8
     assert hashes(merge(stream, **options)) == expected
     assert manifest(stream / "out")["settings"]["dtype"] == dtype
+
+
+def test_the_memory_to_quantise_other_tensors_is_predicted(stream, monkeypatch):
+    monkeypatch.setattr(forecast, "process_memory", lambda workers: 0)
+    monkeypatch.setattr(forecast, "layer_budget", lambda plan, workers: 0)  # the layers need less
+    options = {"target_modules": ["k_proj"], "other_params": "mean"}
+    plain, again = (plan(stream, ["task1"], settings={"dtype": dtype}, **options) for dtype in ("auto", "fp8"))
+    assert forecast.peak_memory(again) == again.settings.workers * 20 * 64 * 32
+    assert forecast.peak_memory(plain) == 0
 
 
 def test_a_plan_that_went_to_another_machine_writes_the_same_blocks(stream):
