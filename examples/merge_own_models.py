@@ -1,6 +1,9 @@
 """Merge your own Hugging Face models, in the order given, and save one that `from_pretrained` loads.
 
-    python examples/merge_own_models.py --base BASE --task birds=FOLDER --task cars=FOLDER --out MERGED
+    python examples/merge_own_models.py --base BASE --task birds=FOLDER --task cars=FOLDER --out MERGED null_rank=43
+
+Classifiers keep their heads: say ``--auto-class AutoModelForImageClassification``, and load them with
+``fusion_bench_nufilt.load_task("MERGED", "birds")``.
 
 The same from the command line, with a pool of your own in ``my_configs/modelpool/mine.yaml``:
 
@@ -14,10 +17,15 @@ The same from the command line, with a pool of your own in ``my_configs/modelpoo
 """
 
 import argparse
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from fusion_bench import BaseModelPool
+from omegaconf import OmegaConf
+from transformers import AutoProcessor
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.storage.checkpoint import save_checkpoint
 
 
 def main() -> None:
@@ -26,15 +34,33 @@ def main() -> None:
     parser.add_argument("--task", action="append", required=True, metavar="NAME=FOLDER")
     parser.add_argument("--auto-class", default="AutoModel", help="class of transformers that loads them")
     parser.add_argument("--out", required=True)
-    arguments = parser.parse_args()
+    parser.add_argument("options", nargs="*", metavar="KEY=VALUE", help="any option of method=nufilt")
+    arguments = parser.parse_intermixed_args()
 
-    folders = {"_pretrained_": arguments.base} | dict(task.split("=", 1) for task in arguments.task)
+    tasks = dict(task.split("=", 1) for task in arguments.task)
     target = f"transformers.{arguments.auto_class}.from_pretrained"
+    folders = {"_pretrained_": arguments.base, **tasks}
     models = {name: {"_target_": target, "pretrained_model_name_or_path": folder} for name, folder in folders.items()}
-    algorithm = NufiltContinualMergingAlgorithm(shuffle_order=False)
-    merged = algorithm.run(BaseModelPool(models))
-    merged.save_pretrained(arguments.out)
-    print(f"merged {', '.join(list(folders)[1:])} into {arguments.out}")
+    options = {"shuffle_order": False, **OmegaConf.from_dotlist(arguments.options)}
+    try:
+        algorithm = NufiltContinualMergingAlgorithm(**options)
+        merged = algorithm.run(BaseModelPool(models))
+    except ValueError as error:
+        parser.error(str(error))
+    about = {"step": len(tasks), "tasks": algorithm.matrix.tasks, **algorithm.describe()}
+    files = {**algorithm.files, **processor_files(arguments.base)}
+    save_checkpoint(merged, Path(arguments.out), about, algorithm.state(), files)
+    print(f"merged {', '.join(tasks)} into {arguments.out}")
+
+
+def processor_files(base: str) -> dict[str, bytes]:
+    """Read the files of the base's tokenizer or image processor, if it has one."""
+    with TemporaryDirectory() as folder:
+        try:
+            AutoProcessor.from_pretrained(base).save_pretrained(folder)
+        except (OSError, ValueError):
+            print(f"{base} has no tokenizer and no processor to copy")
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
 
 
 if __name__ == "__main__":

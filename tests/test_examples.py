@@ -14,15 +14,17 @@ import torch.nn.functional as F  # noqa: N812
 from fusion_bench.utils import instantiate
 from nbclient import NotebookClient
 from omegaconf import OmegaConf
+from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import CLIPVisionModel
+from transformers import CLIPVisionModel, ViTImageProcessor
 
-from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm, load_task
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.demo import TASKS as DEMO_TASKS
 from fusion_bench_nufilt.demo import load_clip, load_processor
 from fusion_bench_nufilt.demo.train import normalise
 from fusion_bench_nufilt.layers import select_layers
+from tests.classifiers import train
 from tests.conftest import REPO
 from tests.models import clip, finetuned
 
@@ -57,10 +59,31 @@ def test_own_models(tmp_path):
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
     tasks = [f"--task={name}={tmp_path / name}" for name in ("one", "two")]
-    example("merge_own_models.py", "--base", tmp_path / "_pretrained_", *tasks, "--out", tmp_path / "merged")
+    example(
+        "merge_own_models.py", "--base", tmp_path / "_pretrained_", *tasks, "--out", tmp_path / "merged", "null_rank=6"
+    )
     merged = CLIPVisionModel.from_pretrained(tmp_path / "merged").state_dict()
-    expected = NufiltContinualMergingAlgorithm(shuffle_order=False).run(models).state_dict()
+    expected = NufiltContinualMergingAlgorithm(shuffle_order=False, null_rank=6).run(models).state_dict()
     assert all(torch.equal(merged[key], value) for key, value in expected.items())
+
+
+@pytest.mark.slow
+def test_own_classifiers(tmp_path):
+    """Merged by either script, each task's head answers, and the processor comes along."""
+    base, models = train("vit")
+    for name, model in {"base": base, **models}.items():
+        model.save_pretrained(tmp_path / name)
+        ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / name)
+    Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(tmp_path / "photo.png")
+    tasks = [argument for task in models for argument in ("--task", tmp_path / task)]
+    folders = ("--base", tmp_path / "base", "--out", tmp_path / "by folders", "--image", tmp_path / "photo.png")
+    output = example("merge_classifiers.py", *folders, *tasks)
+    assert "letters: ViTForImageClassification with 26 labels\n  letters " in output
+    tasks = [f"--task={task}={tmp_path / task}" for task in models]
+    options = ("--auto-class", "AutoModelForImageClassification", "--out", tmp_path / "merged")
+    example("merge_own_models.py", "--base", tmp_path / "base", *tasks, *options)
+    assert load_task(tmp_path / "merged", "ten").config.id2label == models["ten"].config.id2label
+    assert ViTImageProcessor.from_pretrained(tmp_path / "merged").size == {"height": 16, "width": 16}
 
 
 # --- local_clip ---

@@ -33,6 +33,8 @@ PLUGIN, HOME = REPO / "fusion_bench_nufilt", "fusion_bench/method/nufilt"
 METHODS = "fusion_bench/method/__init__.py"
 PROTOCOL = ("shuffle_order", "seed", "save_on_every_step")
 ORACLE = "# here comes `plain_step`, the formulas word for word\n"
+#: What the contribution leaves out of ``layers/targets.py``: FusionBench's pools and task pools handle heads themselves.
+HEADS = r'    heads: str = option\(\n(?:        .*\n)+    \)\n|        _check_patterns\("heads", self.heads\)\n'
 LICENCE = """\
 Licence: the authors of the contributed files, which are under Apache-2.0 in the plugin fusion-bench-nufilt, offer them
 under the MIT licence of FusionBench as well."""
@@ -118,7 +120,7 @@ def is_module(path: Path) -> bool:
 
 def rewritten(source: str) -> str:
     """A file of the plugin as one of FusionBench: its imports, and the pages that it points to."""
-    source = re.sub(rf"\b{PLUGIN.name}\b", HOME.replace("/", "."), source)
+    source = re.sub(HEADS, "", re.sub(rf"\b{PLUGIN.name}\b", HOME.replace("/", "."), source))
     return re.sub(r"\b(docs|benchmarks)/[\w/]+\.md", "docs/algorithms/nufilt.md", source)
 
 
@@ -132,7 +134,8 @@ def function(path: Path, name: str) -> str:
 def method_config() -> str:
     """The YAML file, from the options themselves."""
     protocol = [each for each in dataclasses.fields(ProtocolConfig) if each.name in PROTOCOL]
-    options = [*dataclasses.fields(FusionConfig), *dataclasses.fields(TargetConfig), *protocol]
+    targets = [each for each in dataclasses.fields(TargetConfig) if each.name != "heads"]
+    options = [*dataclasses.fields(FusionConfig), *targets, *protocol]
     entries = [(each.name, each.default, each.metadata["symbol"], each.metadata["help"]) for each in options]
     about = "Write the task pool's report on what was merged so far after every step, as report_{step}.json."
     entries.append(("evaluate_on_every_step", False, "", about))
