@@ -33,7 +33,7 @@ PLUGIN, HOME = REPO / "fusion_bench_nufilt", "fusion_bench/method/nufilt"
 METHODS = "fusion_bench/method/__init__.py"
 PROTOCOL = ("shuffle_order", "seed", "save_on_every_step")
 ORACLE = "# here comes `plain_step`, the formulas word for word\n"
-#: What the contribution leaves out of ``layers/targets.py``: FusionBench's pools and task pools handle heads themselves.
+#: What the contribution leaves out of ``layers/targets.py``: FusionBench handles heads by itself.
 HEADS = r'    heads: str = option\(\n(?:        .*\n)+    \)\n|        _check_patterns\("heads", self.heads\)\n'
 LICENCE = """\
 Licence: the authors of the contributed files, which are under Apache-2.0 in the plugin fusion-bench-nufilt, offer them
