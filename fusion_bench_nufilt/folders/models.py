@@ -217,8 +217,10 @@ class LoraAdapter(FullModel):
             elif partner == key or partner not in tensors:
                 unknown.append(key)
         self._check_tied(architecture, saved)
-        if self.config.get("use_dora"):
-            unknown += [a for slot, (a, _, _) in self.pairs.items() if slot not in self.magnitudes]
+        promised = {"use_dora": self.pairs.keys() <= self.magnitudes.keys(), "trainable_token_indices": self._trained}
+        if lost := [option for option, there in promised.items() if self.config.get(option) and not there]:
+            what = f"uses {some(lost)} and lacks tensors of it"
+            raise ValueError(f"adapter '{self.checkpoint.name}' {what}: merge it into its base with peft")
         if unknown:
             raise ValueError(f"adapter '{self.checkpoint.name}': {some(unknown)}: no LoRA of a linear layer")
 
