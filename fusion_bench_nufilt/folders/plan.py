@@ -102,8 +102,6 @@ class Settings:
         numbers = self.weights if isinstance(self.weights, list | tuple) else ()
         if self.weights is not None and not (numbers and all(map(is_number, numbers))):
             raise ValueError(f"weights must be a list of numbers, got {self.weights!r}")
-        if not isinstance(self.tokenizer, str | None):
-            raise ValueError(f"tokenizer must be base, union or the name of a task, got {self.tokenizer!r}")
         if self.step is not None:
             check_whole(self, "step", least=1, most=10**6)
         for size in ("max_memory", "max_shard_size"):
