@@ -1,16 +1,21 @@
-"""Merge plain state dicts, one model after another, with nothing but torch and safetensors.
+"""Merge the weights in plain safetensors files, one model after another, without a model's code.
 
-    python examples/merge_state_dicts.py base.safetensors first.safetensors second.safetensors --out merged.safetensors
+    python examples/merge_state_dicts.py base/model.safetensors math/model.safetensors code/model.safetensors \\
+        --out merged.safetensors
 
-Every matrix whose key contains one of ``--layers`` is merged; everything else stays the base's.
+The layers are those of ``target_modules=auto``, found by the names of the tensors; everything else stays the base's.
 """
 
 import argparse
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from fusion_bench_nufilt import FusionConfig, fuse_layers
+from fusion_bench_nufilt.folders.architecture import from_names
+from fusion_bench_nufilt.layers import TargetConfig, coverage, select_layers
+from fusion_bench_nufilt.storage.tensors import TensorFile
 
 
 def main() -> None:
@@ -18,22 +23,30 @@ def main() -> None:
     parser.add_argument("base", type=Path)
     parser.add_argument("tasks", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--layers", nargs="+", default=["attn", "fc1"])
+    parser.add_argument("--target-modules", default="auto", help="auto, all-linear or a regular expression")
     arguments = parser.parse_args()
 
-    base = load_file(arguments.base)
-    keys = [key for key, w in base.items() if w.ndim == 2 and any(part in key for part in arguments.layers)]
-    if not keys:
-        parser.error(f"no matrix of {arguments.base} has one of {arguments.layers} in its key")
-    pretrained = {key: base[key] for key in keys}
+    model = from_names(TensorFile(arguments.base).tensors)  # its modules, without numbers
+    layers = select_layers(model, arguments.target_modules)
+    print(coverage(model, layers, TargetConfig(arguments.target_modules)))
+
+    def matrices(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the layers of a state dict, of which a tensor may hold several, and which share its memory."""
+        return {name: view.matrix(state[view.key][slice(*view.rows)]) for name, view in layers.items()}
+
+    result = load_file(arguments.base)
+    pretrained = {name: matrix.clone() for name, matrix in matrices(result).items()}
     merged = pretrained
     for step, path in enumerate(arguments.tasks, 1):
-        weights = load_file(path)
-        task = {key: weights[key] for key in keys if key in weights}
-        merged, reports = fuse_layers(pretrained, merged, task, FusionConfig(), step=step)
+        weights, name = load_file(path), path.absolute().parent.name
+        if lacking := [view.key for view in layers.values() if view.key not in weights]:
+            parser.error(f"{path} lacks {lacking[0]}, one of {len(lacking)} layers to merge")
+        merged, reports = fuse_layers(pretrained, merged, matrices(weights), FusionConfig(), step=step)
         filtered = sum(report.filtered_share for report in reports.values()) / len(reports)
-        print(f"{path.name}: {len(keys)} layers merged, {filtered:.0%} of the task vector filtered away on average")
-    save_file({**base, **merged}, arguments.out)
+        print(f"{name}: {len(layers)} layers merged, {filtered:.0%} of the task vector filtered away on average")
+    for name, matrix in matrices(result).items():
+        matrix.copy_(merged[name])
+    save_file(result, arguments.out)
 
 
 if __name__ == "__main__":

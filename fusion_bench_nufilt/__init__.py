@@ -5,13 +5,33 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fusion_bench_nufilt.baselines import (
+        BatchMethodBaseline,
+        ContinualMethodBaseline,
+        KnotsTiesMergingAlgorithm,
+        LoRAWEMoE,
+        NewTaskAdaMergingAlgorithm,
+        SequentialFineTuning,
+    )
     from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm
     from fusion_bench_nufilt.core import FusionConfig, fuse_layers
     from fusion_bench_nufilt.folders.heads import load_task
 
     __version__: str
 
-__all__ = ["FusionConfig", "LayerwiseMergingAlgorithm", "NufiltContinualMergingAlgorithm", "fuse_layers", "load_task"]
+__all__ = [
+    "BatchMethodBaseline",
+    "ContinualMethodBaseline",
+    "FusionConfig",
+    "KnotsTiesMergingAlgorithm",
+    "LayerwiseMergingAlgorithm",
+    "LoRAWEMoE",
+    "NewTaskAdaMergingAlgorithm",
+    "NufiltContinualMergingAlgorithm",
+    "SequentialFineTuning",
+    "fuse_layers",
+    "load_task",
+]
 
 _HOMES = {
     "FusionConfig": "core",
@@ -24,8 +44,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Torch and FusionBench are imported when they are needed: `nufilt --help` and `nufilt merge` are quicker so."""
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in __all__:
+        return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'baselines')}"), name)
     if name == "__version__":
         return version("fusion-bench-nufilt")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+import transformers as hf
 from fusion_bench.utils import instantiate
 from nbclient import NotebookClient
 from omegaconf import OmegaConf
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import CLIPVisionModel, ViTImageProcessor
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm, load_task
@@ -23,10 +24,13 @@ from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.demo import TASKS as DEMO_TASKS
 from fusion_bench_nufilt.demo import load_clip, load_processor
 from fusion_bench_nufilt.demo.train import normalise
-from fusion_bench_nufilt.layers import select_layers
 from tests.classifiers import train
 from tests.conftest import REPO
-from tests.models import clip, finetuned
+from tests.models import build, clip, finetuned, llama
+
+
+def gpt2():
+    return build(hf.GPT2LMHeadModel, hf.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=16), 0)
 
 
 def example(name, *arguments):
@@ -40,16 +44,21 @@ def example(name, *arguments):
         return output.read()
 
 
-def test_plain_state_dicts(tmp_path):
-    base = clip()
-    for name, model in {"base": base, "one": finetuned(base, 1), "two": finetuned(base, 2)}.items():
-        save_file(model.state_dict(), tmp_path / f"{name}.safetensors")
-    files = [tmp_path / f"{name}.safetensors" for name in ("base", "one", "two", "merged")]
-    output = example("merge_state_dicts.py", *files[:3], "--out", files[3])
-    assert "two.safetensors: 10 layers merged" in output
-    merged, before = load_file(files[3]), base.state_dict()
-    changed = {key for key, value in merged.items() if not torch.equal(value, before[key])}
-    assert changed == {view.key for view in select_layers(base).values()}
+@pytest.mark.parametrize(("make", "layers"), [(clip, 10), (llama, 14), (gpt2, 8)])
+def test_plain_state_dicts_are_merged_as_the_models_are(make, layers, tmp_path):
+    base = make()
+    models = {"_pretrained_": base, "one": finetuned(base, 1), "two": finetuned(base, 2)}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    files = [tmp_path / name / "model.safetensors" for name in models]
+    output = example("merge_state_dicts.py", *files, "--out", tmp_path / "merged.safetensors")
+    assert f"merging {layers} layers in {layers} parameters" in output
+    assert f"one: {layers} layers merged" in output
+    assert f"two: {layers} layers merged" in output
+    expected = NufiltContinualMergingAlgorithm(shuffle_order=False).run(models).state_dict()
+    merged = load_file(tmp_path / "merged.safetensors")
+    assert merged.keys() == load_file(files[0]).keys()
+    assert all(torch.equal(value, expected[key]) for key, value in merged.items())
 
 
 @pytest.mark.slow

@@ -1,7 +1,16 @@
 """The methods that NUFILT is compared with, under the protocol that it runs under."""
 
+from .adamerging import NewTaskAdaMergingAlgorithm
 from .finetuning import SequentialFineTuning
 from .fusionbench import BatchMethodBaseline, ContinualMethodBaseline
+from .knots import KnotsTiesMergingAlgorithm
 from .wemoe import LoRAWEMoE
 
-__all__ = ["BatchMethodBaseline", "ContinualMethodBaseline", "LoRAWEMoE", "SequentialFineTuning"]
+__all__ = [
+    "BatchMethodBaseline",
+    "ContinualMethodBaseline",
+    "KnotsTiesMergingAlgorithm",
+    "LoRAWEMoE",
+    "NewTaskAdaMergingAlgorithm",
+    "SequentialFineTuning",
+]

@@ -1,5 +1,6 @@
 """`nufilt analyze`: what the paper measures beside accuracy."""
 
+import json
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from fusion_bench_nufilt.results.write import write_results
 from fusion_bench_nufilt.storage.files import lock_folder, printable, refuse_foreign, shown
 
 from .options import patterns, takes_options, was_typed
-from .terminal import terminal
+from .terminal import AsJson, Quiet, terminal
 
 without_data = partial(typer.Option, rich_help_panel="Folders, without data")
 
@@ -50,13 +51,15 @@ def analyze(
         list[str] | None, typer.Option(help="Layers to analyse, as in nufilt merge; default: those that are merged.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("outputs/analysis"),
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     **options: Any,
 ) -> None:
     """Ask why a merge works: affinity of data and task vectors, what methods move, where task vectors collide.
 
     With a model pool, on its task pool's data; with --base and --task, on the weights of checkpoint folders alone.
     """
-    with terminal() as console:
+    with terminal(quiet) as console:
         out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
         config, targets, words = AnalysisConfig(**options), patterns(target_modules) or "auto", list(overrides or ())
         from fusion_bench_nufilt.analysis.folders import analyze_folders
@@ -70,7 +73,7 @@ def analyze(
         lock = lock_folder(out)
         try:
             if plan is not None:
-                with tqdm(total=len(plan.layers), desc="Analysing layers", disable=None) as bar:
+                with tqdm(total=len(plan.layers), desc="Analysing layers", disable=console.quiet or None) as bar:
                     analysis = analyze_folders(plan, config.task_rank, bar.update)
             else:
                 analysis = _pool(console, methods, runs, words, modelpool, config, out, targets)
@@ -78,7 +81,7 @@ def analyze(
             files += write_results(out)
         finally:
             lock.release()
-    print("\n".join(map(printable, content["reading"])))
+    print(json.dumps(content) if as_json else "\n".join(map(printable, content["reading"])))
     console.print(f"[bold]{shown(str(out))}[/bold]: {', '.join(files)}", highlight=False)
 
 
@@ -123,10 +126,11 @@ def _pool(
         console.print(pool.memory_note, highlight=False)
         wanted = "" if runs or methods == "none" else methods or default_methods(pool.width)
         specs = parse_methods(wanted, overrides)
-        with tqdm(total=len(pool.tasks), desc="Analysing tasks", disable=None, file=console.file) as bar:
+        bars = partial(tqdm, disable=console.quiet or None, file=console.file)
+        with bars(total=len(pool.tasks), desc="Analysing tasks") as bar:
             result = pool.run(bar.update)
         steps = len(pool.tasks) * (len(specs) + len(runs))
-        with tqdm(total=steps, desc="Measuring methods", disable=None, file=console.file) as bar:
+        with bars(total=steps, desc="Measuring methods") as bar:
             measure_methods(pool, result, specs, words, bar.update)
             for run in runs:
                 measure_run(pool, result, run, bar.update)

@@ -14,9 +14,16 @@ COMMANDS = {
     "report": "Make one self-contained page of a run, a comparison, an analysis or a merge.",
     "analyze": "Ask why a merge works: subspaces of data and task vectors, what methods move, what collides.",
 }
+EXAMPLES = {
+    "merge": ("--base BASE --task T1 --task T2 --out OUT --dry-run", "--base BASE --merged OUT --task T3 --out OUT3"),
+    "push": ("OUT owner/merged --private",),
+    "compare": ("--methods spectral,nufilt:null_rank=21:lora_rank=10,opcm", "--preset paper --seeds 42:52 --jobs 2"),
+    "report": ("outputs/compare",),
+    "analyze": ("--base BASE --task T1 --task T2", "--modelpool nufilt_demo --methods spectral,opcm"),
+}
 
-_SETTINGS: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False}
-app = typer.Typer(no_args_is_help=True, **_SETTINGS)
+_SETTINGS: dict[str, Any] = {"context_settings": {"help_option_names": ["-h", "--help"]}}
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, **_SETTINGS)
 
 
 def _print_versions(wanted: bool) -> None:
@@ -39,8 +46,10 @@ class _Lazy(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], *others: Any, **more: Any) -> Any:
         assert self.name is not None
-        alone = typer.Typer(**_SETTINGS)
-        alone.command(self.name)(getattr(import_module(f"{__package__}.{self.name}"), self.name))
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        examples = "\n\n".join(["Examples:", *(f"nufilt {self.name} {words}" for words in EXAMPLES[self.name])])
+        function = getattr(import_module(f"{__package__}.{self.name}"), self.name)
+        alone.command(self.name, epilog=examples, **_SETTINGS)(function)
         return typer.main.get_command(alone).make_context(info_name, args, *others, **more)
 
 

@@ -1,5 +1,6 @@
 """`nufilt compare`: methods and task orders side by side."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -8,7 +9,7 @@ import typer
 
 from fusion_bench_nufilt.storage.files import refuse_foreign, shown
 
-from .terminal import interruptible, terminal
+from .terminal import AsJson, Quiet, interruptible, terminal
 
 _VALIDATION = typer.Option("--validation/--no-validation", help="Score a fifth of the test data alone, or the rest.")
 
@@ -46,6 +47,8 @@ def compare(
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Where a method cannot be built, run the others all the same.")
     ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Compare continual merging methods over task orders: tables, pictures and all numbers in one folder.
 
@@ -54,7 +57,7 @@ def compare(
     out, words = out.expanduser(), list(overrides or ())  # the shell leaves the ~ of --out=~/results as it is
     how: Any = {"evaluate": evaluate, "overwrite": overwrite, "keep_going": keep_going}
     how |= {"jobs": jobs, "engine": engine, "address": address, "preset": preset, "validation": validation}
-    with terminal() as console:
+    with terminal(quiet) as console:
         logging.getLogger().setLevel(logging.WARNING)
         logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
         from fusion_bench_nufilt.compare import configs, run, specs
@@ -67,12 +70,19 @@ def compare(
             found = run.compare(modelpool, rows, specs.parse_seeds(seeds), out, console=console, **how)
         files = found.save(out)
         found.log(loggers, [out / file for file in files if file.endswith(".png")])
-    from fusion_bench_nufilt.results.comparison import print_comparison
-
-    print_comparison(found)
-    console.print(f"[bold]{shown(str(out))}[/bold]: {', '.join(files)}", highlight=False)
+        _print(found, as_json)
+        console.print(f"[bold]{shown(str(out))}[/bold]: {', '.join(files)}", highlight=False)
     if any(method.failures for method in found.methods.values()):
         raise typer.Exit(1)
+
+
+def _print(found: Any, as_json: bool) -> None:
+    from fusion_bench_nufilt.results.comparison import print_comparison
+
+    if as_json:
+        print(json.dumps(found.as_json()))
+    else:
+        print_comparison(found)
 
 
 def _specs(methods: str | None, preset: str | None, with_data: bool, modelpool: str, words: list[str]) -> list[Any]:

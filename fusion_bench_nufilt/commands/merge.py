@@ -1,5 +1,6 @@
 """`nufilt merge`: checkpoint folders of any size, as a recipe file, KEY=VALUE words and typed options say."""
 
+import json
 import os
 import re
 from collections import Counter
@@ -35,7 +36,7 @@ from fusion_bench_nufilt.storage.files import Count, checked, content_digest, pa
 from .going_on import find_model, inherited
 from .mergekit import from_mergekit
 from .options import SIZES, takes_options, typed_values
-from .terminal import interruptible, terminal
+from .terminal import AsJson, Quiet, interruptible, terminal
 
 KINDS = (*dict.fromkeys(method.Options for method in METHODS.values()), TargetConfig, Settings)
 MODELS = ("base", "tasks", "merged", "out", "digests")
@@ -75,23 +76,26 @@ def merge(
         ),
     ] = "nufilt",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the plan, stop.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     **typed: Any,
 ) -> None:
     """Merge fine-tuned models into one, layer by layer, without loading a model."""
-    with terminal() as console:
+    with terminal(quiet) as console:
         typed |= {"base": base, "tasks": tasks, "merged": merged, "out": out, "method": method}
         known = ["method", *(field.name for kind in KINDS for field in fields(kind))]
+        if as_json and not dry_run:
+            raise ValueError("--json goes with --dry-run: a merge leaves its result in OUT/nufilt.json")
         said = gather(words or (), typed_values(context, typed), known)
         plan, folder = _plan({**said, **(taken := inherited(said))})
-        table = Table(show_header=False, box=None, title="Plan", title_justify="left")
-        for key, value in _rows(plan, folder, taken):
-            table.add_row(key, shown(value))
-        console.print(table)
-        for warning in plan.warnings:
-            console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
+        if not as_json:
+            _show(console, plan, folder, taken)
         finished = check_output(plan, folder) if dry_run else _run(console, plan, folder)
         if dry_run and not finished:
             check_disk(plan, folder)
+        if as_json:
+            print(json.dumps(_as_json(plan, folder), indent=1))
+        if as_json or (dry_run and not finished):
             return
         what = "finished by an earlier run, nothing to do" if finished else f"{len(plan.layers)} layers merged"
         console.print(f"[bold]{shown(str(folder))}[/bold]: step {plan.last_step}, {what}")
@@ -111,6 +115,30 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
     plan = plan_merge(models["base"], models["tasks"], models.get("merged"), *options, method=method)
     plan.known.update(models.get("digests", {}))
     return plan, Path(models["out"]).expanduser()  # the shell leaves the ~ of --out=~/merged as it is
+
+
+def _show(console: Console, plan: Plan, out: Path, taken: Mapping[str, Any]) -> None:
+    table = Table(show_header=False, box=None, title="Plan", title_justify="left")
+    for key, value in _rows(plan, out, taken):
+        table.add_row(key, shown(value))
+    console.print(table)
+    for warning in plan.warnings:
+        console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
+
+
+def _as_json(plan: Plan, out: Path) -> dict[str, Any]:
+    return {
+        "inputs": {source: model.checkpoint.name for source, model in plan.models.items()},
+        "out": str(out),
+        "first_step": plan.first_step,
+        "settings": plan.options(),
+        "layers": [layer.name for layer in plan.layers],
+        "coverage": plan.coverage.as_dict(),
+        "memory_bytes": peak_memory(plan),
+        "disk_bytes": disk_bytes(plan),
+        "seconds": predict_seconds(plan, plan.settings.workers) if plan.settings.on_cpu else None,
+        "warnings": plan.warnings,
+    }
 
 
 def _run(console: Console, plan: Plan, out: Path) -> bool:

@@ -9,20 +9,21 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from fusion_bench_nufilt.storage.checkpoint import read_manifest, verify_files
 from fusion_bench_nufilt.storage.files import CARD, MANIFEST
 
-from .terminal import terminal
+from .terminal import Quiet, terminal
 
 
 def push(
     out: Annotated[Path, typer.Argument(help="Folder that nufilt merge made.")],
     repo: Annotated[str, typer.Argument(help="Repository, OWNER/NAME; it is made if there is none.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Upload a merged folder, with its model card and its manifest, to the Hugging Face hub.
 
     What is uploaded are the files that the manifest lists, if all of them are what was saved, and nothing else. You
     must be logged in there (hf auth login), or HF_TOKEN must hold a token with the right to write.
     """
-    with terminal() as console:
+    with terminal(quiet) as console:
         files = {name: out / name for name in _files_of_result(out)}
         token = get_token() or ""
         if not (token and token.isascii() and token.isprintable()):

@@ -8,14 +8,15 @@ import typer
 from fusion_bench_nufilt.results.write import write_results
 from fusion_bench_nufilt.storage.files import shown
 
-from .terminal import terminal
+from .terminal import Quiet, terminal
 
 
 def report(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder of a run, a comparison, an analysis or a merge.")
     ],
+    quiet: Quiet = False,
 ) -> None:
     """Make tables, pictures and one self-contained page, index.html, of a run, a comparison, an analysis or a merge."""
-    with terminal() as console:
+    with terminal(quiet) as console:
         console.print(f"[bold]{shown(str(folder))}[/bold]: {', '.join(write_results(folder))}", highlight=False)

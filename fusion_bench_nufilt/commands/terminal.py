@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -19,16 +20,21 @@ class _Message(logging.Formatter):
         return "\n".join(map(printable, record.getMessage().split("\n")))
 
 
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show results and errors: no progress, log, warnings.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, in place of tables.")]
+
+
 @contextmanager
-def terminal() -> Iterator[Console]:
+def terminal(quiet: bool = False) -> Iterator[Console]:
     """Open a console for the log and for progress; an error ends the command with one line and exit code 1."""
-    console = Console(file=sys.stderr)  # the present one, because the methods that are compared have theirs silenced
+    console = Console(file=sys.stderr, quiet=quiet)  # methods that are compared have the present stream silenced
     handler = RichHandler(console=console, show_path=False, show_time=False)
     handler.setFormatter(_Message())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         yield console
     except (ValueError, OSError) as error:  # a hub out of reach is an OSError
+        console.quiet = False
         console.print(f"[red]error:[/red] {shown(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
 

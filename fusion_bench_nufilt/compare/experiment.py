@@ -32,7 +32,7 @@ from fusion_bench_nufilt.storage.checkpoint import model_digest, package_version
 
 from .configs import compose_run, make, plain, quiet, taskpool_config
 
-OnStep = Callable[[int], Any]
+OnStep = Callable[..., Any]
 
 
 class WatchingEvaluator(Evaluator):
@@ -178,7 +178,7 @@ class Experiment:
         return model
 
     def score_single_models(self, on_step: OnStep) -> References:
-        """Score the pretrained model on all T tasks and each fine-tuned one on its own; ``on_step`` gets 0 to T."""
+        """Score the pretrained model on all T tasks and each fine-tuned one on its own, T + 1 steps in all."""
 
         def scores(name: str, tasks: Sequence[str]) -> dict[str, float | None]:
             with torch.no_grad():
@@ -186,13 +186,13 @@ class Experiment:
             return {task: or_none(score(report.get(task, {}))) for task in tasks}
 
         references: References = {"pretrained": scores("_pretrained_", self.tasks), "individual": {}}
-        on_step(0)
-        for step, task in enumerate(self.tasks, 1):
+        on_step()
+        for task in self.tasks:
             references["individual"] |= scores(task, [task])
-            on_step(step)
+            on_step()
         return references
 
-    def run(self, config: dict[str, Any], on_step: OnStep = lambda step: None) -> Run:
+    def run(self, config: dict[str, Any], on_step: OnStep = lambda *_: None) -> Run:
         """Merge the stream with a method's configuration, which has the seed; if it fails, that is the result."""
         device = self.fabric.device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

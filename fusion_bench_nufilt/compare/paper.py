@@ -6,6 +6,7 @@ tasks, settings and the set of orders agree.
 
 import csv
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from fusion_bench_nufilt.results.content import Published
 
 from .configs import compose_run, quiet, taskpool_config
 from .experiment import Experiment
-from .overrides import without_method
+from .overrides import key_of, without_method
 from .specs import NEED_DATA, RunSpec, parse_methods
 
 _ORDERS = range(42, 52)  # the seeds of the paper's ten orders
@@ -105,16 +106,16 @@ def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_da
     """Return the methods of a comparison of the paper.
 
     ``ablation`` has the four rows of the paper's ablation; ``paper`` the methods of its main table, as it sets them,
-    by both formulas where there are two; ``sensitivity`` the panels of :data:`SENSITIVITY`, their ranks in proportion
-    to the width of the models, and ``ranks`` those of its ranks; ``overhead`` the rows of its table of costs. Methods
-    that need data are there only ``with_data``, and where the pool has it.
+    by both formulas where there are two; ``sensitivity`` the panels of :data:`SENSITIVITY`, and ``ranks`` those of its
+    ranks; ``overhead`` the rows of its table of costs. Methods that need data are there only ``with_data``, and where
+    the pool has it. A comparison scales their ranks.
     """
     if with_data and name not in ("paper", "overhead"):
         raise ValueError(f"--with-data goes with --preset paper or overhead: no method of '{name}' needs data")
     if name in ("sensitivity", "ranks"):
+        panels = SENSITIVITY if name == "sensitivity" else [panel for panel in SENSITIVITY if panel.key != "max_steps"]
         with quiet():
             width = Experiment(compose_run(without_method([f"modelpool={modelpool}", *overrides]))).width
-        panels = SENSITIVITY if name == "sensitivity" else [panel for panel in SENSITIVITY if panel.key != "max_steps"]
         return [spec for panel in panels for spec in panel_specs(panel, width)]
     if name not in _METHODS:
         there = ", ".join(sorted([*_METHODS, "ranks", "sensitivity"]))
@@ -131,7 +132,18 @@ def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_da
             rows.append(":".join([f"{method}={method}", *settings.get(method, ())]))
             if form := forms.get(method):
                 rows.append(":".join([f"{method} ({form})={method}", f"form={form}", *settings.get(method, ())]))
-    return parse_methods(",".join(rows), overrides)
+    return [replace(spec, preset=True) for spec in parse_methods(",".join(rows), overrides)]
+
+
+def with_fitting_ranks(spec: RunSpec, experiment: Experiment, overrides: Sequence[str]) -> RunSpec:
+    """Return a method of a preset with ranks for the width of the models, except those that the overrides give."""
+    if not (spec.preset and spec.method.startswith("nufilt")):
+        return spec
+    config, given = compose_run(spec.overrides).method, {key_of(word) for word in overrides}
+    ranks = {key: rank_for_width(key, config[key], experiment.width) for key in ("null_rank", "lora_rank")}
+    changed = [f"{key}={rank}" for key, rank in ranks.items() if rank != config[key] and f"method.{key}" not in given]
+    overrides = (*spec.overrides, *(f"method.{setting}" for setting in changed))
+    return replace(spec, overrides=overrides, settings=(*spec.settings, *changed))
 
 
 def _methods_with_data(modelpool: str, overrides: Sequence[str]) -> list[str]:

@@ -20,6 +20,7 @@ from fusion_bench_nufilt.results.content import Json, References, Run
 from .configs import compose_run, plain, quiet
 from .experiment import Experiment, run_alone
 from .overrides import key_of, without_method
+from .paper import with_fitting_ranks
 from .specs import RunSpec, check_specs
 from .store import Store
 from .summary import Comparison
@@ -72,6 +73,7 @@ def compare(
     _check(specs, overrides, evaluate, jobs, engine)
     everywhere = [f"modelpool={modelpool}", *overrides]
     experiment = Experiment(compose_run(pools := tuple(without_method(everywhere))), validation)
+    specs = [with_fitting_ranks(spec, experiment, overrides) for spec in specs]
     words = [f"++method.evaluate={evaluate}", *_PROTOCOL, *everywhere]
     configs, wrong = _configure(specs, words, experiment, keep_going)
     settings = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
@@ -185,10 +187,10 @@ def _progress_bars(console: Console | None) -> Progress:
 
 
 @contextmanager
-def _steps_bar(progress: Progress, title: str, total: int) -> Iterator[Callable[[int], None]]:
+def _steps_bar(progress: Progress, title: str, total: int) -> Iterator[Callable[..., None]]:
     """Show a bar while a block runs, which gets a function to call with each finished step."""
     bar = progress.add_task(title, total=total)
     try:
-        yield lambda step: progress.advance(bar)
+        yield lambda *_: progress.advance(bar)
     finally:
         progress.remove_task(bar)

@@ -33,6 +33,7 @@ class RunSpec:
     overrides: tuple[str, ...]  # those of `fusion_bench` that the other rows do not share
     method: str  # its name, without ``continual/``
     settings: tuple[str, ...] = ()  # the ``KEY=VALUE`` words among the overrides
+    preset: bool = False  # whether it is of a preset, whose ranks are scaled to the width of the models
 
 
 def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:

@@ -22,15 +22,16 @@ from fusion_bench_nufilt.results.write import leave_results
 from fusion_bench_nufilt.storage.checkpoint import Input, Manifest, package_versions
 from fusion_bench_nufilt.storage.files import write_text
 
+from . import models as pools
 from .evaluation import RunScores, find_evaluator
-from .models import MERGED, PRETRAINED, describe_model, digest_of_stored, load_model, merged_before, merged_checkpoint
+from .models import MERGED, PRETRAINED, digest_of_stored, load_model, merged_before, merged_checkpoint, source_of
 from .program import OneLineErrors, ReportedTaskPool, log_picture, one_line_errors, use_bundled_taskpool
 from .protocol import Evaluate, ProtocolConfig, task_order
 from .run_folder import RunFolder, open_run_folder
 
 log = logging.getLogger(__name__)
 
-OnStep = Callable[[int], Any]
+OnStep = Callable[[int, nn.Module], Any]
 _NOT_IN_THE_RESULT = ("_target_", "save_on_every_step", "check_models", "check_taskpool", "resume", "devices", "verify")
 
 
@@ -89,7 +90,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         """Raise ValueError, naming model and layer, for a model that cannot be merged."""
 
     def uses(self, key: str) -> bool:
-        """Return whether a parameter of the models, by its name in the state dict, goes into the result."""
+        """Return whether every model must have a parameter, by its name in the state dict, of its own."""
         return True
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
@@ -134,14 +135,14 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         """Merge all models of a pool and return the merged model; :attr:`matrix` holds the scores.
 
         Args:
-            modelpool: FusionBench model pool, or a dict of models; ``_pretrained_`` is the pretrained one, and
+            modelpool: FusionBench model pool, or a dict of torch modules; ``_pretrained_`` is the pretrained one, and
                 ``_merged_``, if there is one, what was merged before.
             taskpool: FusionBench task pool, or an evaluator that other runs share; default: the program's task pool.
                 Without one nothing is scored.
-            on_step: called with the number of each step that is merged, saved and scored.
+            on_step: called with the number of each step that is merged, saved and scored, and the merged model, which
+                later steps change: a score of one's own is taken here.
         """
-        if not isinstance(modelpool, BaseModelPool):
-            modelpool = BaseModelPool(dict(modelpool))
+        modelpool = pools.as_pool(modelpool)
         with one_line_errors(), open_run_folder(self.log_dir) as self.folder:
             return self._run(modelpool, taskpool, on_step)
 
@@ -152,7 +153,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         self.history, self.first_step = merged_before(modelpool, self.num_merged, verify=self.verify)
         names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
         self.matrix, self.merge_seconds, self.on_step = AccuracyMatrix(names), [], on_step
-        sources = {name: describe_model(modelpool, name) for name in modelpool.all_model_names}
+        sources = {name: source_of(modelpool, name) for name in modelpool.all_model_names}
         self._inputs: dict[str, Input] = {name: {"name": name, "source": source} for name, source in sources.items()}
         self.scores = self._scores(taskpool)
         pretrained, self.drawn = self._load(modelpool, PRETRAINED)
@@ -170,7 +171,8 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         merged = self.merge_stream(modelpool, pretrained, names)
         if self.scores is not None:
             self._finish(self.scores, merged)
-        self.print_profile_summary()
+        if self._program is not None:
+            self.print_profile_summary()
         return merged
 
     def _scores(self, taskpool: Any) -> RunScores | None:
@@ -229,7 +231,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
             with self.profile("evaluating"):
                 self.scores.take(step, merged)
         if self.on_step is not None:
-            self.on_step(step)
+            self.on_step(step, merged)
 
     def _load(self, modelpool: BaseModelPool, name: str) -> tuple[nn.Module, Sequence[str]]:
         """Load a model and, where steps are kept, note what its weights are."""
@@ -241,11 +243,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
 
     def _check(self, pretrained: nn.Module, model: nn.Module, drawn: Sequence[str], name: str) -> None:
         """Refuse a model that cannot be merged, or whose merged weights were drawn at random."""
-        if keys := list(filter(self.uses, drawn)):
-            raise ValueError(
-                f"model '{name}': its checkpoint lacks '{keys[0]}', one of {len(keys)} weights to be merged that "
-                "transformers drew at random: it is damaged, or of another architecture"
-            )
+        pools.refuse_drawn(name, list(filter(self.uses, drawn)), can_exclude=hasattr(self, "exclude_modules"))
         self.check_model(pretrained, model, name)
 
     def _resume(self, merged: nn.Module) -> int:

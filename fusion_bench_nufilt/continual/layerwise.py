@@ -3,6 +3,7 @@
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import split_options, takes_options
 from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.layers import Heads, TargetConfig, check_model, coverage, merge_other_params, select_layers
+from fusion_bench_nufilt.layers.models import check_related
 from fusion_bench_nufilt.methods import Report, State, find_method
 from fusion_bench_nufilt.results.write import read_table
 from fusion_bench_nufilt.storage.checkpoint import (
@@ -36,6 +38,7 @@ from .models import MERGED, PRETRAINED, config_of
 from .protocol import DeviceConfig, ProtocolConfig
 
 log = logging.getLogger(__name__)
+_warn_once = cache(log.warning)  # however many runs a comparison has
 
 
 class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
@@ -70,7 +73,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self.task_heads: dict[str, Head] = {}
         self.head_tensors: dict[str, dict[str, Tensor]] = {}
         self._heads = Heads("none", {}, {})
-        self._drawn: dict[str, Sequence[str]] = {}
+        self._drawn: dict[str, Sequence[str]] = {}  # weights that a checkpoint lacks, and below those of no head
+        self._lacking: dict[str, list[str]] = {}
         self._choose(pretrained)
 
     def _choose(self, pretrained: nn.Module) -> None:
@@ -85,8 +89,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._mean_counts: defaultdict[str, int] = defaultdict(int)
         self._reports: list[dict[str, Any]] = []  # the rows of layers.csv
         log.info("%s", self._coverage)
-        if self._coverage.warning:
-            log.warning("%s", self._coverage.warning)
+        for warning in (self._coverage.warning, self.method.warning([view.shape for view in self._layers.values()])):
+            if warning:
+                _warn_once("%s", warning)
 
     def _read(self, model: nn.Module) -> dict[str, Tensor]:
         return {layer: view.read(model) for layer, view in self._layers.items()}
@@ -145,6 +150,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         if self._heads.of(view.key for view in self._layers.values()):
             self._choose(pretrained)
         left = [base_name for base_name, key in names.items() if key in drawn and not self._heads.of([base_name])]
+        self._lacking[name] = left
         super()._check(pretrained, _backbone(pretrained, model), left, name)
 
     def _names(self, pretrained: nn.Module, model: nn.Module) -> dict[str, str]:
@@ -157,9 +163,10 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         others, mismatch = self.targets.other_params, self.targets.on_shape_mismatch
         heads = self._heads.of(model.state_dict())
         check_model(pretrained, model, keys, name=name, other_params=others, on_shape_mismatch=mismatch, heads=heads)
+        check_related(pretrained, model, self._layers, name=name)
 
     def uses(self, key: str) -> bool:
-        return self.targets.other_params != "pretrained" or any(view.key == key for view in self._layers.values())
+        return any(view.key == key for view in self._layers.values())
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
         self._keep_head(name, pretrained, task)
@@ -178,7 +185,10 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             for layer, W in method.weigh_each(self._states, theta_0, device=devices):
                 self._layers[layer].write(merged, W)
         if self.targets.changes_others(step):
-            merge_other_params(merged, task, self._layers, self._mean_counts, self._heads.of(merged.state_dict()))
+            if lacking := self._lacking.get(name, []):
+                log.warning("'%s' is left out of the mean of %s, which its checkpoint lacks", name, ", ".join(lacking))
+            heads = self._heads.of(merged.state_dict())
+            merge_other_params(merged, task, self._layers, self._mean_counts, heads, lacking)
         self._report(step, name, reports)
         return merged
 

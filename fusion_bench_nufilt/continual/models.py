@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,27 @@ from unittest.mock import patch
 
 from fusion_bench import BaseModelPool
 from omegaconf import OmegaConf
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fusion_bench_nufilt.layers.models import leave_out
 from fusion_bench_nufilt.storage.checkpoint import Manifest, model_digest, read_manifest, verify_files
 
 PRETRAINED, MERGED = "_pretrained_", "_merged_"
 _CHANGED = "merge or fetch it again; method.verify=false goes on from it all the same"
 
 log = logging.getLogger(__name__)
+
+
+def as_pool(models: BaseModelPool | Mapping[str, nn.Module]) -> BaseModelPool:
+    """Return models as a pool; a ValueError says what to do with state dicts."""
+    if isinstance(models, BaseModelPool):
+        return models
+    for name, model in models.items():
+        if isinstance(model, Mapping) and any(isinstance(value, Tensor) for value in model.values()):
+            advice = "load it into a model with load_state_dict, or merge matrices alone with fuse_layers"
+            raise ValueError(f"model '{name}' is a state dict, and run takes torch modules: {advice}")
+    return BaseModelPool(dict(models))
 
 
 def check_pool(modelpool: BaseModelPool) -> None:
@@ -57,6 +69,14 @@ def reason(error: Exception) -> str:
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
+def refuse_drawn(name: str, keys: Sequence[str], *, can_exclude: bool) -> None:
+    """Refuse a model with weights to be merged that were drawn at random, by name."""
+    if keys:
+        why = f"one of {len(keys)} weights to be merged that transformers drew at random"
+        hint = leave_out(keys[0].rpartition(".")[0]) if can_exclude else ""
+        raise ValueError(f"model '{name}': its checkpoint lacks '{keys[0]}', {why}: is it damaged?{hint}")
+
+
 def _same(key: str, other: str) -> bool:
     return f".{key}".endswith(f".{other}") or f".{other}".endswith(f".{key}")
 
@@ -88,7 +108,7 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     return {"architecture": of_timm["architecture"], "num_classes": size, "pretrained_cfg": classifier}
 
 
-def describe_model(modelpool: BaseModelPool, name: str) -> Any:
+def source_of(modelpool: BaseModelPool, name: str) -> Any:
     """Return where a model comes from: a hub name or folder, or the pool's config of it."""
     entry = modelpool._models[name]
     if isinstance(entry, str):

@@ -19,6 +19,7 @@ from .weights import Layers, LowRank, TaskLayers, check_layers, wide_dtype
 from .workers import DevicePool, Devices, check_devices, fast_in_float64, map_layers, stack_size
 
 log = logging.getLogger(__name__)
+_warn_once = functools.cache(log.warning)
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def fuse_layers(
     task: TaskLayers,
     config: FusionConfig,
     *,
-    seed: int = 0,
+    seed: int = 42,
     step: int = 1,
     lora_A: Layers | None = None,
     progress: Callable[[str], object] | None = None,
@@ -101,7 +102,7 @@ def fuse_each(
     task: TaskLayers,
     config: FusionConfig,
     *,
-    seed: int = 0,
+    seed: int = 42,
     step: int = 1,
     lora_A: Layers | None = None,
     device: Devices | None = None,
@@ -176,7 +177,7 @@ class _FusionStep:
                 ) from error.with_traceback(None)  # a traceback would hold the matrices
             except torch.linalg.LinAlgError as error:
                 failure = error.with_traceback(None)
-            _say_that_float64_takes_over(name, str(failure))
+            _warn_once("%s: float64 on the CPU takes over in such layers, which is slower", str(failure))
         raise ValueError(f"layer '{name}': no singular vectors, in float64 on the CPU either: {failure}") from failure
 
     @torch.no_grad()
@@ -215,11 +216,6 @@ def _stack(weights: Sequence[Any], where: torch.device, dtype: torch.dtype) -> A
         return LowRank(_stack(left, where, dtype), _stack(right, where, dtype))
     wide = [weight.detach().to(where, dtype).contiguous() for weight in weights]  # the same bits in any layout
     return torch.stack(wide) if len(wide) > 1 else wide[0][None]  # a view: no copy of a single layer
-
-
-@functools.cache
-def _say_that_float64_takes_over(layer: str, reason: str) -> None:
-    log.warning("layer '%s': %s; float64 on the CPU takes over, which is slower", layer, reason)
 
 
 def _check_adapters(layers: Layers, lora_A: Layers, config: FusionConfig) -> None:

@@ -17,7 +17,9 @@ METHODS = f"""
     NUFILT all-linear = nufilt/all_linear,
     NUFILT (ranks 21/10/8) = nufilt:{SCALED},
     OPCM = opcm,
-    task arithmetic = task_arithmetic
+    task arithmetic = task_arithmetic,
+    TSV-M = tsvm,
+    weight averaging = weight_average
 """
 
 
@@ -25,7 +27,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the tables and pictures.")] = Path("outputs/demo"),
     seed: Annotated[int, typer.Option(help="Seed of the task order.")] = 42,
 ) -> None:
-    """Merge the eight models of the demo by five methods, and show what each of them keeps."""
+    """Merge the eight models of the demo by seven methods, and show what each of them keeps."""
     begin = time.perf_counter()
     demo_folder()  # made on first use, with a progress bar of its own
     compare(["fabric.accelerator=cpu"], METHODS, seeds=str(seed), out=out, overwrite=True)

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from fusion_bench_nufilt.layers import Heads, TargetConfig, select_layers
+from fusion_bench_nufilt.layers.models import leave_out
 from fusion_bench_nufilt.layers.views import View, views
-from fusion_bench_nufilt.storage.tensors import FLOATS
+from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo
 
 from .checkpoint import Checkpoint, Parts, part
 
@@ -145,7 +146,7 @@ class Architecture:
                     raise ValueError(f"model '{name}', tensor '{key}': {but}: {_NOT_TOGETHER}")
         if lost := sorted(chosen.keys() - stored.keys()):
             what = f"the weight of {len(lost)} layers that its config.json promises, '{lost[0]}' first"
-            raise ValueError(f"model '{name}' lacks {what}: {_NOT_TOGETHER}")
+            raise ValueError(f"model '{name}' lacks {what}: {_NOT_TOGETHER}{leave_out(chosen[lost[0]])}")
         if unused := self._unused(base):
             what = f"{len(unused)} tensors of layers that its config.json does not have, '{unused[0]}' first"
             raise ValueError(f"model '{name}' stores {what}: {_NOT_TOGETHER}")
@@ -172,11 +173,11 @@ def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
         except Exception as error:  # its own code, another version of transformers, a bad config
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             log.warning("transformers can't build '%s' of '%s' (%s): layers are told by name", name, base.name, reason)
-    return _from_names(base), "names of the tensors"
+    return from_names(base.tensors), "names of the tensors"
 
 
-def _from_names(base: Checkpoint) -> nn.Module:
-    """Return a model with a linear layer for every matrix of the checkpoint that does not look like anything else.
+def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
+    """Return a model with a linear layer for every matrix among tensors that does not look like anything else.
 
     Packed projections of an `nn.MultiheadAttention` and fused experts are told by the names of their parameters, and
     GPT-2's transposed layers by the shape of `c_attn`. Convolutions are left alone: a shape does not tell their groups.
@@ -184,9 +185,9 @@ def _from_names(base: Checkpoint) -> nn.Module:
     from transformers.pytorch_utils import Conv1D
 
     root = nn.Module()
-    packing = [info.shape for key, info in base.tensors.items() if _GPT2.fullmatch(key)]
+    packing = [info.shape for key, info in tensors.items() if _GPT2.fullmatch(key)]
     like_gpt2 = any(shape[1:] == (3 * shape[0],) for shape in packing)
-    for key, info in base.tensors.items():
+    for key, info in tensors.items():
         path = key.removesuffix(".weight")
         *parents, last = path.split(".")
         plain = path != key and len(info.shape) == 2

@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fusion_bench_nufilt.layers import TargetConfig, coverage
+from fusion_bench_nufilt.layers.models import UNRELATED, leave_out, unrelated
 from fusion_bench_nufilt.methods import LayerMethod, find_method
 from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, Manifest, read_manifest, verify_files
 from fusion_bench_nufilt.storage.files import MANIFEST
@@ -142,6 +144,8 @@ def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
         yield from _check_merged(plan, plan.merged)
     if plan.coverage.warning:
         yield plan.coverage.warning
+    if warning := plan.method.warning([layer.view.shape for layer in plan.layers]):
+        yield warning
     folders = [task.checkpoint.folder.resolve() for task in plan.tasks]
     if twice := [task.checkpoint.name for i, task in enumerate(plan.tasks) if folders[i] in folders[:i]]:
         yield f"{some(twice)} comes more than once in the stream"
@@ -196,7 +200,8 @@ def _check_task(plan: Plan, task: FullModel, architecture: Architecture) -> Iter
     yield from _check_shapes(plan, task, architecture, chosen)
     lost = [slot for slot in base if slot in chosen and slot not in task.slots]
     if not isinstance(task, LoraAdapter) and lost:
-        raise ValueError(f"model '{name}' lacks layer '{lost[0]}' {base[lost[0]]} of the base, one of {len(lost)}")
+        first, hint = lost[0], leave_out(next(layer.name for layer in plan.layers if layer.slot == lost[0]))
+        raise ValueError(f"model '{name}' lacks layer '{first}' {base[first]} of the base, one of {len(lost)}{hint}")
     if len(lost) == len(chosen):
         raise ValueError(f"adapter '{name}' changes none of the {len(lost)} layers to merge, only {some(task.slots)}")
     task.checkpoint.check_floats(key for slot, key in task.keys.items() if slot in chosen | plan.averaged)
@@ -263,22 +268,28 @@ def _check_state(plan: Plan) -> Iterator[str]:
 
 
 def check_relation(plan: Plan) -> Iterator[str]:
-    """Yield warnings, with the evidence, where samples of the weights say that a model was not made from the base."""
+    """Yield warnings where samples of the weights say that a model has another base; refuse a layer drawn at random."""
     base, step = plan.base, max(1, len(plan.layers) // _SAMPLED_LAYERS)
-    sampled = plan.layers[::step][:_SAMPLED_LAYERS]
+    outside = [layer for layer in plan.layers if not re.search(r"\.\d+\.", layer.name)]  # such as a pooler or a head
+    sampled = list(dict.fromkeys([*plan.layers[::step][:_SAMPLED_LAYERS], *outside[:_SAMPLED_LAYERS]]))
     for model in plan.models.values():
         if type(model) is not FullModel or model is plan.pretrained or model.checkpoint.remote or base.remote:
             continue
-        xx = yy = xy = dd = 0.0
+        products, apart = [(0.0, 0.0, 0.0, 0.0)], []
         for layer in filter(lambda layer: model.has(layer.slot), sampled):
             info = base.tensors[layer.keys[0]]
             count = min(math.prod(info.shape), _SAMPLED_ELEMENTS)
             x = base.elements(layer.keys[0], 0, count).double()
             y = model.elements(layer.slot, 0, count, x).double()
-            xx, yy, xy, dd = xx + float(x @ x), yy + float(y @ y), xy + float(x @ y), dd + float((y - x) @ (y - x))
+            products.append((float(x @ x), float(y @ y), float(x @ y), float((y - x) @ (y - x))))
+            if unrelated(*products[-1][:3]):
+                apart.append(layer.name)
+        xx, yy, xy, dd = map(sum, zip(*products, strict=True))
         if not xx * yy > 0:
             continue
         cosine, change, name = xy / (xx * yy) ** 0.5, (dd / xx) ** 0.5, model.checkpoint.name
+        if 0 < len(apart) <= len(products) // 2:
+            raise ValueError(f"model '{name}', layer '{apart[0]}' {UNRELATED}{leave_out(apart[0])}")
         if cosine < _LEAST_COSINE or change > _MOST_CHANGE:
             evidence = f"their weights have cosine {cosine:.3f}, ||tau|| / ||theta_0|| is {change:.2f}"
             other = f"'{name}' looks as if it was made from another base than '{base.name}'"

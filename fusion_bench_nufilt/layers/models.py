@@ -14,6 +14,15 @@ from fusion_bench_nufilt.layers.views import View
 
 log = logging.getLogger(__name__)
 
+#: A fine-tuned weight has a cosine of nearly 1 with the one it began as; weights drawn apart have one of about zero.
+LEAST_COSINE = 0.1
+UNRELATED = "has nothing to do with the pretrained model's: one of them was drawn at random"
+
+
+def leave_out(layer: str) -> str:
+    """Return the end of a message about a layer that only some of the models have."""
+    return f"; exclude_modules=[{layer}] leaves it out"
+
 
 def check_model(
     pretrained: nn.Module,
@@ -37,17 +46,17 @@ def check_model(
             or is not finite; the message names the model, the parameter and the shapes.
     """
     reference, state = pretrained.state_dict(), model.state_dict()
-    if merged is None:
-        merged = [key for key, parameter in pretrained.named_parameters() if parameter.ndim == 2]
-    for key in merged:
+    matrices = [key for key, parameter in pretrained.named_parameters() if parameter.ndim == 2]
+    keys = matrices if merged is None else merged
+    for key in keys:
         if key not in state:
-            shape = tuple(reference[key].shape)
-            raise ValueError(f"model '{name}' lacks layer '{key}' {shape} of the pretrained model")
+            shape, hint = tuple(reference[key].shape), "" if merged is None else leave_out(key.rpartition(".")[0])
+            raise ValueError(f"model '{name}' lacks layer '{key}' {shape} of the pretrained model{hint}")
     kept = []
     for key, value in state.items():
         if key not in reference or key in heads:
             continue
-        expected, in_layer = tuple(reference[key].shape), key in merged
+        expected, in_layer = tuple(reference[key].shape), key in keys
         what = f"model '{name}', {'layer' if in_layer else 'parameter'} '{key}'"
         if not value.is_floating_point():
             if in_layer:
@@ -64,6 +73,19 @@ def check_model(
         log.warning("model '%s': kept from the pretrained model because of their shape: %s", name, ", ".join(kept))
 
 
+def check_related(pretrained: nn.Module, model: nn.Module, layers: Mapping[str, View], *, name: str) -> None:
+    """Refuse a layer that has nothing to do with the pretrained model's; the ValueError names it, and how to go on."""
+    for layer, view in layers.items():
+        x, y = (view.read(each).flatten().float().cpu() for each in (pretrained, model))
+        if unrelated(float(x @ x), float(y @ y), float(x @ y)):
+            raise ValueError(f"model '{name}', layer '{layer}' {tuple(view.shape)} {UNRELATED}{leave_out(layer)}")
+
+
+def unrelated(xx: float, yy: float, xy: float) -> bool:
+    """Tell from their inner products whether two weights were drawn apart; one that is zero is not yet trained."""
+    return xx * yy > 0 and xy < LEAST_COSINE * math.sqrt(xx * yy)
+
+
 @torch.no_grad()
 def merge_other_params(
     merged: nn.Module,
@@ -71,12 +93,13 @@ def merge_other_params(
     layers: Mapping[str, View],
     counts: defaultdict[str, int],
     heads: Collection[str] = (),
+    drawn: Collection[str] = (),
 ) -> None:
     """Average everything in the state dict of ``merged`` that is outside the merged layers and ``heads``, in place.
 
     The mean of an entry is that of the models which have it in the shape of ``merged``, and ``counts`` is their number,
-    which is updated. Until one of them has it, the entry stays the pretrained model's, and so does one that is not
-    floating point.
+    which is updated. ``drawn`` are entries of the task that were drawn at random, which do not count. Until a model has
+    an entry, it stays the pretrained model's, and so does one that is not floating point.
     """
     ours, theirs = merged.state_dict(keep_vars=True), task.state_dict()
     in_layers: dict[int, list[View]] = defaultdict(list)
@@ -89,7 +112,7 @@ def merge_other_params(
         if key in heads or id(value) in done or whole or not value.is_floating_point():
             continue
         done.add(id(value))
-        fits = key in theirs and theirs[key].shape == value.shape
+        fits = key in theirs and key not in drawn and theirs[key].shape == value.shape
         counts[key] += fits
         if not fits:
             continue

@@ -109,6 +109,10 @@ class LayerMethod(ABC):
 
         yield from map_layers(weigh, list(states), where)
 
+    def warning(self, shapes: Sequence[tuple[int, int]]) -> str | None:
+        """Say what is doubtful about the options for layers ``(d_o, d_i)`` of these shapes, if anything is."""
+        return None
+
     def flops(self, shape: tuple[int, ...], ranks: Sequence[int | None]) -> float:
         """Estimate the floating-point operations that a layer takes, for the forecast of a merge's time.
 

@@ -45,6 +45,16 @@ class Nufilt(LayerMethod):
         for layer, weight, report in each:
             yield layer, {"weight": weight}, dataclasses.asdict(report)
 
+    def warning(self, shapes: Sequence[tuple[int, int]]) -> str | None:
+        rank = self.options.null_rank
+        covered = sum(2 * min(self.options.ranks(d_i).null, d_i) > d_i for _, d_i in shapes)
+        if self.options.null_space is not True or 2 * covered <= len(shapes):
+            return None
+        return (
+            f"null_rank={rank} covers more than half of the inputs of {covered} of {len(shapes)} layers, and little of "
+            "a later task gets in: null_rank=0.1667 lora_rank=0.0833 are the paper's ranks as shares of the width"
+        )
+
     def flops(self, shape: tuple[int, ...], ranks: Sequence[int | None]) -> float:
         d_o, d_i = shape
         return sum(self._flops_of_step(d_o, d_i, rank) for rank in ranks)

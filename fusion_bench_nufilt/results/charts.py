@@ -8,6 +8,7 @@ the last one in a picture.
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from math import nan
+from typing import Any
 
 import altair as alt
 from altair.typing import ChartType
@@ -92,13 +93,14 @@ def lines(
     dots: bool = True,
     size: tuple[int, int] = (560, 320),
     panels: int = 0,
+    **legend: Any,
 ) -> ChartType:
     """Draw curves, which have a number for each of ``x``, or fewer, or None where they have no point.
 
     ``x`` are numbers, or words, which stand at equal distances. ``deviations`` are half the heights of the bands around
     the curves. ``heights`` are dashed horizontal lines by the words on them; ``marks`` have for each set where a dashed
     vertical line stands, and the words on it. The place of a curve ``among`` all names decides on its look. A legend
-    that is ``ranked`` is in the order of the last numbers, from the top.
+    that is ``ranked`` is in the order of the last numbers, from the top, and takes further options of Altair's.
     """
     bands = deviations or {}
     rows: Rows = [
@@ -109,7 +111,7 @@ def lines(
         if (y := clean(number)) is not None
     ]
     last = {row["name"]: row["y"] for row in rows}
-    looks = style(among or list(last), sorted(last, key=lambda name: -last[name]) if ranked else list(last))
+    looks = style(among or list(last), sorted(last, key=lambda name: -last[name]) if ranked else list(last), **legend)
     rows += [{"set": name, "mark": place, "words": words} for name, (place, words) in (marks or {}).items()]
     letter, axis = _x_axis(x, x_title, x_scale)
     upwards: Options = {"title": y_title or None, "scale": y_scale or alt.Scale(zero=False, nice=False, padding=18)}

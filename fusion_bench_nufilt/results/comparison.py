@@ -8,7 +8,7 @@ from altair.typing import ChartType
 
 from .charts import bars_by_step, heat_maps, lines
 from .comparison_tables import main_table, method_numbers, overhead_tables, task_numbers, task_table
-from .content import Results
+from .content import Method, Results
 from .metrics import METRICS, AccuracyMatrix, Mean
 from .page import Files, Page, Tables
 from .tables import print_table
@@ -22,6 +22,7 @@ PICTURES = {
     "accuracy_per_step": "Mean score of the tasks seen so far",
     "accuracy_matrices": "Scores after each step (%), seed {seed}",
 }
+_MOST_CURVES, _MOST_POINTS = 5, 10  # of a picture, which are those of the best methods; a page has all
 _MOST_BANDS = 6  # more of them would hide each other
 
 
@@ -88,12 +89,13 @@ def charts_of(results: Results, *, panels: bool) -> dict[str, ChartType]:
     charts: dict[str, ChartType] = {}
     if not results.done:
         return charts
+    points, curves = (_best(results, most if panels else None) for most in (_MOST_POINTS, _MOST_CURVES))
     if not all(math.isnan(method.mean("BWT").mean) for method in results.done.values()):
-        charts["stability_plasticity"] = _stability_plasticity(results)
+        charts["stability_plasticity"] = _stability_plasticity(results, points)
     if matrices := results.first_seed:
         charts["accuracy_matrices"] = _accuracy_matrices(matrices, panels)
     if results.settings.get("evaluate", "").startswith("every_step"):
-        charts["accuracy_per_step"] = _accuracy_per_step(results)
+        charts["accuracy_per_step"] = _accuracy_per_step(results, curves)
     if results.preset == "ablation":
         charts["ablation"] = alt.hconcat(*(_ablation(results, name) for name in ("ACC", "BWT")))
     if results.preset in ("sensitivity", "ranks"):
@@ -101,13 +103,19 @@ def charts_of(results: Results, *, panels: bool) -> dict[str, ChartType]:
     return charts
 
 
-def _accuracy_per_step(results: Results) -> ChartType:
+def _best(results: Results, most: int | None) -> dict[str, Method]:
+    """Return the methods with the highest ACC, in the order of the comparison."""
+    best = sorted(results.done, key=lambda label: -results.done[label].mean("ACC").mean)[:most]
+    return {label: method for label, method in results.done.items() if label in best}
+
+
+def _accuracy_per_step(results: Results, methods: Mapping[str, Method]) -> ChartType:
     """The mean score of the tasks seen so far: mean over the seeds, and a band of one deviation.
 
     Over several orders, step t is a mean over t tasks that are not the same t tasks in every order.
     """
-    means, deviations, references = {}, {}, results.references.items()
-    for label, method in results.done.items():
+    means, deviations, individual = {}, {}, results.references["individual"].values()
+    for label, method in methods.items():
         matrices = list(method.matrices.values())
         steps = [Mean.of(scores) for scores in zip(*(matrix.mean_seen for matrix in matrices), strict=True)]
         means[label] = [100 * mean.mean for mean in steps]
@@ -119,20 +127,22 @@ def _accuracy_per_step(results: Results) -> ChartType:
         "models merged",
         "mean score on the tasks seen so far (%)",
         deviations={"": deviations} if len(means) <= _MOST_BANDS else None,
-        heights={f"{label}, all tasks": 100 * Mean.of(scores.values()).mean for label, scores in references},
+        heights={"individual models, all tasks": 100 * Mean.of(individual).mean},
         among=list(results.methods),
         ranked=True,
-        size=(620, 380),
+        size=(460, 320),  # with its legend below, it is read on a phone
+        orient="bottom",
+        columns=3,
     )
 
 
-def _stability_plasticity(results: Results) -> ChartType:
+def _stability_plasticity(results: Results, methods: Mapping[str, Method]) -> ChartType:
     r"""BWT over the mean score of each task right after its own step, with one deviation over the seeds.
 
     ACC = plasticity + (T-1)/T · BWT for T tasks, so that lines of equal ACC fall from left to right.
     """
     rows: Rows = []
-    for label, method in results.done.items():
+    for label, method in methods.items():
         acc, bwt, plasticity = map(method.mean, ("ACC", "BWT", "plasticity"))
         if math.isnan(bwt.mean + plasticity.mean):
             continue

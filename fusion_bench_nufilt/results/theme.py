@@ -70,10 +70,11 @@ def cells(maps: Mapping[str, Matrix], rows: Sequence[Any], columns: Sequence[str
     ]
 
 
-def style(among: Sequence[str], shown: Sequence[str], field: str = "name") -> Options:
+def style(among: Sequence[str], shown: Sequence[str], field: str = "name", **legend: Any) -> Options:
     """Return the encodings ``color``, ``shape`` and ``strokeDash`` of a field, which share one legend.
 
-    The place of a name ``among`` all names decides how it looks; the legend has those that are ``shown``, in order.
+    The place of a name ``among`` all names decides how it looks; the legend has those that are ``shown``, in order, and
+    further options.
     """
     numbers = range(len(among))
     ranges: dict[str, tuple[Any, list[Any]]] = {
@@ -81,9 +82,10 @@ def style(among: Sequence[str], shown: Sequence[str], field: str = "name") -> Op
         "shape": (alt.Shape, [SHAPES[i % len(SHAPES)] for i in numbers]),
         "strokeDash": (alt.StrokeDash, [DASHES[i // len(COLOURS) % len(DASHES)] for i in numbers]),
     }
-    legend = alt.Legend(values=list(shown), title=None, symbolLimit=0, symbolOpacity=1) if len(shown) > 1 else None
+    names = alt.Legend(values=list(shown), title=None, symbolLimit=0, symbolOpacity=1, **legend)
+    looks = {"legend": names if len(shown) > 1 else None}
     return {
-        name: encoding(f"{field}:N", scale=alt.Scale(domain=list(among), range=values), legend=legend)
+        name: encoding(f"{field}:N", scale=alt.Scale(domain=list(among), range=values), **looks)
         for name, (encoding, values) in ranges.items()
     }
 

@@ -1,16 +1,23 @@
 """One table: what each method does with models of each family, and what it refuses."""
 
+import inspect
+from dataclasses import fields
+
 import pytest
 import torch
 from fusion_bench import BaseModelPool
-from fusion_bench.utils import instantiate
+from fusion_bench.utils import import_object, instantiate
+from omegaconf import DictConfig
 from torch import nn
 
+from fusion_bench_nufilt.baselines.fusionbench import RuleConfig
 from fusion_bench_nufilt.baselines.wemoe import MIXTURES
 from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.compare.configs import plain as plain_config
 from fusion_bench_nufilt.compare.specs import NEED_DATA, parse_methods
 from fusion_bench_nufilt.demo import load_vision_model
 from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.methods import ORDER_FREE
 from tests.baselines.helpers import GLUE, configured, demo_images, on_cpu, unchanged
 from tests.models import clip, finetuned, llama, t5
 
@@ -74,3 +81,20 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
         left = "class_embedding" if name == "dop" else "nothing"
         expected = {key for key, _ in base.named_parameters() if not key.endswith(left)}
     assert expected <= changed
+
+
+LAYERWISE = ("nufilt", *(method.name for method in ORDER_FREE))  # compared in tests/methods
+RULE = {field.name for field in fields(RuleConfig)}  # options that say how one method of FusionBench is run
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in LAYERWISE])
+def test_a_baseline_made_in_python_has_the_options_of_its_yaml(name):
+    written = plain_config(compose_run([f"method=continual/{name}"]).method)
+    base = {key: written[key] for key in ("base_method",) if key in written}
+    made = import_object(written["_target_"])(**{key: DictConfig(value) for key, value in base.items()}).config
+    options = written.keys() - {"_target_", "_recursive_", "base_method"} - RULE
+    assert {key: made[key] for key in options} == {key: written[key] for key in options}
+    own = base.get("base_method", {"_target_": ""})
+    if own["_target_"].startswith("fusion_bench_nufilt"):
+        defaults = inspect.signature(import_object(own.pop("_target_"))).parameters
+        assert {key: defaults[key].default for key in own} == own

@@ -112,7 +112,7 @@ def test_a_bad_model_is_refused_before_any_work():
     models = pool()
     models["task2"].vision_model.post_layernorm.bias.data[0] = float("inf")
     with pytest.raises(ValueError, match=r"task2.*post_layernorm"):
-        baseline("wudi").run(models, on_step=lambda step: pytest.fail("a step was merged"))
+        baseline("wudi").run(models, on_step=lambda *_: pytest.fail("a step was merged"))
 
 
 def test_a_method_with_a_memory_of_its_own_does_not_go_on_from_a_model():
@@ -240,7 +240,7 @@ def test_a_running_result_goes_on_with_the_same_bits(tmp_path):
     def run(folder, *overrides, stop=None):
         algorithm = baseline("magmax", "method.form=paper", IN_ORDER, *overrides)
         algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", ""))
-        algorithm.run(models, on_step=lambda step: step == stop and pytest.fail("interrupted"))
+        algorithm.run(models, on_step=lambda step, merged: step == stop and pytest.fail("interrupted"))
         return read_whole_checkpoint(folder / "checkpoints" / "merged_model_3")["files"]
 
     whole = run(tmp_path / "whole")

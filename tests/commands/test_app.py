@@ -5,8 +5,9 @@ import sys
 import tomllib
 
 import pytest
+from typer.testing import CliRunner
 
-from fusion_bench_nufilt.commands.app import COMMANDS
+from fusion_bench_nufilt.commands.app import COMMANDS, EXAMPLES, app
 from tests.commands.helpers import nufilt
 from tests.conftest import REPO
 
@@ -25,8 +26,17 @@ def test_it_tells_its_version():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_listed_and_tells_its_own_options(command):
     assert command in nufilt("--help")[1]
-    code, text = nufilt(command, "--help")
+    code, text = nufilt(command, "-h")
     assert (code, f"Usage: root {command}" in text) == (0, True), text
+    assert all(f"nufilt {command} {words}" in text for words in EXAMPLES[command])
+    assert (f"Examples: nufilt {command} " in text, "--quiet" in text) == (True, True)
+    assert nufilt(command, "--help") == (code, text)
+
+
+def test_a_shell_completes_commands_and_their_options():
+    shell = {"_NUFILT_COMPLETE": "complete_bash", "COMP_WORDS": "nufilt merge --meth", "COMP_CWORD": "2"}
+    result = CliRunner().invoke(app, [], prog_name="nufilt", env=shell)
+    assert result.output.split() == ["--method"]
 
 
 @pytest.mark.parametrize(("arguments", "unwanted"), [(["--help"], "torch"), (["merge", "--help"], "fusion_bench")])

@@ -1,12 +1,13 @@
 """What the words on the command line mean."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.overrides import key_of, key_value, without_method
-from fusion_bench_nufilt.compare.paper import SENSITIVITY, panel_specs, preset_specs
+from fusion_bench_nufilt.compare.paper import SENSITIVITY, panel_specs, preset_specs, with_fitting_ranks
 from fusion_bench_nufilt.compare.specs import RunSpec, check_specs, parse_methods, parse_seeds
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.storage.files import file_name
@@ -112,10 +113,24 @@ def test_seeds_that_are_none_or_more_than_anybody_has_time_for_are_refused(text)
 # --- presets ---
 
 
-def test_the_ablation_has_the_four_rows_of_the_paper():
-    configs = [compose_run(spec.overrides).method for spec in preset_specs("ablation", "nufilt_demo", [])]
-    parts = [(config.null_space, config.lora_rank) for config in configs]
-    assert parts == [(False, 0), (True, 0), (False, 64), (True, 64)]
+@pytest.mark.parametrize(("width", "null", "lora"), [(128, 21, 10), (768, 128, 64), (1024, 128, 64)])
+def test_the_ablation_has_the_four_rows_of_the_paper_with_ranks_that_fit_the_width(width, null, lora):
+    models = SimpleNamespace(width=width)
+    specs = [with_fitting_ranks(spec, models, []) for spec in preset_specs("ablation", "nufilt_demo", [])]
+    configs = [compose_run(spec.overrides).method for spec in specs]
+    parts = [(config.null_space, config.null_rank, config.lora_rank) for config in configs]
+    assert parts == [(False, null, 0), (True, null, 0), (False, null, lora), (True, null, lora)]
+    assert [spec.label for spec in specs] == ["nufilt/naive", "nufilt/filter_only", "nufilt/adapter_only", "nufilt"]
+
+
+def test_ranks_that_the_user_gives_and_methods_that_the_user_names_are_not_scaled():
+    models, given = SimpleNamespace(width=128), ["method.null_rank=99"]
+    specs = {
+        spec.label: with_fitting_ranks(spec, models, given) for spec in preset_specs("paper", "nufilt_demo", given)
+    }
+    assert specs["nufilt"].settings == ("lora_rank=10",)
+    (named,) = parse_methods("nufilt")
+    assert with_fitting_ranks(named, models, []) == named
 
 
 def test_the_sensitivity_varies_one_rank_in_each_panel_and_starts_at_none():

@@ -32,8 +32,12 @@ class InterruptedRunError(Exception):
 
 
 def interrupt_after(step):
-    def on_step(done):
+    def on_step(done, merged):
         if done == step:
             raise InterruptedRunError
 
     return on_step
+
+
+def noting(steps):
+    return lambda step, merged: steps.append(step)

@@ -136,7 +136,7 @@ def test_a_bad_pool_is_refused_before_any_work(damage, message):
     models = pool(3)
     damage(models)
     with pytest.raises(ValueError, match=message):
-        NufiltContinualMergingAlgorithm(**SMALL).run(models, on_step=lambda step: pytest.fail("merged"))
+        NufiltContinualMergingAlgorithm(**SMALL).run(models, on_step=lambda *_: pytest.fail("merged"))
 
 
 def test_a_target_that_matches_nothing():
@@ -203,3 +203,18 @@ def test_a_preset_reproduces_the_published_stream(preset, monkeypatch):
     tau_norm = (vectors[f"task.{last}"] - vectors["pretrained"]).norm()
     error = (merged["layer"].weight - vectors[f"merged.{last}"]).norm() / tau_norm
     assert error <= 1e-9
+
+
+def test_a_score_of_ones_own_is_a_function_of_the_step_and_the_merged_model():
+    seen = {}
+    merged = NufiltContinualMergingAlgorithm(**SMALL).run(
+        pool(3), on_step=lambda step, model: seen.update({step: mlp(model).fc1.weight.norm().item()})
+    )
+    assert list(seen) == [1, 2, 3]
+    assert seen[3] == mlp(merged).fc1.weight.norm().item()
+    assert len(set(seen.values())) == 3
+
+
+def test_the_profile_is_printed_by_fusion_bench_alone(capsys):
+    NufiltContinualMergingAlgorithm(**SMALL).run(pool(2))
+    assert "loading models" not in capsys.readouterr().out

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from fusion_bench_nufilt.storage.files import MANIFEST
-from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool, saved_pool
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting, pool, saved_pool
 from tests.models import clip, finetuned, llama
 
 SMALL = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5, "shuffle_order": False, "other_params": "mean"}
@@ -37,7 +37,7 @@ def test_a_run_that_goes_on_has_the_same_bits(tmp_path, step):
         algorithm_in(tmp_path / "parts").run(pool(), on_step=interrupt_after(step))
     steps = []
     algorithm = algorithm_in(tmp_path / "parts", resume=True)
-    algorithm.run(pool(), on_step=steps.append)
+    algorithm.run(pool(), on_step=noting(steps))
     assert steps == list(range(step + 1, 5))
     assert without_times(tmp_path / "parts") == without_times(tmp_path / "whole")
     assert len(algorithm.merge_seconds) == 4
@@ -45,7 +45,7 @@ def test_a_run_that_goes_on_has_the_same_bits(tmp_path, step):
 
 def test_with_nothing_to_go_on_from_it_starts_at_the_first_step(tmp_path):
     steps = []
-    algorithm_in(tmp_path, resume=True).run(pool(2), on_step=steps.append)
+    algorithm_in(tmp_path, resume=True).run(pool(2), on_step=noting(steps))
     assert steps == [1, 2]
 
 
@@ -56,7 +56,7 @@ def test_a_damaged_step_is_made_again(tmp_path, file, caplog):
     damaged = tmp_path / "checkpoints" / "merged_model_3" / file
     damaged.write_bytes(damaged.read_bytes()[:-10])
     steps = []
-    algorithm_in(tmp_path, resume=True).run(pool(), on_step=steps.append)
+    algorithm_in(tmp_path, resume=True).run(pool(), on_step=noting(steps))
     assert steps == [4]
     assert "merged_model_3" in caplog.text
     assert without_times(tmp_path) == expected
@@ -93,7 +93,7 @@ def test_the_same_weights_from_another_place_are_gone_on_with(tmp_path):
     models, steps = pool(3), []
     with pytest.raises(InterruptedRunError):
         algorithm_in(tmp_path / "run").run(models, on_step=interrupt_after(2))
-    algorithm_in(tmp_path / "run", resume=True).run(saved_pool(tmp_path, models), on_step=steps.append)
+    algorithm_in(tmp_path / "run", resume=True).run(saved_pool(tmp_path, models), on_step=noting(steps))
     assert steps == [3]
 
 
@@ -114,7 +114,7 @@ def test_models_merged_onto_a_merge_give_the_bits_of_one_stream(tmp_path, by):
     else:
         rest["_merged_"] = type(clip()).from_pretrained(checkpoint)
     steps, number = [], None if by == "manifest" else 2
-    merged = algorithm_in(tmp_path / "rest", num_merged=number).run(rest, on_step=steps.append).state_dict()
+    merged = algorithm_in(tmp_path / "rest", num_merged=number).run(rest, on_step=noting(steps)).state_dict()
     assert steps == [3, 4]
     assert all(torch.equal(value, whole[key]) for key, value in merged.items())
     manifest = read_whole_checkpoint(tmp_path / "rest" / "checkpoints" / "merged_model_3")
@@ -168,7 +168,7 @@ def test_a_step_in_the_place_of_another_is_passed_over(tmp_path, caplog):
     shutil.rmtree(folder / "merged_model_2")
     shutil.copytree(folder / "merged_model_0", folder / "merged_model_2")
     steps = []
-    algorithm_in(tmp_path, resume=True).run(pool(3), on_step=steps.append)
+    algorithm_in(tmp_path, resume=True).run(pool(3), on_step=noting(steps))
     assert "step 3: '" in caplog.text
     assert "merged_model_2' is of step 1; looking for the step before" in caplog.text
     assert steps == [3]
@@ -188,7 +188,7 @@ def test_a_bad_merge_is_refused_before_any_work():
     models["_merged_"] = models.pop("task1")
     models["_merged_"].vision_model.encoder.layers[0].mlp.fc1.weight.data[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"_merged_.*fc1"):
-        NufiltContinualMergingAlgorithm(**SMALL, num_merged=1).run(models, on_step=lambda step: pytest.fail("merged"))
+        NufiltContinualMergingAlgorithm(**SMALL, num_merged=1).run(models, on_step=lambda *_: pytest.fail("merged"))
 
 
 @pytest.mark.parametrize("order", [("task1", "grown", "task2"), ("grown", "task1", "task2")])

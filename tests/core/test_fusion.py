@@ -251,12 +251,11 @@ def test_float64_takes_over_where_float32_is_too_inaccurate_and_says_so_once(cap
     spectrum = torch.logspace(0, -6, 40).double()  # on which float32 fails
     layer = [0 * theta_0.float(), matrix_with_spectrum(40, 40, spectrum, seed=1).float(), (theta_t - theta_0).float()]
     config = replace(CONFIG, null_rank=20)
-    for _ in range(2):
-        fused, _ = fuse_layers(*({"steep": weight} for weight in layer), config)
+    for name in ("other", "steep"):
+        fused, _ = fuse_layers(*({name: weight} for weight in layer), config)
     exact, _ = fuse_layers(*({"steep": weight.double()} for weight in layer), config)
     assert (fused["steep"] - exact["steep"]).norm() / layer[2].norm() < 1e-5
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("layer 'steep': ")
     assert "float64 on the CPU takes over" in message
 
 
@@ -277,7 +276,7 @@ def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_th
     fused, _ = fuse_layers(*models(shapes=shapes), CONFIG)
     assert attempts == [(2, None), (1, None), (1, torch.device("cpu")), (1, None), (1, torch.device("cpu"))]
     assert all((fused[name] - expected[name]).norm() < 1e-9 for name in shapes)
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["layer 'a'", "layer 'b'"]
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(
