@@ -7,30 +7,25 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.storage.files import checked
 
-_strict = with_config(ConfigDict(extra="forbid"))
 _Parameters = TypedDict(
     "_Parameters", {"weight": FiniteFloat, "normalize": bool, "lambda": FiniteFloat, "int8_mask": bool}, total=False
 )
-_strict(_Parameters)
 
 
-@_strict
 class _Weight(TypedDict, total=False):
     weight: FiniteFloat
 
 
-@_strict
 class _Model(TypedDict, total=False):
     model: Required[str]
     parameters: _Weight | None
 
 
-@_strict
 class _Tokenizer(TypedDict):
     source: str
 
 
-@_strict
+@with_config(ConfigDict(extra="forbid"))
 class _File(TypedDict, total=False):
     merge_method: Required[Literal["linear", "task_arithmetic"]]
     models: Required[list[_Model]]
@@ -54,10 +49,9 @@ def from_mergekit(content: dict[str, Any]) -> dict[str, Any]:
     try:
         checked(content, _File)
     except ValueError as error:
-        can = (
-            "of a mergekit file, nufilt merge can do linear and task_arithmetic of whole models with a number as weight"
-        )
-        raise ValueError(f"{error}; {can}; fusion_bench has method=continual/ties_merging and others") from None
+        can = "nufilt merge can do linear and task_arithmetic of whole models with a number as weight"
+        others = "fusion_bench has method=continual/ties_merging and others"
+        raise ValueError(f"{error}; of a mergekit file, {can}; {others}") from None
     shared, linear = content.get("parameters") or {}, content["merge_method"] == "linear"
     base = content.get("base_model") or (content["models"][0]["model"] if linear and content["models"] else None)
     if base is None:

@@ -1,7 +1,6 @@
 """The heads of classifiers in folders: found in the tasks, kept beside the merged model, put on it again."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,24 +128,15 @@ def _by_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module
     settings = transformers.AutoConfig.for_model(**config)
     if hasattr(settings, "vocab_size"):
         settings.vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size
-    with _quiet():
-        options = {"dtype": "auto", "ignore_mismatched_sizes": True, "output_loading_info": True}
+    options = {"dtype": "auto", "ignore_mismatched_sizes": True, "output_loading_info": True}
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # it would advise to train the head that it does not know
+    try:
         model, info = kind.from_pretrained(folder, config=settings, **options)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
     other_shape = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}  # as its version has it
     return model, {*info["missing_keys"], *other_shape}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers from advising to train the head that it does not know."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def _by_timm(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, set[str]]:

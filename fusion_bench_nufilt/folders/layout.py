@@ -3,11 +3,14 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
+
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, make_header, read_header
 
-from .checkpoint import INDEX, SINGLE, Checkpoint, some, split_rows
+from .checkpoint import INDEX, Checkpoint, some, split_rows
 from .quantised import Quantised, join_scales
 
 Files = dict[str, dict[str, TensorInfo]]
@@ -35,17 +38,13 @@ def arrange(base: Checkpoint, rows: Mapping[str, int], dtype: str, max_shard_siz
     tensors = _stored(written | {key: _with_rows(written[key], count) for key, count in rows.items()})
     if max_shard_size is None:
         return _by_file(tensors)
-    shards: list[dict[str, TensorInfo]] = [{}]
-    size = 0
-    for key, info in tensors.items():
-        if shards[-1] and size + info.nbytes > max_shard_size:
-            shards.append({})
-            size = 0
-        shards[-1][key] = info
-        size += info.nbytes
-    if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, 1)}
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=attrgetter("nbytes"),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    return {file: {key: tensors[key] for key in keys} for file, keys in split.filename_to_tensors.items()}
 
 
 def _with_rows(info: TensorInfo, count: int) -> TensorInfo:
