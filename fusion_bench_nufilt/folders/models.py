@@ -281,6 +281,8 @@ class LoraAdapter(FullModel):
         return next((values[key] for key in values if matches(rf"(.*\.)?({key})", module, of=of)), default)
 
 
-def open_task(name: str, architecture: Architecture) -> FullModel:
+def open_task(name: str, architecture: Architecture, strength: float) -> FullModel:
     checkpoint = Checkpoint.open(name)
-    return (LoraAdapter if is_adapter(checkpoint.folder) else FullModel)(checkpoint, architecture)
+    task = (LoraAdapter if is_adapter(checkpoint.folder) else FullModel)(checkpoint, architecture)
+    task.strength = strength
+    return task

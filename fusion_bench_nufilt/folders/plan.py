@@ -81,7 +81,6 @@ class Settings:
         "Address of the Ray cluster, such as auto or 10.0.0.1:6379. If it is not given, it is the cluster that this "
         "machine belongs to, or else a new one on this machine alone.",
     )
-
     tokenizer: str | None = _option(
         None,
         "Whose tokens the result has where models brought new ones: base; union, the base's and all new ones; or the "
@@ -89,7 +88,6 @@ class Settings:
         "on_shape_mismatch is keep-base.",
         panel="Layers",
     )
-
     weights: Sequence[float] | None = _option(
         None,
         "Strength of the update of each task, in the order of the tasks; by default, it is 1 for every task.",
