@@ -127,7 +127,7 @@ class LayerMerger:
         states, pretrained = {layer.name: work.state}, {layer.name: work.theta_0}
         ((_, matrix),) = self.plan.method.weigh_each(states, pretrained, device=device)
         plan, read = self.plan, work.record["read"]
-        weight = plan.vocabulary.grown_layer(plan.models, layer.slot, layer.view.part(matrix), read)
+        weight = plan.vocabulary.grown_layer(layer.slot, layer.view.part(matrix), read)
         kept = _state_to_keep(plan, layer, work.state) if self._kept else {}
         stored: list[tuple[TensorInfo, Tensor]] = [(self._kept[key], value) for key, value in kept.items()]
         for key in layer.keys:

@@ -133,7 +133,7 @@ def _fetch(plan: Plan) -> None:
     """Download the weights that are still on the hub, and warn about what they then say of the models."""
     for checkpoint in (remote := [checkpoint for checkpoint in plan.checkpoints if checkpoint.remote]):
         checkpoint.fetch()
-    plan.vocabulary.check(plan.models)
+    plan.vocabulary.check()
     for text in chain(verify_merged(plan), check_relation(plan)) if remote else ():
         if text not in plan.warnings:
             plan.warnings.append(text)
@@ -217,6 +217,6 @@ def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
         "warnings": warnings + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],
         "mean_counts": {slot: count for slot, count in counts.items() if count != plan.last_step},
         "heads": plan.heads,
-        "vocabulary": plan.vocabulary.as_dict(plan.models),
+        "vocabulary": plan.vocabulary.as_dict(),
         "layers": {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names},
     }

@@ -66,7 +66,7 @@ def _new_tensors(
     grows = slot in plan.vocabulary.slots
     kept = info.dtype not in FLOATS or not (slot in plan.averaged or plan.merged or grows)
     if grows:
-        values = plan.vocabulary.grown(plan.models, slot, values, plan.dtype(key), read)
+        values = plan.vocabulary.grown(slot, values, plan.dtype(key), read)
     if kept and isinstance(info, Quantised) and isinstance(place, Quantised):
         deque(values, maxlen=0)  # a digest is that of the values, however they are stored
         for before, after in zip(info.stored, place.stored, strict=True):

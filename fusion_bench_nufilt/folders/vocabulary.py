@@ -9,7 +9,7 @@ import json
 import math
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -35,6 +35,7 @@ Models = Mapping[str, FullModel]
 class Vocabulary:
     """The rows of a result's embeddings; without ``slots``, all is as in the base."""
 
+    models: Models = field(default_factory=dict)
     slots: list[str] = field(default_factory=list)  # of the tensors with a row for every token
     tokenizer: str = "base"  # base, union, or the name of the model whose tokenizer the result has
     rows: int = 0
@@ -44,38 +45,38 @@ class Vocabulary:
     warnings: list[str] = field(default_factory=list)
     identity: str = ""  # a digest of how rows are matched
 
-    def as_dict(self, models: Models) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return what the manifest says of it."""
-        sources = {token: models[self.holders[row][0][0]].checkpoint.label for row, token in self.tokens.items()}
+        sources = {token: self.models[self.holders[row][0][0]].checkpoint.label for row, token in self.tokens.items()}
         return {"tokenizer": self.tokenizer, "rows": self.rows, "new_tokens": sources} if self.slots else {}
 
     def __str__(self) -> str:
         new = f"{len(self.tokens)} new tokens" + (f": {some(self.tokens.values())}" if self.tokens else "")
         return f"{self.tokenizer}, {self.rows} rows, {new}"
 
-    def check(self, models: Models) -> None:
+    def check(self) -> None:
         """Refuse a new token that several models have with different rows; those still on the hub are not looked at."""
         for row, held in self.holders.items():
-            near = [(source, own) for source, own in held if not models[source].checkpoint.remote]
+            near = [(source, own) for source, own in held if not self.models[source].checkpoint.remote]
             for slot in self.slots if len(near) > 1 else ():
-                first, *others = (models[source].row(slot, own, models["base"]).double() for source, own in near)
+                first, *others = (self._row(slot, source, own).double() for source, own in near)
                 if not all(torch.equal(first, other) for other in others):
-                    names = [models[source].checkpoint.label for source, _ in held]
+                    names = [self.models[source].checkpoint.label for source, _ in held]
                     what = f"token '{self.tokens[row]}' is new in {some(names)} with different rows of '{slot}'"
                     takes = f"--tokenizer {names[0]} takes that model's tokens alone, --tokenizer base none"
                     raise ValueError(f"{what}: {takes}")
 
+    def _row(self, slot: str, source: str, own: int) -> Tensor:
+        return self.models[source].row(slot, own, self.models["base"])
+
     def grown(
-        self, models: Models, slot: str, pieces: Iterator[Tensor], dtype: torch.dtype, read: Mapping[str, Any]
+        self, slot: str, pieces: Iterable[Tensor], dtype: torch.dtype, read: Mapping[str, Any]
     ) -> Iterator[Tensor]:
-        """Yield a flattened tensor with its rows of new tokens, given the pieces of it with the base's rows.
+        """Yield a flattened tensor of ``slots`` with its rows of new tokens, given the pieces with the base's rows.
 
         The digests in ``read``, by model, are updated with what is read.
         """
-        count, *shape = models["base"].slots[slot]
-        if slot not in self.slots:
-            yield from pieces
-            return
+        count, *shape = self.models["base"].slots[slot]
         width, step, offset = math.prod(shape), CHUNK_BYTES // 8, 0
         more = (self.rows - count) * width
         tail = (torch.zeros(min(step, more - start), dtype=dtype) for start in range(0, more, step))
@@ -85,24 +86,24 @@ class Vocabulary:
                 if row not in self.holders:
                     continue
                 source, own = self.holders[row][0]
-                value = models[source].row(slot, own, models["base"])
+                value = self._row(slot, source, own)
                 read[source].update(raw(value))
                 if not is_finite(value.to(dtype)):
                     what = f"tensor '{slot}' has values for token '{self.tokens[row]}' that {dtype} can't hold"
-                    raise ValueError(f"model '{models[source].checkpoint.name}', {what}")
+                    raise ValueError(f"model '{self.models[source].checkpoint.name}', {what}")
                 first, last = max(row * width, offset), min((row + 1) * width, end)
                 piece[first - offset : last - offset] = value[first - row * width : last - row * width]
             offset = end
             yield piece
 
-    def grown_layer(self, models: Models, slot: str, weight: Tensor, read: dict[str, str]) -> Tensor:
+    def grown_layer(self, slot: str, weight: Tensor, read: dict[str, str]) -> Tensor:
         """Return a layer with the rows of new tokens, and add the digests of what is read to those of the models."""
+        if slot not in self.slots:
+            return weight
         sha: defaultdict[str, Any] = defaultdict(hashlib.sha256)
-        if slot in self.slots:
-            pieces = self.grown(models, slot, iter([weight.flatten().clone()]), weight.dtype, sha)
-            weight = torch.cat(list(pieces)).reshape(-1, *weight.shape[1:])
+        pieces = list(self.grown(slot, [weight.flatten().clone()], weight.dtype, sha))
         read |= {source: read.get(source, "") + found.hexdigest() for source, found in sha.items()}
-        return weight
+        return torch.cat(pieces).reshape(-1, *weight.shape[1:])
 
 
 class _Tokens:
@@ -173,7 +174,7 @@ def join_vocabularies(models: Models, slots: Sequence[str], choice: str, files: 
     if alike or owner not in known:
         return Vocabulary(tokenizer=name)
     others = [source for source in known if choice == "union" and source != owner]
-    result = Vocabulary(list(slots), name, files=dict(files))
+    result = Vocabulary(models, list(slots), name, files=dict(files))
     added = _number_tokens(result, known, [owner, *others])
     result.rows = max([base.rows, *(row + 1 for row in result.tokens)])
     _set_files(result, base, known[owner], added)
@@ -186,7 +187,7 @@ def join_vocabularies(models: Models, slots: Sequence[str], choice: str, files: 
             for slot in tokens.model.keys.keys() & set(slots):
                 tokens.model.show_rows(slot, rows)
             matched[tokens.label] = rows
-    result.check(models)
+    result.check()
     result.identity = hashlib.sha256(repr([result.rows, result.holders, matched]).encode()).hexdigest()
     return result
 
