@@ -37,19 +37,17 @@ class RuleConfig:
 
     form: Literal["paper", "released"] = option(
         "paper",
-        "Which of two formulas, for methods that have two: the one printed in the paper (rule), or that of its "
-        "authors' released code (released_rule).",
+        "The formula: the one printed in the paper (rule), or that of its authors' released code (released_rule).",
     )
     rule: RuleName = option(
         "at_once",
-        "What the method merges, and how its result is used: at_once M(θ0; τ̃/λ, τ), add θ + M(θ0; τ̃, τ) - θ0, "
-        "add_running the same with the method's own last result in place of τ̃, restart M(θ0; τ), on_top M(θ; τ).",
+        "The result, where M(θ; …) is what the method makes of a model θ and task vectors: at_once M(θ0; τ̃/λ, τ), "
+        "add θ + M(θ0; τ̃, τ) - θ0, add_running the same with the method's own last result in place of τ̃, "
+        "restart M(θ0; τ), on_top M(θ; τ).",
     )
     released_rule: RuleName | None = option(None, "The rule of form=released; null if the method has one form.")
     merged_scale: float = option(1.0, "The factor λ by which the method scales its result.", symbol="λ")
-    merge_first: bool = option(
-        False, "Whether the method merges the first model, too, by itself; otherwise that enters as θ0 + λ τ."
-    )
+    merge_first: bool = option(False, "Apply the method to the first model, too, which otherwise enters as θ0 + λ τ.")
 
     def __post_init__(self) -> None:
         check_choices(self)

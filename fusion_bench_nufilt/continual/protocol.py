@@ -22,31 +22,25 @@ class ProtocolConfig:
 
     shuffle_order: bool = option(
         True,
-        "Whether the models come in the order random.Random(seed).shuffle(names), otherwise in the pool's. Seeds 42 to "
-        "51 are the ten orders printed in the paper.",
+        "Shuffle the pool's order by random.Random(seed).shuffle(names). Seeds 42 to 51 give the paper's ten orders.",
     )
     seed: int = option(42, "Seed of the order and of everything drawn.")
     evaluate: Evaluate = option(
         "diagonal",
-        "What is scored. last: the final model. diagonal: also each task right after its own step, all that BWT needs. "
-        "every_step: all tasks seen so far after every step. every_step_all: also the tasks that are still to come, "
-        "which FWT needs.",
+        "What is scored. last: the final model. diagonal: also each task right after its own step, which BWT needs. "
+        "every_step: all tasks so far after every step. every_step_all: also the tasks still to come, which FWT needs.",
     )
     save_on_every_step: bool = option(
-        True, "Keep the model after each step in the log directory; checkpoints/merged_model_0 is that after step 1."
+        True, "Keep the model after each step; checkpoints/merged_model_0 is that after step 1."
     )
-    check_models: bool = option(
-        True, "Load every model once before the first step, so that a bad one is refused before any work."
-    )
-    check_taskpool: bool = option(
-        True, "Score one item of each task with the pretrained model before the first step, which takes seconds."
-    )
+    check_models: bool = option(True, "Load every model before the first step, so that a bad one is refused at once.")
+    check_taskpool: bool = option(True, "Score one item of each task with the pretrained model before the first step.")
     resume: bool = option(
         False,
-        "Go on after the last whole step that an interrupted run left in the log directory, with the same result.",
+        "Go on after the last whole step of an interrupted run in the same log directory.",
     )
     num_merged: int | None = option(
-        None, "How many models are in the pool's _merged_ model; null: the manifest of its checkpoint says."
+        None, "How many models are in the pool's _merged_ model; null: as its manifest says."
     )
     verify: bool = option(True, "Check by digests that the pool's _merged_ model is what was saved.")
 
@@ -65,8 +59,7 @@ class DeviceConfig:
 
     devices: Literal["all"] | Sequence[int] | None = options.option(
         None,
-        "GPUs that compute layers side by side: all, or a list of their numbers. null: the one that the run is on. The "
-        "result is the same.",
+        "GPUs that compute layers side by side: all, or a list of their numbers; null: the one that the run is on.",
         panel="Machine",
     )
 

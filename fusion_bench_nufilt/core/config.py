@@ -28,30 +28,27 @@ class FusionConfig:
 
     null_rank: int | float = option(
         128,
-        "Number of directions of what is merged that the filter protects; clipped to the layer and to the numerical "
-        "rank. 0 protects nothing. Like the other two ranks, a number between 0 and 1 is a share of the layer's input "
-        "width.",
+        "Number of directions of what is merged that the filter protects; 0 protects nothing. Like the other two "
+        "ranks, a number between 0 and 1 is a share of the layer's input width.",
         symbol="r_p",
     )
-    lora_rank: int | float = option(64, "Rank of the adapter BA; 0 means no adapter (filter only).", symbol="r_l")
+    lora_rank: int | float = option(64, "Rank of the adapter BA; 0 means no adapter.", symbol="r_l")
     task_rank: int | float = option(
         8,
-        "Number of directions of the new task that the adapter is trained to keep. 0 leaves only the stability term, "
-        "which under the filter is the same as no adapter.",
+        "Number of directions of the new task that the adapter is trained to keep; 0 is the same as no adapter.",
         symbol="r_v",
     )
     lr: float = option(1e-3, "Learning rate of Adam.")
     max_steps: int = option(50, "Number of Adam steps.")
     init_std: float = option(
         0.02,
-        "Standard deviation of the adapter's initial A; B starts at zero. The paper leaves it open; this is its "
-        "authors' value.",
+        "Standard deviation of the adapter's initial A; B starts at zero.",
         symbol="σ_init",
     )
     null_space: bool | Literal["zero"] = option(
         True,
         "The projector. true: P = I - V_p V_p^T. false: P = I, the filter off as in the authors' code. zero: P = 0, "
-        "the filter off as the paper prints its ablation, so that a task enters through its adapter alone.",
+        "the filter off as the paper prints its ablation.",
         symbol="P",
     )
     first_task: Literal["paper", "release"] = option(
@@ -61,13 +58,12 @@ class FusionConfig:
     )
     solver: Literal["adam", "closed_form"] = option(
         "adam",
-        "How the adapter is found. adam is the paper's; closed_form is ours, a ridge problem in place of Adam's steps "
-        "that needs neither lr nor max_steps.",
+        "How the adapter is found: by the paper's steps of Adam, or by a ridge problem in closed form, which needs "
+        "neither lr nor max_steps.",
     )
     ridge: float = option(
         10.0,
-        "Ridge of closed_form; a larger one restores less of what the filter took, and disturbs less of what was "
-        "merged.",
+        "Ridge of closed_form; a larger one restores less of the new task and forgets less of the old ones.",
         symbol="λ",
     )
 

@@ -35,62 +35,55 @@ class Settings:
     seed: int = _option(42, "Seed of the adapters' initialisation.", panel="Method")
     step: int | None = _option(
         None,
-        "Number of the first task in the stream, from 1. If it is not given, it is one more than the manifest of the "
-        "merged folder says, and 1 without a merged folder.",
+        "Number of the first task in the stream, from 1; by default, one more than the merged folder's manifest says.",
     )
     accumulate: Literal["stored", "float32"] = _option(
         "stored",
-        "What the merged layers are kept in between steps: stored means the base's dtype; float32 also writes them "
-        "beside the model for the next merge, so that rounding does not add up.",
+        "Precision of the merged layers between steps: stored is the base's dtype; float32 also writes them beside the "
+        "model for the next merge, so that rounding does not add up.",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = _option(
         "auto",
-        "What all floating-point tensors are written in: auto keeps the base's dtypes, but writes what the base stores "
-        "in FP8 as bfloat16; fp8 quantises that again, in the same blocks.",
+        "Type of the floating-point tensors: auto keeps the base's, but writes its FP8 tensors as bfloat16; fp8 "
+        "quantises those again, in the same blocks.",
         panel="Files",
     )
     max_shard_size: int | None = _option(
         None,
-        "The most bytes of tensors in a file, such as 5GB. If it is not given, every tensor is in the file that the "
-        "base has it in.",
+        "The most bytes of tensors in a file, such as 5GB; by default, the files are those of the base.",
         panel="Files",
     )
     device: str = _option(
         "cpu",
-        "Where to compute: cpu works on a layer per thread; cuda, or several such as cuda:0,cuda:1, on stacks of "
-        "layers.",
+        "Where to compute: cpu, or cuda, or several such as cuda:0,cuda:1.",
     )
     verify: bool = _option(
         True,
-        "Check by digests that what a merge goes on from, and a finished result that is asked for again, are what was "
-        "saved, and that the models of a manifest are those that were merged.",
+        "Check by digests that merged models, finished results and the models of a manifest are as they were.",
     )
     strict: bool = _option(
         False, "Refuse a merge whose result would lack something that a task changed in the base.", panel="Layers"
     )
-    max_memory: int | None = _option(
-        None, "The most memory to hold, such as 4GB; fewer layers are then worked on at a time."
-    )
+    max_memory: int | None = _option(None, "The most memory to hold, such as 4GB, with fewer layers at a time.")
     engine: Literal["local", "ray"] = _option(
         "local",
-        "What computes the layers: local is this process; ray is a worker on every node of a Ray cluster, or on every "
-        "GPU of it if device is cuda. This process alone writes, and the result is the same.",
+        "What computes the layers: this process, or a worker on every node of a Ray cluster, or on every GPU of it if "
+        "device is cuda.",
     )
     address: str | None = _option(
         None,
-        "Address of the Ray cluster, such as auto or 10.0.0.1:6379. If it is not given, it is the cluster that this "
-        "machine belongs to, or else a new one on this machine alone.",
+        "Address of the Ray cluster, such as 10.0.0.1:6379; by default, the one that this machine belongs to, or else "
+        "a new one on this machine alone.",
     )
     tokenizer: str | None = _option(
         None,
         "Whose tokens the result has where models brought new ones: base; union, the base's and all new ones; or the "
-        "name of a task, its tokens, tokenizer and chat template. If it is not given, it is union, or base where "
-        "on_shape_mismatch is keep-base.",
+        "name of a task. By default it is union, or base if on_shape_mismatch is keep-base.",
         panel="Layers",
     )
     weights: Sequence[float] | None = _option(
         None,
-        "Strength of the update of each task, in the order of the tasks; by default, it is 1 for every task.",
+        "Strength of each task's update, in the order of the tasks; 1 by default.",
         panel="Method",
     )
 

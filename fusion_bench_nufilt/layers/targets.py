@@ -28,27 +28,25 @@ class TargetConfig:
 
     target_modules: str | Sequence[str] = option(
         "auto",
-        "What is merged. auto takes the authors' layers for CLIP vision towers (attention and fc1) and T5 (attention "
-        "and feed-forward), and all projections in the blocks of other transformers and of convolutional networks; "
-        "all-linear takes every linear layer but the output head. A list names words of module names, one string is a "
-        "regular expression for the whole name.",
+        "What is merged. auto: the authors' layers of CLIP (attention and fc1) and T5 (attention and feed-forward), "
+        "and all projections in the blocks of other models. all-linear: every linear layer but the output head. A list "
+        "has words of module names, and one string is a regular expression for the whole name.",
     )
-    exclude_modules: str | Sequence[str] | None = option(None, "What is left out of them, in the same language.")
+    exclude_modules: str | Sequence[str] | None = option(None, "What is left out of them, named in the same way.")
     other_params: OtherParams = option(
         "pretrained",
-        "Every other parameter: pretrained keeps it (the authors' setting), first takes the first task's, mean "
-        "averages over the tasks.",
+        "Every other parameter: the pretrained model's (as in the authors' code), the first task's, or the mean over "
+        "the tasks.",
     )
     on_shape_mismatch: OnShapeMismatch = option(
         "error",
-        "What to do with a tensor outside the merged layers (embeddings) whose size differs from the pretrained "
-        "model's: refuse the model, or keep the pretrained model's tensor.",
+        "A tensor outside the merged layers (embeddings) whose size differs from the pretrained model's: refuse the "
+        "model, or keep the pretrained model's tensor.",
     )
     heads: str = option(
         "auto",
-        "Which modules are heads of classifiers, which are not merged but kept for each task. auto finds those that "
-        "differ in their labels or that the pretrained model lacks, none leaves it at that, and anything else is a "
-        "regular expression for their whole names.",
+        "Classifiers' heads, which are kept for each task. auto finds those that differ in their labels or that the "
+        "pretrained model lacks; none has no heads; anything else is a regular expression for the modules' names.",
     )
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ class RampConfig:
     """
 
     ramp: float = option(
-        0.0, "Makes the strength λ grow with depth, from λ (1 - ramp) in the first block to λ (1 + ramp) in the last."
+        0.0, "Strength grows with depth, from λ (1 - ramp) in the first block to λ (1 + ramp) in the last."
     )
 
     def __post_init__(self) -> None:

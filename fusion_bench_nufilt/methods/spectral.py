@@ -29,7 +29,7 @@ class SpectralConfig(RampConfig):
     """The settings of spectral voting."""
 
     kappa: float = option(0.9, "Strength of a direction, over the tasks' mean largest singular value.", symbol="κ")
-    damp: float = option(0.5, "How far directions that n tasks share are held down: by n^-damp.")
+    damp: float = option(0.5, "Directions that n tasks share are held down by n^-damp.")
 
 
 class Spectral(OrderFree):
