@@ -19,6 +19,7 @@ from fusion_bench_nufilt.demo import load_vision_model
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.methods import ORDER_FREE
 from tests.baselines.helpers import GLUE, configured, demo_images, on_cpu, unchanged
+from tests.continual.helpers import noting
 from tests.models import clip, finetuned, llama, t5
 
 
@@ -65,7 +66,7 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
         return
     done = []
     with unchanged(models):
-        merged = algorithm.run(pool, taskpool, done.append)
+        merged = algorithm.run(pool, taskpool, noting(done))
     assert done == [1, 2]
     assert algorithm.matrix.missing == []
     assert type(merged) is (MIXTURES[type(base)] if name == "lora_wemoe" else type(base))

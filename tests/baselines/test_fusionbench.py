@@ -25,7 +25,7 @@ from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from tests.baselines.helpers import baseline, configured, on_cpu, same
 from tests.baselines.test_knots import oracle_knots, oracle_ties
-from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting
 from tests.models import clip, finetuned, llama
 
 IN_ORDER = "method.shuffle_order=false"
@@ -228,7 +228,7 @@ def test_a_continual_method_of_fusionbench_goes_on_with_the_same_bits(tmp_path, 
     with pytest.raises(InterruptedRunError):
         run(tmp_path / "parts", on_step=interrupt_after(step))
     steps = []
-    resumed, files_of_parts = run(tmp_path / "parts", "method.resume=true", on_step=steps.append)
+    resumed, files_of_parts = run(tmp_path / "parts", "method.resume=true", on_step=noting(steps))
     assert steps == list(range(step + 1, 5))
     assert files_of_parts == files
     assert same(whole, resumed)

@@ -11,7 +11,7 @@ from fusion_bench_nufilt.baselines.task_data import TaskData
 from fusion_bench_nufilt.baselines.wemoe import CLIPVisionModelWithExperts, WEMoEConfig, mixture_of
 from fusion_bench_nufilt.demo import load_vision_model
 from tests.baselines.helpers import GLUE, demo_images, on_cpu, same, unchanged
-from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting
 from tests.models import clip, finetuned, llama, t5
 
 IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -188,7 +188,7 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, step):
     with pytest.raises(InterruptedRunError):
         logging_to(tmp_path, LoRAWEMoE(**options)).run(models, taskpool, interrupt_after(step))
     steps = []
-    resumed = logging_to(tmp_path, LoRAWEMoE(resume=True, **options)).run(models, taskpool, steps.append)
+    resumed = logging_to(tmp_path, LoRAWEMoE(resume=True, **options)).run(models, taskpool, noting(steps))
     assert steps == list(range(step + 1, 3))
     assert same(whole, resumed)
     assert [module.ranks for _, module in resumed.mixtures()] == [[32, 32]] * len(list(resumed.mixtures()))

@@ -166,7 +166,7 @@ def test_the_terminal_shows_labels_as_they_are():
 
 def test_a_task_that_nobody_has_a_score_of_is_no_column():
     missing = {"a": 0.9, "b": float("nan"), "c": 0.3}
-    found = replace(
-        comparison({"m": runs(0, scores=missing)}), references={"pretrained": {"a": 0.2, "b": None, "c": 0.1}}
-    )
+    reference = {"a": 0.2, "b": None, "c": 0.1}
+    references = {"pretrained": reference, "individual": reference}
+    found = replace(comparison({"m": runs(0, scores=missing)}), references=references)
     assert list(task_table(found).texts.columns) == ["method", "a", "c"]
