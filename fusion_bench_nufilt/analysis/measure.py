@@ -15,7 +15,7 @@ from fusion_bench_nufilt.compare.experiment import WatchingEvaluator
 from fusion_bench_nufilt.compare.paper import DATA_FREE, rank_for_width
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.continual.evaluation import Report
-from fusion_bench_nufilt.continual.run_folder import differences
+from fusion_bench_nufilt.continual.run_folder import RunFolder, differences
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import is_number
 from fusion_bench_nufilt.core.subspace import right_singular_basis
@@ -183,34 +183,25 @@ def finished_runs(folders: Sequence[Path]) -> list[FinishedRun]:
 
 def _last_manifest(folder: Path) -> Manifest:
     """Return the manifest of a run's last step, once the checkpoints of all steps are found to be whole."""
-    if not (first := _checkpoint(folder, 0)).is_dir():
+    checkpoint = RunFolder(folder).checkpoint
+    if not (first := checkpoint(1)).is_dir():
         raise ValueError(
             f"'{folder}' is no log directory of a run with its checkpoints (there is no {first}): run with "
             "method.save_on_every_step=true"
         )
-    manifest = _step_manifest(folder, 0)
-    count = len(manifest["order"])
-    for step in range(1, count):
-        if not _checkpoint(folder, step).is_dir():
-            raise ValueError(f"'{folder}' lacks the checkpoint of step {step + 1} of {count}: is the run finished?")
-        before, manifest = manifest, _step_manifest(folder, step)
-        other = differences(before, manifest)
-        if other or manifest["step"] != before["step"] + 1:
-            what = f"another {', '.join(other)}" if other else "a step of another number"
-            raise ValueError(f"'{_checkpoint(folder, step)}' has {what} than the step before it: run '{folder}' again")
-    return manifest
-
-
-def _step_manifest(folder: Path, step: int) -> Manifest:
-    manifest = read_whole_checkpoint(_checkpoint(folder, step))
+    manifest = read_whole_checkpoint(first)
     if lacking := [key for key in ("step", "method", "order", "inputs", "settings") if key not in manifest]:
         raise ValueError(f"'{folder}' is a run of another version (its manifest has no {lacking[0]}): run it again")
+    count = len(manifest["order"])
+    for step in range(2, count + 1):
+        if not checkpoint(step).is_dir():
+            raise ValueError(f"'{folder}' lacks the checkpoint of step {step} of {count}: is the run finished?")
+        before, manifest = manifest, read_whole_checkpoint(checkpoint(step))
+        other = differences(manifest, before)
+        if other or manifest["step"] != before["step"] + 1:
+            what = f"another {', '.join(other)}" if other else "a step of another number"
+            raise ValueError(f"'{checkpoint(step)}' has {what} than the step before it: run '{folder}' again")
     return manifest
-
-
-def _checkpoint(folder: Path, step: int) -> Path:
-    """Return the folder of a step; the first step is 0."""
-    return folder / "checkpoints" / f"merged_model_{step}"
 
 
 def measure_run(pool: PoolAnalysis, result: Analysis, run: FinishedRun, on_step: Callable[[], Any]) -> None:
@@ -223,8 +214,8 @@ def measure_run(pool: PoolAnalysis, result: Analysis, run: FinishedRun, on_step:
             raise ValueError(f"'{folder}' is a run of other models: '{name}' has other weights there")
     tracker = LossTracker(pool, run.label, run.manifest["settings"], bounds=not result.losses)
     merged = copy.deepcopy(pool.pretrained)
-    for step, task in enumerate(order):
-        load_checkpoint(merged, _checkpoint(folder, step))
+    for step, task in enumerate(order, 1):
+        load_checkpoint(merged, RunFolder(folder).checkpoint(step))
         tracker.update(task, merged, pool.load(task))
         on_step()
     result.losses += tracker.rows

@@ -50,15 +50,11 @@ class AnalysisConfig:
 
     def named_pairs(self, tasks: Sequence[str]) -> list[tuple[int, int]] | None:
         """Return the pairs as numbers of tasks; None if none are named. A ValueError names one that is not of these."""
-        texts = [self.pairs] if self.pairs else list(filter(lambda text: set(_names(text)) <= {*tasks}, PAPER_PAIRS))
-        if not texts:
-            return None
-        found = [pair.split(":") for pair in texts[0].replace(" ", "").split(",")]
-        for pair in found:
-            if len(pair) != 2 or not set(pair) <= set(tasks):
-                raise ValueError(f"pairs must be DATA:VECTOR of {', '.join(tasks)}, got '{':'.join(pair)}'")
-        return [(tasks.index(data), tasks.index(vector)) for data, vector in found]
-
-
-def _names(pairs: str) -> list[str]:
-    return pairs.replace(",", ":").split(":")
+        for text in [self.pairs] if self.pairs else PAPER_PAIRS:
+            pairs = [pair.split(":") for pair in text.replace(" ", "").split(",")]
+            wrong = [":".join(pair) for pair in pairs if len(pair) != 2 or not {*pair} <= {*tasks}]
+            if not wrong:
+                return [(tasks.index(data), tasks.index(vector)) for data, vector in pairs]
+            if self.pairs:
+                raise ValueError(f"pairs must be DATA:VECTOR of {', '.join(tasks)}, got '{wrong[0]}'")
+        return None

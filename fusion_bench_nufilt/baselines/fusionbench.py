@@ -20,7 +20,6 @@ from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolCon
 from fusion_bench_nufilt.continual.models import MERGED, PRETRAINED
 from fusion_bench_nufilt.core.options import check_choices, is_number, option, split_options, takes_options
 from fusion_bench_nufilt.core.weights import wide_dtype
-from fusion_bench_nufilt.layers import check_model
 from fusion_bench_nufilt.storage.checkpoint import Manifest, load_state
 
 RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
@@ -113,9 +112,6 @@ class _Baseline(ContinualMergingAlgorithm):
     @property
     def name(self) -> str:
         return str(self.base_method._target_).rpartition(".")[2]
-
-    def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
-        check_model(pretrained, model, name=name)
 
     def make_base_method(self, taskpool: Any) -> Any:
         """Return the method of FusionBench, wired as its program would, with the task pool that it may need."""

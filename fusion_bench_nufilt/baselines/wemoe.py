@@ -17,7 +17,6 @@ from fusion_bench_nufilt.continual.models import MERGED
 from fusion_bench_nufilt.core.options import check_choices, option, split_options, takes_options
 from fusion_bench_nufilt.core.subspace import right_singular_basis
 from fusion_bench_nufilt.core.weights import widened
-from fusion_bench_nufilt.layers import check_model
 
 from .task_data import EntropyConfig, task_data
 
@@ -195,9 +194,6 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
             raise ValueError(f"{self.name} starts from the pretrained model, not from '{MERGED}'")
         self._mixture = mixture_of(pretrained, self._options)
         self._data = {name: task_data(self.name, self.taskpool, name, self.modelpool) for name in names}
-
-    def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
-        check_model(pretrained, model, name=name)
 
     def expert_rank(self, step: int) -> int:
         """Return the rank of the expert that a step adds."""

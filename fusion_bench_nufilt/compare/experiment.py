@@ -17,6 +17,7 @@ import torch
 from fusion_bench.compat.method import load_algorithm_from_config
 from fusion_bench.compat.modelpool import load_modelpool_from_config
 from fusion_bench.compat.taskpool import load_taskpool_from_config
+from fusion_bench.utils.parameters import count_parameters
 from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
@@ -155,7 +156,7 @@ class Experiment:
     @cached_property
     def parameters(self) -> int:
         """Those of the pretrained model."""
-        return num_parameters(load_model(self.modelpool, PRETRAINED)[0])
+        return count_parameters(load_model(self.modelpool, PRETRAINED)[0])[1]
 
     @cached_property
     def width(self) -> int:
@@ -203,7 +204,7 @@ class Experiment:
             self.evaluator.watch()
             with solver_seconds() as solving:
                 merged = algorithm.run(self.modelpool, self.evaluator, on_step=on_step)
-            seconds, parameters = algorithm.merge_seconds, num_parameters(merged)
+            seconds, parameters = algorithm.merge_seconds, count_parameters(merged)[1]
             if isinstance(algorithm, LayerwiseMergingAlgorithm) and (share := algorithm.solving_share) is not None:
                 solving = [share * sum(seconds)]
             return result(
@@ -229,7 +230,3 @@ def run_alone(overrides: tuple[str, ...], validation: bool | None, config: dict[
 @cache
 def _experiment(overrides: tuple[str, ...], validation: bool | None) -> Experiment:
     return Experiment(compose_run(overrides), validation)
-
-
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -152,9 +152,8 @@ def _methods_with_data(modelpool: str, overrides: Sequence[str]) -> list[str]:
     taskpool, train = taskpool_config(config), config.modelpool.get("train_datasets") or {}
     kind = str(taskpool.get("_target_") or taskpool.get("type")).rpartition(".")[2]
     trained = kind == "CLIPVisionModelTaskPool" and {*config.modelpool.models} - {"_pretrained_"} <= {*train}
-    found = [method for method, data in NEED_DATA.items() if data == "training" and trained]
-    known = kind in ("CLIPVisionModelTaskPool", "FlanT5GLUETextGenerationTaskPool")
-    return found + [method for method, data in NEED_DATA.items() if data == "unlabelled" and known]
+    has = {"training": trained, "unlabelled": kind in ("CLIPVisionModelTaskPool", "FlanT5GLUETextGenerationTaskPool")}
+    return [method for method, data in NEED_DATA.items() if has[data]]
 
 
 def printed_row(spec: RunSpec, form: str | None, modelpool: str, printed: Mapping[str, Published]) -> Published:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.core.options import split_options, takes_options, unknown_option
+from fusion_bench_nufilt.layers import check_model
 from fusion_bench_nufilt.results.metrics import AccuracyMatrix
 from fusion_bench_nufilt.results.tables import print_matrix
 from fusion_bench_nufilt.results.write import leave_results
@@ -87,7 +88,8 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         """Prepare a run; called once, with the pretrained model and the names in merging order."""
 
     def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
-        """Raise ValueError, naming model and layer, for a model that cannot be merged."""
+        """Raise ValueError, naming model and layer, for one that cannot be merged: other shapes, or NaN."""
+        check_model(pretrained, model, name=name)
 
     def uses(self, key: str) -> bool:
         """Return whether every model must have a parameter, by its name in the state dict, of its own."""
@@ -160,7 +162,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         self.start(pretrained, names)
         self._check(pretrained, pretrained, self.drawn, PRETRAINED)
         if self.scores is not None and self.check_taskpool:
-            self.scores.check(pretrained)
+            self.scores.evaluator.check(pretrained, names)
         self._checked_first = self.check_models or self.resume  # a resumed run must know all weights
         if self._checked_first:
             with self.profile("checking models"):

@@ -3,13 +3,12 @@
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from fusion_bench import RuntimeConstants
@@ -75,20 +74,20 @@ class Evaluator:
         """
         try:
             with torch.random.fork_rng(devices=[]):
-                self._score(model, self._with_further(tasks), lambda count: [0])
+                self._scores(model, self._with_further(tasks), lambda count: [0])
         except ValueError:
             raise
         except Exception as error:  # whatever a task pool raises
             raise ValueError(f"the task pool can't score a model: {type(error).__name__}: {error}") from error
 
     def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
-        """Return FusionBench's report of a model, which may be moved to the task pool's device.
+        """Return FusionBench's report of a model.
 
         A task that the pool lacks is left out, with a warning; ``others`` adds the tasks of the pool beyond ``tasks``.
         """
         trainable, total = count_parameters(model)
         info = {"trainable_params": trainable, "all_params": total, "trainable_percentage": trainable / total}
-        results = self._score(model, self._with_further(tasks) if others else tasks, self._part)
+        results = self._scores(model, self._with_further(tasks) if others else tasks, self._part)
         for task in tasks:
             if task not in results and task not in self._warned:
                 self._warned.add(task)
@@ -101,6 +100,13 @@ class Evaluator:
             if (values := [result[metric] for result in results.values() if metric in result])
         }
         return {"model_info": info, **cleaned, "average": average}
+
+    def _scores(self, model: nn.Module, tasks: Sequence[str], part: Part | None) -> Results:
+        device = next(model.parameters()).device
+        try:
+            return self._score(model, tasks, part)
+        finally:
+            model.to(device)  # the task pool may have moved it
 
     def _with_further(self, tasks: Sequence[str]) -> list[str]:
         return [*tasks, *(name for name in self._names if not set(names_of(name)) & set(tasks))]
@@ -197,17 +203,28 @@ def _score_whole(pool: Any, model: nn.Module, tasks: Sequence[str], part: Part |
     """Score by any other pool: what it reports, as it reports it; the part that FusionBench's pools know is a batch."""
     if part is not None and not type(pool).__module__.startswith("fusion_bench."):
         return {}
-    with ExitStack() as stack:
-        if part is not None:
-            stack.enter_context(patch.object(RuntimeConstants(), "debug", True))
-            stack.enter_context(patch.object(pool, "fast_dev_run", True, create=True))
+    if part is None:
         report = pool.evaluate(model)
+    else:
+        with _one_batch(pool):
+            report = pool.evaluate(model)
     if not isinstance(report, dict):
         raise ValueError(
             f"the task pool {type(pool).__name__} returned {report!r} in place of scores by task: merge with "
             "taskpool=dummy and score the saved model by other means"
         )
     return {task: report[task] for task in tasks if isinstance(report.get(task), dict)}
+
+
+@contextmanager
+def _one_batch(pool: Any) -> Iterator[None]:
+    """Have a pool of FusionBench score one batch of each task; some look at their own setting, others at the global."""
+    before = getattr(pool, "fast_dev_run", False), RuntimeConstants.debug
+    pool.fast_dev_run = RuntimeConstants.debug = True
+    try:
+        yield
+    finally:
+        pool.fast_dev_run, RuntimeConstants.debug = before
 
 
 @dataclass
@@ -226,12 +243,6 @@ class RunScores:
         """Return the tasks that are scored after a step."""
         return tasks_to_score(self.matrix.tasks, step - self.first_step + 1, self.evaluate)
 
-    def check(self, model: nn.Module) -> None:
-        """Score one item of each task; see :meth:`Evaluator.check`."""
-        device = next(model.parameters()).device
-        self.evaluator.check(model, self.matrix.tasks)
-        model.to(device)  # the task pool may have moved it
-
     def is_last(self, step: int) -> bool:
         return step - self.first_step + 1 == len(self.matrix.tasks)
 
@@ -239,9 +250,7 @@ class RunScores:
         """Score the model after a step."""
         if not (tasks := self.tasks(step)):
             return
-        device = next(merged.parameters()).device
         report = self.evaluator.report(merged, tasks, others=self.is_last(step))
-        merged.to(device)  # the task pool may have moved it
         if self.folder is not None:
             self.folder.save_report(step, report)
         self.record(step, report)

@@ -43,12 +43,12 @@ class RunFolder:
     ) -> None:
         """Save the model after a step, what the manifest says of it, the state to go on from, and further files."""
         self._report(step).unlink(missing_ok=True)  # an earlier run's would pass for this one's
-        save_checkpoint(model, self._checkpoint(step), about, state, files)
+        save_checkpoint(model, self.checkpoint(step), about, state, files)
 
     def load_step(self, step: int, model: nn.Module) -> None:
         """Give ``model`` the weights that it had after a step; damage is a ValueError that names the file."""
-        read_whole_checkpoint(self._checkpoint(step))
-        load_checkpoint(model, self._checkpoint(step))
+        read_whole_checkpoint(self.checkpoint(step))
+        load_checkpoint(model, self.checkpoint(step))
 
     def newest_step(self, first: int, last: int, run: Mapping[str, Any]) -> tuple[Path, Manifest] | None:
         """Return folder and manifest of the newest whole step between two; damaged steps are passed over.
@@ -56,7 +56,7 @@ class RunFolder:
         Refuse a step of another run than ``run`` describes, naming what differs.
         """
         for step in range(last, first - 1, -1):
-            folder = self._checkpoint(step)
+            folder = self.checkpoint(step)
             if not folder.exists():
                 continue
             try:
@@ -75,7 +75,7 @@ class RunFolder:
             return folder, manifest
         return None
 
-    def _checkpoint(self, step: int) -> Path:
+    def checkpoint(self, step: int) -> Path:
         return self.path / "checkpoints" / f"merged_model_{step - 1}"
 
     def _report(self, step: int) -> Path:

@@ -46,8 +46,7 @@ def check_model(
             or is not finite; the message names the model, the parameter and the shapes.
     """
     reference, state = pretrained.state_dict(), model.state_dict()
-    matrices = [key for key, parameter in pretrained.named_parameters() if parameter.ndim == 2]
-    keys = matrices if merged is None else merged
+    keys = [key for key, value in pretrained.named_parameters() if value.ndim == 2] if merged is None else merged
     for key in keys:
         if key not in state:
             shape, hint = tuple(reference[key].shape), "" if merged is None else leave_out(key.rpartition(".")[0])

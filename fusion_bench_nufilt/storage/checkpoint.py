@@ -4,7 +4,6 @@ A step of a run and a merge of folders write the same manifest, so that either c
 """
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
-from .files import CARD, MANIFEST, Count, atomic_folder, content_digest, read_json
+from .files import CARD, MANIFEST, Count, atomic_folder, content_digest, read_json, write_json
 from .tensors import digest
 
 _PACKAGES = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers", "safetensors")
@@ -138,8 +137,7 @@ def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
     """Write what a manifest says of the other files in a folder, with digests of them all and of the manifest."""
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     files = _fingerprints(folder, sorted(names - {MANIFEST}))  # there is one if an earlier process was killed
-    content = json.loads(json.dumps({**about, "files": files}))  # as it will be read, for the digest
-    (folder / MANIFEST).write_text(json.dumps({**content, "digest": content_digest(content)}, indent=1))
+    write_json(folder / MANIFEST, {**about, "files": files})
 
 
 def read_whole_checkpoint(folder: Path) -> Manifest:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from fusion_bench import RuntimeConstants
 from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
 from fusion_bench.taskpool import BaseTaskPool
 from omegaconf import OmegaConf
@@ -129,6 +130,20 @@ def test_a_pool_that_can_not_be_narrowed_is_asked_as_a_whole():
     result = run(pool, "diagonal")
     assert pool.calls == [1, 2, 3, 4]
     assert result.bwt == pytest.approx(BWT)
+
+
+def test_a_pool_of_fusion_bench_that_can_not_be_narrowed_scores_one_batch_before_the_first_step():
+    class Batches:
+        __module__ = "fusion_bench.taskpool.some"
+        seen = ()
+
+        def evaluate(self, model):
+            self.seen = (*self.seen, (bool(getattr(self, "fast_dev_run", False)), RuntimeConstants.debug))
+            return {task: {"accuracy": 0.5} for task in TASKS}
+
+    pool = Batches()
+    run(pool, "last")
+    assert pool.seen == ((True, True), (False, False))
 
 
 def test_a_task_that_the_pool_lacks_is_missing_and_the_merge_goes_on(caplog):
