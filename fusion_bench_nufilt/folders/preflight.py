@@ -67,10 +67,7 @@ def plan_merge(
     architecture = Architecture(checkpoint)
     pretrained = FullModel(checkpoint, architecture)
     so_far, before, state = _open_merged(merged, architecture, kind, settings)
-    strengths = settings.weights or [1.0] * len(tasks)
-    if len(strengths) != len(tasks):
-        raise ValueError(f"there are {len(strengths)} weights for {len(tasks)} tasks")
-    opened = [open_task(name, architecture, strength) for name, strength in zip(tasks, strengths, strict=True)]
+    opened = _open_tasks(tasks, architecture, settings.weights or [1.0] * len(tasks))
     heads = take_heads(targets.heads, pretrained, opened, architecture, before)
     layers = architecture.layers(checkpoint, targets, heads)
     plan = Plan(
@@ -114,6 +111,12 @@ def _open_merged(
     kept = (merged.folder_with(STATE_FILE) / STATE_FILE).parent if keeps else None
     state = FullModel(Checkpoint.from_folder(str(kept), kept), architecture) if kept and kept.is_dir() else None
     return FullModel(merged, architecture), before, state
+
+
+def _open_tasks(names: Sequence[str], architecture: Architecture, weights: Sequence[float]) -> list[FullModel]:
+    if len(weights) != len(names):
+        raise ValueError(f"there are {len(weights)} weights for {len(names)} tasks")
+    return [open_task(name, architecture, weight) for name, weight in zip(names, weights, strict=True)]
 
 
 def _join_vocabularies(plan: Plan, architecture: Architecture) -> Iterator[str]:
