@@ -22,15 +22,7 @@ from fusion_bench_nufilt.layers import Heads, TargetConfig, check_model, coverag
 from fusion_bench_nufilt.layers.models import check_related
 from fusion_bench_nufilt.methods import Report, State, find_method
 from fusion_bench_nufilt.results.write import read_table
-from fusion_bench_nufilt.storage.checkpoint import (
-    NOT_KEPT,
-    Head,
-    Manifest,
-    head_file,
-    load_state,
-    read_heads,
-    unused,
-)
+from fusion_bench_nufilt.storage.checkpoint import Head, Manifest, add_head, load_state, read_heads
 from fusion_bench_nufilt.storage.files import write_text
 
 from .algorithm import ContinualMergingAlgorithm
@@ -205,9 +197,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         tensors = {names[name]: state[names[name]].cpu().contiguous().clone() for name in head}
         if bad := [key for key, value in tensors.items() if not is_finite(value)]:
             raise ValueError(f"model '{task}', parameter '{bad[0]}' of its head has NaN or infinite values")
-        name, files = unused(task, self.task_heads), [head["file"] for head in self.task_heads.values()]
-        config = {key: value for key, value in config_of(model).items() if key not in NOT_KEPT}
-        self.task_heads[name] = Head(file=head_file(name, files), modules=self._heads.modules_of(head), config=config)
+        name = add_head(self.task_heads, task, self._heads.modules_of(head), config_of(model))
         self.head_tensors[name] = tensors
         self.files = {**self.files, self.task_heads[name]["file"]: save(tensors)}
 

@@ -59,8 +59,8 @@ class Architecture:
             held, slot = list(group), self._slots[key]
             if len(held) > 1:
                 self._parts[slot] = [view.rows for view in held]
-                names = [name for name, its_slot in self._slots.items() if its_slot == slot]
-                self._slots |= {part(name, rows): part(slot, rows) for name in names for rows in self._parts[slot]}
+                parts = ((name, rows) for name in self.names(slot) for rows in self._parts[slot])
+                self._slots |= {part(name, rows): part(slot, rows) for name, rows in parts}
             self.views |= {self.slot_of(view): view for view in held}
 
     def slot_of(self, view: View) -> str:

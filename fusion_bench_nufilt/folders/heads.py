@@ -9,20 +9,12 @@ from torch import nn
 
 from fusion_bench_nufilt.layers import Heads
 from fusion_bench_nufilt.layers.heads import labels
-from fusion_bench_nufilt.storage.checkpoint import (
-    NOT_KEPT,
-    Head,
-    Manifest,
-    head_file,
-    read_heads,
-    read_manifest,
-    unused,
-)
+from fusion_bench_nufilt.storage.checkpoint import Head, Manifest, add_head, read_heads, read_manifest
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Architecture
 from .checkpoint import Checkpoint, some
-from .models import FullModel, LoraAdapter
+from .models import PREFIX, FullModel, LoraAdapter
 from .plan import Plan
 
 # The classes that peft trains for a kind of task; for another one, the adapter names the class.
@@ -58,13 +50,11 @@ def describe_heads(heads: Heads, base: FullModel, tasks: Sequence[FullModel], be
     described = dict(before.get("heads", {}))
     for task in tasks:
         if task.head:
-            name = unused(task.checkpoint.label, described)
-            file = head_file(name, [head["file"] for head in described.values()])
-            described[name] = Head(file=file, modules=heads.modules_of(task.head), config=_config(task, base))
+            add_head(described, task.checkpoint.label, heads.modules_of(task.head), _config(task, base))
     return described
 
 
-def _config(task: FullModel, base: FullModel) -> dict[str, Any]:
+def _config(task: FullModel, base: FullModel) -> Mapping[str, Any]:
     """Return the configuration of a task's model; that of an adapter is the base's, with the labels that it trained."""
     config = task.checkpoint.config
     if isinstance(task, LoraAdapter) and not config:
@@ -74,7 +64,7 @@ def _config(task: FullModel, base: FullModel) -> dict[str, Any]:
         if len(labels(config) or ()) != count:
             names = {str(number): f"LABEL_{number}" for number in range(count)}
             config |= {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
-    return {key: value for key, value in config.items() if key not in NOT_KEPT}
+    return config
 
 
 def head_files(plan: Plan) -> dict[str, bytes]:
@@ -84,7 +74,7 @@ def head_files(plan: Plan) -> dict[str, bytes]:
         files = read_heads(plan.merged.checkpoint.folder_with("heads/*"), plan.before)
     new = (head["file"] for name, head in plan.heads.items() if name not in plan.before.get("heads", {}))
     for file, task in zip(new, filter(lambda task: task.head, plan.tasks), strict=True):
-        files[file] = save({task.own_name(key): task.checkpoint.read(key)[0] for key in task.head.values()})
+        files[file] = save({key.removeprefix(PREFIX): task.checkpoint.read(key)[0] for key in task.head.values()})
     return files
 
 

@@ -18,7 +18,7 @@ from fusion_bench_nufilt.storage.tensors import digest
 from .architecture import Architecture
 from .checkpoint import Checkpoint, is_adapter, some
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _EMBEDDING_A = ".lora_embedding_A"  # (rank, tokens); it and B (d, rank) hold the transpose of the update
 # Options of peft that change the base's own weights or add other terms than B A.
 _REFUSED = {
@@ -79,10 +79,6 @@ class FullModel:
         for slot in slots:
             self.slots.pop(slot)
             self.head[slot] = self.keys.pop(slot)
-
-    def own_name(self, key: str) -> str:
-        """Return what the model's class calls a tensor that is stored in full."""
-        return key.removeprefix(_PREFIX)
 
     def show_rows(self, slot: str, rows: Sequence[int]) -> None:
         """Show a tensor with the base's rows: for each, the number of the row here, or -1 for the base's own."""
@@ -198,7 +194,7 @@ class LoraAdapter(FullModel):
         unknown, tensors = [], self.checkpoint.tensors
         saved: defaultdict[str, list[str]] = defaultdict(list)  # whole tensors by slot
         for key, info in tensors.items():
-            name = key.removeprefix(_PREFIX).replace(".base_layer.bias", ".bias")  # biases that were trained as well
+            name = key.removeprefix(PREFIX).replace(".base_layer.bias", ".bias")  # biases that were trained as well
             module, is_a, _ = name.partition(_EMBEDDING_A if _EMBEDDING_A in name else ".lora_A.weight")
             partner = re.sub(r"\.lora_(embedding_)?B(\.weight)?$", r".lora_\1A\2", key)
             if is_a and len(info.shape) == 2:

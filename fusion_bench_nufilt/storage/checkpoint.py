@@ -77,21 +77,22 @@ def read_manifest(folder: Path, advice: str = "fetch it again", *, verify: bool 
     return manifest
 
 
-#: What the result keeps of no task's configuration: the user's folder, and what the merged model has of its own.
-NOT_KEPT = ("_name_or_path", "dtype", "torch_dtype")
+# What the result keeps of no task's configuration: the user's folder, and what the merged model has of its own.
+_NOT_KEPT = ("_name_or_path", "dtype", "torch_dtype")
 
 
-def unused(name: str, others: Collection[str]) -> str:
-    """Return a name that is none of the others, with a number behind it where it must be."""
+def add_head(heads: dict[str, Head], task: str, modules: list[str], config: Mapping[str, Any]) -> str:
+    """Describe one more head, in a file of its own; return its name: the task's, or with a number if that is taken."""
+    name = _unused(task, heads)
+    stem = _unused(re.sub(r"[^\w.-]+", "_", name), {PurePosixPath(head["file"]).stem for head in heads.values()})
+    kept = {key: value for key, value in config.items() if key not in _NOT_KEPT}
+    heads[name] = Head(file=f"heads/{stem}.safetensors", modules=modules, config=kept)
+    return name
+
+
+def _unused(name: str, others: Collection[str]) -> str:
     names = chain([name], (f"{name}-{number}" for number in count(2)))
     return next(each for each in names if each not in others)
-
-
-def head_file(task: str, others: Iterable[str]) -> str:
-    """Return where a result keeps the head of a task, in a file that is none of the others."""
-    stems = {PurePosixPath(file).stem for file in others}
-    stem = unused(re.sub(r"[^\w.-]+", "_", task), stems)
-    return f"heads/{stem}.safetensors"
 
 
 def read_heads(folder: Path, manifest: Manifest, task: str | None = None) -> dict[str, bytes]:
