@@ -23,7 +23,8 @@ from fusion_bench_nufilt.methods.sums import MixConfig, RidgeConfig
 
 METHODS = (FusionConfig, SpectralConfig, RidgeConfig, MixConfig)
 KINDS = (*METHODS, TargetConfig, DeviceConfig, ProtocolConfig, RuleConfig, Settings)
-# A page says `<!-- options: FusionConfig -->` where a table is to stand; in options.md the table is committed, too.
+# A page says `<!-- options: FusionConfig -->` where a table is to stand, or `<!-- options: FusionConfig lr ridge -->`
+# for these two options; in options.md the table is committed, too.
 PAGE = Path(__file__).parent / "options.md"
 TABLES = {kind.__name__: kind for kind in KINDS}
 # Formulas: $...$ and $$...$$ in pages, :math:`...` in docstrings.
@@ -36,14 +37,16 @@ FORMULAS = {
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Put a table of options below its mark, in place of the one that stands there."""
-    table = r"(<!-- options: (\w+) -->\n)(\n(?:\|.*\n)+)?"
-    return re.sub(table, lambda match: f"{match[1]}\n{options_table(TABLES[match[2]])}\n", markdown)
+    table = r"(<!-- options: (\w+)((?: \w+)*) -->\n)(\n(?:\|.*\n)+)?"
+    return re.sub(table, lambda match: f"{match[1]}\n{options_table(TABLES[match[2]], match[3].split())}\n", markdown)
 
 
-def options_table(kind: type) -> str:
-    """The fields of a dataclass of options, as Markdown."""
+def options_table(kind: type, names: list[str]) -> str:
+    """The fields of a dataclass of options, or those with these names, as Markdown."""
     rows = ["| option | default | meaning |", "| --- | --- | --- |"]
     for option in dataclasses.fields(kind):
+        if names and option.name not in names:
+            continue
         symbol = f", {option.metadata['symbol']}" if option.metadata["symbol"] else ""
         words = " \\| ".join(f"`{_word(value)}`" for value in choices(option))
         default = f"{words}, default " if words and option.type is not bool else ""
