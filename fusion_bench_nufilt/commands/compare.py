@@ -91,5 +91,7 @@ def _specs(methods: str | None, preset: str | None, with_data: bool, modelpool: 
 
     if with_data and not preset:
         raise ValueError("--with-data goes with --preset paper or overhead; name other such methods with --methods")
+    if "taskpool=dummy" in words:
+        raise ValueError("taskpool=dummy scores nothing, and a comparison is of scores: leave it out or name another")
     specs = parse_methods(methods or "all", words) if methods or not preset else []
     return specs + preset_specs(preset, modelpool, words, with_data=with_data) if preset else specs

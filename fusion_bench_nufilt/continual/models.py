@@ -113,7 +113,11 @@ def source_of(modelpool: BaseModelPool, name: str) -> Any:
     entry = modelpool._models[name]
     if isinstance(entry, str):
         return entry
-    return type(entry).__name__ if isinstance(entry, nn.Module) else OmegaConf.to_container(entry, resolve=True)
+    if isinstance(entry, nn.Module):
+        return type(entry).__name__
+    if not OmegaConf.is_dict(entry):
+        raise ValueError(f"model '{name}' of the pool must be a folder, a hub name or have a _target_, got {entry!r}")
+    return OmegaConf.to_container(entry, resolve=True)
 
 
 def merged_before(modelpool: BaseModelPool, num_merged: int | None, *, verify: bool) -> tuple[list[str], int]:

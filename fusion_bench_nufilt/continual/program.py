@@ -1,6 +1,7 @@
 """The connections of a run to the FusionBench program that it is part of, and to its trackers."""
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
+from hydra.types import RunMode
 from PIL import Image
 from torch import nn
 
@@ -26,18 +28,22 @@ class InputError(CompactHydraException, ValueError):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Have `fusion_bench` say what is wrong with its input in one line; outside of it, change nothing.
+    """Have `fusion_bench` end with one line alone that says what is wrong with its input; elsewhere, change nothing.
 
-    Whoever sets ``HYDRA_FULL_ERROR=1`` gets the trace from Hydra. It is not looked at here, because FusionBench's
-    configuration sets it for the time of the run.
+    The log file of the run has the trace. A run of another Hydra program, or of a sweep, which goes on with its other
+    runs, fails with an :class:`InputError` instead.
     """
     try:
         yield
     except (ValueError, OSError) as error:  # a hub out of reach, or a full disk, is an OSError
         if not HydraConfig.initialized() or isinstance(error, InputError):
             raise
-        logging.getLogger("fusion_bench.scripts.cli").addFilter(_drop_trace)
-        raise InputError(printable(" ".join(str(error).split()))) from error
+        for handler in logging.getLogger().handlers:
+            if not isinstance(handler, logging.FileHandler):
+                handler.addFilter(_shorten)
+        line = printable(" ".join(str(error).split()))
+        alone = "fusion_bench.scripts.cli" in sys.modules and HydraConfig.get().mode == RunMode.RUN
+        raise (SystemExit if alone else InputError)(line) from error  # Python prints the line of a SystemExit
 
 
 class OneLineErrors:
@@ -48,10 +54,12 @@ class OneLineErrors:
         cls.__init__ = one_line_errors()(cls.__init__)  # type: ignore[method-assign]
 
 
-def _drop_trace(record: logging.LogRecord) -> bool:
-    if record.exc_info and isinstance(record.exc_info[1], InputError):
-        record.exc_info = None
-    return True
+def _shorten(record: logging.LogRecord) -> bool:
+    """Keep from the terminal the line that Python prints, and the trace of an :class:`InputError`."""
+    error = record.exc_info and record.exc_info[1]
+    if isinstance(error, InputError):
+        record.exc_info = record.exc_text = None
+    return not isinstance(error, SystemExit)
 
 
 @one_line_errors()

@@ -14,6 +14,7 @@ from torch import nn
 from fusion_bench_nufilt.layers import Heads, TargetConfig, select_layers
 from fusion_bench_nufilt.layers.models import leave_out
 from fusion_bench_nufilt.layers.views import View, views
+from fusion_bench_nufilt.storage.files import printable
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo
 
 from .checkpoint import Checkpoint, Parts, part
@@ -194,17 +195,28 @@ def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
         packed = path == key and len(info.shape) == _PACKED.get(last)
         if not (packed or plain) or info.dtype not in FLOATS or _NOT_LINEAR.search(path):
             continue
-        module = root
-        for name in parents:
-            module = module._modules.setdefault(name, nn.Module())  # type: ignore[assignment]
-        with torch.device("meta"):
+        try:
+            module = _submodule(root, parents)
             if packed:
-                module.register_parameter(last, nn.Parameter(torch.empty(info.shape)))
+                module.register_parameter(last, nn.Parameter(torch.empty(info.shape, device="meta")))
                 continue
             rows, columns = info.shape
             transposed = like_gpt2 and last.startswith("c_")
-            linear = Conv1D(columns, rows) if transposed else nn.Linear(columns, rows, bias=False)
-        module.add_module(last, linear)
+            with torch.device("meta"):
+                linear = Conv1D(columns, rows) if transposed else nn.Linear(columns, rows, bias=False)
+            module.add_module(last, linear)
+        except KeyError as error:
+            log.warning("tensor '%s' is not merged as a layer: %s", printable(key), error.args[0])
+            continue
         if _HEAD.fullmatch(path):
             root.get_output_embeddings = lambda head=linear: head  # type: ignore[assignment]
     return root
+
+
+def _submodule(module: nn.Module, names: Iterable[str]) -> nn.Module:
+    """Return a module by the names on its path, made where it is missing; a KeyError says which name none can have."""
+    for name in names:
+        if name not in module._modules:
+            module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    return module

@@ -1,5 +1,7 @@
 """The `nufilt compare` command."""
 
+import subprocess
+
 import pytest
 
 from tests.commands.helpers import nufilt
@@ -103,3 +105,28 @@ def test_methods_that_need_data_are_compared_where_they_are_asked_for(asked):
     assert asked["methods"] - before == {"sequential_finetuning", "adamerging", "lora_wemoe"}
     code, text = nufilt("compare", "--with-data")
     assert (code, "--with-data goes with --preset paper" in text) == (1, True), text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["~modelpool.models._pretrained_"], "the model pool has no '_pretrained_' model, only ['digits', "),
+        (["taskpool=dummy"], "taskpool=dummy scores nothing"),
+        (["~modelpool.taskpool"], "the model pool brings no task pool, and nothing can be scored: add taskpool=NAME"),
+    ],
+)
+def test_pools_that_cannot_be_compared_are_one_line(demo, tmp_path, words, message):
+    code, text = nufilt("compare", "--methods", "nufilt/naive", "--out", tmp_path / "out", *QUICK, *words)
+    assert (code, f"error: {message}" in text, "Traceback" in text) == (1, True, False), text
+
+
+def test_a_disk_that_is_full_is_one_line_and_not_a_success(demo, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "none", disk], capture_output=True).returncode:
+        pytest.skip("a small disk can't be mounted here")
+    try:
+        code, text = nufilt("compare", "--methods", "nufilt/naive", "--out", disk / "out", *QUICK)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert (code, "No space left on device" in text, "Traceback" in text) == (1, True, False), text

@@ -1,18 +1,24 @@
 """What is wrong with the input of a run is one line, and pictures reach the trackers that take some."""
 
+import io
 import logging
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
+from hydra.types import RunMode
 from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
+from omegaconf import OmegaConf
 from PIL import Image
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.baselines import SequentialFineTuning
 from fusion_bench_nufilt.continual.program import log_picture, one_line_errors
+
+CLI = "fusion_bench.scripts.cli"
 
 
 @one_line_errors()
@@ -20,12 +26,46 @@ def fail():
     raise ValueError("model 'task2'\nlacks layer '\x1b[31mfc1'")
 
 
-def test_under_fusion_bench_it_is_of_the_kind_that_hydra_prints_in_one_line(caplog, monkeypatch):
-    monkeypatch.setattr(HydraConfig, "initialized", lambda: True)
+@pytest.fixture
+def hydra(monkeypatch):
+    """Pretend that Hydra runs a program: FusionBench's, or a sweep of its runs, or one of someone else's."""
+
+    def run(program="fusion_bench", mode=RunMode.RUN):
+        monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": {"mode": mode}}))
+        if program == "fusion_bench":
+            monkeypatch.setitem(sys.modules, CLI, ModuleType(CLI))
+        else:
+            monkeypatch.delitem(sys.modules, CLI, raising=False)
+
+    return run
+
+
+def test_under_fusion_bench_it_is_the_one_line_that_python_prints_and_the_log_file_has_the_trace(hydra, tmp_path):
+    root, terminal, file = logging.getLogger(), io.StringIO(), logging.FileHandler(tmp_path / "cli.log")
+    handlers = [logging.StreamHandler(terminal), file]
+    hydra()
+    for handler in handlers:
+        root.addHandler(handler)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            fail()
+        logging.getLogger(CLI).error(caught.value, exc_info=caught.value)  # as FusionBench does
+    finally:
+        for handler in handlers:
+            root.removeHandler(handler)
+        file.close()
+    assert caught.value.code == "model 'task2' lacks layer '\\x1b[31mfc1'"
+    assert terminal.getvalue() == ""
+    assert "Traceback" in (tmp_path / "cli.log").read_text()
+
+
+@pytest.mark.parametrize("how", [{"mode": RunMode.MULTIRUN}, {"program": "another"}])
+def test_in_a_sweep_and_another_program_it_is_of_the_kind_that_hydra_prints_in_one_line(caplog, hydra, how):
+    hydra(**how)
     with pytest.raises(CompactHydraException, match=r"^model 'task2' lacks layer '\\x1b\[31mfc1'$") as caught:
         fail()
     assert isinstance(caught.value, ValueError)
-    logging.getLogger("fusion_bench.scripts.cli").error(caught.value, exc_info=caught.value)  # as FusionBench does
+    logging.getLogger(CLI).error(caught.value, exc_info=caught.value)  # as FusionBench does
     assert "task2" in caplog.text
     assert "Traceback" not in caplog.text
 
@@ -37,12 +77,12 @@ def test_elsewhere_it_stays_what_it_is():
 
 
 @pytest.mark.parametrize("algorithm", [NufiltContinualMergingAlgorithm, SequentialFineTuning])
-def test_under_fusion_bench_an_option_of_a_wrong_value_is_one_line_too(monkeypatch, algorithm):
+def test_under_fusion_bench_an_option_of_a_wrong_value_is_one_line_too(hydra, algorithm):
     with pytest.raises(ValueError, match="seed must be a whole number") as caught:
         algorithm(seed=None)
     assert type(caught.value) is ValueError
-    monkeypatch.setattr(HydraConfig, "initialized", lambda: True)
-    with pytest.raises(CompactHydraException, match="seed must be a whole number, got None"):
+    hydra()
+    with pytest.raises(SystemExit, match=r"^seed must be a whole number, got None$"):
         algorithm(seed=None)
 
 

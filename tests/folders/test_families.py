@@ -149,3 +149,21 @@ def test_fused_experts_are_read_and_written_one_by_one(tmp_path, monkeypatch):
         sizes.clear()
         merge(tmp_path, ["task1"], f"out{len(targets)}", target_modules=targets)
         assert max(sizes) == expert
+
+
+NO_NAMES = (".", "..weight", "a..b.weight", "forward.weight", "training.a.weight")
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_a_tensor_whose_name_no_module_can_have_is_kept_as_the_base_has_it(tmp_path, caplog, name):
+    generator = torch.Generator().manual_seed(0)
+    weights = {key: torch.randn(8, 8, generator=generator) for key in ("a.weight", name)}
+    for folder in ("base", "task1", "task2"):
+        (tmp_path / folder).mkdir()
+        save_file(weights, tmp_path / folder / "model.safetensors")
+        weights = {key: weight + 0.01 * torch.randn(8, 8, generator=generator) for key, weight in weights.items()}
+    merge(tmp_path, tasks=("task1", "task2"), target_modules="all-linear")
+    result, base = tensors(tmp_path / "out"), tensors(tmp_path / "base")
+    assert torch.equal(result[name], base[name])
+    assert not torch.equal(result["a.weight"], base["a.weight"])
+    assert (f"tensor '{name}' is not merged as a layer" in caplog.text) == name.endswith(".weight")
