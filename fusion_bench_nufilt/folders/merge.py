@@ -113,9 +113,13 @@ def check_output(plan: Plan, out: Path) -> bool:
         manifest = read_manifest(out, "remove it or name another folder") if here else None
         if not manifest or manifest.get("run") != _run_identity(plan):
             raise ValueError(f"'{out}' exists: remove it or name another folder")
+        kept = Path(f"{out}.damaged")
+        advice = f"remove '{kept}', and it is made again" if kept.exists() else f"it is made again ('{kept}' keeps it)"
         try:
-            verify_files(out, manifest, f"it is made again ('{out}.damaged' keeps it)", digests=plan.settings.verify)
+            verify_files(out, manifest, advice, digests=plan.settings.verify)
         except ValueError as error:
+            if kept.exists():
+                raise
             log.warning("%s", error)
             return False
         return True

@@ -11,6 +11,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -110,18 +111,31 @@ class _Tokens:
     """The tokens of a model, each with its row. Rows whose tokens are not known are named by their numbers."""
 
     def __init__(self, model: FullModel, slots: Sequence[str], base: "_Tokens | None" = None) -> None:
-        self.model, self.label = model, model.checkpoint.label
+        self.model, self.label, self._base = model, model.checkpoint.label, base
         self.rows: int = min(
             model.slots[each][0] if base is None or each in model.keys else base.rows for each in slots
         )
         self.files = model.checkpoint.small_files(_TOKENIZER)
-        self.tokenizer: Any = base.tokenizer if base else None
-        if base is None or (base.tokenizer and self.files != base.files):
-            self.tokenizer = _load(model.checkpoint.folder)
-        known, first = (base.ids, base.rows) if base else ({}, 0)
-        numbered = known | {f"row {row}": row for row in range(first, self.rows)}
-        self.all: dict[str, int] = self.tokenizer.get_vocab() if self.tokenizer else numbered
-        self.ids: dict[str, int] = {token: row for token, row in self.all.items() if row < self.rows}
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer in the folder, or the base's if it has the same files; None if there is none."""
+        base = self._base
+        if base and (base.tokenizer is None or self.files == base.files):
+            return base.tokenizer
+        return _load(self.model.checkpoint.folder) if self.files else None
+
+    @cached_property
+    def all(self) -> dict[str, int]:
+        """The numbers of all tokens, some of which may have no row."""
+        if self.tokenizer:
+            return dict(self.tokenizer.get_vocab())
+        known, first = (self._base.ids, self._base.rows) if self._base else ({}, 0)
+        return known | {f"row {row}": row for row in range(first, self.rows)}
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        return {token: row for token, row in self.all.items() if row < self.rows}
 
     def fits(self, base: "_Tokens", slots: Sequence[str]) -> bool:
         """Tell whether its embeddings differ from the base's in no more than rows, and tokens tell which it lacks."""
@@ -143,7 +157,7 @@ def _load(folder: Path) -> Any:
 
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception:  # no files, damaged ones, a package that is not installed
+    except Exception:  # damaged files, a package that is not installed
         return None
 
 

@@ -133,6 +133,14 @@ def test_without_digests_a_finished_result_is_verified_by_sizes(stream):
     assert (stream / "out.damaged").exists()
 
 
+def test_a_damaged_result_does_not_replace_an_earlier_one(stream):
+    for _ in range(2):
+        cut(merge(stream) / "config.json")
+    with pytest.raises(ValueError, match=r"config.json is not what was saved .*; remove '.*out.damaged', and it is"):
+        merge(stream)
+    assert (stream / "out").exists()
+
+
 def test_a_card_that_was_edited_stays(stream):
     (merge(stream) / "README.md").write_text("# Mine")
     assert (merge(stream) / "README.md").read_text() == "# Mine"
