@@ -4,7 +4,7 @@
 
 ``MINI8`` holds the scripts that train a small CLIP and its fine-tuned towers (``prepare.py``, ``common.py``). Neither
 they nor their pictures, nor anything made of them, is part of this project. Each judge becomes a folder of towers and
-one of test images, with a model pool of its name:
+one of images, with a model pool of its name:
 
     nufilt compare --modelpool judge_long "hydra.searchpath=[file://JUDGES/config]" ...
 
@@ -21,9 +21,10 @@ from pathlib import Path
 
 import numpy as np
 import yaml
-from safetensors.numpy import load_file
 
 SEED = 11  # of training, of the split and of the demo; no earlier benchmark used it
+Steps = tuple[int, int, float]  # steps of pretraining and of fine-tuning, and the learning rate of the latter
+FULL, SHORT, DEMO = (7000, 500, 1e-4), (1500, 200, 2e-4), (1000, 90, 5e-4)
 EIGHT = ("scenes", "fashion", "rsscn7", "eurosat", "svhn", "gtsrb", "mnist", "dtd10")
 
 
@@ -33,9 +34,11 @@ def main() -> None:
     parser.add_argument("--mini8", required=True, type=Path, help="folder of prepare.py and common.py")
     parser.add_argument("--data", type=Path, help="folder of the pictures, TASK.npz; default: MINI8/../../data/mini8")
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--short", action="store_true", help="a fifth of the training of mini8 and long, for two cores")
     arguments = parser.parse_args()
     mini8, out = arguments.mini8.resolve(), arguments.out.resolve()
     data = (arguments.data or mini8 / "../../data/mini8").resolve()
+    recipe = SHORT if arguments.short else FULL
     for judge in arguments.judges:
         folder = out / judge
         if judge == "demo":
@@ -47,9 +50,9 @@ def main() -> None:
             for task in templates:
                 draw_task(task, folder / "data")
             models = folder / "models"
-            templates = train(mini8, folder / "data", models, (*names, *templates), templates)
+            templates = train(mini8, folder / "data", models, (*names, *templates), templates, recipe)
         write_images(folder / "data", templates, folder / "images")
-        write_pool(out / "config", f"judge_{judge}", models, folder / "images", templates)
+        write_pool(out / "config", judge, models, folder / "images", templates, DEMO if judge == "demo" else recipe)
 
 
 def reshuffle(data: Path, names: tuple[str, ...], out: Path) -> None:
@@ -81,9 +84,12 @@ def draw_task(name: str, out: Path) -> None:
     np.savez(out / f"{name}.npz", **arrays)
 
 
-def train(mini8: Path, data: Path, models: Path, tasks: tuple[str, ...], more: dict[str, str]) -> dict[str, str]:
+def train(
+    mini8: Path, data: Path, models: Path, tasks: tuple[str, ...], more: dict[str, str], recipe: Steps
+) -> dict[str, str]:
     """Run mini8's own script on these tasks, one thread; returns the prompts' templates by task."""
     options = [f"--out={models}", f"--seed={SEED}"]
+    options += [f"--{key}={value}" for key, value in zip(("pre-steps", "ft-steps", "ft-lr"), recipe, strict=True)]
     program = (
         "import runpy, sys; sys.path.insert(0, sys.argv[1]); import common; "
         f"common.TASKS = {list(tasks)!r}; common.TEMPLATES |= {more!r}; "
@@ -97,7 +103,7 @@ def train(mini8: Path, data: Path, models: Path, tasks: tuple[str, ...], more: d
 
 def make_demo(folder: Path) -> Path:
     """The demo with another seed: its models, and its test pictures in mini8's format."""
-    from fusion_bench_nufilt.demo import TASKS, demo_folder
+    from fusion_bench_nufilt.demo import TASKS, demo_folder, load_test_dataset, load_train_dataset
     from fusion_bench_nufilt.demo.train import RECIPES
 
     os.environ |= {"NUFILT_CACHE": str(folder), "NUFILT_DEMO": "full"}
@@ -105,8 +111,10 @@ def make_demo(folder: Path) -> Path:
     models = demo_folder()
     (folder / "data").mkdir(exist_ok=True)
     for name, task in TASKS.items():
-        test = load_file(models / "pictures" / f"{name}.safetensors")
-        arrays = {f"{key}_test": value for key, value in test.items()}
+        arrays = {}
+        for split, load in (("train", load_train_dataset), ("test", load_test_dataset)):
+            images, labels = load(name).tensors
+            arrays |= {f"images_{split}": images.numpy(), f"labels_{split}": labels.numpy()}
         np.savez(folder / "data" / f"{name}.npz", classnames=np.array(task.classes), **arrays)
     return models
 
@@ -114,13 +122,13 @@ def make_demo(folder: Path) -> Path:
 def write_images(data: Path, templates: dict[str, str], out: Path) -> None:
     script = Path(__file__).parent.parent / "examples/local_clip/npz_to_folders.py"
     files = [data / f"{task}.npz" for task in templates]
-    subprocess.run([sys.executable, script, *files, "--out", out], check=True)
+    subprocess.run([sys.executable, script, *files, "--out", out, "--train"], check=True)
 
 
-def write_pool(config: Path, name: str, models: Path, images: Path, templates: dict[str, str]) -> None:
+def write_pool(config: Path, judge: str, models: Path, images: Path, templates: dict[str, str], recipe: Steps) -> None:
     """A model pool and a task pool as those of ``examples/local_clip``."""
-    clip = str(models / "clip")
-    loader = "fusion_bench_nufilt.taskpools.local_tasks.load_image_task"
+    name, clip = f"judge_{judge}", str(models / "clip")
+    loaders = "fusion_bench_nufilt.taskpools.local_tasks"
     pretrained = models / "_pretrained_" if (models / "_pretrained_").is_dir() else models / "clip"
     modelpool = {
         "defaults": [{"/taskpool@taskpool": name}, "_self_"],
@@ -128,12 +136,22 @@ def write_pool(config: Path, name: str, models: Path, images: Path, templates: d
         "_recursive_": False,
         "processor": clip,
         "models": {"_pretrained_": str(pretrained)} | {task: str(models / task) for task in templates},
+        "train_datasets": {
+            task: {"_target_": f"{loaders}.load_images", "name": task, "path": str(images / "train" / task)}
+            for task in templates
+        },
+        "recipe": {"learning_rate": recipe[2], "num_steps": recipe[1], "batch_size": 64},
     }
     taskpool = {
         "_target_": "fusion_bench.taskpool.CLIPVisionModelTaskPool",
         "_recursive_": False,
         "test_datasets": {
-            task: {"_target_": loader, "name": task, "path": str(images / task), "template": template}
+            task: {
+                "_target_": f"{loaders}.load_image_task",
+                "name": task,
+                "path": str(images / task),
+                "template": template,
+            }
             for task, template in templates.items()
         },
         "clip_model": clip,

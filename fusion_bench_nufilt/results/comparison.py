@@ -1,7 +1,8 @@
 """What a comparison leaves beside ``results.json``: tables, pictures and a page."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import islice
 
 import altair as alt
 from altair.typing import ChartType
@@ -12,17 +13,18 @@ from .content import Method, Results
 from .metrics import METRICS, AccuracyMatrix, Mean
 from .page import Files, Page, Tables
 from .tables import print_table
-from .theme import COLOURS, GREY, Options, Rows, by_name, clean, data, layered, style, tooltip
+from .theme import COLOURS, Options, Rows, by_name, layered, tooltip
 
 #: The pictures of a comparison, and what they show on its page.
 PICTURES = {
     "ablation": "Ablation",
     "sensitivity": "Sensitivity",
-    "stability_plasticity": "Stability against plasticity",
+    "stability_plasticity": "What is learned, and what is kept of it",
     "accuracy_per_step": "Mean score of the tasks seen so far",
     "accuracy_matrices": "Scores after each step (%), seed {seed}",
 }
-_MOST_CURVES, _MOST_POINTS = 5, 10  # of a picture, which are those of the best methods; a page has all
+_MOST_CURVES = 5  # of a picture, which are those of the best methods; a page has all
+_TITLES = {"plasticity": "each task right after its step"}
 _MOST_BANDS = 6  # more of them would hide each other
 
 
@@ -89,24 +91,19 @@ def charts_of(results: Results, *, panels: bool) -> dict[str, ChartType]:
     charts: dict[str, ChartType] = {}
     if not results.done:
         return charts
-    points, curves = (_best(results, most if panels else None) for most in (_MOST_POINTS, _MOST_CURVES))
-    if not all(math.isnan(method.mean("BWT").mean) for method in results.done.values()):
-        charts["stability_plasticity"] = _stability_plasticity(results, points)
+    best = dict(sorted(results.done.items(), key=lambda row: -row[1].mean("ACC").mean))
+    if not all(math.isnan(method.mean("BWT").mean) for method in best.values()):
+        charts["stability_plasticity"] = _dots(best, "ACC", "plasticity", "BWT")
     if matrices := results.first_seed:
         charts["accuracy_matrices"] = _accuracy_matrices(matrices, panels)
     if results.settings.get("evaluate", "").startswith("every_step"):
+        curves = dict(islice(best.items(), _MOST_CURVES if panels else None))
         charts["accuracy_per_step"] = _accuracy_per_step(results, curves)
     if results.preset == "ablation":
-        charts["ablation"] = alt.hconcat(*(_ablation(results, name) for name in ("ACC", "BWT")))
+        charts["ablation"] = _dots(results.methods, "ACC", "BWT")
     if results.preset in ("sensitivity", "ranks"):
         charts["sensitivity"] = _sensitivity(results)
     return charts
-
-
-def _best(results: Results, most: int | None) -> dict[str, Method]:
-    """Return the methods with the highest ACC, in the order of the comparison."""
-    best = sorted(results.done, key=lambda label: -results.done[label].mean("ACC").mean)[:most]
-    return {label: method for label, method in results.done.items() if label in best}
 
 
 def _accuracy_per_step(results: Results, methods: Mapping[str, Method]) -> ChartType:
@@ -136,59 +133,6 @@ def _accuracy_per_step(results: Results, methods: Mapping[str, Method]) -> Chart
     )
 
 
-def _stability_plasticity(results: Results, methods: Mapping[str, Method]) -> ChartType:
-    r"""BWT over the mean score of each task right after its own step, with one deviation over the seeds.
-
-    ACC = plasticity + (T-1)/T · BWT for T tasks, so that lines of equal ACC fall from left to right.
-    """
-    rows: Rows = []
-    for label, method in methods.items():
-        acc, bwt, plasticity = map(method.mean, ("ACC", "BWT", "plasticity"))
-        if math.isnan(bwt.mean + plasticity.mean):
-            continue
-        rows.append({"name": label, "ACC": acc.percent(), "BWT": bwt.percent(sign=True)})
-        rows[-1]["right after its step"] = plasticity.percent()
-        for side, mean in (("x", plasticity), ("y", bwt)):
-            middle, half = 100 * mean.mean, clean(100 * mean.std) or 0.0
-            rows[-1] |= {side: middle, f"{side}_low": middle - half, f"{side}_high": middle + half}
-    names, axis = [row["name"] for row in rows], alt.Axis(grid=False)
-    ends = []
-    for side in ("x", "y"):  # there is room around the points
-        values = [round(row[f"{side}_{end}"], 6) for row in rows for end in ("low", "high")]
-        room = 0.12 * (max(values) - min(values)) or 1.0
-        ends.append([min(values) - room, max(values) + room])
-    x_title, y_title = "plasticity: score of each task right after its own step (%)", "stability: BWT (%)"
-    x: Options = {"title": x_title, "scale": alt.Scale(domain=ends[0], nice=False), "axis": axis}
-    y: Options = {"title": y_title, "scale": alt.Scale(domain=ends[1], nice=False), "axis": axis}
-    here: Options = {"x": alt.X("x:Q", **x), "y": alt.Y("y:Q", **y)}
-    looks = style(list(results.methods), names)
-    words = {key: key for key in ("ACC", "BWT", "right after its step")}
-    base = alt.Chart().encode(color=looks["color"], tooltip=tooltip(name="", **words))
-    share = (len(results.tasks) - 1) / len(results.tasks)
-    grey = alt.Chart(data(_lines_of_equal_acc(ends, share))).encode(**here)
-    text = grey.mark_text(color=GREY, fontSize=9, align="right", baseline="top", dx=-3, dy=3)
-    layers = [
-        grey.mark_rule(color="#d4d8de").encode(x2="x2:Q", y2="y2:Q"),
-        text.encode(text="words:N"),
-        base.mark_rule().encode(x=alt.X("x_low:Q", **x), x2="x_high:Q", y=here["y"]),
-        base.mark_rule().encode(y=alt.Y("y_low:Q", **y), y2="y_high:Q", x=here["x"]),
-        base.mark_point(size=110).encode(**here, shape=looks["shape"]),
-    ]
-    return layered(layers, rows, (520, 380))
-
-
-def _lines_of_equal_acc(ends: Sequence[Sequence[float]], share: float) -> Rows:
-    (left, right), (bottom, top) = ends
-    lowest, highest = left + share * bottom, min(100, right + share * top)
-    distance = max(1, 5 * round((highest - lowest) / 50))
-    rows = []
-    for acc in range(math.ceil(lowest / distance) * distance, math.floor(highest) + 1, distance):
-        x, x2 = max(left, acc - share * top), min(right, acc - share * bottom)
-        words = f"ACC {acc}" if x - left > 0.08 * (right - left) else ""  # there is no room for them
-        rows.append({"x": x, "y": (acc - x) / share, "x2": x2, "y2": (acc - x2) / share, "words": words})
-    return rows
-
-
 def _accuracy_matrices(matrices: Mapping[str, AccuracyMatrix], panels: bool) -> ChartType:
     tasks = next(iter(matrices.values())).tasks
     maps = {
@@ -200,28 +144,36 @@ def _accuracy_matrices(matrices: Mapping[str, AccuracyMatrix], panels: bool) -> 
     return heat_maps(maps, after, tasks, ("after", "task"), domain=(0, 100), legend="score (%)", panels=across)
 
 
-def _ablation(results: Results, name: str) -> ChartType:
-    """A metric as bars with one deviation over the seeds, and the paper's ACC where it is printed as a diamond."""
-    rows: Rows = []
-    for label, method in results.methods.items():
-        mean = method.mean(name)
-        text = mean.percent(sign=METRICS[name].signed) if method.matrices else "failed"
-        paper = method.published_percent.get(name, {}).get("value") if name == "ACC" else None
-        low, high = 100 * (mean.mean - mean.std), 100 * (mean.mean + mean.std)
-        rows.append({"name": label, "text": text, "value": 100 * mean.mean, "low": low, "high": high, "paper": paper})
-    title = f"{name} (%)"
-    axis = alt.Y("name:N", **by_name(list(results.methods), None, shown=name == "ACC"))
-    base = alt.Chart().encode(y=axis, tooltip=tooltip(name="", text=title))
-    layers = [
-        base.mark_bar(color=COLOURS[0], height=alt.RelativeBandSize(0.6)).encode(x=alt.X("value:Q", title=title)),
-        base.transform_filter("isValid(datum.low)").mark_rule(size=1.5).encode(x=alt.X("low:Q"), x2="high:Q"),
-        base.mark_text(align="left", fontSize=11).encode(x=alt.value(272), text="text:N"),
-    ]
-    if any(row["paper"] is not None for row in rows):
-        printed = base.transform_filter("isValid(datum.paper)").transform_calculate(what="'paper'")
-        colour = alt.Color("what:N", scale=alt.Scale(domain=["paper"], range=[COLOURS[1]]), title=None)
-        layers.append(printed.mark_point(shape="diamond", size=90).encode(x=alt.X("paper:Q"), color=colour))
-    return layered(layers, rows, (260, 34 * len(rows)))
+def _dots(methods: Mapping[str, Method], *names: str) -> ChartType:
+    """Metrics beside each other, a row for each method: its mean, one deviation over the seeds, and both in numbers.
+
+    Where the paper's ACC is printed, a diamond stands in the same row.
+    """
+    panels = []
+    for name in names:
+        rows: Rows = []
+        for label, method in methods.items():
+            mean = method.mean(name)
+            text = mean.percent(sign=METRICS[name].signed) if method.matrices else "failed"
+            paper = method.published_percent.get(name, {}).get("value") if name == "ACC" else None
+            low, high = 100 * (mean.mean - mean.std), 100 * (mean.mean + mean.std)
+            rows.append({"name": label, "text": text, "value": 100 * mean.mean, "low": low, "high": high})
+            rows[-1]["paper"] = paper
+        title = f"{_TITLES.get(name, name)} (%)"
+        axis = alt.Y("name:N", **by_name(list(methods), None, shown=name == names[0]))
+        base = alt.Chart().encode(y=axis, tooltip=tooltip(name="", text=title))
+        x: Options = {"title": title, "scale": alt.Scale(zero=False, padding=10)}
+        layers = [
+            base.transform_filter("isValid(datum.low)").mark_rule(size=1.5).encode(x=alt.X("low:Q", **x), x2="high:Q"),
+            base.mark_point(color=COLOURS[0], size=70).encode(x=alt.X("value:Q", **x)),
+            base.mark_text(align="left", fontSize=11).encode(x=alt.value(212), text="text:N"),
+        ]
+        if any(row["paper"] is not None for row in rows):
+            printed = base.transform_filter("isValid(datum.paper)").transform_calculate(what="'paper'")
+            colour = alt.Color("what:N", scale=alt.Scale(domain=["paper"], range=[COLOURS[1]]), title=None)
+            layers.append(printed.mark_point(shape="diamond", size=90).encode(x=alt.X("paper:Q"), color=colour))
+        panels.append(layered(layers, rows, (200, 22 * len(rows))))
+    return alt.hconcat(*panels)
 
 
 def _sensitivity(results: Results) -> ChartType:

@@ -12,7 +12,7 @@ from fusion_bench_nufilt.results.comparison import charts_of
 from fusion_bench_nufilt.results.content import Method
 from fusion_bench_nufilt.results.write import write_results
 from tests.compare.helpers import CONFIG, comparison, failed, finished
-from tests.results.charts import encodings, legend, parts, rows_of, titles
+from tests.results.charts import legend, parts, rows_of, titles
 
 SEEDS = (42, 43)
 B32 = "clip-vit-base-patch32_TA8"
@@ -97,17 +97,17 @@ def test_one_order_names_the_models_below_the_curve_and_the_best_method_comes_fi
     assert legend(chart) == ["better", "worse"]
 
 
-def test_stability_and_plasticity_stand_with_lines_of_equal_acc():
-    chart = charts(comparison({"m": [finished(42, -0.1)], "n": [finished(42)]}))["stability_plasticity"]
-    (point,) = rows_of(chart, name="m")
-    assert (point["x"], point["y"], point["ACC"]) == (60.0, -15.0, "50.0")
-    assert (point["x_low"], point["x_high"]) == (60.0, 60.0)  # one seed has no deviation
-    low, high = encodings(chart, "y")[-1]["scale"]["domain"]  # with room around the points
-    assert low < -15 < 0 < high
-    for line in (row for row in rows_of(chart) if "x2" in row):
-        accs = {round(line["x"] + 2 / 3 * line["y"], 6), round(line["x2"] + 2 / 3 * line["y2"], 6)}
-        assert len(accs) == 1
-        assert line["words"] in ("", f"ACC {accs.pop():.0f}")
+def test_what_is_learned_and_kept_stands_beside_every_name_with_the_best_method_first():
+    runs = {f"m{number}": [finished(42, -0.01 * number), finished(43)] for number in (5, *range(12))}
+    chart = charts(comparison(runs))["stability_plasticity"]
+    acc, learned, kept = parts(chart)
+    assert [row["name"] for row in rows_of(acc)] == [f"m{number}" for number in range(12)]
+    texts = [{row["name"]: row["text"] for row in rows_of(part)}["m10"] for part in (acc, learned, kept)]
+    assert texts == ["55.0 ± 7.1", "60.0 ± 0.0", "-7.5 ± 10.6"]
+    row = rows_of(kept, name="m10")[0]
+    assert (row["low"], row["high"]) == (pytest.approx(-7.5 - 15 / 2**0.5), pytest.approx(-7.5 + 15 / 2**0.5))
+    one = parts(charts(comparison({"m": [finished(42)]}))["stability_plasticity"])[0]
+    assert not {"low", "high"} & {*rows_of(one)[0]}  # one seed has no deviation
 
 
 def test_matrices_of_the_first_seed_stand_side_by_side_in_a_picture_and_in_a_menu_on_a_page():
@@ -120,7 +120,7 @@ def test_matrices_of_the_first_seed_stand_side_by_side_in_a_picture_and_in_a_men
     assert [row["value"] for row in rows_of(page, set="m")] == pytest.approx(values)
 
 
-def test_the_ablation_ends_in_bars_beside_the_papers_numbers():
+def test_the_ablation_ends_in_dots_beside_the_papers_numbers():
     ten = [finished(seed) for seed in range(42, 52)]
     chart = charts_of(
         comparison({"nufilt": ten, "mine": ten, "gone": []}, modelpool=B32, preset="ablation"), panels=True

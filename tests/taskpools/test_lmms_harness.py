@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from datasets import ClassLabel, Dataset, Features, Image, Value
+from datasets import ClassLabel, Dataset, Features, Image, Value, load_dataset
 from lightning import Fabric
 from PIL import Image as Picture
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -192,13 +192,17 @@ def test_as_many_examples_are_scored_as_are_asked_for(folder, tmp_path):
 TASK_FILES = sorted(Path(captions.__file__).parent.glob("*.yaml"))
 
 
-@pytest.mark.parametrize("file", TASK_FILES, ids=lambda file: file.stem)
-def test_a_task_file_names_what_there_is_and_a_metric_that_the_pool_knows(file):
+def task_of(file):
     class Loader(yaml.SafeLoader):
         """Reads !function as lmms-eval does."""
 
     Loader.add_constructor("!function", lambda loader, node: getattr(captions, node.value.removeprefix("captions.")))
-    task = yaml.load(file.read_text(), Loader)
+    return yaml.load(file.read_text(), Loader)
+
+
+@pytest.mark.parametrize("file", TASK_FILES, ids=lambda file: file.stem)
+def test_a_task_file_names_what_there_is_and_a_metric_that_the_pool_knows(file):
+    task = task_of(file)
     assert task["task"] == file.stem
     assert task["metric_list"][0]["metric"] in LMMSEvalTaskPool.metrics
     doc = {"image": Picture.new("L", (2, 2)), "names": "tench, Tinca tinca", "caption": ["A red bus.", "the bus"]}
@@ -212,6 +216,22 @@ def test_a_caption_of_imagenet_is_right_if_it_is_a_name_of_the_class():
     answers = {"Great white shark.": (1, 0), "the Tinca Tinca": (0, 1), "shark": (0, 0), "": (0, 0)}
     for answer, scores in answers.items():
         assert tuple(captions.matches_a_name(doc, [answer])["exact_match"] for doc in (first, second)) == scores
+
+
+def test_of_imagenet_only_the_validation_images_are_loaded(tmp_path):
+    labels = {"label": {"names": {"0": "tench, Tinca tinca", "1": "great white shark"}}}
+    features = [{"name": "label", "dtype": {"class_label": labels["label"]}}]
+    splits = [{"name": name, "num_bytes": 8, "num_examples": 2} for name in ("train", "validation")]
+    about = yaml.safe_dump({"dataset_info": {"features": features, "splits": splits}})
+    (tmp_path / "README.md").write_text(f"---\n{about}---\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train-00000-of-00294.parquet").write_text("not to be read")
+    rows = Dataset.from_dict({"label": [1, 0, 1]})
+    rows.to_parquet(str(tmp_path / "data" / "validation-00000-of-00014.parquet"))
+    task = task_of(TASK_FILES[0])
+    found = load_dataset(str(tmp_path), cache_dir=str(tmp_path / "cache"), **task["dataset_kwargs"])
+    assert list(found) == [task["test_split"]]
+    assert task["process_docs"](found["validation"])[0]["names"] == "great white shark"
 
 
 def test_captions_of_vizwiz_are_scored_by_cider():
