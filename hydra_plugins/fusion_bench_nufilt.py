@@ -24,3 +24,7 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
         # FusionBench prefers a folder ./config of the user's to its own; with its own appended, both work.
         own = Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config"
         search_path.append("fusion-bench", f"file://{own}")
+        if (command := sys.modules.get("fusion_bench.scripts.cli")) is not None:
+            from fusion_bench_nufilt.continual.program import checking_config
+
+            command.main = checking_config(command.main)

@@ -61,6 +61,17 @@ def demo(demo_cache, monkeypatch):
 
 
 @pytest.fixture
+def full_disk(tmp_path):
+    """A folder on a disk that has room for 100 kB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "none", disk], capture_output=True).returncode:
+        pytest.skip("a small disk can't be mounted here")
+    yield disk / "out"
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.fixture
 def fusion_bench(tmp_path, demo_cache):
     """Run FusionBench's command line in an empty folder and return what it did; logs go to ``tmp_path / "logs"``."""
     folder = tmp_path / "cwd"

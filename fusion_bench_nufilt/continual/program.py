@@ -2,18 +2,22 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from fusion_bench.taskpool import DummyTaskPool
+from fusion_bench.utils.packages import import_object
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from PIL import Image
 from torch import nn
 
@@ -52,6 +56,36 @@ class OneLineErrors:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.__init__ = one_line_errors()(cls.__init__)  # type: ignore[method-assign]
+
+
+def checking_config(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
+    """Have FusionBench's main function say in one line what is wrong with the configuration of a method from here."""
+
+    @wraps(main)
+    def check_first(config: DictConfig) -> Any:
+        if not str(config.get("method", {}).get("_target_", "")).startswith("fusion_bench_nufilt."):
+            return main(config)
+        with one_line_errors():
+            _check_config(config)
+            return main(config)
+
+    return check_first
+
+
+def _check_config(config: DictConfig) -> None:
+    try:
+        OmegaConf.resolve(config)
+    except OmegaConfBaseException:
+        OmegaConf.to_container(config, resolve=True)  # whose error names the place
+        raise
+    for name in ("modelpool", "taskpool"):
+        if target := OmegaConf.select(config, f"{name}._target_"):
+            try:
+                import_object(target)
+            except (ImportError, AttributeError, ValueError) as error:
+                raise ValueError(f"{name}._target_: {error}") from error
+    if not OmegaConf.is_dict(models := config.modelpool.get("models", config.modelpool)):
+        raise ValueError(f"modelpool.models must give each model a name, got {models!r}")
 
 
 def _shorten(record: logging.LogRecord) -> bool:

@@ -1,7 +1,6 @@
 """Merging checkpoint folders tensor by tensor; the result says what it is to programs."""
 
 import dataclasses
-import errno
 import hashlib
 import json
 import logging
@@ -26,7 +25,7 @@ from fusion_bench_nufilt.storage.checkpoint import (
     write_files,
     write_manifest,
 )
-from fusion_bench_nufilt.storage.files import CARD, MANIFEST
+from fusion_bench_nufilt.storage.files import CARD, MANIFEST, naming_full_disk
 from fusion_bench_nufilt.storage.tensors import end_of_file
 
 from .card import model_card
@@ -67,27 +66,24 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
     run, files = _run_identity(plan), plan.small_files | head_files(plan)
     layout = dict(plan.headers) | ({STATE_FILE: state_layout(plan)[0]} if plan.keeps_state else {})
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
-    try:
-        with closing(Output(out, run, headers, [*files, MANIFEST, CARD])) as output:
-            written = chain.from_iterable(record["written"] for record in output.done.values())
-            check_disk(plan, out, already=sum(stop - start for _, start, stop, _ in written))
-            _merge(plan, output, progress or (lambda done, total: None))
-            if changed := some(plan.changed()):
-                raise ValueError(f"{changed} was changed during the run: run the same command again, it starts anew")
-            about = _about(plan, output.done, run)
-            _check_inputs(plan, about["inputs"])
-            found = account(plan, about["changes"])
-            write_files(output.model, files)
-            (output.model / CARD).write_text(model_card(plan, [*found, *about["warnings"]]))
-            write_manifest(output.model, about)
-            output.finish()
-            for sentence in (each for each in found if "Left out" in each):
-                log.warning("%s", sentence)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        what = f"no room left on the disk for '{out}' ({disk_bytes(plan) / 1e9:.1f} GB in all): {error}"
-        raise ValueError(f"{what}. Make room and run the same command again, it goes on where it stopped") from error
+    with (
+        naming_full_disk(out, f" ({disk_bytes(plan) / 1e9:.1f} GB in all)"),
+        closing(Output(out, run, headers, [*files, MANIFEST, CARD])) as output,
+    ):
+        written = chain.from_iterable(record["written"] for record in output.done.values())
+        check_disk(plan, out, already=sum(stop - start for _, start, stop, _ in written))
+        _merge(plan, output, progress or (lambda done, total: None))
+        if changed := some(plan.changed()):
+            raise ValueError(f"{changed} was changed during the run: run the same command again, it starts anew")
+        about = _about(plan, output.done, run)
+        _check_inputs(plan, about["inputs"])
+        found = account(plan, about["changes"])
+        write_files(output.model, files)
+        (output.model / CARD).write_text(model_card(plan, [*found, *about["warnings"]]))
+        write_manifest(output.model, about)
+        output.finish()
+        for sentence in (each for each in found if "Left out" in each):
+            log.warning("%s", sentence)
     return out
 
 

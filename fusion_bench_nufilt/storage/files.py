@@ -1,5 +1,6 @@
 """Files and folders that are either whole or not there, locks on folders, and JSON files checked against a schema."""
 
+import errno
 import hashlib
 import io
 import json
@@ -19,6 +20,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from omegaconf import OmegaConf
 from pydantic import Field, TypeAdapter, ValidationError
 from rich.markup import escape
+from safetensors import SafetensorError
 
 _T = TypeVar("_T")
 
@@ -57,14 +59,33 @@ def refuse_foreign(folder: Path, mark: str) -> None:
         raise ValueError(f"--out {folder}: it has '{min(there)}' and no {mark}; name a new or an empty folder")
 
 
+class FullDiskError(OSError, ValueError):
+    """A disk is full; says what was to be written there."""
+
+
+@contextmanager
+def naming_full_disk(folder: Path, size: str = "") -> Iterator[None]:
+    """Turn the error of a disk that is full into one that names the folder, and the ``size`` of what it is to hold."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        cause = error.__cause__ if isinstance(error, FullDiskError) else error
+        number = getattr(cause, "errno", None) or re.findall(r"os error (\d+)|$", str(cause))[0]  # of safetensors
+        if int(number or 0) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        what = f"no room left on the disk for '{folder}'{size}: {cause}"
+        raise FullDiskError(f"{what}. Make room and run the same command again") from cause
+
+
 @contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``target``; what is written there becomes ``target`` when the block ends well."""
     temporary = target.with_name(f".{target.name}-{os.getpid()}")
     try:
-        yield temporary
-        sync(temporary)
-        temporary.replace(target)
+        with naming_full_disk(target.parent):
+            yield temporary
+            sync(temporary)
+            temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -96,13 +117,14 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     temporary = target.with_name(f".{target.name}-{os.getpid()}.new")
     temporary.mkdir(parents=True)
     try:
-        yield temporary
-        for file in temporary.rglob("*"):
-            sync(file)
-        if target.exists():
-            shutil.rmtree(target)
-        temporary.rename(target)
-        sync(target.parent)
+        with naming_full_disk(target):
+            yield temporary
+            for file in temporary.rglob("*"):
+                sync(file)
+            if target.exists():
+                shutil.rmtree(target)
+            temporary.rename(target)
+            sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

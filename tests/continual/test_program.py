@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -16,7 +17,7 @@ from PIL import Image
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.baselines import SequentialFineTuning
-from fusion_bench_nufilt.continual.program import log_picture, one_line_errors
+from fusion_bench_nufilt.continual.program import checking_config, log_picture, one_line_errors
 
 CLI = "fusion_bench.scripts.cli"
 
@@ -84,6 +85,28 @@ def test_under_fusion_bench_an_option_of_a_wrong_value_is_one_line_too(hydra, al
     hydra()
     with pytest.raises(SystemExit, match=r"^seed must be a whole number, got None$"):
         algorithm(seed=None)
+
+
+WRONG = {
+    "modelpool.models must give each model a name, got 7": {"modelpool": {"models": 7}},
+    "Recursive interpolation detected full_key: modelpool.seed object_type=dict": {"modelpool": {"seed": "${.seed}"}},
+    "Interpolation key 'no' not found full_key: taskpool[0] object_type=list": {"modelpool": {}, "taskpool": ["${no}"]},
+    "modelpool._target_: No module named 'no'": {"modelpool": {"_target_": "no.Pool"}},
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_what_is_wrong_with_the_configuration_of_a_pool_is_one_line_for_methods_from_here_alone(hydra, line):
+    hydra()
+    main = checking_config(lambda config: "done")
+    for target, ours in (("fusion_bench_nufilt.NufiltContinualMergingAlgorithm", True), ("fusion_bench.Ties", False)):
+        config = OmegaConf.create({"method": {"_target_": target}, **WRONG[line]})
+        if ours:
+            with pytest.raises(SystemExit, match=f"^{re.escape(line)}$"):
+                main(config)
+        else:
+            assert main(config) == "done"
+    assert main(OmegaConf.create({"method": {"_target_": "fusion_bench_nufilt.X"}, "modelpool": {}})) == "done"
 
 
 @pytest.fixture

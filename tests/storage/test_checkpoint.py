@@ -48,6 +48,16 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path, atomic, path
     assert (tmp_path / "step" / "report.json").read_text() == "old"
 
 
+def test_a_disk_that_is_full_is_named_and_nothing_is_left_on_it(full_disk):
+    text = rf"no room left on the disk for '{full_disk / 'step'}': .*No space left on device.*Make room"
+    full_disk.mkdir()
+    with pytest.raises(OSError, match=text):
+        save_checkpoint(nn.Linear(200, 200), full_disk / "step", {}, {})
+    with pytest.raises(OSError, match=rf"no room left on the disk for '{full_disk}'"):
+        write_text(full_disk / "text", "x" * 10**6)
+    assert everything_in(full_disk) == []
+
+
 def test_what_a_killed_process_left_gives_way_to_the_next_save(tmp_path):
     (tmp_path / ".step-123.new").mkdir()
     (tmp_path / ".step-123.new" / "half").touch()
