@@ -204,7 +204,7 @@ def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
             transposed = like_gpt2 and last.startswith("c_")
             with torch.device("meta"):
                 linear = Conv1D(columns, rows) if transposed else nn.Linear(columns, rows, bias=False)
-            for name, inner in module._modules.get(last, nn.Module())._modules.items():  # a.b.weight before a.weight
+            for name, inner in (module._modules.get(last) or nn.Module()).named_children():  # a.b.weight came first
                 linear.add_module(name, inner)
             module.add_module(last, linear)
         except KeyError as error:
