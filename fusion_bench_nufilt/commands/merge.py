@@ -89,7 +89,9 @@ def merge(
         said = gather(words or (), typed_values(context, typed), known)
         plan, folder = _plan({**said, **(taken := inherited(said))})
         if not as_json:
-            _show(console, plan, folder, taken)
+            (Console() if dry_run else console).print(_table(plan, folder, taken))
+            for warning in plan.warnings:
+                console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
         finished = check_output(plan, folder) if dry_run else _run(console, plan, folder)
         if dry_run and not finished:
             check_disk(plan, folder)
@@ -117,13 +119,11 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
     return plan, Path(models["out"]).expanduser()  # the shell leaves the ~ of --out=~/merged as it is
 
 
-def _show(console: Console, plan: Plan, out: Path, taken: Mapping[str, Any]) -> None:
+def _table(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Table:
     table = Table(show_header=False, box=None, title="Plan", title_justify="left")
     for key, value in _rows(plan, out, taken):
         table.add_row(key, shown(value))
-    console.print(table)
-    for warning in plan.warnings:
-        console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
+    return table
 
 
 def _as_json(plan: Plan, out: Path) -> dict[str, Any]:

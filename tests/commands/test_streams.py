@@ -34,6 +34,12 @@ def test_a_plan_as_json_says_what_is_read_covered_needed_and_doubtful(models, tm
     assert not (tmp_path / "out").exists()
 
 
+def test_a_plan_is_the_result_of_a_dry_run_also_when_quiet(models, tmp_path):
+    out, log = streams("merge", *models, "--out", tmp_path / "out", "--dry-run", "--quiet")
+    assert (log, "14 layers" in out, "null_rank" in out) == ("", True, False)
+    assert "null_rank" in streams("merge", *models, "--out", tmp_path / "out", "--dry-run")[1]
+
+
 def test_json_of_a_merge_that_is_to_run_is_refused(models, tmp_path):
     _, log = streams("merge", *models, "--out", tmp_path / "out", "--json", code=1)
     assert "--json goes with --dry-run" in log
