@@ -175,7 +175,7 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
         yield "heads", f"kept for each task: {', '.join(kept)}"
     yield "copied", f"{len(plan.others) - averaged} tensors, bit by bit"
     if left := kept_from_base(plan):
-        yield "", f"changes of the tasks in {len(left)} tensors are left out: {some(left)}"
+        yield "", f"whatever a task changed in {len(left)} tensors is left out: {some(left)}"
     if plan.vocabulary.slots:
         yield "tokenizer", str(plan.vocabulary)
     workers, cpus = plan.settings.workers, ""

@@ -95,7 +95,7 @@ def _recipe(plan: Plan) -> dict[str, Any]:
         "base": plan.base.label,
         **({"merged": plan.merged.checkpoint.label} if plan.merged else {}),
         "tasks": [task.checkpoint.label for task in plan.tasks],
-        "out": "merged",
+        "out": "OUT",
         "method": method,
         "settings": {key: value for key, value in options.items() if value is not None},
     }

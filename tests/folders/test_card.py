@@ -18,7 +18,7 @@ def block(folder, language):
     return re.search(rf"```{language}\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1]
 
 
-@pytest.mark.parametrize("merged", [None, "one"])
+@pytest.mark.parametrize("merged", [None, "merged"])
 def test_its_recipe_makes_the_result_again(stream, monkeypatch, merged):
     options = {"null_rank": 0.25, "target_modules": ["q_proj", "mlp"], "settings": {"seed": 7}}
     if merged:
@@ -28,7 +28,7 @@ def test_its_recipe_makes_the_result_again(stream, monkeypatch, merged):
     monkeypatch.chdir(stream)
     code, text = nufilt("merge", "recipe.yaml")
     assert code == 0, text
-    assert hashes(stream / "merged") == hashes(made)
+    assert hashes(stream / "OUT") == hashes(made)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
