@@ -36,17 +36,17 @@ class RuleConfig:
 
     form: Literal["paper", "released"] = option(
         "paper",
-        "The formula: the one printed in the paper (rule), or that of its authors' released code (released_rule).",
+        "The formula: the paper's (rule), or that of its authors' code (released_rule).",
     )
     rule: RuleName = option(
         "at_once",
         "The result, where M(θ; …) is what the method makes of a model θ and task vectors: at_once M(θ0; τ̃/λ, τ), "
-        "add θ + M(θ0; τ̃, τ) - θ0, add_running the same with the method's own last result in place of τ̃, "
+        "add θ + M(θ0; τ̃, τ) - θ0, add_running the same with the method's last result for τ̃, "
         "restart M(θ0; τ), on_top M(θ; τ).",
     )
     released_rule: RuleName | None = option(None, "The rule of form=released; null if the method has one form.")
     merged_scale: float = option(1.0, "The factor λ by which the method scales its result.", symbol="λ")
-    merge_first: bool = option(False, "Apply the method to the first model, too, which otherwise enters as θ0 + λ τ.")
+    merge_first: bool = option(False, "Apply the method to the first model, too, and not θ0 + λ τ.")
 
     def __post_init__(self) -> None:
         check_choices(self)

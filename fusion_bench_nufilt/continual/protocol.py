@@ -22,26 +22,21 @@ class ProtocolConfig:
 
     shuffle_order: bool = option(
         True,
-        "Shuffle the pool's order by random.Random(seed).shuffle(names). Seeds 42 to 51 give the paper's ten orders.",
+        "Shuffle the pool's order by random.Random(seed).shuffle(names); seeds 42 to 51 give the paper's orders.",
     )
     seed: int = option(42, "Seed of the order and of everything drawn.")
     evaluate: Evaluate = option(
         "diagonal",
-        "What is scored. last: the final model. diagonal: also each task right after its own step, which BWT needs. "
-        "every_step: all tasks so far after every step. every_step_all: also the tasks still to come, which FWT needs.",
+        "What is scored. last: the final model. diagonal: also each task right after its step, which BWT needs. "
+        "every_step: all tasks so far at every step. every_step_all: also those to come, which FWT needs.",
     )
     save_on_every_step: bool = option(
         True, "Keep the model after each step; checkpoints/merged_model_0 is that after step 1."
     )
-    check_models: bool = option(True, "Load every model before the first step, so that a bad one is refused at once.")
-    check_taskpool: bool = option(True, "Score one item of each task with the pretrained model before the first step.")
-    resume: bool = option(
-        False,
-        "Go on after the last whole step of an interrupted run in the same log directory.",
-    )
-    num_merged: int | None = option(
-        None, "How many models are in the pool's _merged_ model; null: as its manifest says."
-    )
+    check_models: bool = option(True, "Load every model before the first step.")
+    check_taskpool: bool = option(True, "Score one item of each task before the first step.")
+    resume: bool = option(False, "Go on after the last whole step in the same log directory.")
+    num_merged: int | None = option(None, "Models in the pool's _merged_ model; null: as its manifest says.")
     verify: bool = option(True, "Check by digests that the pool's _merged_ model is what was saved.")
 
     def __post_init__(self) -> None:
@@ -59,7 +54,7 @@ class DeviceConfig:
 
     devices: Literal["all"] | Sequence[int] | None = options.option(
         None,
-        "GPUs that compute layers side by side: all, or a list of their numbers; null: the one that the run is on.",
+        "GPUs that share the layers: all, or a list of their numbers; null: the one that the run is on.",
         panel="Machine",
     )
 

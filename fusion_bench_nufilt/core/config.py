@@ -28,14 +28,14 @@ class FusionConfig:
 
     null_rank: int | float = option(
         128,
-        "Number of directions of what is merged that the filter protects; 0 protects nothing. Like the other two "
-        "ranks, a number between 0 and 1 is a share of the layer's input width.",
+        "Number of directions of what is merged that the filter protects. Like the other two ranks, a number between "
+        "0 and 1 is a share of the layer's input width.",
         symbol="r_p",
     )
     lora_rank: int | float = option(64, "Rank of the adapter BA; 0 means no adapter.", symbol="r_l")
     task_rank: int | float = option(
         8,
-        "Number of directions of the new task that the adapter is trained to keep; 0 is the same as no adapter.",
+        "Number of directions of the new task that the adapter is trained to keep; 0 means no adapter.",
         symbol="r_v",
     )
     lr: float = option(1e-3, "Learning rate of Adam.")
@@ -48,7 +48,7 @@ class FusionConfig:
     null_space: bool | Literal["zero"] = option(
         True,
         "The projector. true: P = I - V_p V_p^T. false: P = I, the filter off as in the authors' code. zero: P = 0, "
-        "the filter off as the paper prints its ablation.",
+        "as the paper prints that ablation.",
         symbol="P",
     )
     first_task: Literal["paper", "release"] = option(
@@ -58,12 +58,11 @@ class FusionConfig:
     )
     solver: Literal["adam", "closed_form"] = option(
         "adam",
-        "How the adapter is found: by the paper's steps of Adam, or by a ridge problem in closed form, which needs "
-        "neither lr nor max_steps.",
+        "How the adapter is found: by the paper's steps of Adam, or in closed form, without lr and max_steps.",
     )
     ridge: float = option(
         10.0,
-        "Ridge of closed_form; a larger one restores less of the new task and forgets less of the old ones.",
+        "Ridge of closed_form; a larger one restores less of the new task and forgets less.",
         symbol="λ",
     )
 

@@ -35,22 +35,21 @@ class Settings:
     seed: int = _option(42, "Seed of the adapters' initialisation.", panel="Method")
     step: int | None = _option(
         None,
-        "Number of the first task in the stream, from 1; by default, one more than the merged folder's manifest says.",
+        "Number of the first task in the stream, from 1; by default, as the manifest of what is merged says.",
     )
     accumulate: Literal["stored", "float32"] = _option(
         "stored",
-        "Precision of the merged layers between steps: stored is the base's dtype; float32 also writes them beside the "
-        "model for the next merge, so that rounding does not add up.",
+        "Precision of the merged layers between steps: the base's dtype, or float32, kept beside the model for the "
+        "next merge.",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = _option(
         "auto",
-        "Type of the floating-point tensors: auto keeps the base's, but writes its FP8 tensors as bfloat16; fp8 "
-        "quantises those again, in the same blocks.",
+        "Type of the result: auto is the base's, with FP8 as bfloat16; fp8 quantises the base's FP8 tensors again.",
         panel="Files",
     )
     max_shard_size: int | None = _option(
         None,
-        "The most bytes of tensors in a file, such as 5GB; by default, the files are those of the base.",
+        "The most bytes of tensors in a file, such as 5GB; by default, the base's files.",
         panel="Files",
     )
     device: str = _option(
@@ -59,26 +58,24 @@ class Settings:
     )
     verify: bool = _option(
         True,
-        "Check by digests that merged models, finished results and the models of a manifest are as they were.",
+        "Check by digests that earlier results and the models of a manifest are as they were.",
     )
     strict: bool = _option(
-        False, "Refuse a merge whose result would lack something that a task changed in the base.", panel="Layers"
+        False, "Refuse a merge whose result would lack something that a task changed.", panel="Layers"
     )
     max_memory: int | None = _option(None, "The most memory to hold, such as 4GB, with fewer layers at a time.")
     engine: Literal["local", "ray"] = _option(
         "local",
-        "What computes the layers: this process, or a worker on every node of a Ray cluster, or on every GPU of it if "
-        "device is cuda.",
+        "What computes: this process, or workers on every node of a Ray cluster (with device=cuda, on every GPU).",
     )
     address: str | None = _option(
         None,
-        "Address of the Ray cluster, such as 10.0.0.1:6379; by default, the one that this machine belongs to, or else "
-        "a new one on this machine alone.",
+        "Address of the Ray cluster, such as 10.0.0.1:6379; by default this machine's, or a new one on it.",
     )
     tokenizer: str | None = _option(
         None,
-        "Whose tokens the result has where models brought new ones: base; union, the base's and all new ones; or the "
-        "name of a task. By default it is union, or base if on_shape_mismatch is keep-base.",
+        "Whose tokens the result has where models brought new ones: base, union or the name of a task. The default is "
+        "union, or base if on_shape_mismatch is keep-base.",
         panel="Layers",
     )
     weights: Sequence[float] | None = _option(

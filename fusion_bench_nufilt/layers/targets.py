@@ -30,23 +30,22 @@ class TargetConfig:
         "auto",
         "What is merged. auto: the authors' layers of CLIP (attention and fc1) and T5 (attention and feed-forward), "
         "and all projections in the blocks of other models. all-linear: every linear layer but the output head. A list "
-        "has words of module names, and one string is a regular expression for the whole name.",
+        "has words of module names; a string is a regular expression for the whole name.",
     )
-    exclude_modules: str | Sequence[str] | None = option(None, "What is left out of them, named in the same way.")
+    exclude_modules: str | Sequence[str] | None = option(None, "What is left out, named likewise.")
     other_params: OtherParams = option(
         "pretrained",
-        "Every other parameter: the pretrained model's (as in the authors' code), the first task's, or the mean over "
-        "the tasks.",
+        "Every other parameter: the pretrained model's (the authors' way), the first task's, or the tasks' mean.",
     )
     on_shape_mismatch: OnShapeMismatch = option(
         "error",
-        "A tensor outside the merged layers (embeddings) whose size differs from the pretrained model's: refuse the "
-        "model, or keep the pretrained model's tensor.",
+        "A tensor outside the merged layers (embeddings) of another size than the pretrained model's: refuse the "
+        "model, or keep the pretrained one.",
     )
     heads: str = option(
         "auto",
-        "Classifiers' heads, which are kept for each task. auto finds those that differ in their labels or that the "
-        "pretrained model lacks; none has no heads; anything else is a regular expression for the modules' names.",
+        "Classifiers' heads, kept for each task. auto: those with other labels, or that the pretrained model lacks; "
+        "none: no heads; anything else is a regular expression for the modules' names.",
     )
 
     def __post_init__(self) -> None:

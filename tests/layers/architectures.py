@@ -47,7 +47,6 @@ MODELS = {
     "Flan-T5-base": model("T5ForConditionalGeneration", "T5Config", **T5, tie_word_embeddings=False),
     "Llama-2-7B": model("LlamaForCausalLM", "LlamaConfig"),
     "Qwen2.5-1.5B": model("Qwen2ForCausalLM", "Qwen2Config", **QWEN),
-    "Mistral-7B": model("MistralForCausalLM", "MistralConfig"),
     "Mixtral-8x7B": model("MixtralForCausalLM", "MixtralConfig"),
     "DeepSeek-V2-Lite": model("DeepseekV2ForCausalLM", "DeepseekV2Config", **DEEPSEEK),
     "RoBERTa-base, classifier": model("RobertaForSequenceClassification", "RobertaConfig", vocab_size=50265),
@@ -59,7 +58,6 @@ MODELS = {
     "GPT-NeoX-20B": model("GPTNeoXForCausalLM", "GPTNeoXConfig"),
     "Phi-3-mini": model("Phi3ForCausalLM", "Phi3Config"),
     "GPT-OSS-120B (fused experts)": model("GptOssForCausalLM", "GptOssConfig"),
-    "BERT-base": model("BertModel", "BertConfig"),
     "ViT-B/16": model("ViTForImageClassification", "ViTConfig"),
 }
 
