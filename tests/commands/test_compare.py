@@ -46,6 +46,15 @@ def test_a_method_that_cannot_be_built_is_refused(demo, tmp_path, methods, messa
     assert (code, message in text) == (1, True), text
 
 
+def test_the_others_are_run_where_that_is_asked_for_and_the_exit_code_tells_that_one_failed(demo, tmp_path):
+    methods = ("--methods", "batch,naive sum=nufilt/naive", "--keep-going")
+    code, text = nufilt("compare", *methods, "--out", tmp_path / "out", "--evaluate", "last")
+    assert code == 1
+    rows = (tmp_path / "out" / "table.md").read_text().splitlines()
+    for name, said in (("batch", "failed"), ("naive sum", "none")):
+        assert [said in row for row in rows if row.startswith(f"| {name} ")] == [True], text
+
+
 @pytest.mark.parametrize("words", [("compare", "--methods", "nufilt"), ("analyze",)])
 def test_a_folder_with_files_of_the_users_own_is_refused(tmp_path, words):
     (tmp_path / "index.html").write_text("mine")
