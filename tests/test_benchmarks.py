@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +19,11 @@ from tests.core.test_parity import LARGE, SMALL, TOLERANCE, config_of, load_case
 
 sys.path.insert(0, str(REPO / "benchmarks"))
 
+import llm_tasks
 import low_rank
 from fast_dop import optimize_weight
 from merge_step import METHODS, MODELS, make_layer, measure_memory, merge, prepared, split
+from order_free_choice import GRIDS, choose, describe, settings
 from plain import needed_flops, plain_step
 
 from fusion_bench_nufilt.core import FusionConfig
@@ -100,6 +104,35 @@ def test_the_faster_dop_ends_where_fusion_bench_s_does(shape):
     dop.svd_proj_space = "u"
     with pytest.raises(ValueError, match="default settings"):
         optimize_weight(dop, theta_0, models, "layer", 1)
+
+
+def test_the_grids_are_those_of_the_rule():
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", (REPO / "docs/notes/order_free_rule.md").read_text(), re.MULTILINE)
+    grids = {}
+    for member, grid in rows:
+        words = (option.split(" ", 1) for option in grid.split("; "))
+        grids[member] = {name: tuple(map(float, values.split(", "))) for name, values in words}
+    assert grids == GRIDS
+
+
+def test_the_setting_with_the_best_mean_is_chosen():
+    scores = {describe(member, setting): {"a": 1.0, "b": 1.0} for member, setting in settings()}
+    assert choose("sum", scores) == {"scale": 0.2, "ramp": 0.0}
+    scores["sum:scale=0.3:ramp=0.4"] = {"a": 3.0, "b": 0.0}
+    scores["sum:scale=0.4:ramp=0"] = {"a": 0.0, "b": 2.0}
+    assert choose("sum", scores) == {"scale": 0.3, "ramp": 0.4}
+
+
+def test_a_split_task_is_never_trained_on_what_it_is_tested_on(tmp_path, monkeypatch):
+    lines = "\n".join(f"{i % 2} sentence {i}" for i in range(300))
+    monkeypatch.setattr(llm_tasks, "show", lambda clones, repository, file: lines)
+    train = llm_tasks.write_task("subj", llm_tasks.TASKS["subj"], Path("clones"), tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "subj.json").read_text().splitlines()]
+    assert len(rows) == llm_tasks.TEST
+    assert len({text for text, _ in train} | {row["text"] for row in rows}) == 300
+    answers = ("opinion", "fact")
+    pairs = [*train, *((row["text"], answers[row["label"]]) for row in rows)]
+    assert all(answer == answers[int(text.split()[1]) % 2] for text, answer in pairs)
 
 
 def test_memory_and_parts_are_measured():

