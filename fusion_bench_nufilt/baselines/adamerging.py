@@ -10,7 +10,7 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fusion_bench_nufilt.core.options import split_options, takes_options
+from fusion_bench_nufilt.core.options import options_of, split_options, takes_options
 
 from .task_data import EntropyConfig, task_data
 
@@ -31,10 +31,11 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         **kwargs: options of :class:`fusion_bench_nufilt.baselines.task_data.EntropyConfig`.
     """
 
+    init_values: float  # these are set by auto_register_config
+    seed: int
+
     def __init__(self, init_values: float = 0.3, seed: int = 42, **kwargs: Any) -> None:
-        (self._training,), others = split_options([EntropyConfig], kwargs)
-        self._init_values, self._seed = init_values, seed
-        super().__init__(**others)
+        super().__init__(**split_options([EntropyConfig], kwargs)[1])
 
     @torch.enable_grad()
     def run(self, modelpool: BaseModelPool, **kwargs: Any) -> nn.Module:
@@ -42,8 +43,8 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         names = modelpool.model_names
         data = task_data("AdaMerging", None if self._program is None else self._program.taskpool, names[-1], modelpool)
         theta_0, *models = (modelpool.load_model(name) for name in ("_pretrained_", *names))
-        merged = _Merged(theta_0, models, self._init_values, self.fabric.device)
-        data.minimise_entropy(merged, [merged.coefficients], self._training, self._seed)
+        merged = _Merged(theta_0, models, self.init_values, self.fabric.device)
+        data.minimise_entropy(merged, [merged.coefficients], options_of(EntropyConfig, self), self.seed)
         model = deepcopy(theta_0).requires_grad_()
         with torch.no_grad():
             for name, value in merged.merged_parameters().items():

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
-from fusion_bench_nufilt.core.options import option, split_options, takes_options
+from fusion_bench_nufilt.core.options import option, options_of, split_options, takes_options
 
 from .task_data import classifier, clip_pool
 
@@ -42,10 +42,10 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        (self._options,), protocol = split_options([FineTuningConfig], kwargs)
-        super().__init__(**protocol)
+        super().__init__(**split_options([FineTuningConfig], kwargs)[1])
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
+        self._options = options_of(FineTuningConfig, self)
         if missing := [name for name in names if name not in self.modelpool.train_dataset_names]:
             raise ValueError(
                 f"{self.name} needs training data: the model pool has no train_datasets of {', '.join(missing)}"

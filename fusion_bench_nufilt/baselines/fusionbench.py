@@ -18,7 +18,7 @@ from torch import nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
 from fusion_bench_nufilt.continual.models import MERGED, PRETRAINED
-from fusion_bench_nufilt.core.options import check_choices, is_number, option, split_options, takes_options
+from fusion_bench_nufilt.core.options import check_choices, is_number, option, options_of, split_options, takes_options
 from fusion_bench_nufilt.core.weights import wide_dtype
 from fusion_bench_nufilt.storage.checkpoint import Manifest, load_state
 
@@ -117,7 +117,9 @@ class _Baseline(ContinualMergingAlgorithm):
         """Return the method of FusionBench, wired as its program would, with the task pool that it may need."""
         # Ray 2.54 and later add a parameter to the functions they decorate; FusionBench would take it for an option.
         constructor = import_object(self.base_method._target_).__init__
-        getattr(getattr(constructor, "__wrapped__", constructor), "__dict__", {}).pop("__signature__", None)
+        attributes = getattr(getattr(constructor, "__wrapped__", constructor), "__dict__", {})
+        if "_ray_trace_ctx" in str(attributes.get("__signature__")):
+            del attributes["__signature__"]
         method = instantiate(self.base_method)
         method._fabric_instance = self.fabric
         method._program = SimpleNamespace(taskpool=taskpool)
@@ -135,10 +137,10 @@ class BatchMethodBaseline(_Baseline):
     """
 
     def __init__(self, base_method: DictConfig, **kwargs: Any) -> None:
-        (self.how,), protocol = split_options([RuleConfig], kwargs)
-        super().__init__(**protocol)
+        super().__init__(**split_options([RuleConfig], kwargs)[1])
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
+        self.how = options_of(RuleConfig, self)
         if self.how.chosen == "add_running" and self.first_step > 1:
             raise ValueError(
                 f"{self.name}: rule=add_running goes on from the method's last result, which is not in '{MERGED}'"

@@ -14,7 +14,7 @@ from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
 from fusion_bench_nufilt.continual.models import MERGED
-from fusion_bench_nufilt.core.options import check_choices, option, split_options, takes_options
+from fusion_bench_nufilt.core.options import check_choices, option, options_of, split_options, takes_options
 from fusion_bench_nufilt.core.subspace import right_singular_basis
 from fusion_bench_nufilt.core.weights import widened
 
@@ -186,8 +186,11 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        (self._options,), protocol = split_options([WEMoEConfig], kwargs)
-        super().__init__(**protocol)
+        super().__init__(**split_options([WEMoEConfig], kwargs)[1])
+
+    @property
+    def _options(self) -> WEMoEConfig:
+        return options_of(WEMoEConfig, self)
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         if self.first_step > 1:

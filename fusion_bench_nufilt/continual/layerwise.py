@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.core import FusionConfig
-from fusion_bench_nufilt.core.options import split_options, takes_options
+from fusion_bench_nufilt.core.options import options_of, split_options, takes_options
 from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.layers import Heads, TargetConfig, check_model, coverage, merge_other_params, select_layers
 from fusion_bench_nufilt.layers.models import check_related
@@ -47,9 +47,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     def __init__(self, layer_method: str, **kwargs: Any) -> None:
         self._kind = find_method(layer_method)
         plain = {key: list(value) if isinstance(value, ListConfig) else value for key, value in kwargs.items()}
-        own = (self._kind.Options, TargetConfig, DeviceConfig)
-        made, protocol = split_options(own, {**self._kind.targets, **plain})
-        self.options, self.targets, self.device_config = made
+        self._own: tuple[type[Any], ...] = (self._kind.Options, TargetConfig, DeviceConfig)
+        made, protocol = split_options(self._own, {**self._kind.targets, **plain})
         self._config_mapping = type(self)._config_mapping.copy()
         for options in ({"layer_method": layer_method}, *map(vars, made)):
             for key, value in options.items():
@@ -62,6 +61,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         return self._kind.label
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
+        self.options, self.targets, self.device_config = (options_of(kind, self) for kind in self._own)
         self.task_heads: dict[str, Head] = {}
         self.head_tensors: dict[str, dict[str, Tensor]] = {}
         self._heads = Heads("none", {}, {})

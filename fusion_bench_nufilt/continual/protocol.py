@@ -1,15 +1,18 @@
 """The settings of a run: its protocol, and the devices that it uses."""
 
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import torch
 
 from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.options import check_choices, check_seed, check_whole
+
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 Evaluate = Literal["last", "diagonal", "every_step", "every_step_all"]
 
@@ -65,9 +68,12 @@ class DeviceConfig:
             raise ValueError(f"devices must be all, or a list of numbers of GPUs such as [0,1], got {numbers!r}")
 
     def choose(self, otherwise: torch.device) -> list[torch.device]:
-        """Return the devices, which are ``otherwise`` if none are named; all of no GPUs is a ValueError."""
+        """Return the devices: ``otherwise``, or the CPU for a Mac's GPU, if none are named; no GPUs is a ValueError."""
         if self.devices is None:
-            return [otherwise]
+            if otherwise.type in ("cpu", "cuda"):
+                return [otherwise]
+            _warn_once("layers are computed on the CPU: PyTorch has no eigenvalue solver for %s", otherwise.type)
+            return [torch.device("cpu")]
         numbers = range(torch.cuda.device_count()) if self.devices == "all" else self.devices
         if not numbers:
             raise ValueError("devices=all: PyTorch sees no GPU; leave devices out")

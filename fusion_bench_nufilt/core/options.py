@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 _Class = TypeVar("_Class", bound=type)
+_Options = TypeVar("_Options")
 
 
 def option(default: Any, help: str, *, symbol: str = "", panel: str = "Method") -> Any:
@@ -52,6 +53,11 @@ def split_options(kinds: Sequence[type], options: Mapping[str, Any]) -> tuple[li
     for kind in kinds:
         made.append(kind(**{f.name: left.pop(f.name) for f in dataclasses.fields(kind) if f.name in left}))
     return made, left
+
+
+def options_of(kind: type[_Options], algorithm: object) -> _Options:
+    """Return the options of a kind that an algorithm has as attributes by now, or raise a ValueError."""
+    return kind(**{each.name: getattr(algorithm, each.name) for each in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 
 def unknown_option(name: str, known: Iterable[str]) -> str:

@@ -81,6 +81,12 @@ def test_any_batch_method_of_fusionbench_can_be_run():
         torch.testing.assert_close(value, sum(both) / 2)
 
 
+def test_a_rule_that_is_set_as_an_attribute_is_followed():
+    models, algorithm = pool(), baseline("iso_c", IN_ORDER)
+    algorithm.rule = "restart"
+    assert same(algorithm.run(models), baseline("iso_c", IN_ORDER, "method.rule=restart").run(models))
+
+
 def test_a_batch_method_goes_on_from_a_merged_model():
     models = pool()
     whole = baseline("iso_c", IN_ORDER).run(models)

@@ -44,6 +44,16 @@ def test_a_dict_of_models_is_merged_as_fuse_layers_says(make):
         assert same(model.state_dict(), before[name]), f"the user's model {name} was changed"
 
 
+def test_an_attribute_is_what_a_run_merges_with():
+    models, algorithm = pool(2), NufiltContinualMergingAlgorithm(**SMALL)
+    algorithm.null_rank, algorithm.target_modules = 9, "all-linear"
+    expected = NufiltContinualMergingAlgorithm(**{**SMALL, "null_rank": 9, "target_modules": "all-linear"})
+    assert same(algorithm.run(models).state_dict(), expected.run(models).state_dict())
+    algorithm.null_rank = -1
+    with pytest.raises(ValueError, match="null_rank"):
+        algorithm.run(models)
+
+
 def test_the_order_is_the_seeds():
     algorithm = NufiltContinualMergingAlgorithm(**{**SMALL, "shuffle_order": True}, seed=43)
     algorithm.run(pool(3))

@@ -45,6 +45,11 @@ def test_gpus_are_named_by_their_numbers(monkeypatch):
         DeviceConfig("all").choose(CPU)
 
 
+def test_a_device_without_an_eigenvalue_solver_leaves_the_layers_to_the_cpu(caplog):
+    assert DeviceConfig().choose(torch.device("mps")) == [CPU]
+    assert "PyTorch has no eigenvalue solver for mps" in caplog.text
+
+
 @pytest.mark.parametrize("devices", ["some", [], [-1], [True], "0,1", 2])
 def test_what_is_no_list_of_gpus_is_refused(devices):
     with pytest.raises(ValueError, match=r"devices must be all, or a list of numbers of GPUs such as \[0,1\], got"):

@@ -44,7 +44,8 @@ def distribution(tmp_path_factory):
 def checkout(distribution, tmp_path_factory):
     """A copy with the contribution in it."""
     folder = shutil.copytree(distribution, tmp_path_factory.mktemp("checkout") / "fusion_bench")
-    upstream.lay(folder)
+    for what in upstream.CONTRIBUTIONS:
+        upstream.lay(folder, what)
     return folder
 
 
@@ -87,10 +88,10 @@ def digests(folder):
 
 
 def test_the_contributed_tests_pass(checkout, elsewhere):
-    discover = ["-m", "unittest", "discover", "-s", str(checkout / "tests"), "-p", "test_nufilt.py"]
-    done = elsewhere(*discover, checkout=checkout)
-    assert "Ran 13 tests" in done.stderr
-    elsewhere(str(upstream.CONTRIBUTION / "examples" / "nufilt" / "merge_own_models.py"), checkout=checkout)
+    for what, count in (("nufilt", 37), ("order_free", 6)):
+        discover = ["-m", "unittest", "discover", "-s", str(checkout / "tests"), "-p", f"test_{what}.py"]
+        assert f"Ran {count} tests" in elsewhere(*discover, checkout=checkout).stderr
+    elsewhere(str(checkout / "examples" / "nufilt" / "merge_own_models.py"), checkout=checkout)
 
 
 @pytest.mark.parametrize("make", [t5, llama])

@@ -2,20 +2,28 @@
 
 import ast
 import importlib.util
+import itertools
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt import FusionConfig, LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm, fuse_layers
+from fusion_bench_nufilt.layers import TargetConfig, coverage, select_layers
 from tests.conftest import REPO
-from tests.models import clip, finetuned, llama, t5
+from tests.families import FAMILIES, openclip
+from tests.models import clip, finetuned, full_clip, llama, llava, t5
 
 _spec = importlib.util.spec_from_file_location("upstream_tool", REPO / "tools" / "upstream.py")
 upstream = importlib.util.module_from_spec(_spec)
+sys.modules["upstream_tool"] = upstream
 _spec.loader.exec_module(upstream)
 
+MODELS = {**FAMILIES, **{make.__name__: make for make in (openclip, clip, full_clip, t5, llama, llava)}}
+SMALL = {"null_rank": 8, "lora_rank": 4, "task_rank": 2, "max_steps": 5}
 METHODS = """\
 _import_structure = {
     "dop": ["ContinualDOPForCLIP"],
@@ -25,11 +33,13 @@ if TYPE_CHECKING:
     from .opcm import OPCMForCLIP
 """
 NAVIGATION = "nav:\n          - OPCM: algorithms/opcm.md\n          - Model Stock: algorithms/model_stock.md\n"
+API = "        members:\n        - ContinualDOPForCLIP\n"
 
 
 def skeleton(folder):
     """What the tool needs of a checkout."""
-    for path, text in {upstream.METHODS: METHODS, "mkdocs.yml": NAVIGATION, "config/README.md": ""}.items():
+    files = {upstream.METHODS: METHODS, "mkdocs.yml": NAVIGATION, upstream.API: API, "config/README.md": ""}
+    for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
     return folder
@@ -37,86 +47,144 @@ def skeleton(folder):
 
 @pytest.fixture(scope="module")
 def laid(tmp_path_factory):
-    """A stand-in for a checkout, with the contribution in it, and the paths of its files."""
+    """A stand-in for a checkout with both contributions in it, and the paths of their files by their names."""
     checkout = skeleton(tmp_path_factory.mktemp("checkout"))
-    return checkout, upstream.lay(checkout)
+    return checkout, {what: upstream.lay(checkout, what) for what in ("order_free", "nufilt")}
 
 
 @pytest.fixture
 def method(laid, monkeypatch):
-    """The contributed package, imported as a part of the installed FusionBench."""
+    """FusionBench's methods with the contributed packages among them."""
     import fusion_bench.method
 
     where = str(laid[0] / "fusion_bench" / "method")
     monkeypatch.setattr(fusion_bench.method, "__path__", [*fusion_bench.method.__path__, where])
-    yield importlib.import_module("fusion_bench.method.nufilt")
-    for name in [name for name in sys.modules if name.startswith("fusion_bench.method.nufilt")]:
+    ours = ("fusion_bench.method.nufilt", "fusion_bench.method.order_free")
+    yield lambda name: importlib.import_module(f"fusion_bench.method.{name}")
+    for name in [name for name in sys.modules if name.startswith(ours)]:
         del sys.modules[name]
 
 
-def test_every_file_is_python_of_the_oldest_version_that_fusionbench_takes(laid):
-    checkout, paths = laid
-    code = [path for path in paths if path.endswith(".py")]
-    assert len(code) > 15
-    for path in code:
-        ast.parse((checkout / path).read_text(), path, feature_version=(3, 10))
+def code(checkout, paths):
+    return [checkout / path for path in paths if path.endswith(".py") and path != upstream.METHODS]
 
 
-def test_no_reference_to_the_plugin_remains(laid):
+@pytest.mark.parametrize("what", upstream.CONTRIBUTIONS)
+def test_every_file_is_python_of_the_oldest_version_that_fusionbench_takes(laid, what):
     checkout, paths = laid
-    for path in paths:
+    for path in code(checkout, paths[what]):
+        ast.parse(path.read_text(), str(path), feature_version=(3, 10))
+
+
+@pytest.mark.parametrize("what", upstream.CONTRIBUTIONS)
+def test_no_reference_to_the_plugin_remains(laid, what):
+    checkout, paths = laid
+    for path in paths[what]:
         text = (checkout / path).read_text()
         for word in ("fusion_bench_nufilt", "fusion-bench-nufilt", "nufilt merge", "nufilt compare", "benchmarks/"):
             assert word not in text, f"{path}: {word}"
 
 
-def test_it_stays_small(laid):
-    """In lines of code, without comments, docstrings and empty lines."""
+def lines(paths):
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def test_they_stay_small(laid):
+    """NUFILT in the lines of its package, the order-free methods in those of all their files."""
     checkout, paths = laid
-    code = [path for path in paths if path.startswith(upstream.HOME) and path.endswith(".py")]
-    assert sum(lines_of_code(checkout / path) for path in code) <= 1450
+    assert lines((checkout / "fusion_bench/method/nufilt").glob("*.py")) <= 1000
+    assert lines(checkout / path for path in paths["order_free"] if path not in paths["nufilt"]) <= 500
 
 
-def lines_of_code(path):
-    source = path.read_text()
-    texts = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
-    skipped = {line for text in texts for line in range(text.lineno, text.end_lineno + 1)}
-    lines = [line.strip() for number, line in enumerate(source.splitlines(), 1) if number not in skipped]
-    return sum(line != "" and not line.startswith("#") for line in lines)
+def is_formatted(files, folder):
+    for formatter in (["black"], ["isort", "--profile", "black", "--project", "fusion_bench"]):
+        command = [sys.executable, "-m", *formatter, "--check", "--quiet", *map(str, files)]
+        subprocess.run(command, cwd=folder, check=True)
 
 
 def test_black_and_isort_find_nothing_to_change(laid):
     checkout, paths = laid
-    code = [str(checkout / path) for path in paths if path.endswith(".py") and path != upstream.METHODS]
-    for formatter in (["black"], ["isort", "--profile", "black", "--project", "fusion_bench"]):
-        subprocess.run([sys.executable, "-m", *formatter, "--check", "--quiet", *code], check=True)
+    is_formatted(code(checkout, {*paths["nufilt"], *paths["order_free"]}), checkout)
 
 
 def test_each_line_is_put_where_it_belongs_and_once(laid):
     checkout, _ = laid
     methods, navigation = (checkout / upstream.METHODS).read_text(), (checkout / "mkdocs.yml").read_text()
-    assert '    "dop": ["ContinualDOPForCLIP"],\n    "nufilt": ["NUFILTMerging"],\n' in methods
+    assert '    "dop": ["ContinualDOPForCLIP"],\n    "nufilt": ["NUFILTMerging"],\n    "order_free": [' in methods
     assert "import ModelStock\n    from .nufilt import NUFILTMerging\n    from .opcm" in methods
-    assert "opcm.md\n          - NUFILT: algorithms/nufilt.md\n          - Model Stock" in navigation
-    assert upstream.insertions(checkout) == {upstream.METHODS: methods, "mkdocs.yml": navigation}
+    ast.parse(methods)
+    assert "opcm.md\n          - NUFILT: algorithms/nufilt.md\n          - Order-Free" in navigation
+    assert "        - NUFILTMerging\n" in (checkout / upstream.API).read_text()
+    assert upstream.insertions(checkout, "nufilt")[upstream.METHODS] == methods
 
 
 def test_no_config_has_the_name_of_one_of_the_plugin(laid):
     """With both in one environment, each name has one meaning."""
-    names = [path for path in laid[1] if path.startswith("config/")]
-    assert names == ["config/method/nufilt/nufilt.yaml"]
+    names = [path for paths in laid[1].values() for path in paths if path.startswith("config/")]
+    assert len(names) == 5
     assert not [name for name in names if (REPO / name).exists()]
 
 
-@pytest.mark.parametrize("make", [clip, t5, llama])
-def test_the_bits_are_the_plugins(method, make):
-    base = make()
+@pytest.mark.parametrize("name", MODELS)
+def test_the_layers_are_the_plugins_for_every_family(method, name):
+    model, theirs = MODELS[name](), method("nufilt.layers")
+    for target in ("auto", "all-linear"):
+        layers, views = theirs.select_layers(model, target), select_layers(model, target)
+        assert list(layers) == list(views)
+        for layer, view in zip(layers.values(), views.values(), strict=True):
+            assert (layer.key, layer.shape, layer.rows) == (view.key, view.shape, slice(*view.rows))
+            assert torch.equal(layer.read(model), view.read(model))
+        share, in_blocks = theirs.merged_shares(model, layers)
+        covered = coverage(model, views, TargetConfig())
+        assert share == pytest.approx(covered.merged[1])
+        assert in_blocks == pytest.approx(covered.merged_share_of_blocks)
+
+
+@pytest.mark.parametrize("name", ["clip", "t5", "llama", "gpt2", "resnet", "openclip", "convnext", "mixtral"])
+def test_the_bits_are_the_plugins(method, name):
+    base = MODELS[name]()
     pool = {"_pretrained_": base, **{f"task {i}": finetuned(base, i) for i in range(3)}}
-    options = {"null_rank": 8, "lora_rank": 4, "task_rank": 2, "max_steps": 5, "seed": 43}
-    theirs = method.NUFILTMerging(**options).run(pool).state_dict()
+    options = {**SMALL, "seed": 43, "other_params": "mean" if name in ("clip", "openclip") else "pretrained"}
+    theirs = method("nufilt").NUFILTMerging(**options).run(pool).state_dict()
     ours = NufiltContinualMergingAlgorithm(**options).run(pool).state_dict()
     assert all(torch.equal(theirs[key], value) for key, value in ours.items())
     assert not all(torch.equal(value, ours[key]) for key, value in base.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [{}, {"null_space": False}, {"null_space": "zero"}, {"first_task": "release"}])
+def test_each_step_has_the_plugins_bits(method, options):
+    theirs, generator = method("nufilt.fusion"), torch.Generator().manual_seed(0)
+    shapes = [(24, 16), (16, 16), (12, 40), *([] if options else [(300, 264)])]
+    for shape, dtype in itertools.product(shapes, (torch.float32, torch.float64, torch.bfloat16)):
+        draw = lambda shape=shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+        theta_0 = draw()
+        pretrained = {"layer": theta_0.to(dtype)}
+        a = b = pretrained
+        for step in (1, 2, 3):
+            task = {"layer": (theta_0 + 0.1 * draw()).to(dtype)}
+            a, reports = fuse_layers(pretrained, a, task, FusionConfig(**SMALL, **options), step=step)
+            config = theirs.FusionConfig(**SMALL, **options)
+            ((_, weight, measures),) = theirs.fuse_layers(pretrained, b, task, config, step=step)
+            b = {"layer": weight}
+            assert torch.equal(a["layer"], weight)
+        expected = {name: getattr(reports["layer"], name) for name in theirs.MEASURES}
+        assert measures == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("SpectralVotingMerging", "spectral"),
+        ("TSVStreamMerging", "tsv_stream"),
+        ("WUDISumsMerging", "wudi_sums"),
+    ],
+)
+def test_order_free_methods_have_the_plugins_bits(method, theirs, ours):
+    base = clip()
+    pool = {"_pretrained_": base, **{f"task {i}": finetuned(base, i) for i in range(3)}}
+    merged = getattr(method("order_free"), theirs)().run(pool).state_dict()
+    expected = LayerwiseMergingAlgorithm(ours, shuffle_order=False).run(pool).state_dict()
+    assert all(torch.equal(merged[key], value) for key, value in expected.items())
 
 
 def test_the_plugin_says_which_one_runs(method, caplog):
@@ -126,25 +194,26 @@ def test_the_plugin_says_which_one_runs(method, caplog):
     assert "this is NUFILT of fusion_bench_nufilt; FusionBench's own is method=nufilt/nufilt" in caplog.text
 
 
-def test_the_patch_is_what_was_laid(tmp_path):
-    def git(*arguments, where):
-        identity = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
-        return subprocess.run(["git", *identity, *arguments], cwd=where, check=True, capture_output=True, text=True)
+def git(*arguments, where):
+    identity = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
+    return subprocess.run(["git", *identity, *arguments], cwd=where, check=True, capture_output=True, text=True).stdout
 
+
+@pytest.mark.parametrize("what", upstream.CONTRIBUTIONS)
+def test_the_patch_is_what_was_laid_by_the_author_that_is_named(tmp_path, what):
     checkout, clean = skeleton(tmp_path / "checkout"), tmp_path / "clean"
     git("init", "--quiet", where=checkout)
     git("add", "--all", where=checkout)
     git("commit", "--quiet", "--message", "FusionBench", where=checkout)
     git("clone", "--quiet", str(checkout), str(clean), where=tmp_path)
-    git("config", "user.name", "A", where=checkout)
-    git("config", "user.email", "a@b.c", where=checkout)
-    paths = upstream.lay(checkout)
-    (tmp_path / "nufilt.patch").write_text(upstream.format_patch(checkout, paths))
-    assert len(git("log", "--oneline", where=checkout).stdout.splitlines()) == 1
-    git("am", "--quiet", str(tmp_path / "nufilt.patch"), where=clean)
+    paths = upstream.lay(checkout, what)
+    (tmp_path / "patch").write_text(upstream.format_patch(checkout, paths, what, "Ada L <ada@x.org>"))
+    assert len(git("log", "--oneline", where=checkout).splitlines()) == 1
+    git("am", "--quiet", str(tmp_path / "patch"), where=clean)
     for path in paths:
         assert (clean / path).read_bytes() == (checkout / path).read_bytes(), path
-    assert "MIT" in git("log", "-1", where=clean).stdout
+    assert "Author: Ada L <ada@x.org>" in git("log", "-1", where=clean)
+    assert "MIT" in git("log", "-1", where=clean)
 
 
 def test_a_folder_that_is_no_fusionbench_is_refused(tmp_path):
@@ -158,8 +227,46 @@ def test_a_folder_that_is_no_fusionbench_is_refused(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_an_import_from_a_package_is_named():
-    with pytest.raises(ValueError, match=r"layers/x\.py, line 1: import FusionConfig from its module"):
-        list(upstream.modules("layers/x.py", "from fusion_bench_nufilt.core import FusionConfig\n"))
-    source = "from .views import View\nfrom fusion_bench_nufilt.core import options\nimport torch\n"
-    assert list(upstream.modules("layers/x.py", source)) == ["layers/views.py", "core/options.py"]
+@pytest.fixture
+def package(tmp_path):
+    """A repository with those files of the installed FusionBench that the patches change."""
+    import fusion_bench
+
+    (source,) = map(Path, fusion_bench.__path__)
+    for patch in upstream.PATCHES:
+        for path in (line[6:] for line in patch.read_text().splitlines() if line.startswith("--- a/")):
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source.parent / path, tmp_path / path)
+    git("init", "--quiet", where=tmp_path)
+    git("add", "--all", where=tmp_path)
+    git("commit", "--quiet", "--message", "FusionBench", where=tmp_path)
+    return tmp_path
+
+
+def test_each_patch_applies_alone(package):
+    for patch in upstream.PATCHES:
+        git("apply", str(patch), where=package)
+        git("apply", "--reverse", str(patch), where=package)
+        assert git("status", "--porcelain", where=package) == ""
+
+
+def test_all_patches_apply_together_and_are_formatted_as_fusionbench_is(package):
+    assert upstream.mend(package) == [patch.name for patch in upstream.PATCHES]
+    git("add", "--all", where=package)
+    changed = git("diff", "--cached", "--name-only", where=package).splitlines()
+    is_formatted([path for path in changed if path.endswith(".py")], package)
+
+
+def test_patches_are_by_the_author_that_is_named(package):
+    assert upstream.fixes(upstream.AUTHOR) == "".join(patch.read_text() for patch in upstream.PATCHES)
+    (package / "fixes").write_text(upstream.fixes("Ada L <ada@x.org>"))
+    git("am", "--quiet", "fixes", where=package)
+    authors = git("log", "--format=%an <%ae>", f"-{len(upstream.PATCHES)}", where=package).splitlines()
+    assert set(authors) == {"Ada L <ada@x.org>"}
+
+
+def test_an_author_without_an_address_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["upstream.py", str(tmp_path), "--author", "Ada"])
+    with pytest.raises(SystemExit):
+        upstream.main()
+    assert "--author must be 'NAME <MAIL>', got 'Ada'" in capsys.readouterr().err

@@ -11,7 +11,6 @@ for seed in $(seq 42 51); do
         fabric.loggers.name="nufilt/clip-vit-${MODEL}_${TASKS}/seed_${seed}" \
         method=nufilt/nufilt \
         method.seed="${seed}" \
-        method.evaluate_on_every_step=true \
         method.save_on_every_step=false \
         modelpool="CLIPVisionModelPool/clip-vit-${MODEL}_${TASKS}_model_only" \
         taskpool="CLIPVisionModelTaskPool/clip-vit-classification_${TASKS}" \

@@ -4,8 +4,6 @@ set -euo pipefail
 
 fusion_bench \
     fabric.loggers.name=nufilt/flan-t5-base_glue \
-    method=nufilt/nufilt \
-    method.shuffle_order=false \
-    method.evaluate_on_every_step=true \
+    method=nufilt/nufilt_nlp \
     modelpool=Seq2SeqLMPool/flan-t5-base_glue \
     taskpool=flan-t5_glue_text_generation
