@@ -1,10 +1,12 @@
-"""What the pages have beyond plain Markdown: tables of options, read off the code, and formulas as MathML.
+"""What the pages have beyond plain Markdown: tables of options, read off the code, formulas as MathML, and code that
+does not break at hyphens.
 
 python docs/hooks.py    # write the tables into docs/options.md
 """
 
 import dataclasses
 import re
+from functools import partial
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,9 @@ FORMULAS = {
 }
 
 
+HYPHENATED = r"[\w.]*-[\w.-]*"
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Put a table of options below its mark, in place of the one that stands there."""
     table = r"(<!-- options: (\w+)((?: \w+)*) -->\n)(\n(?:\|.*\n)+)?"
@@ -63,9 +68,11 @@ def _word(value: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Show formulas without a script, and references in docstrings without their role."""
+    """Show formulas without a script, references in docstrings without their role, and options on one line."""
     for pattern, display in FORMULAS.items():
         html = re.sub(pattern, lambda match, how=display: convert(unescape(match[1]), display=how), html, flags=re.S)
+    whole = partial(re.sub, HYPHENATED, r'<span class="whole">\g<0></span>')
+    html = re.sub(r"(?<=<code>)[^<\n]+(?=</code>)", lambda match: whole(match[0]), html)
     return re.sub(r":(?:attr|class|data|func|meth|mod):(?=<code>)", "", html)
 
 

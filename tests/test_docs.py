@@ -48,3 +48,9 @@ def test_formulas_need_no_script(hooks):
     assert html.count("<math") == 2
     assert "arithmatex" not in html
     assert hooks.on_page_content("see :func:<code>select_layers</code>") == "see <code>select_layers</code>"
+
+
+def test_options_in_a_sentence_do_not_break_at_their_hyphens(hooks):
+    html = hooks.on_page_content("<code>nufilt merge --dry-run</code> <pre><code>a --b\n<i>-c</i></code></pre>")
+    assert html.startswith('<code>nufilt merge <span class="whole">--dry-run</span></code>')
+    assert html.count("whole") == 1
