@@ -75,7 +75,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         _, others = split_options([ProtocolConfig], kwargs)
         if unknown := others.keys() - set(known := self._config_mapping.values()):
             raise ValueError(f"{type(self).__name__}: {unknown_option(min(unknown), known)}")
-        super().__init__(**kwargs)
+        super().__init__(**others)  # FusionBench calls options that it is handed unused
 
     # --- what a method says of itself ---
 

@@ -9,7 +9,7 @@ import torch
 from fusion_bench.utils import instantiate
 from torch import nn
 
-from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm, fuse_layers
+from fusion_bench_nufilt import FusionConfig, LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm, fuse_layers
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual import task_order
 from fusion_bench_nufilt.layers import select_layers
@@ -228,3 +228,9 @@ def test_a_score_of_ones_own_is_a_function_of_the_step_and_the_merged_model():
 def test_the_profile_is_printed_by_fusion_bench_alone(capsys):
     NufiltContinualMergingAlgorithm(**SMALL).run(pool(2))
     assert "loading models" not in capsys.readouterr().out
+
+
+def test_no_option_is_called_unused(caplog):
+    NufiltContinualMergingAlgorithm(shuffle_order=False, null_rank=8, _usage_="a test")
+    LayerwiseMergingAlgorithm("spectral", seed=1)
+    assert "nused" not in caplog.text
