@@ -1,6 +1,6 @@
 """What an analysis leaves beside its numbers: pictures and a page, drawn from its files alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NotRequired
 
 import altair as alt
@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from .charts import aside, by_depth, heat_maps, lines
 from .page import Files, Page, Tables
-from .theme import Rows, by_block, data, style, tooltip
+from .theme import COLOURS, Rows, by_block, data, style, tooltip
 
 Json = dict[str, Any]
 Matrix = list[list[float | None]]
@@ -132,7 +132,9 @@ def _effective_ranks(content: Content, table: pd.DataFrame) -> ChartType:
     rows = table.join(layers, on="layer").rename(columns={"kind": "name", "effective_rank": "y"})
     rows["x"] = rows["depth"] + rows["name"].map(lambda kind: aside(kind, kinds))
     x = by_block(int(layers["depth"].max()))
-    return _points(rows, kinds, x, alt.Y("y:Q", title="effective rank"))
+    looks = style(kinds, kinds)
+    points = _points(rows, x, alt.Y("y:Q", title="effective rank"), 22, color=looks["color"], shape=looks["shape"])
+    return points.properties(width=420, height=320)
 
 
 def _measured(content: Content) -> dict[str, Json]:
@@ -164,28 +166,29 @@ def _losses(measured: Mapping[str, Json]) -> ChartType:
 
 
 def _data_free(measured: Mapping[str, Json], table: pd.DataFrame) -> ChartType:
-    """Draw the measured losses over the data-free ones: one point for each layer and step of each method."""
-    names, panels = {}, []
-    for method, row in measured.items():
-        rho = [row["rank_correlation"][loss]["layers"] for loss in _BOTH]
-        names[method] = f"{method}: rho {' / '.join('none' if value is None else f'{value:.2f}' for value in rho)}"
+    """Draw the measured losses over the data-free ones: a panel for each method, a point for each layer and step."""
+    charts, axis = [], alt.Axis(grid=False, labelSeparation=10)
+    look: Any = {"title": None, "scale": alt.Scale(type="log", nice=False, padding=8), "axis": axis}
     for loss in _BOTH:
-        free = f"data_free_{loss}"
-        known = table[(table["step"] > 1) & (table[loss] > 0) & (table[free] > 0) & table["method"].isin(names)]
-        rows = known.assign(name=known["method"].map(names), x=known[free], y=known[loss])
-        options: Any = {"scale": alt.Scale(type="log", nice=False, padding=8), "axis": alt.Axis(labelSeparation=10)}
-        x = alt.X("x:Q", title=f"data-free {loss} loss", **options)
-        panels.append(_points(rows, list(names.values()), x, alt.Y("y:Q", title=f"measured {loss} loss", **options)))
-    return alt.hconcat(*panels)
+        free, panels = f"data_free_{loss}", []
+        known = table[(table["step"] > 1) & (table[loss] > 0) & (table[free] > 0)]
+        known = known.assign(name=known["method"], x=known[free], y=known[loss])
+        for method, row in measured.items():
+            rho = row["rank_correlation"][loss]["layers"]
+            if len(rows := known[known["method"] == method]):
+                panel = _points(rows, alt.X("x:Q", **look), alt.Y("y:Q", **look), 10)
+                title = f"{method}: rho {'none' if rho is None else f'{rho:.2f}'}"
+                panels.append(panel.properties(title=title, width=170, height=120))
+        shared = alt.concat(*panels, columns=5, title=f"measured {loss} loss over the data-free one")
+        charts.append(shared.resolve_scale(x="shared", y="shared"))
+    return alt.vconcat(*charts)
 
 
-def _points(rows: pd.DataFrame, names: Sequence[str], x: alt.X, y: alt.Y) -> alt.Chart:
+def _points(rows: pd.DataFrame, x: alt.X, y: alt.Y, size: int, **looks: Any) -> alt.Chart:
     """Draw one point for each row, with its layer and task for hovering."""
     shown: Rows = rows[["name", "x", "y", "layer", "task"]].to_dict("records")
-    looks = style(names, names)
-    looks = {key: looks[key] for key in ("color", "shape")} | {"tooltip": tooltip(name="", layer="layer", task="task")}
-    points = alt.Chart(data(shown)).mark_point(size=22, opacity=0.6).encode(x=x, y=y, **looks)
-    return points.properties(width=420, height=320)
+    points = alt.Chart(data(shown)).mark_point(size=size, opacity=0.6, color=COLOURS[0])
+    return points.encode(x=x, y=y, tooltip=tooltip(name="", layer="layer", task="task"), **looks)
 
 
 def _page(content: Content, tables: Tables) -> Page:
