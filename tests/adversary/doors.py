@@ -1,12 +1,10 @@
-"""Bad input of every door but `nufilt merge`'s checkpoints, generated from the files and options that are read.
+"""How bad input is made of good files and options, and what is counted of each door.
 
 A case spoils one field of one good file, or one option, and runs the command in this process. The outcomes are counted
 by door; all but those in ``FINE`` are faults.
 """
 
 import contextlib
-import dataclasses
-import inspect
 import io
 import json
 import math
@@ -16,26 +14,18 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from typer.testing import CliRunner
 
-from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.commands.analyze import analyze
 from fusion_bench_nufilt.commands.app import app
-from fusion_bench_nufilt.commands.compare import compare
-from fusion_bench_nufilt.commands.merge import KINDS, merge
-from fusion_bench_nufilt.compare.specs import RunSpec
-from fusion_bench_nufilt.compare.store import Store
-from fusion_bench_nufilt.methods import METHODS
-from tests.compare.helpers import TASKS, finished
 
 FINE = ("refused", "accepted")
+FAULTS = ("unclear", "accepted wrongly", "tracebacks", "hangs", "control codes", "foreign files", "uploads")
 OUTCOMES: dict[str, Counter[str]] = {}
+SEED = 0  # of the sample
 SECONDS = 60  # of computing, or ten times that of waiting, after which a case counts as a hang
 
 CODES = "\x1b[31m\x07"
@@ -61,7 +51,11 @@ VALUES: dict[str, Any] = {
     "a long word": "x" * 10**5,
     "nothing": ...,
 }
-WORDS = ("", "text", "-1", "0", "1.5", "nan", "1e400", "9" * 400, "[1]", "{a:1}", f"'{CODES}'", CODES, "../..", "null")
+#: What the doors themselves write: results, locks, and the files that are made wrong.
+OWN = re.compile(
+    r"(run|comparison|analysis|merge)/(index\.html|.*\.(png|pdf|md|tex)|(accuracy_matrix|table|per_task|overhead)\.csv)|"
+    r"store/.*|new/.*|recipe\.yaml|(.*/)?\.nufilt\.(lock|holder)"
+)
 
 
 class Hang(BaseException):
@@ -84,6 +78,7 @@ def spoilt(case: Case, folder: Path) -> str:
     before = {number: signal.signal(number, hang) for number in (signal.SIGPROF, signal.SIGALRM)}
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     signal.setitimer(signal.ITIMER_REAL, 10 * SECONDS)
+    others = _stamps(folder)
     try:
         outcome = case.run(folder)
     except Hang:
@@ -92,8 +87,18 @@ def spoilt(case: Case, folder: Path) -> str:
         for timer, number in ((signal.ITIMER_PROF, signal.SIGPROF), (signal.ITIMER_REAL, signal.SIGALRM)):
             signal.setitimer(timer, 0)
             signal.signal(number, before[number])
+    after = _stamps(folder)
+    if changed := [path for path, stamp in others.items() if after.get(path) != stamp]:
+        outcome = f"foreign files: {', '.join(changed)} changed or deleted"
     OUTCOMES.setdefault(case.door, Counter())[outcome.partition(":")[0]] += 1
     return outcome
+
+
+def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return sizes and times of change of all files that no door may write to."""
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    stats = {name: path.stat() for name, path in files.items() if not OWN.fullmatch(name)}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
 def nufilt(*arguments: str, names: str = "", wrong: bool = False) -> str:
@@ -104,7 +109,7 @@ def nufilt(*arguments: str, names: str = "", wrong: bool = False) -> str:
     if not isinstance(result.exception, SystemExit | None) or "Traceback" in text:
         return f"tracebacks: {result.exception!r} {text[-300:]}"
     if CODES[:2] in text or CODES[-1] in text:
-        return f"control codes on the terminal: {text!r}"
+        return f"control codes: {text!r}"
     if result.exit_code == 0 or "it would run" in text:
         return f"accepted wrongly: {text[-300:]}" if wrong else "accepted"
     line = re.sub(r"\s+", " ", text)
@@ -143,12 +148,13 @@ def kind(value: Any) -> str:
 
 @contextlib.contextmanager
 def in_place_of(file: Path, text: str) -> Iterator[None]:
-    good = file.read_bytes()
+    good, stat = file.read_bytes(), file.stat()
     file.write_text(text)
     try:
         yield
     finally:
         file.write_bytes(good)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 def json_cases(
@@ -206,160 +212,13 @@ def table_cases(door: str, file: str, rows: list[str], folder_name: str) -> Iter
             yield Case(door, f"{file}, {title}: {name}", run, False)
 
 
-# --- options ---
-
-_MODELS = ("--base", "base", "--task", "task1", "--out", "out", "--dry-run")
-_OTHERS = ("context", "words", "typed", "dry_run", "options", "overrides", "base", "tasks", "task", "out")
-
-
-def option_cases() -> Iterator[Case]:
-    """Every option of every command times every word."""
-    for door, command, arguments in (
-        ("options of nufilt merge", merge, ("merge", *_MODELS)),
-        ("options of nufilt compare", compare, ("compare", "--out", "new")),
-        ("options of nufilt analyze", analyze, ("analyze", "--out", "new")),
-    ):
-        for name, parameter in inspect.signature(command).parameters.items():
-            if name in _OTHERS or parameter.annotation is bool or "bool" in str(parameter.annotation):
-                continue
-            for word in WORDS:
-                option = f"--{name.replace('_', '-')}={word}"
-                yield Case(door, repr(option)[:60], lambda _, option=option, a=arguments: nufilt(*a, option))
-
-
-def recipe_cases() -> Iterator[Case]:
-    """Every field of a recipe times every value, beside the models and under settings."""
-    options = dict.fromkeys(field.name for kind in KINDS for field in dataclasses.fields(kind))
-    for name in ("base", "tasks", "merged", "out", "method", "settings", *options):
-        method = next((m for m, k in METHODS.items() if name in {f.name for f in dataclasses.fields(k.Options)}), None)
-        base = {"base": "base", "tasks": ["task1"], "out": "out", "method": method or "nufilt"}
-        for value_name, value in VALUES.items():
-            for where in ("top", "settings") if name in options else ("top",):
-                new = {**base, name: value} if where == "top" else {**base, "settings": {name: value}}
-                new = {key: value for key, value in new.items() if value is not ...}
-                text = yaml.safe_dump(new if new.get("settings") != {name: ...} else base)
-
-                def run(folder: Path, text: str = text) -> str:
-                    (folder / "recipe.yaml").write_text(text)
-                    return nufilt("merge", "recipe.yaml", "--dry-run")
-
-                yield Case("recipes", f"{where}, {name}: {value_name}", run)
-
-
-BOMBS = {
-    "laughs": "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9)).replace("*a0", "ha"),
-    "a circle": "base: &a {b: *a}",
-    "a large alias": f"base: &a {'x' * 10**4}\ntasks: [{', '.join(['*a'] * 10**4)}]",
-    "interpolations": "\n".join(f"a{i + 1}: ${{a{i}}}${{a{i}}}" for i in range(40)),
-    "20 MB": f"base: {'x' * 2 * 10**7}",
-    "many values": f"tasks: [{', '.join('x' * 10**5)}]",
-    "deep": "[" * 10**5,
-    "deep and closed": "[" * 10**4 + "]" * 10**4,
-    "deep blocks": "\n".join(" " * i + "a:" for i in range(900)),
-    "a tag": "base: !!python/object/apply:os.system [echo]",
-    "no UTF-8": "base: \udcff",
-}
-
-
-def bomb_cases() -> Iterator[Case]:
-    for name, text in BOMBS.items():
-
-        def run(folder: Path, text: str = text) -> str:
-            (folder / "recipe.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
-            return nufilt("merge", "recipe.yaml", "--dry-run", names="recipe.yaml", wrong=True)
-
-        yield Case("recipes", f"bomb: {name}", run)
-
-
-def algorithm_cases() -> Iterator[Case]:
-    """Every option of `fusion_bench method=nufilt` times every value."""
-    for name in list(inspect.signature(NufiltContinualMergingAlgorithm).parameters)[:-1]:
-        for value_name, value in VALUES.items():
-
-            def run(_: Path, name: str = name, value: Any = value) -> str:
-                try:
-                    NufiltContinualMergingAlgorithm(**({} if value is ... else {name: value}))
-                except ValueError as error:
-                    return "refused" if name in str(error) and "\n" not in str(error) else f"unclear: {error}"
-                except Exception as error:
-                    return f"tracebacks: {error!r}"
-                return "accepted"
-
-            yield Case("options of fusion_bench", f"{name}: {value_name}", run)
-
-
-SCORED = (r"methods\.\w+\.runs\.\d+\.(tasks|accuracy_matrix|merge_seconds)(\.0)*", r"(tasks|seeds)(\.0)?")
-READ = {
-    "run": ("accuracy_matrix.json", (r"(method|tasks|accuracy_matrix|merge_seconds)(\.0)*",)),
-    "comparison": ("results.json", (*SCORED, r"references(\.\w+){0,2}")),
-    "analysis": ("analysis.json", (r"(tasks|names|reading|task_rank)(\.0)?", r"vectors|overlap|energy")),
-}
-
-
-SETTINGS = {"modelpool": "p", "resolved": {}}
-SPEC = RunSpec("NUFILT", ("method=nufilt",), "nufilt")
-REFERENCES = {"pretrained": dict.fromkeys(TASKS, 0.25), "individual": dict.fromkeys(TASKS, 0.95)}
-
-
-def opened(folder: Path, wrong: bool) -> str:
-    """Go on from the comparison that is there, as `nufilt compare` does before it runs anything."""
-    run = finished(42)
-    try:
-        with closing(Store(folder / "store", SETTINGS)) as store:
-            store.load(SPEC, run.config, run.tasks or [])
-            store.load_references(TASKS)
-            store.identify({"a": "1"})
-    except ValueError as error:
-        return "refused" if "store" in str(error) and "\n" not in str(error) else f"unclear: {error}"
-    except Exception as error:
-        return f"tracebacks: {error!r}"
-    return "accepted wrongly" if wrong else "accepted"
-
-
-def store_cases(good: Path) -> Iterator[Case]:
-    with closing(Store(good / "store", SETTINGS)) as store:
-        store.save(SPEC, finished(42))
-        store.save_references(REFERENCES)
-        store.identify({"a": "1"})
-    for file in ("compare.json", "references.json", "runs/NUFILT/42.json"):
-        content, path = json.loads((good / "store" / file).read_text()), f"store/{file}"
-        read = ("(config|tasks|accuracy_matrix)(\\.0)*|pretrained|individual|modelpool",)
-        yield from json_cases("nufilt compare, kept runs", path, content, read, opened)
-
-
-def cases(good: Path) -> list[Case]:
-    """Return all cases for a folder with good inputs."""
-    found: list[Case] = [*bomb_cases(), *option_cases(), *recipe_cases(), *algorithm_cases()]
-    for name, (file, read) in READ.items():
-        path = f"{name}/{file}"
-        content = json.loads((good / path).read_text())
-
-        def report_of(folder: Path, wrong: bool, name: str = name, file: str = file) -> str:
-            return nufilt("report", str(folder / name), names=file, wrong=wrong)
-
-        found += json_cases(f"nufilt report, {name}", path, content, read, report_of)
-        for table in sorted((good / name).glob("*.csv")):
-            if table.name in ("layers.csv", "task_vectors.csv", "losses.csv", "affinity.csv"):
-                rows = table.read_text().splitlines()
-                found += table_cases(f"nufilt report, {name}", f"{name}/{table.name}", rows, name)
-    content = json.loads((good / "one" / "nufilt.json").read_text())
-    content["layers"] = dict(list(content["layers"].items())[:1])
-    for door, command in (
-        ("a manifest as recipe", ("merge", "one/nufilt.json", "--dry-run", "--out", "out")),
-        ("a manifest to go on from", ("merge", "--merged", "one", *_MODELS)),
-    ):
-
-        def merge_of(_: Path, wrong: bool, command: tuple[str, ...] = command) -> str:
-            return nufilt(*command, wrong=wrong)
-
-        found += json_cases(door, "one/nufilt.json", content, ("step|settings",), merge_of)
-    return found + list(store_cases(good))
-
-
 def report() -> str:
-    names = sorted({outcome for counts in OUTCOMES.values() for outcome in counts}, key=lambda name: name not in FINE)
-    lines = [f"{door:28}" + "".join(f"{counts[name]:7} {name}" for name in names) for door, counts in OUTCOMES.items()]
-    return "\n".join(lines)
+    """Return the seed and the table of all cases so far, in Markdown."""
+    header = ("door", "cases", *FINE, *FAULTS)
+    counts = {door: [OUTCOMES[door][name] for name in (*FINE, *FAULTS)] for door in sorted(OUTCOMES)}
+    counts["all"] = [sum(column) for column in zip(*counts.values(), strict=True)]
+    rows = [header, ["---"] * len(header), *([door, sum(row), *row] for door, row in counts.items())]
+    return "\n".join([f"NUFILT_SEED={SEED}", *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
 def sample(every: list[Case], of_each_door: int, seed: int) -> list[Case]:
@@ -369,13 +228,3 @@ def sample(every: list[Case], of_each_door: int, seed: int) -> list[Case]:
         doors.setdefault(case.door, []).append(case)
     draw = random.Random(seed)
     return [case for some in doors.values() for case in draw.sample(some, min(of_each_door, len(some)))]
-
-
-def good_folder(folder: Path) -> Path:
-    """Add what `nufilt report` reads to good inputs of a merge."""
-    from tests.results.helpers import FOLDERS
-
-    for name, make in FOLDERS.items():
-        make(folder / name)
-    os.makedirs(folder / "nothing")
-    return folder

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fusion_bench import BaseModelPool
 from safetensors.torch import load_file, save_file
 from transformers import CLIPVisionModel
 
@@ -45,3 +46,17 @@ def test_transformers_loads_as_before_afterwards(tmp_path):
     assert vars(CLIPVisionModel.__mro__[2]) == loader
     _, info = CLIPVisionModel.from_pretrained(tmp_path / "task1", output_loading_info=True)
     assert list(info["missing_keys"]) == [FC1]
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ({"a": "x"}, r"the model pool has no '_pretrained_' model, only \['a'\]"),
+        ({"_pretrained_": "x"}, "there is no fine-tuned model"),
+        ({"_pretrained_": "x", "a": "y", "_merged_": "/nowhere"}, "how many models are in '_merged_'"),
+        ({"_pretrained_": "x", "a": 7}, "model 'a' of the pool must be a folder, a hub name or have a _target_, got 7"),
+    ],
+)
+def test_a_pool_of_which_nothing_can_be_merged_is_refused(tmp_path, models, message):
+    with pytest.raises(ValueError, match=message):
+        algorithm_in(tmp_path).run(BaseModelPool(models))

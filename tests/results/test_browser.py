@@ -1,11 +1,13 @@
 """Pages in a real browser: no error, the rows and charts are there, tables sort, and a phone shows all of it."""
 
+import csv
+import json
 import shutil
 
 import pytest
 
 from fusion_bench_nufilt.results.write import write_results
-from tests.results.helpers import FOLDERS
+from tests.results.helpers import FOLDERS, LAYERS, TASKS
 from tests.results.test_charts import luminance
 
 pytestmark = pytest.mark.slow
@@ -131,7 +133,32 @@ def test_the_layer_explorer_shows_another_quantity_and_step(browser, pages):
     assert {label.partition("value: ")[2] for label in labels(chart, "point")} == {"1.500"}
 
 
-def test_the_name_of_a_task_runs_nothing(browser, pages):
-    show(browser, pages["run"])
-    assert browser.title == "NUFILT: 3 models merged"
+HOSTILE = '</ScRiPt ><svg onload="document.title=1"><script>document.title=1</script>'
+#: Names of tasks, methods, tensors and kinds of layers in the folders.
+NAMES = {*TASKS, *LAYERS, "a", "b", "c", "NUFILT", "sum", "some_pool", "attention", "mlp"}
+
+
+def hostile(content):
+    """Return a content whose names end in something that a page must not run."""
+    if isinstance(content, dict):
+        return {hostile(key): hostile(value) for key, value in content.items() if key != "digest"}
+    if isinstance(content, list):
+        return list(map(hostile, content))
+    return content + HOSTILE if content in NAMES else content
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_names_of_tasks_methods_and_tensors_run_nothing(browser, tmp_path, kind):
+    folder = FOLDERS[kind](tmp_path)
+    for file in folder.glob("*.json"):
+        file.write_text(json.dumps(hostile(json.loads(file.read_text()))))
+    for file in folder.glob("*.csv"):
+        rows = list(csv.reader(file.read_text().splitlines()))
+        with file.open("w", newline="") as stream:
+            csv.writer(stream).writerows([rows[0], *map(hostile, rows[1:])])
+    write_results(folder)
+    show(browser, folder / "index.html")
+    assert "onload" in browser.find_element("css selector", "body").text
+    assert browser.title not in ("", "1")
     assert browser.find_elements("css selector", "svg[onload]") == []
+    assert browser.get_log("browser") == []

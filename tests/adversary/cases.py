@@ -1,0 +1,246 @@
+"""Bad input of every door but `nufilt merge`'s checkpoints, generated from the files and options that are read."""
+
+import dataclasses
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import yaml
+from fusion_bench import BaseModelPool
+from torch import nn
+
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.commands.analyze import analyze
+from fusion_bench_nufilt.commands.compare import compare
+from fusion_bench_nufilt.commands.merge import KINDS, merge
+from fusion_bench_nufilt.compare.specs import RunSpec
+from fusion_bench_nufilt.compare.store import Store
+from fusion_bench_nufilt.continual.models import merged_before
+from fusion_bench_nufilt.continual.run_folder import RunFolder
+from fusion_bench_nufilt.methods import METHODS
+from fusion_bench_nufilt.storage.checkpoint import save_checkpoint
+from fusion_bench_nufilt.storage.files import content_digest
+from tests.adversary.doors import CODES, VALUES, Case, json_cases, nufilt, table_cases
+from tests.compare.helpers import TASKS, finished
+from tests.results.helpers import FOLDERS
+
+WORDS = ("", "text", "-1", "0", "1.5", "nan", "1e400", "9" * 400, "[1]", "{a:1}", f"'{CODES}'", CODES, "../..", "null")
+
+
+# --- options ---
+
+_MODELS = ("--base", "base", "--task", "task1", "--out", "out", "--dry-run")
+_OTHERS = ("context", "words", "typed", "dry_run", "options", "overrides", "base", "tasks", "task", "out")
+
+
+def option_cases() -> Iterator[Case]:
+    """Every option of every command times every word."""
+    for door, command, arguments in (
+        ("options of nufilt merge", merge, ("merge", *_MODELS)),
+        ("options of nufilt compare", compare, ("compare", "--out", "new", "--methods", "sum")),
+        ("options of nufilt analyze", analyze, ("analyze", "--out", "new")),
+    ):
+        for name, parameter in inspect.signature(command).parameters.items():
+            if name in _OTHERS or parameter.annotation is bool or "bool" in str(parameter.annotation):
+                continue
+            for word in WORDS:
+                option = f"--{name.replace('_', '-')}={word}"
+                yield Case(door, repr(option)[:60], lambda _, option=option, a=arguments: nufilt(*a, option))
+
+
+def recipe_cases() -> Iterator[Case]:
+    """Every field of a recipe times every value, beside the models and under settings."""
+    options = dict.fromkeys(field.name for kind in KINDS for field in dataclasses.fields(kind))
+    for name in ("base", "tasks", "merged", "out", "method", "settings", *options):
+        method = next((m for m, k in METHODS.items() if name in {f.name for f in dataclasses.fields(k.Options)}), None)
+        base = {"base": "base", "tasks": ["task1"], "out": "out", "method": method or "nufilt"}
+        for value_name, value in VALUES.items():
+            for where in ("top", "settings") if name in options else ("top",):
+                new = {**base, name: value} if where == "top" else {**base, "settings": {name: value}}
+                new = {key: value for key, value in new.items() if value is not ...}
+                text = yaml.safe_dump(new if new.get("settings") != {name: ...} else base)
+
+                def run(folder: Path, text: str = text) -> str:
+                    (folder / "recipe.yaml").write_text(text)
+                    return nufilt("merge", "recipe.yaml", "--dry-run")
+
+                yield Case("recipes", f"{where}, {name}: {value_name}", run)
+
+
+BOMBS = {
+    "laughs": "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9)).replace("*a0", "ha"),
+    "a circle": "base: &a {b: *a}",
+    "a large alias": f"base: &a {'x' * 10**4}\ntasks: [{', '.join(['*a'] * 10**4)}]",
+    "interpolations": "\n".join(f"a{i + 1}: ${{a{i}}}${{a{i}}}" for i in range(40)),
+    "20 MB": f"base: {'x' * 2 * 10**7}",
+    "many values": f"tasks: [{', '.join('x' * 10**5)}]",
+    "deep": "[" * 10**5,
+    "deep and closed": "[" * 10**4 + "]" * 10**4,
+    "deep blocks": "\n".join(" " * i + "a:" for i in range(900)),
+    "a tag": "base: !!python/object/apply:os.system [echo]",
+    "no UTF-8": "base: \udcff",
+}
+
+
+def bomb_cases() -> Iterator[Case]:
+    for name, text in BOMBS.items():
+
+        def run(folder: Path, text: str = text) -> str:
+            (folder / "recipe.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
+            return nufilt("merge", "recipe.yaml", "--dry-run", names="recipe.yaml", wrong=True)
+
+        yield Case("recipes", f"bomb: {name}", run)
+
+
+def algorithm_cases() -> Iterator[Case]:
+    """Every option of `fusion_bench method=nufilt` times every value."""
+    for name in list(inspect.signature(NufiltContinualMergingAlgorithm).parameters)[:-1]:
+        for value_name, value in VALUES.items():
+
+            def run(_: Path, name: str = name, value: Any = value) -> str:
+                return tried(
+                    lambda: NufiltContinualMergingAlgorithm(**({} if value is ... else {name: value})), name, False
+                )
+
+            yield Case("options of fusion_bench", f"{name}: {value_name}", run)
+
+
+SCORED = (r"methods\.\w+\.runs\.\d+\.(tasks|accuracy_matrix|merge_seconds)(\.0)*", r"(tasks|seeds)(\.0)?")
+READ = {
+    "run": ("accuracy_matrix.json", (r"(method|tasks|accuracy_matrix|merge_seconds)(\.0)*",)),
+    "comparison": ("results.json", (*SCORED, r"references(\.\w+){0,2}")),
+    "analysis": ("analysis.json", (r"(tasks|names|reading|task_rank)(\.0)?", r"vectors|overlap|energy")),
+}
+
+
+SETTINGS = {"modelpool": "p", "resolved": {}}
+SPEC = RunSpec("NUFILT", ("method=nufilt",), "nufilt")
+REFERENCES = {"pretrained": dict.fromkeys(TASKS, 0.25), "individual": dict.fromkeys(TASKS, 0.95)}
+
+
+def tried(use: Callable[[], object], names: str, wrong: bool) -> str:
+    """Call what a command calls; the outcome."""
+    try:
+        done = use()
+    except ValueError as error:
+        return "refused" if names in str(error) and "\n" not in str(error) else f"unclear: {error}"
+    except Exception as error:
+        return f"tracebacks: {error!r}"
+    return "refused" if done is None else "accepted wrongly" if wrong else "accepted"
+
+
+def opened(folder: Path, wrong: bool) -> str:
+    """Go on from the comparison that is there, as `nufilt compare` does before it runs anything."""
+
+    def use() -> bool:
+        run = finished(42)
+        with closing(Store(folder / "store", SETTINGS)) as store:
+            store.load(SPEC, run.config, run.tasks or [])
+            store.load_references(TASKS)
+            store.identify({"a": "1"})
+        return True
+
+    return tried(use, "store", wrong)
+
+
+def store_cases(good: Path) -> Iterator[Case]:
+    with closing(Store(good / "store", SETTINGS)) as store:
+        store.save(SPEC, finished(42))
+        store.save_references(REFERENCES)
+        store.identify({"a": "1"})
+    for file in ("compare.json", "references.json", "runs/NUFILT/42.json"):
+        content, path = json.loads((good / "store" / file).read_text()), f"store/{file}"
+        read = ("(config|tasks|accuracy_matrix)(\\.0)*|pretrained|individual|modelpool",)
+        yield from json_cases("nufilt compare, kept runs", path, content, read, opened)
+
+
+OTHERS = (".env", "run1/optimizer.pt")  # beside a result, and not of it
+
+
+def push_cases(good: Path, content: dict[str, Any]) -> Iterator[Case]:
+    """Every field of a manifest by which a result is uploaded, to a stand-in for the hub."""
+    listed = {*content["files"], "nufilt.json"}
+
+    def push(_: Path, wrong: bool) -> str:
+        uploaded: set[str] = set()
+        hub = SimpleNamespace(
+            create_repo=lambda *_, **__: SimpleNamespace(repo_id="a/b"),
+            create_commit=lambda _, added, **__: uploaded.update(each.path_in_repo for each in added),
+        )
+        where = "fusion_bench_nufilt.commands.push"
+        with patch(f"{where}.HfApi", lambda **_: hub), patch(f"{where}.get_token", lambda: "hf_token"):
+            outcome = nufilt("push", "one", "a/b", wrong=wrong)
+        return outcome if uploaded <= listed else f"uploads: {sorted(uploaded - listed)}"
+
+    return json_cases("nufilt push", "one/nufilt.json", content, (r"files|files\.[^/]+\.(size|sha256)",), push)
+
+
+STEP = {"step": 1, "tasks": ["a"], "order": ["a", "b"], "merge_seconds": [0.5], "method": "NUFILT"}
+RUN = {"settings": {"seed": 42, "null_rank": 8}, "inputs": {"_pretrained_": {"name": "_pretrained_", "sha256": "0"}}}
+
+
+def step_cases(good: Path) -> Iterator[Case]:
+    """Every field of a step that `fusion_bench` goes on from, in its log directory and as `_merged_`."""
+    folder = good / "steps" / "checkpoints" / "merged_model_0"
+    save_checkpoint(nn.Linear(2, 2), folder, {**STEP, **RUN}, {})
+
+    def resume(good: Path, wrong: bool) -> str:
+        run = {"method": "NUFILT", "order": ["a", "b"], **RUN}
+        return tried(lambda: RunFolder(good / "steps").newest_step(1, 1, run), "merged_model_0", wrong)
+
+    def merged(good: Path, wrong: bool) -> str:
+        models = {"_pretrained_": "x", "c": "y", "_merged_": str(good / "steps/checkpoints/merged_model_0")}
+        return tried(lambda: merged_before(BaseModelPool(models), None, verify=True), "merged_model_0", wrong)
+
+    content = json.loads((folder / "nufilt.json").read_text())
+    typed = ("step|tasks|settings|inputs|files|digest",)
+    for door, use in (("method.resume=true", resume), ("_merged_", merged)):
+        yield from json_cases(door, str((folder / "nufilt.json").relative_to(good)), content, typed, use)
+
+
+def cases(good: Path) -> list[Case]:
+    """Return all cases for a folder with good inputs."""
+    found: list[Case] = [*bomb_cases(), *option_cases(), *recipe_cases(), *algorithm_cases()]
+    for name, (file, read) in READ.items():
+        path = f"{name}/{file}"
+        content = json.loads((good / path).read_text())
+
+        def report_of(folder: Path, wrong: bool, name: str = name, file: str = file) -> str:
+            return nufilt("report", str(folder / name), names=file, wrong=wrong)
+
+        found += json_cases(f"nufilt report, {name}", path, content, read, report_of)
+        for table in sorted((good / name).glob("*.csv")):
+            if table.name in ("layers.csv", "task_vectors.csv", "losses.csv", "affinity.csv"):
+                rows = table.read_text().splitlines()
+                found += table_cases(f"nufilt report, {name}", f"{name}/{table.name}", rows, name)
+    content = json.loads((good / "one" / "nufilt.json").read_text())
+    content["layers"] = dict(list(content["layers"].items())[:1])
+    content["digest"] = content_digest(content)
+    for door, command in (
+        ("a manifest as recipe", ("merge", "one/nufilt.json", "--dry-run", "--out", "out")),
+        ("a manifest to go on from", ("merge", "--merged", "one", *_MODELS)),
+    ):
+
+        def merge_of(_: Path, wrong: bool, command: tuple[str, ...] = command) -> str:
+            return nufilt(*command, wrong=wrong)
+
+        found += json_cases(door, "one/nufilt.json", content, ("step|settings",), merge_of)
+    return [*found, *store_cases(good), *push_cases(good, content), *step_cases(good)]
+
+
+def good_folder(folder: Path) -> Path:
+    """Add what `nufilt report` reads to good inputs of a merge."""
+    for name, make in FOLDERS.items():
+        make(folder / name)
+        (folder / name / "notes.txt").write_text("precious")
+    (folder / "one" / "run1").mkdir()
+    for name in OTHERS:
+        (folder / "one" / name).write_text("precious")
+    os.makedirs(folder / "nothing")
+    return folder
