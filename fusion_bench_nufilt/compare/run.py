@@ -97,7 +97,8 @@ def _check(specs: Sequence[RunSpec], overrides: Sequence[str], evaluate: str, jo
         raise ValueError(f"evaluate must be one of {', '.join(get_args(Evaluate))}, got '{evaluate}'")
     if wrong := [override for override in overrides if key_of(override) in ("method", "modelpool")]:
         raise ValueError(f"'{wrong[0]}': the methods and the model pool are chosen by options of their own")
-    if not 1 <= jobs <= (most := 4 * (os.cpu_count() or 1)):
+    most = 4 * (os.cpu_count() or 1)
+    if not 1 <= jobs <= most:
         raise ValueError(f"jobs must be at least 1 and at most {most}, four for each core, got {jobs}")
     if engine == "ray" and jobs > 1:
         raise ValueError(f"jobs={jobs} is for engine=local: a Ray cluster has as many as it has GPUs or nodes")

@@ -7,7 +7,7 @@ from these fields.
 import dataclasses
 import difflib
 import inspect
-import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, field
 from inspect import Parameter, Signature
@@ -112,4 +112,6 @@ def check_seed(seed: object) -> None:
 
 def is_number(value: object) -> bool:
     """Tell whether a value is a finite number; True and False are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max  # which a whole number may exceed

@@ -145,8 +145,8 @@ def read_whole_checkpoint(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint; refuse one with a file that is missing, cut short or changed, by name."""
     advice = "the step can be made again"
     manifest = read_manifest(folder, advice)
-    if manifest is None:
-        raise ValueError(f"checkpoint '{folder}' has no {MANIFEST}")
+    if manifest is None or "files" not in manifest:
+        raise ValueError(f"checkpoint '{folder}' has no {MANIFEST} that lists its files")
     verify_files(folder, manifest, advice)
     return manifest
 

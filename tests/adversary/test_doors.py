@@ -52,4 +52,5 @@ def test_bad_input_is_refused_by_name_or_does_nothing(doors_only, inputs):
         int(os.environ.get("NUFILT_SEED", date.today().toordinal())),
     )  # others every night
     some = sample(every, NIGHTLY // len({case.door for case in every}), doors.SEED)
-    assert faults(some, inputs) == [], f"{len(some)} of {len(every)} cases, NUFILT_SEED={doors.SEED}"
+    found = faults(some, inputs)
+    assert not found, "\n".join([f"{len(some)} of {len(every)} cases, NUFILT_SEED={doors.SEED}", *found])
