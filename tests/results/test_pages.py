@@ -31,7 +31,10 @@ def body(page):
     ("kind", "words"),
     [
         ("run", ["NUFILT: 3 models merged", "ACC 70.0", "encoder.layers.1.mlp.fc1", "2.13.0", "null_rank"]),
-        ("comparison", ["some_pool: 2 methods", "NUFILT", "sum", "pretrained", "Stability against plasticity"]),
+        (
+            "comparison",
+            ["some_pool: 2 methods", "NUFILT", "sum", "pretrained", "What is learned, and what is kept of it"],
+        ),
         ("analysis", ["some_pool: why it merges", "matched pairs have a mean affinity", "Theorem 1", "rho stability"]),
         ("merge", ["NUFILT: 3 models merged", "4 layers, 75.0% of all", "layers.*.mlp.fc2 (2)", "&lt;i&gt;twice"]),
     ],
