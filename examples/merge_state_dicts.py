@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt import FusionConfig, fuse_layers
 from fusion_bench_nufilt.folders.architecture import from_names
-from fusion_bench_nufilt.layers import TargetConfig, coverage, select_layers
+from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.storage.tensors import TensorFile
 
 
@@ -25,16 +25,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--target-modules", default="auto", help="auto, all-linear or a regular expression")
     arguments = parser.parse_args()
+    if missing := [path for path in (arguments.base, *arguments.tasks) if not path.is_file()]:
+        parser.error(f"{missing[0]} is no file")
 
     model = from_names(TensorFile(arguments.base).tensors)  # its modules, without numbers
     layers = select_layers(model, arguments.target_modules)
-    print(coverage(model, layers, TargetConfig(arguments.target_modules)))
 
     def matrices(state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the layers of a state dict, of which a tensor may hold several, and which share its memory."""
         return {name: view.matrix(state[view.key][slice(*view.rows)]) for name, view in layers.items()}
 
-    result = load_file(arguments.base)
+    result, keys = load_file(arguments.base), {view.key for view in layers.values()}
+    share = sum(result[key].numel() for key in keys) / sum(tensor.numel() for tensor in result.values())
+    print(
+        f"merging {len(layers)} layers in {len(keys)} parameters, {share:.1%} of all elements; the rest is the base's"
+    )
     pretrained = {name: matrix.clone() for name, matrix in matrices(result).items()}
     merged = pretrained
     for step, path in enumerate(arguments.tasks, 1):
