@@ -56,7 +56,8 @@ def main() -> None:
         fill(describe(member, setting), {member: setting})
     best = {member: choose(member, scores) for member in GRIDS}
     for pair, ramp in product(MIXTURES, RAMPS):
-        fill(describe("+".join(pair), {"ramp": ramp}), {member: best[member] | {"ramp": ramp} for member in pair})
+        members = {member: best[member] | {"ramp": ramp} for member in pair}
+        fill(" + ".join(describe(*member) for member in members.items()), members)
     print_table(scores, list(benchmarks))
 
 
@@ -112,15 +113,16 @@ class Benchmark:
 def print_table(scores: Scores, benchmarks: list[str]) -> None:
     titles = [Path(name).name for name in benchmarks]
     print("| member and setting | " + " | ".join(titles) + " | mean |\n| --- |" + " ---: |" * (len(titles) + 1))
-    means = {text: sum(row[name] for name in benchmarks) / len(benchmarks) for text, row in scores.items()}
-    highest: dict[str, float] = {}
-    for text, mean in means.items():
-        member = text.partition(":")[0]
-        highest[member] = max(mean, highest.get(member, mean))
-    for text, row in scores.items():
-        mean = f"{means[text]:.2f}"
-        mean = f"**{mean}**" if means[text] == highest[text.partition(":")[0]] else mean
-        print(f"| `{text}` | " + " | ".join(f"{row[name]:.2f}" for name in benchmarks) + f" | {mean} |")
+    rows = {text: [row[name] for name in benchmarks] for text, row in scores.items() if {*benchmarks} <= {*row}}
+    means = {text: sum(row) / len(row) for text, row in rows.items()}
+    for text, row in rows.items():
+        rivals = [mean for other, mean in means.items() if members_of(other) == members_of(text)]
+        mean = f"**{means[text]:.2f}**" if means[text] == max(rivals) else f"{means[text]:.2f}"
+        print(f"| `{text}` | " + " | ".join(f"{score:.2f}" for score in row) + f" | {mean} |")
+
+
+def members_of(text: str) -> list[str]:
+    return [member.partition(":")[0] for member in text.split(" + ")]
 
 
 if __name__ == "__main__":
