@@ -1,5 +1,7 @@
 """The methods that NUFILT is compared with, under the protocol that it runs under."""
 
+from fusion_bench_nufilt import clip as clip
+
 from .adamerging import NewTaskAdaMergingAlgorithm
 from .finetuning import SequentialFineTuning
 from .fusionbench import BatchMethodBaseline, ContinualMethodBaseline

@@ -140,7 +140,8 @@ def _make(recipe: Recipe, part: str, draft: Path, pretrained: Path, tick: Tick) 
     else:
         clip = CLIPModel.from_pretrained(pretrained)
         vision = CLIPVisionModel(clip.config.vision_config)
-        vision.vision_model.load_state_dict(clip.vision_model.state_dict())
+        # transformers 4 has the tower in a module of its own
+        getattr(vision, "vision_model", vision).load_state_dict(clip.vision_model.state_dict())
         if part in TASKS:
             finetune(recipe, clip, CLIPTokenizer.from_pretrained(pretrained), vision, part, tick)
         vision.save_pretrained(draft)

@@ -173,7 +173,7 @@ def minimise(
 def text_features(clip: CLIPModel, tokenizer: CLIPTokenizer, prompts: list[str]) -> Tensor:
     """Return one unit row for each prompt."""
     tokens = tokenizer(prompts, padding=True, return_tensors="pt")
-    return F.normalize(clip.get_text_features(**tokens), dim=-1)
+    return F.normalize(clip.text_projection(clip.text_model(**tokens).pooler_output), dim=-1)
 
 
 def contrast_with(

@@ -18,6 +18,7 @@ from fusion_bench_nufilt.storage.files import printable
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo
 
 from .checkpoint import Checkpoint, Parts, part
+from .stored import as_stored, submodule
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,9 @@ class Architecture:
     """
 
     def __init__(self, base: Checkpoint) -> None:
-        self.model, self.origin = _on_meta(base)
+        built, self.origin = _on_meta(base)
+        self.model, self._rename = as_stored(built, base.tensors)
         self.backbone = getattr(self.model, "base_model_prefix", "")
-        self._renames = getattr(self.model, "_checkpoint_conversion_mapping", None) or {}
         first: dict[int, str] = {}
         parameters = self.model.named_parameters(remove_duplicate=False)
         self._slots = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
@@ -104,11 +105,7 @@ class Architecture:
         return next((name for name in self._names(key) if name in self._slots), key)
 
     def _names(self, key: str) -> tuple[str, ...]:
-        name = key
-        for pattern, replacement in self._renames.items():
-            name, found = re.subn(pattern, replacement, name)
-            if found:
-                break
+        name = self._rename(key)
         return name, f"{self.backbone}.{name}", name.removeprefix(f"{self.backbone}.")
 
     def _unused(self, base: Checkpoint) -> list[str]:
@@ -196,7 +193,7 @@ def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
         if not (packed or plain) or info.dtype not in FLOATS or _NOT_LINEAR.search(path):
             continue
         try:
-            module = _submodule(root, parents)
+            module = submodule(root, parents)
             if packed:
                 module.register_parameter(last, nn.Parameter(torch.empty(info.shape, device="meta")))
                 continue
@@ -213,12 +210,3 @@ def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
         if _HEAD.fullmatch(path):
             root.get_output_embeddings = lambda head=linear: head  # type: ignore[assignment]
     return root
-
-
-def _submodule(module: nn.Module, names: Iterable[str]) -> nn.Module:
-    """Return a module by the names on its path, made where it is missing; a KeyError says which name none can have."""
-    for name in names:
-        if name not in module._modules:
-            module.add_module(name, nn.Module())
-        module = module.get_submodule(name)
-    return module
