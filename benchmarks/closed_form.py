@@ -183,7 +183,8 @@ class Bench:
                 pixels = torch.from_numpy(file["images_test"]).permute(0, 3, 1, 2) / 255
                 labels = torch.from_numpy(file["labels_test"])
             names = [recipe["templates"][task].format(name) for name in recipe["classes"][task]]
-            head = normalize(clip.get_text_features(**tokenizer(names, padding=True, return_tensors="pt")), dim=-1)
+            words = clip.text_model(**tokenizer(names, padding=True, return_tensors="pt")).pooler_output
+            head = normalize(clip.text_projection(words), dim=-1)
             self.pictures[task] = ((pixels - pixel_mean) / pixel_std, labels, head.T)
 
     def score(self, layers: dict[str, Tensor], tasks: list[str]) -> dict[str, float]:

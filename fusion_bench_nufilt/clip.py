@@ -2,5 +2,5 @@
 
 from transformers.models.clip import modeling_clip
 
-if not hasattr(modeling_clip, "CLIPVisionTransformer"):  # a class that FusionBench imports, and that became this one
-    modeling_clip.CLIPVisionTransformer = modeling_clip.CLIPVisionModel
+# FusionBench imports this class, which transformers 5 has made one with CLIPVisionModel.
+vars(modeling_clip).setdefault("CLIPVisionTransformer", modeling_clip.CLIPVisionModel)

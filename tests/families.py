@@ -51,8 +51,8 @@ class OpenClipVision(nn.Module):
 
 
 def _build(name, config, **settings):
-    torch.manual_seed(0)
     model = getattr(transformers, name)(getattr(transformers, config)(**settings)).eval()
+    torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():  # some are left uninitialised, or at zero
             parameter.copy_(0.1 * torch.randn_like(parameter))
@@ -81,6 +81,10 @@ FAMILIES = {
     "resnet": lambda: _build("ResNetForImageClassification", "ResNetConfig", **RESNET),
     "convnext": lambda: _build("ConvNextForImageClassification", "ConvNextConfig", **CONVNEXT),
 }
+
+
+#: Those whose models hold layers in other ways than their checkpoints. A pool merges what the model holds.
+CONVERTED = ("mixtral", "granitemoe", "deepseek_v2", "vit", "dinov2") if transformers.__version__ >= "5" else ()
 
 
 @torch.no_grad()

@@ -20,6 +20,15 @@ def clip(seed=0):
     return build(hf.CLIPVisionModel, deepcopy(VISION), seed)
 
 
+def tower(model):
+    """The vision tower in a CLIPVisionModel: itself since transformers 5."""
+    return getattr(model, "vision_model", model)
+
+
+#: What the keys of a CLIPVisionModel begin with.
+TOWER = "vision_model." if hasattr(clip(), "vision_model") else ""
+
+
 def full_clip(seed=0):
     """Vision and text tower."""
     text = hf.CLIPTextConfig(**SMALL, vocab_size=50, eos_token_id=2)

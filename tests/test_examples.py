@@ -130,7 +130,7 @@ def scored_by_hand(tower, file, template):
     clip, data = load_clip(), np.load(file)
     prompts = [template.format(name) for name in data["classnames"]]
     tokens = load_processor().tokenizer(prompts, padding=True, return_tensors="pt")
-    text = F.normalize(clip.get_text_features(**tokens), dim=-1)
+    text = F.normalize(clip.text_projection(clip.text_model(**tokens).pooler_output), dim=-1)
     pooled = CLIPVisionModel.from_pretrained(tower)(normalise(torch.from_numpy(data["images_test"]))).pooler_output
     logits = clip.logit_scale.exp() * F.normalize(clip.visual_projection(pooled), dim=-1) @ text.T
     labels = torch.from_numpy(data["labels_test"])

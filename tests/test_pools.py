@@ -7,7 +7,7 @@ import torch
 from fusion_bench import modelpool
 from omegaconf import OmegaConf
 from transformers import AutoModel, ConvNextImageProcessor, GPT2Config, GPT2ForSequenceClassification
-from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.layers import TargetConfig, coverage, select_layers

@@ -139,9 +139,7 @@ def _make(recipe: Recipe, part: str, draft: Path, pretrained: Path, tick: Tick) 
         CLIPProcessor(image_processor, tokenizer).save_pretrained(draft)
     else:
         clip = CLIPModel.from_pretrained(pretrained)
-        vision = CLIPVisionModel(clip.config.vision_config)
-        # transformers 4 has the tower in a module of its own
-        getattr(vision, "vision_model", vision).load_state_dict(clip.vision_model.state_dict())
+        vision = CLIPVisionModel.from_pretrained(pretrained)
         if part in TASKS:
             finetune(recipe, clip, CLIPTokenizer.from_pretrained(pretrained), vision, part, tick)
         vision.save_pretrained(draft)

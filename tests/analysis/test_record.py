@@ -9,7 +9,7 @@ from fusion_bench_nufilt.analysis.measure import output_distance
 from fusion_bench_nufilt.analysis.pool import merged_layers
 from fusion_bench_nufilt.analysis.record import known_moments, memory_of, record_moments, shared_inputs, task_inputs
 from tests.analysis.helpers import pictures, pool_of, second_moment, sentences
-from tests.models import clip, t5
+from tests.models import TOWER, clip, t5
 
 
 def record(model, loader, folder, max_memory=10**9, about=None):
@@ -38,7 +38,7 @@ def test_the_moments_are_those_of_all_tokens_and_query_key_and_value_share_one(t
         X = inputs_of(model, layer.module, loader)
         assert torch.allclose(moments.read(layer.module), second_moment(X), atol=1e-5)
         assert moments.tokens == len(X) == 10 * 5
-    attention = "vision_model.encoder.layers.1.self_attn"
+    attention = f"{TOWER}encoder.layers.1.self_attn"
     assert owner[f"{attention}.k_proj"] == owner[f"{attention}.v_proj"] == owner[f"{attention}.q_proj"]
     assert len(set(owner.values())) == 2 * 3
 

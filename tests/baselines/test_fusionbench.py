@@ -26,7 +26,7 @@ from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from tests.baselines.helpers import baseline, configured, on_cpu, same
 from tests.baselines.test_knots import oracle_knots, oracle_ties
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting
-from tests.models import clip, finetuned, llama
+from tests.models import clip, finetuned, llama, tower
 
 IN_ORDER = "method.shuffle_order=false"
 
@@ -103,7 +103,7 @@ class ReturnsAnother:
 class ReturnsNaN:
     def run(self, modelpool):
         model = modelpool.load_pretrained_model()
-        model.vision_model.post_layernorm.bias.data.fill_(float("nan"))
+        tower(model).post_layernorm.bias.data.fill_(float("nan"))
         return model
 
 
@@ -116,7 +116,7 @@ def test_a_result_that_is_no_model_of_the_pool_is_refused(name, says):
 
 def test_a_bad_model_is_refused_before_any_work():
     models = pool()
-    models["task2"].vision_model.post_layernorm.bias.data[0] = float("inf")
+    tower(models["task2"]).post_layernorm.bias.data[0] = float("inf")
     with pytest.raises(ValueError, match=r"task2.*post_layernorm"):
         baseline("wudi").run(models, on_step=lambda *_: pytest.fail("a step was merged"))
 

@@ -20,7 +20,7 @@ TOKENS = torch.arange(2, 20).reshape(3, 6)
 
 def output(model, items=slice(None)):
     with torch.no_grad():
-        if hasattr(model, "vision_model"):
+        if model.main_input_name == "pixel_values":
             return model(IMAGES[items]).pooler_output
         return model(input_ids=TOKENS[items], decoder_input_ids=TOKENS[items, :2]).logits
 

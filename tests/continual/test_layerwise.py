@@ -1,6 +1,7 @@
 """The algorithm on real model classes, without the command line."""
 
 import json
+import re
 from copy import deepcopy
 
 import pandas as pd
@@ -16,7 +17,7 @@ from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.storage.files import HOLDER, LOCK
 from tests.continual.helpers import logging_to, pool
 from tests.core.test_parity import load_case
-from tests.models import Shared, clip, llama, t5
+from tests.models import TOWER, Shared, clip, llama, t5, tower
 
 RANKS = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5}
 SMALL = {**RANKS, "shuffle_order": False, "evaluate": "last"}
@@ -87,7 +88,7 @@ def test_all_linear_with_the_mean_of_the_rest():
     models = pool(3)
     options = {**SMALL, "target_modules": "all-linear", "other_params": "mean"}
     merged = NufiltContinualMergingAlgorithm(**options).run(models)
-    key = "vision_model.post_layernorm.bias"
+    key = f"{TOWER}post_layernorm.bias"
     mean = torch.stack([models[f"task{i}"].get_parameter(key) for i in (1, 2, 3)]).mean(0)
     torch.testing.assert_close(merged.get_parameter(key), mean)
 
@@ -120,14 +121,14 @@ def test_the_config_of_an_algorithm_says_everything():
 
 
 def mlp(model):
-    return model.vision_model.encoder.layers[0].mlp
+    return tower(model).encoder.layers[0].mlp
 
 
 def spoil(model, value):
     mlp(model).fc1.weight.data[0, 0] = value
 
 
-LACKS = r"model 'task3' lacks layer 'vision_model\.encoder\.layers\.1\.self_attn\.k_proj\.weight' \(32, 32\)"
+LACKS = rf"model 'task3' lacks layer '{re.escape(TOWER)}encoder\.layers\.1\.self_attn\.k_proj\.weight' \(32, 32\)"
 SHAPE = r"model 'task3', layer '.*fc1\.weight': shape \(65, 32\) differs from the pretrained model's \(64, 32\)"
 
 
@@ -136,7 +137,7 @@ SHAPE = r"model 'task3', layer '.*fc1\.weight': shape \(65, 32\) differs from th
     [
         (lambda models: models.pop("_pretrained_"), r"no '_pretrained_' model, only \['task1', 'task2', 'task3'\]"),
         (lambda models: [models.pop(f"task{i}") for i in (1, 2, 3)], "model pool is empty"),
-        (lambda models: models["task3"].vision_model.encoder.layers.pop(1), LACKS),
+        (lambda models: tower(models["task3"]).encoder.layers.pop(1), LACKS),
         (lambda models: setattr(mlp(models["task3"]), "fc1", nn.Linear(32, 65)), SHAPE),
         (lambda models: spoil(models["task3"], float("nan")), r"'task3', layer '.*fc1\.weight' has NaN or infinite"),
         (lambda models: spoil(models["_pretrained_"], float("inf")), r"'_pretrained_', layer '.*fc1\.weight' has NaN"),

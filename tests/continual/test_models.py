@@ -9,9 +9,10 @@ from transformers import CLIPVisionModel
 from fusion_bench_nufilt.continual.models import load_model
 from tests.continual.helpers import pool, saved_pool
 from tests.continual.test_resume import algorithm_in
+from tests.models import TOWER
 
-FC1 = "vision_model.encoder.layers.1.mlp.fc1.weight"
-NORM = "vision_model.post_layernorm.weight"
+FC1 = f"{TOWER}encoder.layers.1.mlp.fc1.weight"
+NORM = f"{TOWER}post_layernorm.weight"
 
 
 def pool_without(folder, name, key):

@@ -12,7 +12,7 @@ from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from fusion_bench_nufilt.storage.files import MANIFEST
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting, pool, saved_pool
-from tests.models import clip, finetuned, llama
+from tests.models import clip, finetuned, llama, tower
 
 SMALL = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5, "shuffle_order": False, "other_params": "mean"}
 
@@ -157,7 +157,7 @@ def test_a_merge_that_was_changed_is_not_gone_on_from_unless_the_user_knows(tmp_
 def test_a_merge_of_another_pretrained_model_is_not_gone_on_from(tmp_path):
     models = pool(2)
     algorithm_in(tmp_path).run({key: models[key] for key in ("_pretrained_", "task1")})
-    models["_pretrained_"].vision_model.encoder.layers[0].mlp.fc1.weight.data[0, 0] += 1e-4
+    tower(models["_pretrained_"]).encoder.layers[0].mlp.fc1.weight.data[0, 0] += 1e-4
     with pytest.raises(ValueError, match="was merged from another '_pretrained_' model than the pool's"):
         merged_onto(tmp_path, models)
 
@@ -186,7 +186,7 @@ def test_how_many_models_are_in_a_merge_must_be_known():
 def test_a_bad_merge_is_refused_before_any_work():
     models = pool(2)
     models["_merged_"] = models.pop("task1")
-    models["_merged_"].vision_model.encoder.layers[0].mlp.fc1.weight.data[0, 0] = float("nan")
+    tower(models["_merged_"]).encoder.layers[0].mlp.fc1.weight.data[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"_merged_.*fc1"):
         NufiltContinualMergingAlgorithm(**SMALL, num_merged=1).run(models, on_step=lambda *_: pytest.fail("merged"))
 

@@ -9,6 +9,7 @@ from fusion_bench.utils import instantiate
 
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.demo import TASKS, load_clip, load_processor, load_test_dataset, load_vision_model, to_pixels
+from tests.models import tower
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +52,9 @@ def test_the_tokenizer_has_one_token_for_a_word(demo):
 
 
 def test_the_clip_and_the_pretrained_tower_are_one(demo):
-    tower = load_vision_model("_pretrained_").vision_model.state_dict()
+    pretrained = tower(load_vision_model("_pretrained_")).state_dict()
     for name, weight in load_clip().vision_model.state_dict().items():
-        assert torch.equal(weight, tower[name])
+        assert torch.equal(weight, pretrained[name])
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(demo):

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt.folders import plan_merge
 from tests.folders.helpers import change, merge, same, save_stream, tensors
-from tests.models import clip, llama, llava
+from tests.models import TOWER, clip, llama, llava
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 QUERY_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -119,7 +119,7 @@ def test_biases_trained_with_an_adapter_are_averaged_as_those_of_a_model(tmp_pat
         tensors(merge(tmp_path, [task], f"out_{task}", other_params="mean")) for task in ("adapter", "task9")
     )
     assert same(result, expected)
-    key = "vision_model.encoder.layers.0.mlp.fc1.bias"
+    key = f"{TOWER}encoder.layers.0.mlp.fc1.bias"
     assert not torch.equal(result[key], tensors(tmp_path / "base")[key])
 
 

@@ -10,13 +10,16 @@ from torch import nn
 
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.storage.tensors import TensorFile
-from tests.families import FAMILIES, openclip, output
+from tests.families import CONVERTED, FAMILIES, openclip, output
 from tests.folders.helpers import algorithm, change, change_json, manifest, merge, same, save_stream, tensors
 from tests.models import finetuned
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.compat
 def test_folders_give_the_algorithms_bits(tmp_path, family):
+    if family in CONVERTED:
+        pytest.skip("transformers 5 holds this family's layers in other ways than its checkpoints")
     models = save_stream(tmp_path, FAMILIES[family](), tasks=2)
     loaded = type(models["_pretrained_"]).from_pretrained(merge(tmp_path, ["task1", "task2"], other_params="mean"))
     assert same(loaded.state_dict(), algorithm(models, other_params="mean").state_dict())

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fusion_bench_nufilt.layers import TargetConfig, check_model, merge_other_params, select_layers
-from tests.models import Shared, clip, finetuned, llama, llava, t5
+from tests.models import TOWER, Shared, clip, finetuned, llama, llava, t5, tower
 
 
 def names(model, *args):
@@ -68,7 +68,7 @@ def test_auto_finds_the_language_model_also_where_the_model_does_not_name_it():
 
 
 def test_a_string_is_one_regular_expression_for_the_whole_name():
-    prefix = "vision_model.encoder.layers.0.mlp"
+    prefix = f"{TOWER}encoder.layers.0.mlp"
     assert names(clip(), r".*layers\.0\.mlp\.fc[12]") == [f"{prefix}.fc1", f"{prefix}.fc2"]
     with pytest.raises(ValueError, match="no layer"):
         select_layers(clip(), "fc1")
@@ -95,8 +95,8 @@ def test_a_weight_shared_by_modules_comes_once():
 
 
 def test_the_name_of_a_layer_does_not_depend_on_the_wrapper_of_a_clip_tower():
-    layers = select_layers(nn.ModuleDict({"vision_model": clip().vision_model}), ["fc1"])
-    assert list(layers) == list(select_layers(clip().vision_model, ["fc1"]))
+    layers = select_layers(nn.ModuleDict({"vision_model": tower(clip())}), ["fc1"])
+    assert list(layers) == list(select_layers(tower(clip()), ["fc1"]))
     assert "encoder.layers.0.mlp.fc1" in layers
 
 
@@ -107,7 +107,7 @@ def test_a_model_of_another_size_is_refused_by_name_layer_and_shape():
     with pytest.raises(ValueError, match=r"model 'svhn' lacks layer .*k_proj"):
         check_model(clip(), nn.Linear(2, 2), keys(clip()), name="svhn")
     other = clip()
-    other.vision_model.encoder.layers[1].mlp.fc1.weight = nn.Parameter(torch.zeros(3, 32))
+    tower(other).encoder.layers[1].mlp.fc1.weight = nn.Parameter(torch.zeros(3, 32))
     with pytest.raises(ValueError, match=r"model 'svhn', layer '.*layers\.1\.mlp\.fc1.*': shape \(3, 32\)"):
         check_model(clip(), other, keys(clip()), name="svhn")
 
@@ -116,7 +116,7 @@ def test_a_model_of_another_size_is_refused_by_name_layer_and_shape():
 @pytest.mark.parametrize("where", ["mlp.fc1.weight", "layer_norm1.bias"])
 def test_values_that_are_not_finite_are_refused_by_name(value, where):
     other = clip()
-    other.get_parameter(f"vision_model.encoder.layers.0.{where}").data.view(-1)[3] = value
+    other.get_parameter(f"{TOWER}encoder.layers.0.{where}").data.view(-1)[3] = value
     with pytest.raises(ValueError, match=rf"model 'svhn'.*{where}.*NaN or infinite"):
         check_model(clip(), other, keys(clip()), name="svhn")
 

@@ -15,6 +15,7 @@ from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig, flatt
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
 from tests.core.matrices import matrix_with_spectrum
+from tests.models import TOWER
 
 KAPPA, DAMP = 0.9, 0.5
 SHAPES = [(40, 12), (12, 40), (16, 16)]
@@ -146,7 +147,7 @@ def test_the_depth_ramp_makes_later_blocks_move_more():
     models = pool(2)
     plain, ramped = (LayerwiseMergingAlgorithm(**SETTINGS, ramp=ramp).run(deepcopy(models)) for ramp in (0.0, 0.4))
     for block, factor in ((0, 0.6), (1, 1.4)):
-        key = f"vision_model.encoder.layers.{block}.mlp.fc1.weight"
+        key = f"{TOWER}encoder.layers.{block}.mlp.fc1.weight"
         theta_0 = models["_pretrained_"].get_parameter(key)
         moved = [(model.get_parameter(key) - theta_0).norm().item() for model in (plain, ramped)]
         assert moved[1] / moved[0] == pytest.approx(factor, rel=1e-4)

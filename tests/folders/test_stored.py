@@ -1,0 +1,78 @@
+"""Folders under transformers 4 and 5, which have layers in other ways in the models that they make of them."""
+
+import os
+import subprocess
+
+import pytest
+import torch
+import transformers
+
+from tests.conftest import REPO
+from tests.families import FAMILIES
+from tests.folders.helpers import RANKS, manifest, merge, same, save_stream, tensors
+from tests.models import full_clip, llava
+
+pytestmark = pytest.mark.compat
+
+#: A layer that transformers 5 renames, or makes a part of another, and the number of layers in the blocks.
+LAYERS = {
+    "mixtral": ("model.layers.0.block_sparse_moe.experts.0.w1", 2 * (4 + 1 + 3 * 3)),
+    "granitemoe": ("model.layers.0.block_sparse_moe.input_linear.0", 2 * (4 + 1 + 2 * 3)),
+    "deepseek_v2": ("model.layers.1.mlp.experts.0.gate_proj", 2 * 4 + 3 + 3 * 3 + 3),
+    "vit": ("vit.encoder.layer.0.attention.attention.query", 2 * 6),
+    "dinov2": ("dinov2.encoder.layer.0.attention.attention.query", 2 * 6),
+    "llava": ("model.language_model.layers.0.self_attn.q_proj", 2 * 7),
+    "clip": ("encoder.layers.0.self_attn.q_proj", 2 * 5),
+}
+MAKE = {**FAMILIES, "llava": llava, "clip": full_clip}
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_layers_have_the_names_and_shapes_of_transformers_4(tmp_path, family):
+    models = save_stream(tmp_path, MAKE[family](), tasks=2)
+    out = merge(tmp_path, ["task1", "task2"], other_params="mean")
+    layer, count = LAYERS[family]
+    assert layer in manifest(out)["layers"]
+    assert len(manifest(out)["layers"]) == count
+    result, base = tensors(out), tensors(tmp_path / "base")
+    assert {key: value.shape for key, value in result.items()} == {key: value.shape for key, value in base.items()}
+    loaded, info = type(models["_pretrained_"]).from_pretrained(out, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    loaded.save_pretrained(tmp_path / "again")
+    assert same(tensors(tmp_path / "again"), result)
+
+
+@pytest.fixture(scope="module")
+def other():
+    """Run `nufilt merge` with the other version of transformers, in the environment of $NUFILT_OTHER_PYTHON."""
+    python = os.environ.get("NUFILT_OTHER_PYTHON")
+    if not python:
+        pytest.skip("NUFILT_OTHER_PYTHON names no interpreter with another version of transformers")
+
+    def run(*arguments):
+        command = [python, "-m", "fusion_bench_nufilt.commands.app", *arguments]
+        options = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+        return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPO)}, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("family", [*LAYERS, "gpt_oss", "gpt2", "bert"])
+def test_both_versions_give_the_same_bits_also_where_one_goes_on_from_the_other(tmp_path, family, other):
+    base = MAKE[family]()
+    save_stream(tmp_path, base, tasks=2)
+    at_once = merge(tmp_path, ["task1", "task2"], other_params="mean")
+    merge(tmp_path, ["task1"], "first", other_params="mean")
+    options = [f"{key}={value}" for key, value in {**RANKS, "other_params": "mean"}.items()]
+    folders = {name: str(tmp_path / name) for name in ("base", "task1", "task2", "first", "there", "second")}
+    named = ["merge", "--base", folders["base"]]
+    both = ["--task", folders["task1"], "--task", folders["task2"], "--out", folders["there"]]
+    onto = ["--merged", folders["first"], "--task", folders["task2"], "--out", folders["second"]]
+    for rest in (both, onto):
+        done = other(*named, *rest, *options)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    for result in ("there", "second"):
+        assert same(tensors(tmp_path / result), tensors(at_once))
+    loaded = type(base).from_pretrained(tmp_path / "second")
+    assert all(map(torch.isfinite, [value.sum() for value in loaded.state_dict().values()]))
+    assert transformers.__version__ not in other("--version").stdout
