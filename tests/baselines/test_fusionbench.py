@@ -28,6 +28,8 @@ from tests.baselines.test_knots import oracle_knots, oracle_ties
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting
 from tests.models import clip, finetuned, llama, tower
 
+pytestmark = pytest.mark.compat
+
 IN_ORDER = "method.shuffle_order=false"
 
 

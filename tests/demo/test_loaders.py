@@ -11,6 +11,8 @@ from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.demo import TASKS, load_clip, load_processor, load_test_dataset, load_vision_model, to_pixels
 from tests.models import tower
 
+pytestmark = pytest.mark.compat
+
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
