@@ -164,9 +164,11 @@ def _dots(methods: Mapping[str, Method], *names: str) -> ChartType:
         base = alt.Chart().encode(y=axis, tooltip=tooltip(name="", text=title))
         x: Options = {"title": title, "scale": alt.Scale(zero=False, padding=10)}
         layers = [
-            base.transform_filter("isValid(datum.low)").mark_rule(size=1.5).encode(x=alt.X("low:Q", **x), x2="high:Q"),
+            base.transform_filter("isValid(datum.low)")
+            .mark_rule(size=1.5, color=COLOURS[-1])
+            .encode(x=alt.X("low:Q", **x), x2="high:Q"),
             base.mark_point(color=COLOURS[0], size=70).encode(x=alt.X("value:Q", **x)),
-            base.mark_text(align="left", fontSize=11).encode(x=alt.value(212), text="text:N"),
+            base.mark_text(align="left", fontSize=11, color=COLOURS[-1]).encode(x=alt.value(212), text="text:N"),
         ]
         if any(row["paper"] is not None for row in rows):
             printed = base.transform_filter("isValid(datum.paper)").transform_calculate(what="'paper'")

@@ -12,7 +12,7 @@ const colours = {
   rule: { color: ink },
 };
 // Colours in charts that are not seen on a dark page, or too well.
-const onDark = new Map(dark.matches ? [["#000000", ink], ["#0072B2", "#3b9ddd"], ["#d4d8de", line]] : []);
+const onDark = new Map(dark.matches ? [["#000000", ink], ["#0072B2", "#3b9ddd"]] : []);
 
 for (const holder of document.querySelectorAll(".chart")) {
   const spec = JSON.parse(holder.nextElementSibling.textContent, (_, value) => onDark.get(value) ?? value);

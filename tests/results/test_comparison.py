@@ -10,6 +10,7 @@ import pytest
 from fusion_bench_nufilt.compare.paper import SENSITIVITY, panel_specs
 from fusion_bench_nufilt.results.comparison import charts_of
 from fusion_bench_nufilt.results.content import Method
+from fusion_bench_nufilt.results.theme import COLOURS
 from fusion_bench_nufilt.results.write import write_results
 from tests.compare.helpers import CONFIG, comparison, failed, finished
 from tests.results.charts import legend, parts, rows_of, titles
@@ -106,6 +107,7 @@ def test_what_is_learned_and_kept_stands_beside_every_name_with_the_best_method_
     assert texts == ["55.0 ± 7.1", "60.0 ± 0.0", "-7.5 ± 10.6"]
     row = rows_of(kept, name="m10")[0]
     assert (row["low"], row["high"]) == (pytest.approx(-7.5 - 15 / 2**0.5), pytest.approx(-7.5 + 15 / 2**0.5))
+    assert {layer["mark"].get("color") for layer in kept["layer"]} == {COLOURS[0], COLOURS[-1]}  # seen on a dark page
     one = parts(charts(comparison({"m": [finished(42)]}))["stability_plasticity"])[0]
     assert not {"low", "high"} & {*rows_of(one)[0]}  # one seed has no deviation
 
