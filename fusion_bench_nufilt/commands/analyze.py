@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from fusion_bench_nufilt.analysis.settings import AnalysisConfig
 from fusion_bench_nufilt.compare.overrides import without_method
 from fusion_bench_nufilt.folders import Plan
+from fusion_bench_nufilt.folders.merge import refuse_inside
 from fusion_bench_nufilt.results.write import write_results
 from fusion_bench_nufilt.storage.files import lock_folder, printable, refuse_foreign, shown
 
@@ -69,6 +70,8 @@ def analyze(
         refuse_foreign(out, "analysis.json")
         _refuse_ignored([name for name in context.params if was_typed(context, name)], words)
         plan = None if base is None else _plan(console, base, task or [], merged, targets)
+        if plan is not None:
+            refuse_inside(plan, out)
         runs = finished_runs([folder.expanduser() for folder in run or ()])
         lock = lock_folder(out)
         try:

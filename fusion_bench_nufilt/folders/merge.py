@@ -96,14 +96,7 @@ def check_disk(plan: Plan, out: Path, already: int = 0) -> None:
 
 def check_output(plan: Plan, out: Path) -> bool:
     """Return whether ``out`` is this very merge, whole; refuse another place that is neither free nor that, damaged."""
-    place, work = out.resolve(), work_folder(out.resolve())
-    for checkpoint in plan.checkpoints:
-        # Weight files may be links to elsewhere.
-        for path in {checkpoint.folder.resolve(), *(file.path.resolve() for file in checkpoint.opened.values())}:
-            if path in (place, *place.parents):
-                raise ValueError(f"'{out}' is inside '{checkpoint.name}', which is not written to: name another folder")
-            if work in (path, *path.parents):
-                raise ValueError(f"'{checkpoint.name}' is inside '{work}', where '{out}' is to grow: move it elsewhere")
+    refuse_inside(plan, out)
     if out.exists() or out.is_symlink():
         here = not any(checkpoint.remote for checkpoint in plan.checkpoints)
         manifest = read_manifest(out, "remove it or name another folder") if here else None
@@ -123,6 +116,18 @@ def check_output(plan: Plan, out: Path) -> bool:
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"'{out}' can't be made: '{folder}' is no folder that can be written to")
     return False
+
+
+def refuse_inside(plan: Plan, out: Path) -> None:
+    """Refuse a folder for results that is, or lies in, a model that is read, or where such a model lies."""
+    place, work = out.resolve(), work_folder(out.resolve())
+    for checkpoint in plan.checkpoints:
+        # Weight files may be links to elsewhere.
+        for path in {checkpoint.folder.resolve(), *(file.path.resolve() for file in checkpoint.opened.values())}:
+            if path in (place, *place.parents):
+                raise ValueError(f"'{out}' is inside '{checkpoint.name}', which is not written to: name another folder")
+            if work in (path, *path.parents):
+                raise ValueError(f"'{checkpoint.name}' is inside '{work}', where '{out}' is to grow: move it elsewhere")
 
 
 def _nearest(out: Path) -> Path:

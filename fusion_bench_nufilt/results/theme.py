@@ -36,7 +36,19 @@ THEME: dict[str, Any] = {
 
 def definition(chart: ChartType) -> dict[str, Any]:
     """Return the chart in Vega-Lite's JSON, with the one theme and without the address of the schema."""
-    return {key: value for key, value in chart.to_dict(validate=False).items() if key != "$schema"} | {"config": THEME}
+    content = escaped(chart.to_dict(validate=False))
+    return {key: value for key, value in content.items() if key != "$schema"} | {"config": THEME}
+
+
+def escaped(content: Any) -> Any:
+    """Return JSON without control characters, at which what draws pictures ends the process, or escapes of them."""
+    if isinstance(content, dict):
+        return {escaped(key): escaped(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return list(map(escaped, content))
+    if isinstance(content, str):
+        return "".join(letter if letter.isprintable() and letter != "\\" else "\ufffd" for letter in content)
+    return content
 
 
 def save_chart(chart: ChartType, *paths: Path) -> None:

@@ -3,6 +3,8 @@
 import pytest
 
 from tests.commands.helpers import nufilt
+from tests.folders.helpers import save_stream
+from tests.models import llama
 
 QUICK = ("--evaluate", "last", "method.max_steps=1")
 
@@ -53,6 +55,17 @@ def test_the_others_are_run_where_that_is_asked_for_and_the_exit_code_tells_that
     rows = (tmp_path / "out" / "table.md").read_text().splitlines()
     for name, said in (("batch", "failed"), ("naive sum", "none")):
         assert [said in row for row in rows if row.startswith(f"| {name} ")] == [True], text
+
+
+def test_what_is_analysed_is_not_written_to(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    (tmp_path / "base" / "analysis.json").write_text("{}")
+    models = ("--base", tmp_path / "base", "--task", tmp_path / "task1")
+    for out in ("base", "base/new", "task1/new/one"):
+        before = sorted((tmp_path / out.partition("/")[0]).rglob("*"))
+        code, text = nufilt("analyze", *models, "--out", tmp_path / out)
+        assert (code, f"{out}' is inside" in text, "which is not written to" in text) == (1, True, True), text
+        assert sorted((tmp_path / out.partition("/")[0]).rglob("*")) == before
 
 
 @pytest.mark.parametrize("words", [("compare", "--methods", "nufilt"), ("analyze",)])

@@ -36,6 +36,12 @@ def test_every_kind_is_valid_and_becomes_a_picture_of_its_size(tmp_path, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chart.pdf", "chart.png"]
 
 
+@pytest.mark.parametrize("letter", ["\0", "\x07", "\x1b", "\x7f", "\ufffe", r"\0", r"\x07"])
+def test_a_name_with_a_control_character_is_drawn_escaped(tmp_path, letter):  # it would end the process
+    save_chart(charts.lines({"": {f"one{letter}": [1.0, 2.0]}}, [1, 2], "step", f"sc{letter}ore"), tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
 def luminance(colour):
     """The relative luminance of a colour, as WCAG has it."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (x / 255 for x in colour)]
