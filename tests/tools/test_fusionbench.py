@@ -155,6 +155,8 @@ def test_with_plugin_and_contribution_each_name_has_one_meaning(checkout, elsewh
         return yaml.safe_load(done.stdout)["method"]
 
     assert method("nufilt/nufilt")["_target_"] == "fusion_bench.method.NUFILTMerging"
+    of_text = method("nufilt/nufilt_nlp")
+    assert (of_text["_target_"], of_text["shuffle_order"]) == ("fusion_bench.method.NUFILTMerging", False)
     ours = "fusion_bench_nufilt.NufiltContinualMergingAlgorithm"
     assert (method("nufilt")["_target_"], method("nufilt")["lora_rank"]) == (ours, 64)
     assert (method("nufilt/filter_only")["_target_"], method("nufilt/filter_only")["lora_rank"]) == (ours, 0)
