@@ -163,10 +163,9 @@ def _dots(methods: Mapping[str, Method], *names: str) -> ChartType:
         axis = alt.Y("name:N", **by_name(list(methods), None, shown=name == names[0]))
         base = alt.Chart().encode(y=axis, tooltip=tooltip(name="", text=title))
         x: Options = {"title": title, "scale": alt.Scale(zero=False, padding=10)}
+        bars = base.transform_filter("isValid(datum.low)").mark_rule(size=1.5, color=COLOURS[-1])
         layers = [
-            base.transform_filter("isValid(datum.low)")
-            .mark_rule(size=1.5, color=COLOURS[-1])
-            .encode(x=alt.X("low:Q", **x), x2="high:Q"),
+            bars.encode(x=alt.X("low:Q", **x), x2="high:Q"),
             base.mark_point(color=COLOURS[0], size=70).encode(x=alt.X("value:Q", **x)),
             base.mark_text(align="left", fontSize=11, color=COLOURS[-1]).encode(x=alt.value(212), text="text:N"),
         ]
