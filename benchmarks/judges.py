@@ -23,8 +23,9 @@ import numpy as np
 import yaml
 
 SEED = 11  # of training, of the split and of the demo, unless --seed says otherwise
-Steps = tuple[int, int, float]  # steps of pretraining and of fine-tuning, and the learning rate of the latter
-FULL, SHORT, DEMO = (7000, 500, 1e-4), (1500, 200, 2e-4), (1000, 90, 5e-4)
+# How mini8's script and the demo fine-tune a tower.
+MINI8 = {"learning_rate": 1e-4, "num_steps": 500, "batch_size": 64}
+DEMO = {"learning_rate": 5e-4, "num_steps": 90, "batch_size": 64}
 EIGHT = ("scenes", "fashion", "rsscn7", "eurosat", "svhn", "gtsrb", "mnist", "dtd10")
 
 
@@ -34,13 +35,11 @@ def main() -> None:
     parser.add_argument("--mini8", required=True, type=Path, help="folder of prepare.py and common.py")
     parser.add_argument("--data", type=Path, help="folder of the pictures, TASK.npz; default: MINI8/../../data/mini8")
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--short", action="store_true", help="a fifth of the training of mini8 and long, for two cores")
     parser.add_argument("--seed", type=int, default=SEED, help="another seed gives other models; take another OUT")
     arguments = parser.parse_args()
     seed = arguments.seed
     mini8, out = arguments.mini8.resolve(), arguments.out.resolve()
     data = (arguments.data or mini8 / "../../data/mini8").resolve()
-    recipe = SHORT if arguments.short else FULL
     for judge in arguments.judges:
         folder = out / judge
         if judge == "demo":
@@ -53,9 +52,9 @@ def main() -> None:
                 draw_task(task, folder / "data", seed)
             models = folder / "models"
             tasks = (*names, *templates)
-            templates = train(mini8, folder / "data", models, tasks, templates, recipe, seed)
+            templates = train(mini8, folder / "data", models, tasks, templates, seed)
         write_images(folder / "data", templates, folder / "images")
-        write_pool(out / "config", judge, models, folder / "images", templates, DEMO if judge == "demo" else recipe)
+        write_pool(out / "config", judge, models, folder / "images", templates, DEMO if judge == "demo" else MINI8)
 
 
 def reshuffle(data: Path, names: tuple[str, ...], out: Path, seed: int) -> None:
@@ -88,11 +87,10 @@ def draw_task(name: str, out: Path, seed: int) -> None:
 
 
 def train(
-    mini8: Path, data: Path, models: Path, tasks: tuple[str, ...], more: dict[str, str], recipe: Steps, seed: int
+    mini8: Path, data: Path, models: Path, tasks: tuple[str, ...], more: dict[str, str], seed: int
 ) -> dict[str, str]:
     """Run mini8's own script on these tasks, one thread; returns the prompts' templates by task."""
     options = [f"--out={models}", f"--seed={seed}"]
-    options += [f"--{key}={value}" for key, value in zip(("pre-steps", "ft-steps", "ft-lr"), recipe, strict=True)]
     program = (
         "import runpy, sys; sys.path.insert(0, sys.argv[1]); import common; "
         f"common.TASKS = {list(tasks)!r}; common.TEMPLATES |= {more!r}; "
@@ -128,7 +126,9 @@ def write_images(data: Path, templates: dict[str, str], out: Path) -> None:
     subprocess.run([sys.executable, script, *files, "--out", out, "--train"], check=True)
 
 
-def write_pool(config: Path, judge: str, models: Path, images: Path, templates: dict[str, str], recipe: Steps) -> None:
+def write_pool(
+    config: Path, judge: str, models: Path, images: Path, templates: dict[str, str], recipe: dict[str, float]
+) -> None:
     """A model pool and a task pool as those of ``examples/local_clip``."""
     name, clip = f"judge_{judge}", str(models / "clip")
     loaders = "fusion_bench_nufilt.taskpools.local_tasks"
@@ -143,7 +143,7 @@ def write_pool(config: Path, judge: str, models: Path, images: Path, templates: 
             task: {"_target_": f"{loaders}.load_images", "name": task, "path": str(images / "train" / task)}
             for task in templates
         },
-        "recipe": {"learning_rate": recipe[2], "num_steps": recipe[1], "batch_size": 64},
+        "recipe": recipe,
     }
     taskpool = {
         "_target_": "fusion_bench.taskpool.CLIPVisionModelTaskPool",
