@@ -23,8 +23,8 @@ def as_stored(model: nn.Module, keys: Iterable[str]) -> tuple[nn.Module, Rename]
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import apply_renamings, rename_source_key, revert_weight_conversion
-    except ImportError:  # transformers 4
+        from transformers.core_model_loading import rename_source_key, revert_weight_conversion
+    except ModuleNotFoundError:  # transformers 4
         return model, partial(_rename, getattr(model, "_checkpoint_conversion_mapping", None) or {})
     changes: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
     joining = [change for change in changes if hasattr(change, "operations")]
@@ -39,7 +39,7 @@ def as_stored(model: nn.Module, keys: Iterable[str]) -> tuple[nn.Module, Rename]
         key_of = {id(tensor): key for key, tensor in stored.items()}
         names = {name: key_of[id(tensor)] for name, tensor in own.items() if id(tensor) in key_of}
         model = _rebuilt(model, stored, {key: name for name, key in names.items()})
-    return model, lambda key: names.get(key) or apply_renamings(key, prefixes)
+    return model, lambda key: names.get(key) or rename_source_key(key, prefixes, [])[0]
 
 
 def _rename(patterns: Mapping[str, str], key: str) -> str:
