@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from fusion_bench.taskpool import DummyTaskPool
-from fusion_bench.utils.packages import import_object
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -39,7 +38,7 @@ def one_line_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError) as error:  # a hub out of reach, or a full disk, is an OSError
+    except (ValueError, OSError, ImportError) as error:  # a hub out of reach, or a full disk, is an OSError
         if not HydraConfig.initialized() or isinstance(error, InputError):
             raise
         for handler in logging.getLogger().handlers:
@@ -78,12 +77,6 @@ def _check_config(config: DictConfig) -> None:
     except OmegaConfBaseException:
         OmegaConf.to_container(config, resolve=True)  # whose error names the place
         raise
-    for name in ("modelpool", "taskpool"):
-        if target := OmegaConf.select(config, f"{name}._target_"):
-            try:
-                import_object(target)
-            except (ImportError, AttributeError, ValueError) as error:
-                raise ValueError(f"{name}._target_: {error}") from error
     if not OmegaConf.is_dict(models := config.modelpool.get("models", config.modelpool)):
         raise ValueError(f"modelpool.models must give each model a name, got {models!r}")
 

@@ -1,6 +1,8 @@
 """What all charts have in common: colours and shapes, axes, and how a chart becomes a file."""
 
+import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,22 +35,15 @@ THEME: dict[str, Any] = {
     "point": {"filled": True, "opacity": 1},
 }
 
+#: In JSON, control characters, at which what draws pictures ends the process, and backslashes, which may stand for one.
+_UNDRAWN = re.compile(r'\\([^"un]|u(00[0189].|fff[ef]))|\x7f')
+
 
 def definition(chart: ChartType) -> dict[str, Any]:
     """Return the chart in Vega-Lite's JSON, with the one theme and without the address of the schema."""
-    content = escaped(chart.to_dict(validate=False))
-    return {key: value for key, value in content.items() if key != "$schema"} | {"config": THEME}
-
-
-def escaped(content: Any) -> Any:
-    """Return JSON without control characters, at which what draws pictures ends the process, or escapes of them."""
-    if isinstance(content, dict):
-        return {escaped(key): escaped(value) for key, value in content.items()}
-    if isinstance(content, list):
-        return list(map(escaped, content))
-    if isinstance(content, str):
-        return "".join(letter if letter.isprintable() and letter != "\\" else "\ufffd" for letter in content)
-    return content
+    content = {key: value for key, value in chart.to_dict(validate=False).items() if key != "$schema"}
+    definition: dict[str, Any] = json.loads(_UNDRAWN.sub(r"\\ufffd", json.dumps(content | {"config": THEME})))
+    return definition
 
 
 def save_chart(chart: ChartType, *paths: Path) -> None:

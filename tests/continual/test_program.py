@@ -91,7 +91,6 @@ WRONG = {
     "modelpool.models must give each model a name, got 7": {"modelpool": {"models": 7}},
     "Recursive interpolation detected full_key: modelpool.seed object_type=dict": {"modelpool": {"seed": "${.seed}"}},
     "Interpolation key 'no' not found full_key: taskpool[0] object_type=list": {"modelpool": {}, "taskpool": ["${no}"]},
-    "modelpool._target_: No module named 'no'": {"modelpool": {"_target_": "no.Pool"}},
 }
 
 
