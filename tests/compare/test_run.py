@@ -36,7 +36,7 @@ def started(monkeypatch):
     run_one = NufiltContinualMergingAlgorithm.run
 
     def record(self, *args, **kwargs):
-        runs.append((self.options.null_space, self.seed))
+        runs.append((self.null_space, self.seed))
         return run_one(self, *args, **kwargs)
 
     monkeypatch.setattr(NufiltContinualMergingAlgorithm, "run", record)
@@ -143,7 +143,7 @@ def test_a_method_that_fails_is_reported_and_tried_again_and_the_others_go_on(tm
     step = NufiltContinualMergingAlgorithm.merge_step
 
     def fails_on_43(self, number, *args):
-        if self.seed == 43 and self.options.null_space:
+        if self.seed == 43 and self.null_space:
             raise RuntimeError("out of\n  memory")
         return step(self, number, *args)
 

@@ -9,6 +9,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm, fuse_layers
+from fusion_bench_nufilt.continual import layerwise
 from fusion_bench_nufilt.layers import TargetConfig, coverage, select_layers
 from fusion_bench_nufilt.layers.views import opaque, views
 from tests.families import CONVERTED, FAMILIES, OpenClipBlock, openclip
@@ -235,6 +236,7 @@ def test_quantised_modules_are_refused_by_name(target, dtype):
 
 
 def test_a_run_says_what_it_covers_and_warns_where_that_is_little(caplog):
+    layerwise._warn_once.cache_clear()
     base = full_clip()  # of which auto takes the vision tower alone
     algorithm = NufiltContinualMergingAlgorithm(**OPTIONS)
     with caplog.at_level("INFO"):
