@@ -53,8 +53,7 @@ docs: $(READY)
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH) '$(TRANSFORMERS)'
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet $(TORCH) '$(TRANSFORMERS)' --editable '.[dev]'
 	touch $@
 
 # The packages of $(VENV) but for transformers.

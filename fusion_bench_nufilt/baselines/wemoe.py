@@ -130,7 +130,7 @@ class CLIPVisionModelWithExperts(MixtureOfExperts, CLIPVisionModel):
     mlp, released_ranks = "mlp", (64, 16)
 
 
-class T5ForConditionalGenerationWithExperts(MixtureOfExperts, T5ForConditionalGeneration):  # type: ignore[misc]
+class T5ForConditionalGenerationWithExperts(MixtureOfExperts, T5ForConditionalGeneration):  # type: ignore[misc, unused-ignore]
     """T5 or Flan-T5 with experts."""
 
     mlp, released_ranks = "DenseReluDense", (32, 32)

@@ -16,7 +16,7 @@ Rename = Callable[[str], str]
 _KEPT = ("base_model_prefix", "_keys_to_ignore_on_load_unexpected", "get_input_embeddings", "get_output_embeddings")
 
 
-def as_stored(model: nn.Module, keys: Iterable[str]) -> tuple[nn.Module, Rename]:
+def as_stored(model: Any, keys: Iterable[str]) -> tuple[nn.Module, Rename]:
     """Return a model on the meta device as a checkpoint with these keys stores it, and the model's name for a key.
 
     What differs between the two are prefixes alone, such as that of the language model among other towers.
@@ -35,7 +35,8 @@ def as_stored(model: nn.Module, keys: Iterable[str]) -> tuple[nn.Module, Rename]
     names: dict[str, str] = {}
     if undone := [change for change in used if change not in prefixes]:
         own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
-        stored = revert_weight_conversion(SimpleNamespace(_weight_conversions=undone, config=model.config), own)
+        holder: Any = SimpleNamespace(_weight_conversions=undone, config=model.config)
+        stored = revert_weight_conversion(holder, own)
         key_of = {id(tensor): key for key, tensor in stored.items()}
         names = {name: key_of[id(tensor)] for name, tensor in own.items() if id(tensor) in key_of}
         model = _rebuilt(model, stored, {key: name for name, key in names.items()})
