@@ -43,7 +43,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Torch and FusionBench are imported when they are needed: `nufilt --help` and `nufilt merge` are quicker so."""
+    """Import torch and FusionBench only when needed, so that `nufilt --help` and `nufilt merge` start faster."""
     if name in __all__:
         return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'baselines')}"), name)
     if name == "__version__":

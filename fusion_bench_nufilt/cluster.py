@@ -1,4 +1,4 @@
-"""Pieces of work side by side: in processes of this machine, by joblib, or on the nodes of a Ray cluster."""
+"""Run pieces of work in parallel: in processes on this machine, by joblib, or on the nodes of a Ray cluster."""
 
 import logging
 import multiprocessing
@@ -17,24 +17,24 @@ from fusion_bench_nufilt.storage.checkpoint import package_versions
 
 log = logging.getLogger(__name__)
 
-Work = Mapping[str, tuple[Any, ...]]  # arguments of a function for each piece, by the name it has in messages
-Results = Generator[tuple[str, Any], None, None]  # names of pieces, and what the function returned
+Work = Mapping[str, tuple[Any, ...]]  # the arguments for each piece of work, by its name in messages
+Results = Generator[tuple[str, Any], None, None]  # the name of each piece, and what the function returned
 Make = Callable[..., Callable[..., Any]]
 
-_ANSWER_SECONDS = 20  # an address where nothing answers for so long is refused
-_START_SECONDS = 300  # a node whose CPUs or GPUs others hold for so long is left out
-_TRIES = 3  # a piece of work that kills so many workers will kill the next one, too
+_ANSWER_SECONDS = 20  # an address that does not answer in this time is refused
+_START_SECONDS = 300  # a node whose CPUs or GPUs are not free in this time is left out
+_TRIES = 3  # a piece of work that killed this many workers would kill the next one, too
 
 
 def run_locally(work: Work, do: Callable[..., Any], processes: int) -> Results:
-    """Yield names and results as processes finish them; they share the cores, and each sees one GPU if there are some.
+    """Yield names and results as processes finish them; they share the cores, and each sees one GPU if there are any.
 
-    A process that is killed ends the others, too, with a ValueError.
+    If a process is killed, the others end, too, and a ValueError is raised.
     """
     gpus = multiprocessing.get_context("spawn").SimpleQueue()
     for gpu in assign_gpus(processes):
         gpus.put(gpu)
-    # Processes hold models, so that idle ones end soon.
+    # Processes hold models in memory, so idle ones end soon.
     with parallel_config("loky", initializer=_see_one_gpu, initargs=(gpus,), idle_worker_timeout=10):
         run = Parallel(processes, batch_size=1, return_as="generator_unordered")
         try:
@@ -44,7 +44,7 @@ def run_locally(work: Work, do: Callable[..., Any], processes: int) -> Results:
 
 
 def assign_gpus(processes: int) -> list[str | None]:
-    """Give process i the GPU i modulo n of n, by its name for CUDA_VISIBLE_DEVICES."""
+    """Return the GPU of each process, number i modulo n for process i, as CUDA_VISIBLE_DEVICES names it."""
     visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
     names = visible.split(",") if visible else list(map(str, range(count)))
     return [names[i % count] if count else None for i in range(processes)]
@@ -66,7 +66,7 @@ class Node(NamedTuple):
 
 
 def connect(address: str | None) -> Any:
-    """Connect Ray to the cluster at an address; None is the one that this machine belongs to, or a new one on it."""
+    """Connect to the Ray cluster at an address; None means the one this machine belongs to, or else a new one on it."""
     try:
         import ray
         import ray.util.scheduling_strategies
@@ -75,9 +75,8 @@ def connect(address: str | None) -> Any:
     if not ray.is_initialized():
         try:
             if (place := re.fullmatch(r"(?:ray://)?\[?(.+?)]?:(\d{1,5})", address or "")) is not None:
-                socket.create_connection(
-                    (place[1], int(place[2])), _ANSWER_SECONDS
-                ).close()  # Ray would try for minutes
+                # Ray itself would try for minutes.
+                socket.create_connection((place[1], int(place[2])), _ANSWER_SECONDS).close()
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, OverflowError, ValueError, RuntimeError) as error:
             raise ValueError(f"no Ray cluster at '{address}': {error}; start one with `ray start --head`") from error
@@ -85,7 +84,7 @@ def connect(address: str | None) -> Any:
 
 
 def find_nodes(ray: Any, *, gpus: bool) -> list[Node]:
-    """Return all nodes with CPUs, or all GPUs of all nodes; refuse a cluster without."""
+    """Return all nodes with CPUs, or all GPUs of all nodes; raise a ValueError if there are none."""
     kind, found = "GPU" if gpus else "CPU", []
     for node in ray.nodes():
         if (number := int(node["Resources"].get(kind, 0))) and node["Alive"]:
@@ -99,10 +98,10 @@ def find_nodes(ray: Any, *, gpus: bool) -> list[Node]:
 
 
 class Worker:
-    """The actor on a node; its errors name the node."""
+    """The actor that works on a node; its errors name the node."""
 
     def start(self, node: Node, versions: dict[str, str], make: Make, *arguments: Any) -> str:
-        """Make what does the work; return the actor's id."""
+        """Make the function that does the work, and return the actor's id."""
         import ray
 
         self._node = node
@@ -128,12 +127,15 @@ class Worker:
 
 
 def run_on_cluster(ray: Any, nodes: Sequence[Node], work: Work, make: Make, *arguments: Any) -> Results:
-    """Yield names and results as workers on the nodes find them.
+    """Yield names and results as workers on the nodes finish them.
 
     ``make`` is called once on each node, with ``arguments``, and returns the function that does a piece of work there.
-    Ray's own retries would repeat a call on the same actor, and wait for ever for the CPUs or GPUs of a lost node. So
-    what was given to workers that died is given to the others here, after all else. A ValueError that names the node
-    says what went wrong there, or that it has other versions of the packages.
+    Ray's own retries would repeat a call on the same actor, and wait forever for the CPUs or GPUs of a lost node. So
+    the work of workers that died is given to the others here, after everything else.
+
+    Raises:
+        ValueError: work failed on a node, or it has other versions of the packages (the message names the node); no
+            worker is left.
     """
     left, workers = dict(work), _start(ray, nodes, make, arguments)
     try:
@@ -156,13 +158,13 @@ def run_on_cluster(ray: Any, nodes: Sequence[Node], work: Work, make: Make, *arg
                 yield name, result
         if left:
             raise ValueError(f"{next(iter(left))}: {_TRIES} workers died of it, perhaps for want of memory")
-    finally:  # after an error or an interrupt, nothing goes on
+    finally:  # after an error or an interrupt, no worker goes on
         for actor, _ in workers.values():
             ray.kill(actor)
 
 
 def _start(ray: Any, nodes: Sequence[Node], make: Make, arguments: Sequence[Any]) -> dict[str, tuple[Any, Node]]:
-    """Return the actors that are ready, by their ids, and their nodes."""
+    """Start a worker on each node; return those that become ready, and their nodes, by actor id."""
     starting, ready = {}, {}
     shared = [ray.put(argument) for argument in arguments]
     for node in nodes:
@@ -179,7 +181,7 @@ def _start(ray: Any, nodes: Sequence[Node], make: Make, arguments: Sequence[Any]
             raise error.cause from error
         except ray.exceptions.RayError as error:
             _warn(node, f"its CPUs or GPUs were not free within {_START_SECONDS} s" if started in late else error)
-            ray.kill(actor)  # else it would still take them when they are free
+            ray.kill(actor)  # otherwise it would still take them once they are free
     log.info("%d workers on the cluster", len(ready))
     return ready
 

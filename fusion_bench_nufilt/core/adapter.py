@@ -13,7 +13,7 @@ whose first columns ask for plasticity and whose last ones for stability. With :
     \nabla_B L = 2\,(G B\, Y Y^\top - H Y^\top), \qquad
     \nabla_A L = 2\,(B^\top G B\, Y - B^\top H)\, V^\top
 
-so that nothing of height d_o is left in the loop. Norms do not depend on the basis of the outputs: where
+so that with G, nothing in the loop has height d_o. Norms do not depend on the basis of the outputs: where
 :math:`\tau = Q K` with few orthonormal columns Q (a LoRA), K takes the place of :math:`\tau`, :math:`Q^\top T` takes
 that of T, and the part of T outside Q is a constant of the loss. The last columns of T, and so of H, vanish unless
 P = I, since :math:`P V_p = 0`; they are then not stored.
@@ -30,7 +30,7 @@ from .subspace import gram_matrix
 
 
 def loop_gram(tau: Tensor) -> Tensor | None:
-    r"""Return :math:`G = \tau^\top\tau`, ``(n, d_i, d_i)``, or None where products with it are cheaper without it.
+    r"""Return :math:`G = \tau^\top\tau`, ``(n, d_i, d_i)``, or None where :math:`\tau` itself is the cheaper factor.
 
     :math:`G B` costs :math:`d_i^2 r_l` and :math:`\tau^\top (\tau B)` costs :math:`2 d_o d_i r_l`.
     """
@@ -121,13 +121,13 @@ def fit_adapter(objective: Objective, A: Tensor, *, lr: float, max_steps: int) -
 
 
 def solve_adapter(objective: Objective, A: Tensor, *, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Minimise :math:`L(A, B) + \lambda \|A\|^2` over A, with B fixed: a small linear system in place of Adam's steps.
+    r"""Minimise :math:`L(A, B) + \lambda \|A\|^2` over A, with B fixed: a small linear system instead of Adam's steps.
 
     B is an orthonormal basis of the rows of the initial :math:`A G`, a sketch of the directions in which
     :math:`\tau` is large, with :math:`B^\top G B = \operatorname{diag}(g)`. With :math:`V^\top V = W s W^\top` the
-    minimiser is :math:`A = [(B^\top H W) / (g s^\top + \lambda)]\, W^\top V^\top`, with its rows in span V. It is not
-    in the paper: the ridge does what stopping Adam early does, see ``docs/notes/closed_form.md``. The initial A is
-    ``(n, r_l, d_i)``, and ``ridge`` is :math:`\lambda` over the mean eigenvalue :math:`\|\tau\|_F^2 / d_i` of G.
+    minimiser is :math:`A = [(B^\top H W) / (g s^\top + \lambda)]\, W^\top V^\top`, with its rows in span V. This
+    solver is not in the paper; its ridge acts as stopping Adam early does (``docs/notes/closed_form.md``). The initial
+    A is ``(n, r_l, d_i)``, and ``ridge`` is :math:`\lambda` over the mean eigenvalue :math:`\|\tau\|_F^2 / d_i` of G.
 
     Returns:
         A ``(n, r_l, d_i)``, B ``(n, d_i, r_l)`` and the losses ``(n, 2)`` before and after, without the ridge.

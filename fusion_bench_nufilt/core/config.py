@@ -16,11 +16,11 @@ class Ranks(NamedTuple):
 
 @dataclass(frozen=True)
 class FusionConfig:
-    """The method's settings, one for all models and orders; the defaults are the paper's or its authors'.
+    """NUFILT's settings, the same for all models and task orders; the defaults are the paper's or its authors'.
 
     Field names are the YAML keys of ``method=nufilt``, and peft's where peft has one. A rank is a whole number, or a
-    share of a layer's input width between 0 and 1, see :meth:`ranks`. A rank of one of the two subspaces that is above
-    ``min(d_o, d_i)`` of a layer means "all of it".
+    share of a layer's input width between 0 and 1, see :meth:`ranks`. ``null_rank`` and ``task_rank`` are clipped to
+    ``min(d_o, d_i)`` of a layer.
 
     Raises:
         ValueError: a value is out of its range; the message names the key.
@@ -28,8 +28,8 @@ class FusionConfig:
 
     null_rank: int | float = option(
         128,
-        "Number of directions of what is merged that the filter protects. Like the other two ranks, a number between "
-        "0 and 1 is a share of the layer's input width.",
+        "Number of directions of the merged update that the filter protects. Like the other two ranks, a number "
+        "between 0 and 1 is a share of the layer's input width.",
         symbol="r_p",
     )
     lora_rank: int | float = option(64, "Rank of the adapter BA; 0 means no adapter.", symbol="r_l")
@@ -69,7 +69,7 @@ class FusionConfig:
     def __post_init__(self) -> None:
         for key in ("null_rank", "lora_rank", "task_rank"):
             if not (is_number(value := getattr(self, key)) and 0 < value < 1):
-                most = 2**16 if key == "lora_rank" else 2**31  # unlike the others it is not clipped to the layer
+                most = 2**16 if key == "lora_rank" else 2**31  # unlike the others, it is not clipped to the layer
                 check_whole(self, key, most=most, otherwise="or a share of the layer's width between 0 and 1")
         check_whole(self, "max_steps")
         check_positive(self, "lr", "ridge")
@@ -78,7 +78,7 @@ class FusionConfig:
         check_choices(self)
 
     def ranks(self, d_i: int) -> Ranks:
-        """Return the ranks in a layer with ``d_i`` inputs, in which a share of them counts at least 1."""
+        """Return the ranks in a layer with ``d_i`` inputs; a share is rounded to a whole number, at least 1."""
 
         def number(rank: int | float) -> int:
             return int(rank) if rank >= 1 or rank == 0 else max(1, round(rank * d_i))

@@ -57,9 +57,9 @@ def fuse_layers(
 ) -> tuple[dict[str, Tensor], dict[str, LayerReport]]:
     r"""Merge one more task into every layer: :math:`W \leftarrow W + \tau (P + B A)`.
 
-    Layers are independent of each other, and each is computed in float32 at least, whatever it is stored in. A layer
-    into which nothing was merged so far (:math:`W = W_0`) takes the task's weight as it is, or as
-    ``config.first_task`` says.
+    Layers are independent of each other, and each is computed in float32 at least, whatever its dtype. A layer into
+    which nothing has been merged so far (:math:`W = W_0`) takes the task's weight as it is, or as ``config.first_task``
+    says.
 
     Args:
         pretrained: :math:`\theta_0`, weights ``(d_o, d_i)`` by layer name.
@@ -72,14 +72,14 @@ def fuse_layers(
             layer's name, and on nothing else.
         lora_A: initial A ``(lora_rank, d_i)`` by layer name, instead of drawn ones.
         progress: a function that is called with the name of each finished layer.
-        device: where to compute; by default where ``merged`` lies. Of several devices of a kind (a list, or a text
-            with commas) each takes the next layers when it is free, and the result is the same.
+        device: where to compute; by default, the device of ``merged``. Of several devices of one kind (a list, or a
+            string with commas), each takes the next layers when it is free, and the result is the same.
         batch_bytes: on an accelerator, layers of equal shape are solved together within about this much memory;
             on a CPU each thread takes one layer at a time.
 
     Returns:
-        The new weights, with names, order, dtypes and devices of ``merged``, and a report for each layer. No argument
-        is changed.
+        The new weights, with names, order, dtypes and devices of ``merged``, and a report for each layer. The
+        arguments are not changed.
 
     Raises:
         ValueError: the three models do not fit or hold non-finite values (the message names the model, the layer and
@@ -112,7 +112,7 @@ def fuse_each(
 
     Yields:
         The name, the new weight and the report of each layer as it is finished, layers of equal shape together. A
-        layer of ``merged`` may be overwritten once it was yielded.
+        layer of ``merged`` may be overwritten once it has been yielded.
     """
     check_layers(pretrained, pretrained, model="pretrained")
     check_layers(pretrained, merged, model="merged")
@@ -131,8 +131,8 @@ def fuse_each(
 class _FusionStep:
     """The models of one step of the stream, and how stacks of their layers are solved.
 
-    These are methods and not closures, since closures that call each other hold the models in a reference cycle until
-    the garbage collector runs.
+    These are methods, not closures, since closures that call each other hold the models in a reference cycle until the
+    garbage collector runs.
     """
 
     pretrained: Layers
@@ -142,7 +142,7 @@ class _FusionStep:
     seed: int
     step: int
     adapters: Layers | None  # initial A ``(lora_rank, d_i)`` by layer name
-    fresh: frozenset[str]  # names of the layers into which nothing was merged so far
+    fresh: frozenset[str]  # names of the layers into which nothing has been merged so far
     devices: DevicePool
 
     def stacks(self, where: torch.device, batch_bytes: int) -> list[list[str]]:
@@ -190,7 +190,7 @@ class _FusionStep:
         def stack(layers: Mapping[str, Any]) -> Any:
             return _stack([layers[name] for name in names], where, dtype)
 
-        # The stacks have no names here, so that fuse_stack can free each of them as soon as it has done with it.
+        # The stacks are bound to no names here, so that fuse_stack can free each one as soon as it is done with it.
         weights, measures = fuse_stack(
             stack(self.pretrained),
             stack(self.merged),
@@ -210,7 +210,7 @@ class _FusionStep:
 
 
 def _stack(weights: Sequence[Any], where: torch.device, dtype: torch.dtype) -> Any:
-    """Return weights of a shape as one tensor on a device, or factors of a shape as one pair of tensors."""
+    """Return weights of one shape as one tensor on a device, or factors of one shape as one pair of tensors."""
     if isinstance(weights[0], LowRank):
         left, right = ([getattr(task, side) for task in weights] for side in ("left", "right"))
         return LowRank(_stack(left, where, dtype), _stack(right, where, dtype))

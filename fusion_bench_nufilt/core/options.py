@@ -1,4 +1,4 @@
-"""Options, each of which is said once, as a field of a frozen dataclass that carries its own help.
+"""Options, each defined once, as a field of a frozen dataclass that carries its own help.
 
 The signatures of the algorithms, the options of the command line and the tables in the documentation are all read
 from these fields.
@@ -19,7 +19,7 @@ _Options = TypeVar("_Options")
 
 
 def option(default: Any, help: str, *, symbol: str = "", panel: str = "Method") -> Any:
-    """Return a dataclass field that carries what people are told about the option.
+    """Return a dataclass field that carries the option's documentation.
 
     ``help`` says in one or two sentences what it does, ``symbol`` is its symbol in the paper, and ``panel`` is the
     heading above it in ``--help`` and in the documentation.
@@ -56,19 +56,19 @@ def split_options(kinds: Sequence[type], options: Mapping[str, Any]) -> tuple[li
 
 
 def options_of(kind: type[_Options], algorithm: object) -> _Options:
-    """Return the options of a kind that an algorithm has as attributes by now, or raise a ValueError."""
+    """Return the options of a kind that an algorithm now has as attributes; raise a ValueError if one is invalid."""
     return kind(**{each.name: getattr(algorithm, each.name) for each in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 
 def unknown_option(name: str, known: Iterable[str]) -> str:
-    """Return the message that there is no such option, with the option that was probably meant."""
+    """Return the message about an unknown option, with the option that was probably meant."""
     known = sorted(set(known))
     close = difflib.get_close_matches(name, known, n=1)
     return f"there is no option '{name}'" + (f"; did you mean '{close[0]}'?" if close else f"; there are {known}")
 
 
 def choices(option: Field[Any]) -> tuple[Any, ...]:
-    """Return the values that a type such as ``Literal["adam", "closed_form"]`` allows; () if there is no such limit."""
+    """Return the values that a type such as ``Literal["adam", "closed_form"]`` allows; () if it allows others, too."""
     kinds = get_args(option.type) if get_origin(option.type) in (Union, UnionType) else (option.type,)
     if not all(kind is bool or get_origin(kind) is Literal for kind in kinds):
         return ()
@@ -76,7 +76,7 @@ def choices(option: Field[Any]) -> tuple[Any, ...]:
 
 
 def check_choices(options: Any) -> None:
-    """Raise a ValueError that names an option if its value is none of its choices, or no word where that is wanted."""
+    """Raise a ValueError that names an option if its value is none of its choices, or should be a string and is not."""
     for each in dataclasses.fields(options):
         value, allowed, kinds = getattr(options, each.name), choices(each), get_args(each.type) or (each.type,)
         if str in kinds and {str, NoneType} >= {*kinds} and not isinstance(value, kinds):
@@ -87,7 +87,7 @@ def check_choices(options: Any) -> None:
 
 
 def check_whole(options: Any, *names: str, least: int = 0, most: int = 2**31, otherwise: str = "") -> None:
-    """Raise a ValueError if an option is no whole number in the range; ``otherwise`` says what else would do."""
+    """Raise a ValueError if an option is not a whole number in the range; ``otherwise`` says what else is allowed."""
     for name in names:
         value = getattr(options, name)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -97,7 +97,7 @@ def check_whole(options: Any, *names: str, least: int = 0, most: int = 2**31, ot
 
 
 def check_positive(options: Any, *names: str) -> None:
-    """Raise a ValueError if an option is no finite number above zero."""
+    """Raise a ValueError if an option is not a finite number above zero."""
     for name in names:
         value = getattr(options, name)
         if not (is_number(value) and value > 0):
@@ -105,7 +105,7 @@ def check_positive(options: Any, *names: str) -> None:
 
 
 def check_seed(seed: object) -> None:
-    """Raise a ValueError if a seed is no whole number; it may be below zero."""
+    """Raise a ValueError if a seed is not a whole number; it may be negative."""
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ValueError(f"seed must be a whole number, got {seed!r}")
 
@@ -114,4 +114,4 @@ def is_number(value: object) -> bool:
     """Tell whether a value is a finite number; True and False are not."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return abs(value) <= sys.float_info.max  # which a whole number may exceed
+    return abs(value) <= sys.float_info.max  # an int may exceed it

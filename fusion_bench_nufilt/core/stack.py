@@ -21,18 +21,18 @@ def fuse_stack(
     fresh: bool,
     exact_on: torch.device | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Merge one more task into n layers, of which ``fresh`` ones have nothing merged into them so far.
+    """Merge one more task into n layers; ``fresh`` says that nothing has been merged into them so far.
 
     With ``exact_on``, singular vectors are computed in float64 on that device. At most five matrices of the layers'
-    shape are held at a time, and about three of d_i x d_i: a layer of a 7B model is 180 MB, and threads that work side
-    by side hold one each.
+    shape and about three of d_i x d_i are held at a time, and each thread holds its own: a layer of a 7B model takes up
+    to 180 MB.
 
     Returns:
-        The new weights ``(n, d_o, d_i)``, and measures ``(n,)`` by their names in ``LayerReport``, of which those left
-        out are zero.
+        The new weights ``(n, d_o, d_i)``, and measures ``(n,)`` by their names in ``LayerReport``; missing ones are
+        zero.
     """
-    # A low-rank tau is K in an orthonormal basis Q of the outputs that it reaches. All but the new weights is then
-    # computed as if the layer had these outputs only.
+    # A low-rank tau is K in an orthonormal basis Q of the outputs that it reaches. Everything but the new weights is
+    # then computed as if the layer had only these outputs.
     Q, tau = task.in_basis() if isinstance(task, LowRank) else (None, task - theta_0)
     tau_norm2 = _norm2(tau)
     measures = {"task_norm": tau_norm2.sqrt()}
@@ -76,7 +76,7 @@ def _norm2(X: Tensor) -> Tensor:
 
 
 def _clock(where: torch.device) -> float:
-    """Return the time in seconds, after an accelerator has finished what it was given to do."""
+    """Return the time in seconds, once an accelerator has finished its pending work."""
     if where.type == "cuda":
         torch.cuda.synchronize(where)
     return time.perf_counter()

@@ -35,8 +35,8 @@ def top_right_singular_vectors(
         the largest, numpy's rule) are zero, so that ``V @ V.mT`` is the orthogonal projector on the matrix's span.
 
     Raises:
-        torch.linalg.LinAlgError: the spectrum falls too steeply for the Gram matrix in float32 (float64 is then the
-            way), or an eigenvalue solver failed.
+        torch.linalg.LinAlgError: the spectrum falls too steeply for the Gram matrix in float32 (use float64
+            there), or an eigenvalue solver failed.
     """
     d_o, d_i = tau.shape[-2:]
     rank = min(rank, d_o, d_i)
@@ -145,7 +145,7 @@ def _block_iteration(gram: Tensor, rank: int, max_rounds: int = 24) -> Tensor | 
     """Iterate a block of ``2 rank + 16`` vectors with Rayleigh-Ritz, and return it, or None without convergence."""
     d, block = gram.shape[-1], 2 * rank + 16
     # The start is random, so that no eigenvector is missed, and always the same, so that results repeat.
-    cpu = torch.device("cpu")  # and not the default device, if there is one
+    cpu = torch.device("cpu")  # rather than the default device
     start = torch.randn(d, block, generator=torch.Generator(cpu).manual_seed(0), dtype=torch.float64, device=cpu)
     X = torch.linalg.qr(start).Q.to(gram).expand(*gram.shape[:-2], -1, -1)
     tolerance = 12 * torch.finfo(gram.dtype).eps  # the floor, where rounding takes over, is about 4
@@ -175,7 +175,7 @@ def null_space_filter(tau: Tensor, V_p: Tensor, null_space: bool | Literal["zero
     r"""Return :math:`\tau P`, ``(..., d_o, d_i)``, for the P of ``FusionConfig.null_space``, which is never formed."""
     if null_space is True:
         return tau - (tau @ V_p) @ V_p.mT
-    return torch.zeros_like(tau) if null_space == "zero" else tau  # which tells the caller that P = I
+    return torch.zeros_like(tau) if null_space == "zero" else tau  # the same object tells the caller that P = I
 
 
 def first_coordinates(tau: Tensor, rank: int) -> Tensor:

@@ -54,7 +54,7 @@ TaskLayers = Mapping[str, Tensor | LowRank]
 
 
 def wide_dtype(values: Tensor) -> torch.dtype:
-    """Return the dtype in which stored values are computed with, which is float32 at least."""
+    """Return the dtype in which to compute with stored values, which is float32 at least."""
     return torch.promote_types(values.dtype, torch.float32)
 
 
@@ -89,7 +89,7 @@ def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Tell whether no value is NaN or infinite, as a rule in one pass without a temporary of their size."""
+    """Tell whether no value is NaN or infinite, as a rule in one pass and without a temporary of their size."""
     wide = wide_dtype(values)
-    # A sum shows every NaN and infinity. If it overflows, finite values may be the reason, so that each is looked at.
+    # A sum shows every NaN and infinity. Finite values may overflow it, so that each is then checked.
     return bool(torch.isfinite(values.sum(dtype=wide))) or bool(torch.isfinite(values).all())

@@ -1,4 +1,4 @@
-"""Where layers are solved: by which devices and threads, and in how much memory."""
+"""Where layers are solved: on which devices, in which threads, and in how much memory."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,15 +14,15 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 Devices = torch.device | str | Sequence[torch.device | str]
-"""One device, a list of devices, or a text with commas between their names."""
+"""One device, a list of devices, or a string of their names with commas between them."""
 
 
 def check_devices(devices: Devices) -> list[torch.device]:
-    """Return the devices.
+    """Return the devices, each of which can be computed on.
 
     Raises:
         ValueError: one is neither a CPU nor a GPU that PyTorch can use, or they are of several kinds, which would not
-            give the same bits; names them.
+            give the same bits; the message names them.
     """
     names = devices.split(",") if isinstance(devices, str) else devices
     found = [_check_device(name) for name in ([names] if isinstance(names, torch.device) else names)]
@@ -44,7 +44,7 @@ def _check_device(device: torch.device | str) -> torch.device:
 
 
 def fast_in_float64(where: torch.device) -> bool:
-    """Tell whether a device has at least half its float32 rate in float64, as NVIDIA's P100 to B200 have."""
+    """Tell whether a device computes in float64 at half its float32 rate or faster, as NVIDIA's P100 to B200 do."""
     capabilities = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
     return where.type == "cuda" and torch.cuda.get_device_capability(where) in capabilities
 
@@ -74,13 +74,13 @@ class DevicePool:
 def map_layers(
     function: Callable[[_T], _R], items: Sequence[_T], where: torch.device, workers: int | None = None
 ) -> Iterator[_R]:
-    """Yield the results in order. Until the last one is taken, products of float32 matrices are exact.
+    """Yield the results in order; until the last one is taken, float32 products keep full precision.
 
-    On a CPU, each of torch's threads, or of fewer ``workers``, takes a layer and does its mathematics alone. That beats
-    parallel mathematics on one layer (eigenvalue solvers hardly scale), does not stall on a busy machine, and makes the
+    On a CPU, each of torch's threads (or of ``workers``, if fewer) takes a layer and computes it alone. That beats
+    using all threads on one layer (eigenvalue solvers hardly scale), does not stall on a busy machine, and makes the
     result independent of the number of threads, to the last bit. Where torch has one thread, as in such a worker, the
-    caller's thread does everything. It also does so on an accelerator, unless ``workers`` gives each of several devices
-    a thread of its own.
+    caller's thread does everything. So it does on an accelerator, unless ``workers`` gives each of several devices a
+    thread of its own.
     """
     threads = torch.get_num_threads() if where.type == "cpu" else workers or 1
     with _exact_products:
@@ -107,7 +107,7 @@ def _side_by_side(function: Callable[[_T], _R], items: Sequence[_T], workers: in
 
 
 def _single_threaded() -> None:
-    # The first time that a thread asks for the number it takes over the process's, which another merge may have set.
+    # A thread takes over the process's number when it first asks for it, and another merge may have set that.
     torch.get_num_threads()
     torch.set_num_threads(1)
 
@@ -154,9 +154,9 @@ def _make_products_exact(restore: ExitStack) -> None:
 def working_bytes(shape: Sequence[int], itemsize: int) -> int:
     """Return the most bytes that a layer ``(d_o, d_i)`` takes while it is solved, at ``itemsize`` an element."""
     d_o, d_i = shape
-    # There are theta, tau, tau_merged, tau P and its temporary, or a copy of tau_merged in float64 in place of the last
-    # two; the Gram matrix of tau (twice, once stacked), and that of tau_merged with its eigenvectors and the solver's
-    # workspace, all of which are in float64 if float32 is not enough.
+    # Held at once are theta, tau, tau_merged, and tau P with its temporary or a float64 copy of tau_merged; the Gram
+    # matrix of tau (twice, once stacked), and that of tau_merged with its eigenvectors and the solver's workspace, all
+    # in float64 if float32 is not enough.
     gram = (2 * d_i**2 if d_i <= 2 * d_o else 0) + 8 * min(d_o, d_i) ** 2
     return itemsize * (5 * d_o * d_i + gram)
 

@@ -1,4 +1,4 @@
-"""The account of how much of a model is merged, and of what is not."""
+"""How much of a model is merged, and what is left out."""
 
 import math
 import re
@@ -46,7 +46,7 @@ class Coverage:
 
     @property
     def warning(self) -> str | None:
-        """What to say where ``auto`` merges less than half of the blocks."""
+        """The warning that ``auto`` merges less than half of the blocks, where it does."""
         share = self.merged_share_of_blocks
         if self.targets.target_modules != "auto" or share is None or share >= 0.5:
             return None
@@ -56,7 +56,7 @@ class Coverage:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """Return what a JSON file says of it."""
+        """Return the counts and shares as a JSON file has them."""
         fates = {"merged": self.merged, "averaged": (0, 0.0), "kept": (0, 0.0)}
         fates["averaged" if self.targets.other_params == "mean" else "kept"] = self.others
         counts = {fate: {"parameters": count, "share": share} for fate, (count, share) in fates.items()}
@@ -69,7 +69,7 @@ def coverage(model: nn.Module, layers: Mapping[str, View], targets: TargetConfig
     merged: Counter[int] = Counter()  # merged elements by the identity of their parameter
     for view in layers.values():
         merged[id(model.get_parameter(view.key))] += math.prod(view.shape)
-    parameters = dict(model.named_parameters())  # one that modules share counts where it comes first
+    parameters = dict(model.named_parameters())  # a shared parameter comes once, under its first name
     in_blocks = [key for key in parameters if re.fullmatch(r"(.*\.)?\d+\..+\..+", key)]
     left_out: Counter[str] = Counter()
     for key in in_blocks:

@@ -14,11 +14,11 @@ _VOCABULARY = re.compile(r"embed|lm_head|(^|\.)(wte|wpe|shared)\.")  # as long a
 
 
 class Heads:
-    """What is known of the heads in a merge, from the names and shapes of tensors and from configurations.
+    """The heads in a merge, found from the names and shapes of tensors and from configurations.
 
     A head is the module that maps to the labels, with everything else that lies outside the backbone of the task's
-    class, such as both layers of RoBERTa's ``classifier``. It is a task's own if the base lacks it or has it for other
-    labels; a head of the same labels is a layer like any other. A module that is one task's own is every task's.
+    class, such as both layers of RoBERTa's ``classifier``. It is kept for its task if the base lacks it or has it for
+    other labels; a head for the same labels is a layer like any other. What is kept for one task is kept for all.
 
     Args:
         rule: ``auto``, ``none``, or an expression for the names of modules.
@@ -36,7 +36,7 @@ class Heads:
     def add(self, name: str, task: Shapes, config: Mapping[str, Any], trained: Collection[str] | None = None) -> None:
         """Add the modules of a task's head, if it has one of its own.
 
-        ``trained`` are the names of modules that an adapter has in full, as peft's modules_to_save has them.
+        ``trained`` names the modules that an adapter holds in full (peft's ``modules_to_save``); a model has None.
         """
         if self.rule == "auto":
             whole = (key for key in self._matrices(task) if not {*(trained or ())}.isdisjoint(key.split(".")))
@@ -44,15 +44,15 @@ class Heads:
         elif self.rule != "none":
             found = {path for key in task for path in _paths(key) if matches(self.rule, path, of="heads")}
             if not found and trained is None:
-                raise ValueError(f"model '{name}': heads={self.rule!r} is the name of none of its modules")
+                raise ValueError(f"model '{name}': heads={self.rule!r} matches none of its modules")
             self.modules |= found
 
     def of(self, names: Iterable[str]) -> list[str]:
-        """Return those names of tensors that belong to heads."""
+        """Return those of the tensor names that belong to heads."""
         return [name for name in names if _within(name, self.modules)]
 
     def modules_of(self, names: Iterable[str]) -> list[str]:
-        """Return the modules of heads that some tensors belong to."""
+        """Return the modules of heads to which the named tensors belong."""
         return sorted({path for name in names for path in _paths(name)} & self.modules)
 
     def _own(self, task: Shapes, config: Mapping[str, Any], named: Collection[str]) -> set[str]:
@@ -61,7 +61,7 @@ class Heads:
         outputs = [name for name in self._matrices(task) if not self._backbone or name in outside]
         if named:
             outputs = [name for name in outputs if _within(name, named)]
-        else:  # where no configuration tells the labels, the last one whose length differs
+        else:  # without labels in the configuration, the last one whose length differs
             resized = [name for name in outputs if self._is_resized(name, task, or_new=theirs is None)][-1:]
             outputs = [name for name in outputs if theirs and task[name][0] == len(theirs)] or resized
         known = self.labels is not None and theirs is not None
@@ -91,7 +91,7 @@ class Heads:
 
 
 def labels(config: Mapping[str, Any]) -> dict[str, str] | None:
-    """Return the names of a model's labels by their numbers; None for a configuration that does not tell them."""
+    """Return the names of a model's labels by number, or None if the configuration does not give them."""
     if "architecture" in config:  # timm's
         names = dict(enumerate(config.get("label_names") or range(config.get("num_classes", 0))))
     elif "model_type" in config:
@@ -102,13 +102,13 @@ def labels(config: Mapping[str, Any]) -> dict[str, str] | None:
 
 
 def _named(config: Mapping[str, Any]) -> Collection[str]:
-    """Return the modules that timm's configuration calls the classifier."""
+    """Return the modules that a timm configuration calls the classifier."""
     names = (config.get("pretrained_cfg") or {}).get("classifier") or ()
     return [names] if isinstance(names, str) else names
 
 
 def _paths(name: str) -> list[str]:
-    """Return the modules around a tensor, the outermost first, and its name."""
+    """Return the names of the modules around a tensor, outermost first, and then its own."""
     return list(accumulate(name.split("."), "{}.{}".format))
 
 

@@ -14,7 +14,7 @@ from fusion_bench_nufilt.layers.views import View
 
 log = logging.getLogger(__name__)
 
-#: A fine-tuned weight has a cosine of nearly 1 with the one it began as; weights drawn apart have one of about zero.
+#: A fine-tuned weight has a cosine of nearly 1 with its pretrained value; unrelated weights have one of about 0.
 LEAST_COSINE = 0.1
 UNRELATED = "has nothing to do with the pretrained model's: one of them was drawn at random"
 
@@ -38,8 +38,8 @@ def check_model(
 
     ``merged`` are the state-dict keys of the parameters that hold merged layers; None means all matrices. With
     ``other_params="pretrained"``, the values of other parameters do not matter, since they are not taken. With
-    ``on_shape_mismatch="keep-base"``, they may differ in shape, which is logged as a warning. What is in ``heads`` is a
-    task's own.
+    ``on_shape_mismatch="keep-base"``, they may differ in shape, which is logged as a warning. Parameters in ``heads``
+    are not checked.
 
     Raises:
         ValueError: a parameter with merged layers is missing or not floating point, or any parameter has another shape
@@ -73,7 +73,7 @@ def check_model(
 
 
 def check_related(pretrained: nn.Module, model: nn.Module, layers: Mapping[str, View], *, name: str) -> None:
-    """Refuse a layer that has nothing to do with the pretrained model's; the ValueError names it, and how to go on."""
+    """Raise a ValueError for a layer that is unrelated to the pretrained model's; it names the layer and a remedy."""
     for layer, view in layers.items():
         x, y = (view.read(each).flatten().float().cpu() for each in (pretrained, model))
         if unrelated(float(x @ x), float(y @ y), float(x @ y)):
@@ -81,7 +81,7 @@ def check_related(pretrained: nn.Module, model: nn.Module, layers: Mapping[str, 
 
 
 def unrelated(xx: float, yy: float, xy: float) -> bool:
-    """Tell from their inner products whether two weights were drawn apart; one that is zero is not yet trained."""
+    """Tell from their inner products whether two weights are unrelated; one that is zero counts as untrained."""
     return xx * yy > 0 and xy < LEAST_COSINE * math.sqrt(xx * yy)
 
 
@@ -96,9 +96,9 @@ def merge_other_params(
 ) -> None:
     """Average everything in the state dict of ``merged`` that is outside the merged layers and ``heads``, in place.
 
-    The mean of an entry is that of the models which have it in the shape of ``merged``, and ``counts`` is their number,
-    which is updated. ``drawn`` are entries of the task that were drawn at random, which do not count. Until a model has
-    an entry, it stays the pretrained model's, and so does one that is not floating point.
+    The mean is over the models that have an entry in the shape of ``merged``; ``counts`` holds their number and is
+    updated. Entries in ``drawn``, which the task has drawn at random, do not count. An entry keeps the pretrained
+    model's values until a model has it, and always if it is not floating point.
     """
     ours, theirs = merged.state_dict(keep_vars=True), task.state_dict()
     in_layers: dict[int, list[View]] = defaultdict(list)

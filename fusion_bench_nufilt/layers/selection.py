@@ -1,4 +1,4 @@
-"""The choice of the layers that are merged, and the families of models that ``target_modules: auto`` knows."""
+"""Which layers are merged, and the model families that ``target_modules: auto`` knows."""
 
 import logging
 import re
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Family(NamedTuple):
-    """One kind of models, and the layers that ``auto`` merges in them."""
+    """A family of models, and the layers that ``auto`` merges in them."""
 
     name: str
     mark: str  # a regular expression for the name of a module that only such models have
@@ -24,7 +24,7 @@ class Family(NamedTuple):
 
 _VLM = "vision-language model, whose vision tower and projector count as other parameters"
 _BLOCKS = r"(.*\.)?\d+\..*"  # inside a numbered block
-# The first family that fits wins. CLIP and T5 have the authors' settings, the others all projections in blocks.
+# The first family that fits wins. CLIP and T5 merge the authors' layers, the others all projections in blocks.
 FAMILIES = (
     Family("T5", r".*\.DenseReluDense\..*", r".*\.(SelfAttention|EncDecAttention|DenseReluDense)\..*"),
     Family(_VLM, r"(.*\.)?language_model\..*", r"(.*\.)?language_model\.(.*\.)?\d+\..*"),
@@ -46,7 +46,7 @@ FAMILIES = (
 def select_layers(
     model: nn.Module, target_modules: str | Sequence[str] = "auto", exclude_modules: str | Sequence[str] | None = None
 ) -> dict[str, View]:
-    """Return the layers to merge of a model, by their names; a weight that modules share comes once.
+    """Return the layers of a model to merge, by name; a weight that modules share comes once.
 
     Patterns follow peft's rules. One string is a regular expression that must match the whole module name. A list
     names words of the dotted module path, one of which must be found (``q_proj``, ``self_attn``, ``layers.0``); words
@@ -57,8 +57,8 @@ def select_layers(
     matches in the same language is left out.
 
     Raises:
-        ValueError: nothing is left to merge, or a word of a list finds nothing (the message lists some names that
-            there are); a named weight is quantised, or holds no matrix, such as a convolution in groups.
+        ValueError: nothing is left to merge, or a word of a list finds nothing (the message lists some of the names
+            there); a named weight is quantised, or holds no matrix, such as a convolution in groups.
     """
     there, unknown = views(model), opaque(model)
     target = _rule(there, unknown, target_modules, _output_head(model))
@@ -124,7 +124,7 @@ def _auto(there: Sequence[View], names: Sequence[str]) -> _Rule:
 
 
 def _output_head(model: nn.Module) -> str | None:
-    """Return the name of the output embedding, which peft's ``all-linear`` leaves out, too."""
+    """Return the name of the output embedding, which ``all-linear`` leaves out, as it does in peft."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
     return next((name for name, module in model.named_modules() if module is head), None)

@@ -1,7 +1,7 @@
 """The options that say which layers are merged, and what happens to every other parameter.
 
-Patterns come from people and from files. Some regular expressions take longer than the age of the universe on a name
-of thirty letters, so that they are compiled before any work, and bounded in time, which Python's own ``re`` cannot.
+Patterns come from people and from files, and some regular expressions never end on a name of thirty letters. They are
+therefore compiled before any work, and matched under a time limit, which Python's own ``re`` lacks.
 """
 
 from collections.abc import Sequence
@@ -32,15 +32,15 @@ class TargetConfig:
         "and all projections in the blocks of other models. all-linear: every linear layer but the output head. A list "
         "has words of module names; a string is a regular expression for the whole name.",
     )
-    exclude_modules: str | Sequence[str] | None = option(None, "What is left out, named likewise.")
+    exclude_modules: str | Sequence[str] | None = option(None, "What is left out, named in the same way.")
     other_params: OtherParams = option(
         "pretrained",
         "Every other parameter: the pretrained model's (the authors' way), the first task's, or the tasks' mean.",
     )
     on_shape_mismatch: OnShapeMismatch = option(
         "error",
-        "A tensor outside the merged layers (embeddings) of another size than the pretrained model's: refuse the "
-        "model, or keep the pretrained one.",
+        "What to do if a tensor outside the merged layers, such as embeddings, has another shape than the pretrained "
+        "model's: refuse the model, or keep the pretrained tensor.",
     )
     heads: str = option(
         "auto",
@@ -56,7 +56,7 @@ class TargetConfig:
             _check_patterns("exclude_modules", self.exclude_modules)
 
     def changes_others(self, step: int) -> bool:
-        """Return whether the task of a step, from 1, changes the parameters outside the merged layers."""
+        """Return whether the task of a step (from 1) changes the parameters outside the merged layers."""
         return self.other_params == "mean" or (self.other_params == "first" and step == 1)
 
 
@@ -66,14 +66,14 @@ def _check_patterns(key: str, value: object) -> None:
     if not isinstance(items, Sequence) or not items or not all(isinstance(i, str) and i for i in items):
         raise ValueError(f"{key} must be a string or a list of strings, none empty, got {value!r}")
     if isinstance(value, str):
-        matches(value, "", of=key)  # raises if it is no regular expression, before any work
+        matches(value, "", of=key)  # raises if it is not a regular expression
 
 
 def matches(pattern: str, name: str, *, of: str) -> bool:
     """Tell whether an expression matches the whole of a name.
 
     Raises:
-        ValueError: the pattern is no regular expression, or takes too long; the message names what it is ``of``.
+        ValueError: the pattern is not a regular expression, or takes too long; the message names ``of``, its option.
     """
     try:
         return regex.fullmatch(pattern, name, timeout=_SECONDS) is not None

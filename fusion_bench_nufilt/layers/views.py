@@ -34,7 +34,7 @@ class View:
         return part.reshape(d_i, d_o).T if self.transposed else part.reshape(d_o, d_i)
 
     def part(self, matrix: Tensor) -> Tensor:
-        """Return a matrix as the rows of the parameter are stored, which is the inverse of :meth:`matrix`."""
+        """Return a matrix in the form in which the parameter stores it; the inverse of :meth:`matrix`."""
         return (matrix.T if self.transposed else matrix).reshape(self.part_shape)
 
     def read(self, model: nn.Module) -> Tensor:
@@ -121,7 +121,7 @@ def _views_of(name: str, module: nn.Module) -> Iterator[View]:
             yield from one("weight", linear=False)
     elif "in_proj_weight" in own and own["in_proj_weight"].ndim == 2 and len(own["in_proj_weight"]) % 3 == 0:
         yield from several("in_proj_weight", ["in_proj.q", "in_proj.k", "in_proj.v"])
-    elif isinstance(module, nn.MultiheadAttention):  # Keys or values are of another size.
+    elif isinstance(module, nn.MultiheadAttention):  # keys or values differ in size from queries
         for part in ("q_proj", "k_proj", "v_proj"):
             yield from one(f"{part}_weight", part)
     elif (transposed := _orientation(own)) is not None:
@@ -140,7 +140,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _orientation(own: dict[str, nn.Parameter]) -> bool | None:
-    """Tell whether fused experts are stored transposed, or return None if these are no fused experts.
+    """Tell whether fused experts are stored transposed, or return None if these are not fused experts.
 
     With n inputs and m hidden units, ``gate_up_proj`` and ``down_proj`` of an expert are (2m, n) and (n, m), or
     (n, 2m) and (m, n) if transposed. For no n and m are the two cases the same.

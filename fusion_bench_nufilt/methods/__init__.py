@@ -8,11 +8,11 @@ from .sums import Isotropic, Mix, Sum, Sylvester, TsvStream, WudiSums
 ORDER_FREE = (Spectral, Sum, Isotropic, WudiSums, TsvStream, Sylvester, Mix)
 """The methods that keep sums over the tasks, whose result does not depend on the tasks' order."""
 METHODS: dict[str, type[LayerMethod]] = {method.name: method for method in (Nufilt, *ORDER_FREE)}
-"""The methods that `fusion_bench` and `nufilt merge` run, by name; a plugin may add its own."""
+"""The methods that `fusion_bench` and `nufilt merge` run, by name; plugins may add their own."""
 
 
 def find_method(name: str) -> type[LayerMethod]:
-    """Return the method of a name, or raise a ValueError that lists those that there are."""
+    """Return the method with a name, or raise a ValueError that lists the known ones."""
     if name not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {name!r}")
     return METHODS[name]

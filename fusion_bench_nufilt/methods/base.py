@@ -1,4 +1,4 @@
-"""What a layer-wise merging method is: `fusion_bench` and `nufilt merge` run every one in the same way."""
+"""The interface of layer-wise merging methods, all of which `fusion_bench` and `nufilt merge` run in the same way."""
 
 import time
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from fusion_bench_nufilt.core.weights import Layers, LowRank, TaskLayers, check_
 from fusion_bench_nufilt.core.workers import Devices, check_devices, map_layers, working_bytes
 
 State = dict[str, Tensor]
-"""What a method keeps of a layer between two tasks: tensors by name, numbers as tensors without dimensions."""
+"""What a method keeps for a layer between two tasks: tensors by name, numbers as tensors without dimensions."""
 
 States = Mapping[str, State]
 """The states of layers by their names."""
@@ -25,10 +25,9 @@ class LayerMethod(ABC):
     """A method that merges every layer by itself, one task after another.
 
     A subclass says what it keeps of a layer (:meth:`start`), how a task changes that (:meth:`add`), and which weight
-    follows from it (:meth:`weight`). ``add`` is what a task costs, ``weight`` is what a model costs: a merge of many
-    tasks calls ``add`` for each of them and ``weight`` once. All three must be pure functions of their arguments.
-    A method is made of an instance of :attr:`Options`, the names of all merged layers in the order of the model, and
-    the seed of everything that it draws.
+    follows from it (:meth:`weight`). A merge of many tasks calls ``add`` for each of them and ``weight`` once. All
+    three must be pure functions of their arguments. The constructor takes an instance of :attr:`Options`, the names of
+    all merged layers in the order of the model, and the seed of all random draws.
     """
 
     name: ClassVar[str]
@@ -44,7 +43,7 @@ class LayerMethod(ABC):
     state_is_weight: ClassVar[bool] = False
     """Whether the state is the merged weight alone, ``{"weight": W}``, so that nothing is kept beside the model."""
     itemsize: ClassVar[int] = 4
-    """Bytes of an element that it computes with: 4 for float32, 8 for float64."""
+    """Bytes per element in its computations: 4 for float32, 8 for float64."""
     logged: ClassVar[tuple[str, ...]] = ("task_norm",)
     """Entries of the reports whose means over the layers go to a run's loggers."""
 
@@ -68,11 +67,11 @@ class LayerMethod(ABC):
     ) -> Iterator[tuple[str, State, Report]]:
         """Add one task to many layers, side by side; a method that solves layers together overrides this.
 
-        ``step`` is the number of the task in the stream, from 1. ``device`` says where to compute, which is by default
-        where the pretrained weights lie. The name, the new state and a report of each layer come as it is finished.
+        ``step`` is the number of the task in the stream, from 1. ``device`` says where to compute, by default on the
+        pretrained weights' device. Yield the name, the new state and a report of each layer as it is finished.
 
         Raises:
-            ValueError: the models do not fit or hold non-finite values; names the layer.
+            ValueError: the models do not fit or hold non-finite values; the message names the layer.
         """
         check_layers(pretrained, pretrained, model="pretrained")
         check_layers(pretrained, task, model="task")
@@ -110,13 +109,13 @@ class LayerMethod(ABC):
         yield from map_layers(weigh, list(states), where)
 
     def warning(self, shapes: Sequence[tuple[int, int]]) -> str | None:
-        """Say what is doubtful about the options for layers ``(d_o, d_i)`` of these shapes, if anything is."""
+        """Return a warning if the options are doubtful for layers of these shapes ``(d_o, d_i)``."""
         return None
 
     def flops(self, shape: tuple[int, ...], ranks: Sequence[int | None]) -> float:
         """Estimate the floating-point operations that a layer takes, for the forecast of a merge's time.
 
-        ``ranks`` has for each task that is merged into the layer the rank of its LoRA, or None for a whole model.
+        ``ranks`` has one entry for each task merged into the layer: the rank of its LoRA, or None for a full model.
         """
         d_o, d_i = shape
         return 2.0 * d_o * d_i * min(d_o, d_i) * (1 + len(ranks))

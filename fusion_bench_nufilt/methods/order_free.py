@@ -1,4 +1,4 @@
-"""What the order-free methods share: a state of sums over the tasks, and an update whose strength grows with depth."""
+"""What order-free methods share: a state of sums over the tasks, and an update whose strength may grow with depth."""
 
 import math
 import re
@@ -18,14 +18,14 @@ from fusion_bench_nufilt.core.weights import wide_dtype
 
 from .base import LayerMethod, State
 
-FAINTEST = 1e-6  # a direction below this share of the strongest is rounding
+FAINTEST = 1e-6  # a direction weaker than this share of the strongest is rounding error
 
 option = partial(options.option, panel="Order-free methods")
 
 
 @dataclass(frozen=True)
 class RampConfig:
-    """The setting that all order-free methods have; further ones are choices or numbers above zero.
+    """The setting that all order-free methods have; any others must be choices or numbers above zero.
 
     Raises:
         ValueError: a value is out of its range; the message names the key.
@@ -50,10 +50,10 @@ class ScaleConfig(RampConfig):
 
 
 class OrderFree(LayerMethod):
-    """A method whose state is a symmetric function of the tasks, and of a size that does not grow with them.
+    """A method whose result does not depend on the tasks' order, nor the size of its state on their number.
 
     The state holds the tensors of :meth:`sums`, in float32 at least, and the ``count`` of the tasks that moved the
-    layer. A task that left the layer as it was changes nothing.
+    layer. A task that did not change the layer has no effect.
     """
 
     Options: ClassVar[type] = ScaleConfig
@@ -66,7 +66,7 @@ class OrderFree(LayerMethod):
 
     @abstractmethod
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the tensors in a layer's state."""
+        """Return the names and shapes of the tensors in a layer's state."""
 
     @abstractmethod
     def gather(self, state: State, tau: Tensor) -> State:
@@ -104,15 +104,15 @@ class OrderFree(LayerMethod):
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         d_o, d_i = shape
-        # There are the state in float64, its eigenvectors and what is solved with them, and the solver's workspace.
+        # Held at once: the state in float64, its eigenvectors and what is solved with them, and the solver's workspace.
         state = sum(math.prod(each) for each in self.sums(d_o, d_i).values())
         return itemsize * (4 * state + 4 * d_o * d_i + 8 * min(d_o, d_i) ** 2)
 
     def flops(self, shape: tuple[int, ...], ranks: Sequence[int | None]) -> float:
         shorter, longer = sorted(shape)
         one_task = 8 * longer * shorter**2  # two products in float64, whose operations count twice
-        rendering = 8 * longer * shorter**2 + 24 * shorter**3
-        return len(ranks) * one_task + rendering
+        weight = 8 * longer * shorter**2 + 24 * shorter**3
+        return len(ranks) * one_task + weight
 
 
 def _widened(state: State) -> State:
@@ -122,7 +122,7 @@ def _widened(state: State) -> State:
 def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
     r"""Return :math:`U f(s) V^\top` for :math:`X = U s V^\top`, ``(d_o, d_i)``, from the smaller Gram matrix.
 
-    Directions that are rounding stay out.
+    Directions that are rounding error are left out.
     """
     if X.shape[0] < X.shape[1]:
         return map_spectrum(X.mT, f).mT
@@ -135,8 +135,8 @@ def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
 def strengths(names: Sequence[str], kappa: float, ramp: float) -> dict[str, float]:
     r"""Return κ of each layer: :math:`\kappa\,(1 + \text{ramp}\,(2 l / (L - 1) - 1))` in block l of L blocks.
 
-    The first number in a layer's name is the number of its block, and what stands before it tells stacks of blocks
-    apart. A layer outside of all blocks has :math:`\kappa`.
+    The first number in a layer's name is the number of its block, and the prefix before it tells stacks of blocks
+    apart. A layer outside all blocks has :math:`\kappa`.
     """
     blocks = {name: (found[1], int(found[2])) for name in names if (found := re.match(r"(.*?\.)??(\d+)\.", name))}
     last = dict(sorted(blocks.values(), key=lambda place: place[1]))  # the highest block of each stack

@@ -1,4 +1,4 @@
-r"""Spectral voting: what each task moves most, all of it at nearly the same strength. It is not the paper's.
+r"""Spectral voting: the directions that tasks change most, at nearly equal strength. It is not from the paper.
 
 The tasks of a layer vote, and the merged update is the sum of their votes with its spectrum made nearly flat:
 
@@ -6,9 +6,9 @@ The tasks of a layer vote, and the merged update is the sum of their votes with 
     A_t = U (s / s_1)^3 V^\top = \tau_t \tau_t^\top \tau_t / s_1^3 \quad (\tau_t = U s V^\top), \qquad
     S = \sum_t A_t = U_S\, \sigma\, V_S^\top, \qquad X = \kappa\, m\; U_S\, q(\sigma)\, V_S^\top
 
-with m the mean of the tasks' :math:`s_1`. Cubing lets a task vote with its leading directions alone. A sum does not
-depend on the order in which the tasks arrive, and so neither does X. Everything is computed in float64: q lifts votes
-of :math:`10^{-6}` to full strength, and single precision cannot tell directions of nearly equal strength apart.
+with m the mean of the tasks' :math:`s_1`. Because of the cube, a task votes with its leading directions only. A sum
+does not depend on the order in which the tasks arrive, so neither does X. Everything is computed in float64: q lifts
+votes of :math:`10^{-6}` to full strength, and single precision cannot tell directions of nearly equal strength apart.
 """
 
 from dataclasses import dataclass

@@ -133,8 +133,8 @@ class TsvStream(OrderFree):
 
     With ``k = min(d_o, d_i)``, each of T tasks keeps its k // T leading directions, and
     :math:`X = \lambda\, \mathrm{polar}([U_1 \dots U_T])\, \mathrm{diag}(s)\, \mathrm{polar}([V_1 \dots V_T])^\top`.
-    A new task cuts those of all earlier ones, so that the state, ``left`` ``(d_o, k)``, ``values`` ``(k,)`` and
-    ``right`` ``(d_i, k)``, has the size of two models; its columns beyond T (k // T) are zero.
+    A new task shortens the lists of all earlier ones, so that the state, ``left`` ``(d_o, k)``, ``values`` ``(k,)`` and
+    ``right`` ``(d_i, k)``, has at most the size of two models; its columns beyond T (k // T) are zero.
     """
 
     name = "tsv_stream"
@@ -175,7 +175,7 @@ _MEMBERS: dict[str, type[OrderFree]] = {method.name: method for method in (Spect
 
 @dataclass(frozen=True)
 class MixConfig(ScaleConfig):
-    """The settings of a mixture, of two methods at their own defaults."""
+    """The settings of a mixture of two methods, each of which has its own defaults."""
 
     pair: Literal["spectral+sylvester", "tsv_stream+sylvester", "tsv_stream+spectral"] = option(
         "spectral+sylvester", "The two methods whose updates are averaged."

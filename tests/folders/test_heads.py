@@ -114,7 +114,7 @@ def test_classifiers_of_the_same_labels_share_their_head_unless_the_user_names_i
     assert "classifier" not in [layer.name for layer in named.layers]
     change_json(tmp_path / "two" / "config.json", **labels(["cat", "dog", "cow"]))
     assert list(plan(tmp_path, ["one", "two"]).heads) == ["one", "two"]  # one task's own head is every task's
-    with pytest.raises(ValueError, match=r"one': heads='clasifier' is the name of none of its modules"):
+    with pytest.raises(ValueError, match=r"one': heads='clasifier' matches none of its modules"):
         plan(tmp_path, ["one", "two"], heads="clasifier")
 
 
