@@ -43,22 +43,22 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
 
     A subclass says how one model is merged (:meth:`merge_step`) and which models it refuses (:meth:`check_model`).
     At no time are more than three models held: the pretrained, the merged and the new one. A pool with a ``_merged_``
-    model goes on from there; steps are counted from the first model that is in it.
+    model goes on from there; step numbers count the models that it already holds.
 
     Args:
         **kwargs: the options of :class:`ProtocolConfig`.
 
     Raises:
-        ValueError: a value is out of its range, or there is no such option; names it.
+        ValueError: a value is out of its range, or there is no such option; the message names it.
     """
 
-    # These are of the last run.
+    # These describe the last run.
     folder: RunFolder | None  # the log directory
     matrix: AccuracyMatrix
     merge_seconds: list[float]  # by step, without loading, saving and scoring
     history: list[str]  # the names of the models in `_merged_`, as far as they are known
     first_step: int  # the number of the first model of the stream: 1 without `_merged_`
-    files: Mapping[str, bytes]  # what is kept beside each step, by path
+    files: Mapping[str, bytes]  # further files saved with each step, by path
 
     # These are set by auto_register_config.
     shuffle_order: bool
@@ -75,24 +75,24 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         _, others = split_options([ProtocolConfig], kwargs)
         if unknown := others.keys() - set(known := self._config_mapping.values()):
             raise ValueError(f"{type(self).__name__}: {unknown_option(min(unknown), known)}")
-        super().__init__(**others)  # FusionBench calls options that it is handed unused
+        super().__init__(**others)  # FusionBench would report the others as unused
 
-    # --- what a method says of itself ---
+    # --- what a method defines ---
 
     @property
     def name(self) -> str:
-        """The name of the method, for people."""
+        """The name of the method in tables and logs."""
         return type(self).__name__
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         """Prepare a run; called once, with the pretrained model and the names in merging order."""
 
     def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
-        """Raise ValueError, naming model and layer, for one that cannot be merged: other shapes, or NaN."""
+        """Raise a ValueError, naming model and layer, if the model cannot be merged: other shapes, or NaN."""
         check_model(pretrained, model, name=name)
 
     def uses(self, key: str) -> bool:
-        """Return whether every model must have a parameter, by its name in the state dict, of its own."""
+        """Return whether every model must bring its own values of a parameter, named as in the state dict."""
         return True
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
@@ -107,7 +107,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         return {}
 
     def describe(self) -> dict[str, Any]:
-        """Return what the manifest of a step says about the merge, beside its order, inputs and settings."""
+        """Return what the manifest of a step says about the merge, besides its order, inputs and settings."""
         return {}
 
     def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
@@ -123,7 +123,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
 
     @property
     def taskpool(self) -> Any:
-        """What scores the run, if anything does."""
+        """The task pool that scores the run, if there is one."""
         return None if self.scores is None else self.scores.evaluator.taskpool
 
     def on_run_start(self) -> None:
@@ -139,10 +139,10 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         Args:
             modelpool: FusionBench model pool, or a dict of torch modules; ``_pretrained_`` is the pretrained one, and
                 ``_merged_``, if there is one, what was merged before.
-            taskpool: FusionBench task pool, or an evaluator that other runs share; default: the program's task pool.
-                Without one nothing is scored.
-            on_step: called with the number of each step that is merged, saved and scored, and the merged model, which
-                later steps change: a score of one's own is taken here.
+            taskpool: FusionBench task pool, or an evaluator that other runs share; by default, the program's task
+                pool. Without one, nothing is scored.
+            on_step: called after each step is saved and scored, with its number and the merged model, for scores of
+                your own; later steps change this model.
         """
         modelpool = pools.as_pool(modelpool)
         with one_line_errors(), open_run_folder(self.log_dir) as self.folder:
@@ -178,7 +178,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         return merged
 
     def _scores(self, taskpool: Any) -> RunScores | None:
-        """Return what scores this run, unless there is no task pool."""
+        """Return the scorer of this run, or None without a task pool."""
         if (evaluator := find_evaluator(taskpool, self._program)) is None:
             return None
         log_dict = self.log_dict if self.fabric.loggers else None
@@ -236,7 +236,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
             self.on_step(step, merged)
 
     def _load(self, modelpool: BaseModelPool, name: str) -> tuple[nn.Module, Sequence[str]]:
-        """Load a model and, where steps are kept, note what its weights are."""
+        """Load a model and, where steps are kept, note the digest of its weights."""
         with self.profile("loading models"):
             model, drawn = load_model(modelpool, name)
             if self._kept is not None and "sha256" not in self._inputs[name]:
@@ -249,7 +249,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         self.check_model(pretrained, model, name)
 
     def _resume(self, merged: nn.Module) -> int:
-        """Give ``merged`` the weights after the newest whole step in the log directory; return that step's number."""
+        """Give ``merged`` the weights of the newest complete step in the log directory; return that step's number."""
         first, last = self.first_step, self._last_step
         if self.folder is None or (found := self.folder.newest_step(first, last, self._description())) is None:
             return first - 1
@@ -265,7 +265,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         return step
 
     def _description(self) -> dict[str, Any]:
-        """Return all that the models after each step depend on: a run is resumed only if nothing of it changed."""
+        """Return all that the models after each step depend on: a run is resumed only if none of it has changed."""
         config: Any = OmegaConf.to_container(self.config, resolve=True)
         return {
             "method": self.name,
@@ -276,7 +276,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         }
 
     def _finish(self, scores: RunScores, merged: nn.Module) -> None:
-        """Print the accuracy matrix and leave it in the log directory, with its page."""
+        """Print the accuracy matrix and save it in the log directory, with its page."""
         if self._program is not None:
             # FusionBench prints this report last, so that a run ends with its metrics and the page.
             self._program.taskpool = ReportedTaskPool(self.taskpool, merged, scores.final_report())

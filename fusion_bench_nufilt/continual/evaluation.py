@@ -1,4 +1,4 @@
-"""Score merged models by FusionBench's own task pools, which are set up once for a whole stream."""
+"""Score merged models with FusionBench's own task pools, each set up once for a whole stream."""
 
 import logging
 import math
@@ -36,13 +36,13 @@ Scorer = Callable[[nn.Module, Sequence[str], Part | None], Results]
 
 
 class TasksByName(ABC):
-    """A task pool that can be asked to score some of its tasks alone."""
+    """A task pool that can score some of its tasks alone."""
 
     task_names: list[str]  # all tasks
 
     @abstractmethod
     def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None, limit: int | None = None) -> Results:
-        """Return the results by task, of ``tasks`` alone and on ``limit`` items of each, if these are given."""
+        """Return the results by task, for ``tasks`` only and on ``limit`` items of each, where these are given."""
 
     def check(self) -> None:  # noqa: B027
         """Raise a ValueError for a package, a task or data that is missing; called before any model is loaded."""
@@ -51,12 +51,12 @@ class TasksByName(ABC):
 class Evaluator:
     """Evaluates models on some tasks of any FusionBench task pool.
 
-    CLIP vision and v0.1 (Flan-T5) pools, and a :class:`TasksByName`, are narrowed to the tasks asked for; another pool
-    evaluates all it has, and the rest is dropped.
+    CLIP vision and v0.1 (Flan-T5) pools, and a :class:`TasksByName`, score only the tasks asked for; any other pool
+    evaluates all its tasks, and the rest is dropped.
 
     Args:
         taskpool: the task pool.
-        part: which items of each task are scored; None: all. A ValueError refuses a pool that has no such items.
+        part: which items of each task are scored, by default all; a ValueError where the pool can't select items.
     """
 
     def __init__(self, taskpool: Any, part: Part | None = None) -> None:
@@ -67,10 +67,10 @@ class Evaluator:
             raise ValueError(f"a part of the test data needs a CLIP or Flan-T5 pool, got {type(taskpool).__name__}")
 
     def check(self, model: nn.Module, tasks: Sequence[str]) -> None:
-        """Score one item of each task, so that a ValueError says before any work what can't be scored.
+        """Score one item of each task, and raise a ValueError, before any work, for what can't be scored.
 
-        A pool of FusionBench that can't be narrowed scores a batch; one from elsewhere is not asked. What is drawn
-        later stays what it is without this.
+        A FusionBench pool that can't be narrowed scores one batch; a pool from elsewhere is not checked. The state of
+        the random number generator is left as it was.
         """
         try:
             with torch.random.fork_rng(devices=[]):
@@ -113,7 +113,7 @@ class Evaluator:
 
 
 def find_evaluator(taskpool: Any, program: Any) -> Evaluator | None:
-    """Return what scores by a task pool, or by the program's if none is given; None if nothing is to be scored."""
+    """Return the evaluator of a task pool, by default the program's, or None if nothing is to be scored."""
     if taskpool is None and program is not None:
         taskpool = program.taskpool
     if taskpool is None or isinstance(taskpool, DummyTaskPool):
@@ -137,10 +137,10 @@ def _is_clip(pool: Any) -> bool:
 
 
 def _scorer(pool: Any) -> tuple[Scorer, Sequence[str]]:
-    """Return what scores a model on those of some tasks that a pool has, and the tasks that it can score alone.
+    """Return a function that scores a model on tasks of a pool, and the names of the tasks that it can score alone.
 
-    FusionBench's continual methods call ``evaluate`` with ``_is_setup`` reset, which loads models and data and encodes
-    all prompts again at every step: most of a run's time. The scorers keep what does not change.
+    FusionBench's continual methods reset ``_is_setup`` before ``evaluate``, which then loads models and data and
+    encodes all prompts again, and takes most of a run's time. These functions keep what does not change.
     """
     if _is_clip(pool):
         return partial(_score_clip, pool, {}), list(pool._test_datasets)
@@ -182,7 +182,7 @@ def _score_clip(pool: Any, heads: dict[str, Any], model: nn.Module, tasks: Seque
 def _score_v01(
     pool: V01TaskPool, load: Callable[[str], Any], model: nn.Module, tasks: Sequence[str], part: Part | None
 ) -> Results:
-    """Score by FusionBench's v0.1 pools, such as Flan-T5 on GLUE; each task keeps its data."""
+    """Score with FusionBench's v0.1 pools, such as Flan-T5 on GLUE; each task keeps its data."""
     if (fabric := getattr(pool, "fabric", None)) is not None:
         model = fabric.setup(model)
     own = {name: task for task in pool.task_names for name in names_of(task)}
@@ -195,12 +195,12 @@ def _score_v01(
 
 
 def _score_by_name(pool: TasksByName, model: nn.Module, tasks: Sequence[str], part: Part | None) -> Results:
-    """Score by an evaluation harness; the only part of a task that it knows is its first item."""
+    """Score with an evaluation harness; the only part of a task that it can score is the first item."""
     return pool.evaluate(model, tasks) if part is None else pool.evaluate(model, tasks, limit=1)
 
 
 def _score_whole(pool: Any, model: nn.Module, tasks: Sequence[str], part: Part | None) -> Results:
-    """Score by any other pool: what it reports, as it reports it; the part that FusionBench's pools know is a batch."""
+    """Score with any other pool, which reports as it likes; of the parts, FusionBench's pools can score one batch."""
     if part is not None and not type(pool).__module__.startswith("fusion_bench."):
         return {}
     if part is None:
@@ -218,7 +218,7 @@ def _score_whole(pool: Any, model: nn.Module, tasks: Sequence[str], part: Part |
 
 @contextmanager
 def _one_batch(pool: Any) -> Iterator[None]:
-    """Have a pool of FusionBench score one batch of each task; some look at their own setting, others at the global."""
+    """Have a FusionBench pool score one batch of each task; some read their own setting, others the global one."""
     before = getattr(pool, "fast_dev_run", False), RuntimeConstants.debug
     pool.fast_dev_run = RuntimeConstants.debug = True
     try:
@@ -235,8 +235,8 @@ class RunScores:
     matrix: AccuracyMatrix
     evaluate: Evaluate
     first_step: int  # the number of the first step of the stream
-    folder: RunFolder | None  # where reports are kept, if anywhere
-    log_dict: Callable[..., Any] | None  # takes numbers for the loggers, if there are some
+    folder: RunFolder | None  # where reports are saved, if anywhere
+    log_dict: Callable[..., Any] | None  # sends numbers to the loggers, if there are any
     last_report: Report = field(default_factory=dict)
 
     def tasks(self, step: int) -> list[str]:
@@ -256,7 +256,7 @@ class RunScores:
         self.record(step, report)
 
     def record(self, step: int, report: Report) -> None:
-        """Enter the scores that a report has."""
+        """Enter the scores of a report into the matrix."""
         self.last_report = report
         scores = {task: score(report[task]) for task in self.tasks(step) if task in report}
         self.matrix.record(step - self.first_step + 1, scores)
@@ -266,7 +266,7 @@ class RunScores:
                 self.log_dict(self.matrix.metrics(), step=step)
 
     def restore(self, step: int, merged: nn.Module) -> None:
-        """Enter the scores of an earlier process up to a step; those that were lost are taken again."""
+        """Enter the scores of an earlier process up to a step, and score again where a report was lost."""
         assert self.folder is not None
         for done in range(self.first_step, step + 1):
             if report := self.folder.read_report(done):
@@ -276,7 +276,7 @@ class RunScores:
                 self.take(done, merged)
 
     def final_report(self) -> Report:
-        """Return the last report, with the metrics of the run and where its matrix and its page are."""
+        """Return the last report, with the metrics of the run and the paths of its matrix and its page."""
         metrics: dict[str, Any] = {name: x for name, x in self.matrix.metrics().items() if not math.isnan(x)}
         if self.folder is not None:
             metrics["accuracy_matrix"] = str(self.folder.path / "accuracy_matrix.json")

@@ -30,7 +30,7 @@ from .models import MERGED, PRETRAINED, config_of
 from .protocol import DeviceConfig, ProtocolConfig
 
 log = logging.getLogger(__name__)
-_warn_once = cache(log.warning)  # however many runs a comparison has
+_warn_once = cache(log.warning)  # once for all runs of a comparison
 
 
 class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
@@ -41,7 +41,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         **kwargs: the options of that method and of ``TargetConfig``, ``DeviceConfig`` and ``ProtocolConfig``.
 
     Raises:
-        ValueError: a value is out of its range, or there is no such method or option; names it.
+        ValueError: a value is out of its range, or there is no such method or option; the message names it.
     """
 
     def __init__(self, layer_method: str, **kwargs: Any) -> None:
@@ -65,12 +65,12 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self.task_heads: dict[str, Head] = {}
         self.head_tensors: dict[str, dict[str, Tensor]] = {}
         self._heads = Heads("none", {}, {})
-        self._drawn: dict[str, Sequence[str]] = {}  # weights that a checkpoint lacks, and below those of no head
-        self._lacking: dict[str, list[str]] = {}
+        self._drawn: dict[str, Sequence[str]] = {}  # weights that a checkpoint lacks
+        self._lacking: dict[str, list[str]] = {}  # those of them that are outside heads
         self._choose(pretrained)
 
     def _choose(self, pretrained: nn.Module) -> None:
-        """Choose the layers, without those of heads as far as these are known."""
+        """Choose the layers, without those of the heads that are known by now."""
         layers = select_layers(pretrained, self.targets.target_modules, self.targets.exclude_modules)
         self._layers = {layer: view for layer, view in layers.items() if not self._heads.of([view.key])}
         self._coverage = coverage(pretrained, self._layers, self.targets)
@@ -90,7 +90,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
     @property
     def solving_share(self) -> float | None:
-        """Share of the layers' seconds that a solver took; None for a method without one."""
+        """The share of the merging time that the solver took; None for a method without one."""
         solving = sum(row.get("solving_seconds", 0.0) for row in self._reports)
         return solving / sum(row["seconds"] for row in self._reports) if solving else None
 
@@ -122,14 +122,14 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             self._states[layer] = {name: saved[f"{layer}.{name}"].to(value.device) for name, value in state.items()}
 
     def _check(self, pretrained: nn.Module, model: nn.Module, drawn: Sequence[str], name: str) -> None:
-        """Look for the model's head before all other checks, which are of what is merged."""
+        """Find the model's head before all other checks, which concern what is merged."""
         self._drawn[name], names = drawn, self._names(pretrained, model)
         shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
         if name == PRETRAINED:
             known = {key: shape for key, shape in shapes.items() if key not in drawn}
             backbone = getattr(pretrained, "base_model_prefix", "")
             self._heads = Heads(self.targets.heads, known, config_of(pretrained), backbone)
-        if name == PRETRAINED and self.targets.heads == "auto":  # a head that its checkpoint lacks is one, too
+        if name == PRETRAINED and self.targets.heads == "auto":  # a head that its checkpoint lacks counts, too
             self._heads.add(name, shapes, config_of(pretrained))
         elif name not in (PRETRAINED, MERGED):
             before = len(self._heads.modules)
@@ -146,7 +146,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         super()._check(pretrained, _backbone(pretrained, model), left, name)
 
     def _names(self, pretrained: nn.Module, model: nn.Module) -> dict[str, str]:
-        """Return the keys of a model by the names that the pretrained model has for them."""
+        """Return the keys of a model by the pretrained model's names for them."""
         inside = "" if _backbone(pretrained, model) is model else f"{model.base_model_prefix}."
         return {key.removeprefix(inside): key for key in model.state_dict()}
 
@@ -220,7 +220,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
 
 def _backbone(pretrained: nn.Module, model: nn.Module) -> nn.Module:
-    """Return the part of a model that a pretrained model without a head has: all of it for one with a head."""
+    """Return the part of a model that the pretrained model has, too: the backbone if that model has no head."""
     prefix = getattr(model, "base_model_prefix", "")
     part = getattr(model, prefix, None) if prefix else None
     bare = not any(key.startswith(f"{prefix}.") for key in pretrained.state_dict())
@@ -236,7 +236,7 @@ class NufiltContinualMergingAlgorithm(LayerwiseMergingAlgorithm):
         **kwargs: the options of ``FusionConfig``, ``TargetConfig``, ``DeviceConfig`` and ``ProtocolConfig``.
 
     Raises:
-        ValueError: a value is out of its range, or there is no such option; names it.
+        ValueError: a value is out of its range, or there is no such option; the message names it.
 
     Examples:
         >>> algorithm = NufiltContinualMergingAlgorithm(shuffle_order=False)

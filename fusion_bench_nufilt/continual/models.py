@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def as_pool(models: BaseModelPool | Mapping[str, nn.Module]) -> BaseModelPool:
-    """Return models as a pool; a ValueError says what to do with state dicts."""
+    """Return models as a pool; for state dicts, raise a ValueError that says what to do."""
     if isinstance(models, BaseModelPool):
         return models
     for name, model in models.items():
@@ -44,7 +44,7 @@ def check_pool(modelpool: BaseModelPool) -> None:
 def load_model(modelpool: BaseModelPool, name: str) -> tuple[nn.Module, list[str]]:
     """Load a model of a pool, and tell which of its weights were drawn at random.
 
-    transformers draws every weight that a checkpoint lacks, and says so in a warning only.
+    transformers draws every weight that a checkpoint lacks at random, and only warns about it.
     """
     with _drawn_at_random() as drawn:
         try:
@@ -59,18 +59,18 @@ def load_model(modelpool: BaseModelPool, name: str) -> tuple[nn.Module, list[str
 
 
 def digest_of_stored(model: nn.Module, drawn: Collection[str]) -> str:
-    """Return the digest of a model's weights but for those that were drawn at random, which differ from run to run."""
+    """Return the digest of a model's weights except those drawn at random, which differ from run to run."""
     return model_digest({key: value for key, value in model.state_dict().items() if key not in drawn})
 
 
 def reason(error: Exception) -> str:
-    """Say in one line why something failed."""
+    """Return the reason of a failure in one line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
 def refuse_drawn(name: str, keys: Sequence[str], *, can_exclude: bool) -> None:
-    """Refuse a model with weights to be merged that were drawn at random, by name."""
+    """Raise a ValueError if weights to be merged were drawn at random; it names the model and a weight."""
     if keys:
         why = f"one of {len(keys)} weights to be merged that transformers drew at random"
         hint = leave_out(keys[0].rpartition(".")[0]) if can_exclude else ""
@@ -83,7 +83,7 @@ def _same(key: str, other: str) -> bool:
 
 @contextmanager
 def _drawn_at_random() -> Iterator[set[str]]:
-    """Collect the keys that are missing in the checkpoints that transformers loads meanwhile."""
+    """Collect the keys missing in the checkpoints that transformers loads within the block."""
     missing: set[str] = set()
     load: Any = vars(PreTrainedModel)["from_pretrained"]
 
@@ -97,7 +97,7 @@ def _drawn_at_random() -> Iterator[set[str]]:
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """Return what tells the labels and the class of a model of transformers or timm, as their config.json does."""
+    """Return the labels and class of a transformers or timm model, in the form of its config.json."""
     config, of_timm = getattr(model, "config", None), getattr(model, "pretrained_cfg", None) or {}
     if callable(to_json := getattr(config, "to_json_string", None)):
         return {**json.loads(to_json()), "architectures": [type(model).__name__]}
@@ -109,7 +109,7 @@ def config_of(model: nn.Module) -> dict[str, Any]:
 
 
 def source_of(modelpool: BaseModelPool, name: str) -> Any:
-    """Return where a model comes from: a hub name or folder, or the pool's config of it."""
+    """Return where a model comes from: a hub name, a folder, or its configuration in the pool."""
     entry = modelpool._models[name]
     if isinstance(entry, str):
         return entry
@@ -121,9 +121,9 @@ def source_of(modelpool: BaseModelPool, name: str) -> Any:
 
 
 def merged_before(modelpool: BaseModelPool, num_merged: int | None, *, verify: bool) -> tuple[list[str], int]:
-    """Return the names of the models in the pool's ``_merged_`` model, if it has one, and the number of the next model.
+    """Return the names of the models in the pool's ``_merged_`` model, if there is one, and the next model's number.
 
-    The manifest of its checkpoint has the names and their number, unless ``num_merged`` says how many they are.
+    Both come from the manifest of its checkpoint; ``num_merged`` overrides the number.
     """
     check_pool(modelpool)
     if MERGED not in modelpool.all_model_names:
@@ -144,10 +144,10 @@ def merged_before(modelpool: BaseModelPool, num_merged: int | None, *, verify: b
 def merged_checkpoint(
     modelpool: BaseModelPool, pretrained: nn.Module | None = None, drawn: Collection[str] = (), *, verify: bool
 ) -> tuple[Path | None, Manifest]:
-    """Return the folder of the pool's ``_merged_`` model, and its manifest; empty if it has none.
+    """Return the folder of the pool's ``_merged_`` model, and its manifest, which is empty if there is none.
 
-    With ``verify``, a manifest that was changed is refused, and one of another ``pretrained`` model, of which
-    the weights ``drawn`` at random do not count.
+    With ``verify``, a manifest is refused if it was changed or belongs to another ``pretrained`` model, whose weights
+    ``drawn`` at random do not count.
     """
     entry = modelpool._models[MERGED]
     path = entry if isinstance(entry, str) else getattr(entry, "pretrained_model_name_or_path", None)

@@ -1,4 +1,4 @@
-"""The connections of a run to the FusionBench program that it is part of, and to its trackers."""
+"""How a run connects to the FusionBench program that it is part of, and to experiment trackers."""
 
 import logging
 import sys
@@ -31,10 +31,10 @@ class InputError(CompactHydraException, ValueError):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Have `fusion_bench` end with one line alone that says what is wrong with its input; elsewhere, change nothing.
+    """Have `fusion_bench` end with a single line that says what is wrong with its input; elsewhere, change nothing.
 
-    The log file of the run has the trace. A run of another Hydra program, or of a sweep, which goes on with its other
-    runs, fails with an :class:`InputError` instead.
+    The log file of the run has the trace. In another Hydra program, or in a sweep, which goes on with its other runs,
+    the run fails with an :class:`InputError` instead.
     """
     try:
         yield
@@ -50,7 +50,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 class OneLineErrors:
-    """What is wrong with the options of a subclass is said in one line."""
+    """A base class whose subclasses report bad options in one line."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -58,7 +58,7 @@ class OneLineErrors:
 
 
 def checking_config(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
-    """Have FusionBench's main function say in one line what is wrong with the configuration of a method from here."""
+    """Have FusionBench's main function report in one line what is wrong with the configuration of our methods."""
 
     @wraps(main)
     def check_first(config: DictConfig) -> Any:
@@ -75,14 +75,14 @@ def _check_config(config: DictConfig) -> None:
     try:
         OmegaConf.resolve(config)
     except OmegaConfBaseException:
-        OmegaConf.to_container(config, resolve=True)  # whose error names the place
+        OmegaConf.to_container(config, resolve=True)  # its error names the place
         raise
     if not OmegaConf.is_dict(models := config.modelpool.get("models", config.modelpool)):
         raise ValueError(f"modelpool.models must give each model a name, got {models!r}")
 
 
 def _shorten(record: logging.LogRecord) -> bool:
-    """Keep from the terminal the line that Python prints, and the trace of an :class:`InputError`."""
+    """Keep the line that Python prints, and the trace of an :class:`InputError`, off the terminal."""
     error = record.exc_info and record.exc_info[1]
     if isinstance(error, InputError):
         record.exc_info = record.exc_text = None
@@ -91,7 +91,7 @@ def _shorten(record: logging.LogRecord) -> bool:
 
 @one_line_errors()
 def use_bundled_taskpool(program: Any) -> None:
-    """Give the program the task pool that its model pool brings along, or one of the same name, unless one was named.
+    """Unless the user named a task pool, use the one that the model pool brings along, or one of the same name.
 
     FusionBench has a few pairs of the same name, such as ``modelpool=gpt-2_glue`` and ``taskpool=gpt-2_glue``.
     """
@@ -114,7 +114,7 @@ def _namesake(run: Any) -> Any:
 
 
 class ReportedTaskPool:
-    """Answers FusionBench's evaluation of the merged model, after ``run``, with the report that the run made."""
+    """Answers FusionBench's evaluation of the merged model, which follows ``run``, with the run's own report."""
 
     def __init__(self, taskpool: Any, model: nn.Module, report: dict[str, Any]) -> None:
         self.taskpool, self.model, self.report = taskpool, model, report
@@ -124,7 +124,7 @@ class ReportedTaskPool:
 
 
 def log_picture(loggers: Sequence[Any], name: str, file: Path, step: int) -> None:
-    """Give a picture to the trackers that take some; one that fails is a warning, since the run's files are there."""
+    """Give a picture to the trackers that take pictures; one that fails only warns, since the run's files are there."""
     for logger in loggers:
         try:
             if hasattr(logger, "log_image"):  # Weights & Biases, SwanLab

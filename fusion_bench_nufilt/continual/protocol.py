@@ -21,7 +21,7 @@ option = partial(options.option, panel="Protocol")
 
 @dataclass(frozen=True)
 class ProtocolConfig:
-    """How a stream of models is merged, scored and saved, whatever the method; a ValueError names a bad key."""
+    """How a stream of models is merged, scored and saved by any method; a ValueError names a bad key."""
 
     shuffle_order: bool = option(
         True,
@@ -38,8 +38,8 @@ class ProtocolConfig:
     )
     check_models: bool = option(True, "Load every model before the first step.")
     check_taskpool: bool = option(True, "Score one item of each task before the first step.")
-    resume: bool = option(False, "Go on after the last whole step in the same log directory.")
-    num_merged: int | None = option(None, "Models in the pool's _merged_ model; null: as its manifest says.")
+    resume: bool = option(False, "Go on after the last complete step in the same log directory.")
+    num_merged: int | None = option(None, "Number of models in the pool's _merged_ model; null: as its manifest says.")
     verify: bool = option(True, "Check by digests that the pool's _merged_ model is what was saved.")
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class ProtocolConfig:
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """Where layers are computed; anything but all and a list of numbers is a ValueError."""
+    """Where layers are computed; a ValueError unless it is null, all or a list of numbers."""
 
     devices: Literal["all"] | Sequence[int] | None = options.option(
         None,
@@ -68,7 +68,7 @@ class DeviceConfig:
             raise ValueError(f"devices must be all, or a list of numbers of GPUs such as [0,1], got {numbers!r}")
 
     def choose(self, otherwise: torch.device) -> list[torch.device]:
-        """Return the devices: ``otherwise``, or the CPU for a Mac's GPU, if none are named; no GPUs is a ValueError."""
+        """Return the devices, by default ``otherwise``, or the CPU in place of a Mac's GPU; no GPUs is a ValueError."""
         if self.devices is None:
             if otherwise.type in ("cpu", "cuda"):
                 return [otherwise]
@@ -81,7 +81,7 @@ class DeviceConfig:
 
 
 def task_order(names: Sequence[str], *, shuffle: bool, seed: int) -> list[str]:
-    """Return the names in the order of the run, which is the one of FusionBench's continual methods for that seed."""
+    """Return the names in the order of the run, the same as that of FusionBench's continual methods for the seed."""
     order = list(names)
     if shuffle:
         random.Random(seed).shuffle(order)
@@ -89,7 +89,7 @@ def task_order(names: Sequence[str], *, shuffle: bool, seed: int) -> list[str]:
 
 
 def tasks_to_score(order: Sequence[str], step: int, evaluate: Evaluate) -> list[str]:
-    """Return the tasks to score after ``step`` of the tasks are merged, see :attr:`ProtocolConfig.evaluate`.
+    """Return the tasks to score once ``step`` tasks are merged, see :attr:`ProtocolConfig.evaluate`.
 
     Of T tasks, ``diagonal`` takes 2T-1 scores in all, ``every_step`` T(T+1)/2 and ``every_step_all`` T^2.
     """

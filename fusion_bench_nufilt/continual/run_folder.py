@@ -41,8 +41,8 @@ class RunFolder:
         state: Mapping[str, Tensor],
         files: Mapping[str, bytes],
     ) -> None:
-        """Save the model after a step, what the manifest says of it, the state to go on from, and further files."""
-        self._report(step).unlink(missing_ok=True)  # an earlier run's would pass for this one's
+        """Save the model after a step, with its manifest, the state to go on from, and further files."""
+        self._report(step).unlink(missing_ok=True)  # else an earlier run's would pass for this one's
         save_checkpoint(model, self.checkpoint(step), about, state, files)
 
     def load_step(self, step: int, model: nn.Module) -> None:
@@ -51,7 +51,7 @@ class RunFolder:
         load_checkpoint(model, self.checkpoint(step))
 
     def newest_step(self, first: int, last: int, run: Mapping[str, Any]) -> tuple[Path, Manifest] | None:
-        """Return folder and manifest of the newest whole step between two; damaged steps are passed over.
+        """Return the folder and manifest of the newest complete step between two; damaged steps are passed over.
 
         Refuse a step of another run than ``run`` describes, naming what differs.
         """
@@ -84,7 +84,7 @@ class RunFolder:
 
 @contextmanager
 def open_run_folder(path: str | None) -> Iterator[RunFolder | None]:
-    """Hold the log directory, if there is one, for a run; refuse one where nothing or another process can write."""
+    """Lock the log directory, if there is one, for a run; raise a ValueError if it is read-only or already locked."""
     if path is None:
         yield None
         return
@@ -99,9 +99,9 @@ def open_run_folder(path: str | None) -> Iterator[RunFolder | None]:
 
 
 def differences(manifest: Manifest, run: Mapping[str, Any]) -> list[str]:
-    """Name what differs between the run that a manifest is of and the run that is described.
+    """Name what differs between the run that wrote a manifest and the run that is described.
 
-    A model is known by its weights: the same weights may come from another place.
+    Models are compared by their weights: the same weights may come from another place.
     """
     if lacking := [key for key in ("step", "merge_seconds", "order", "inputs", "settings") if key not in manifest]:
         return [f"version of this package (its manifest has no {', '.join(lacking)})"]
