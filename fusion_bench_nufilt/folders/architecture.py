@@ -22,9 +22,9 @@ from .stored import as_stored, submodule
 
 log = logging.getLogger(__name__)
 
-# Matrices that are no layers, by a word of their name, where transformers does not know the architecture.
+# Words in the names of matrices that are not layers, for architectures that transformers does not know.
 _NOT_LINEAR = re.compile(r"(^|[._])(wte|wpe|shared|ln\w*|\w*embed\w*|\w*norm\w*|relative_attention_bias)([._]|$)")
-# Parameters that hold several layers, and how many dimensions they have.
+# Parameters that hold several layers, and their numbers of dimensions.
 _PACKED = {"in_proj_weight": 2, "gate_up_proj": 3, "down_proj": 3}
 _GPT2 = re.compile(r"(.*\.)?attn\.c_attn\.weight")  # (d, 3d) where the layers are transposed
 _NOT_TOGETHER = "weights and config do not belong together"
@@ -32,7 +32,7 @@ _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
 
 
 class Layer(NamedTuple):
-    name: str  # the model's, which seeds the adapter
+    name: str  # its name in the model, which seeds the adapter
     slot: str
     keys: tuple[str, ...]  # of the base checkpoint; more than one where a tied weight is stored more than once
     view: View  # how the slot's tensor holds the layer's matrix
@@ -44,8 +44,8 @@ class Architecture:
     Keys of a checkpoint may differ from the model's names (older LLaVA checkpoints, a base model without its head)
     and several names may share one weight. A *slot* is the first of the model's names for a weight; a key that the
     model does not know is its own slot. Where a parameter holds several layers (packed attention projections, fused
-    experts), each part is a slot, and :meth:`split` makes each part a tensor of its own: it is then read, merged or
-    copied, and written by itself. The config.json of ``base`` tells the architecture.
+    experts), each part is a slot, and :meth:`split` makes each part a tensor of its own, which is read, merged or
+    copied, and written by itself. The architecture is that in the config.json of ``base``.
     """
 
     def __init__(self, base: Checkpoint) -> None:
@@ -70,7 +70,7 @@ class Architecture:
         return part(slot, view.rows) if slot in self._parts else slot
 
     def names(self, slot: str) -> list[str]:
-        """Return the model's names for the tensor of a slot, of which a tied one has several."""
+        """Return the model's names for the tensor of a slot; a tied tensor has several."""
         return [name for name, its_slot in self._slots.items() if its_slot == slot]
 
     def rows(self, slot: str) -> int:
@@ -109,7 +109,7 @@ class Architecture:
         return name, f"{self.backbone}.{name}", name.removeprefix(f"{self.backbone}.")
 
     def _unused(self, base: Checkpoint) -> list[str]:
-        """Return stored tensors that differ from the model's in nothing but a number: of layers it does not have."""
+        """Return stored tensors of layers that the model lacks: their names differ from its own by a number alone."""
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         unnumbered = partial(re.sub, r"\.\d+\.", ".#.")
         known = set(map(unnumbered, self._slots))
@@ -121,7 +121,7 @@ class Architecture:
         """Return the slots of the tensors with a row for every token, given the stored tensors' shapes by slot."""
         try:
             first, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()  # type: ignore[operator]
-        except (AttributeError, NotImplementedError):  # no transformers model, or one with two towers
+        except (AttributeError, NotImplementedError):  # not a transformers model, or one with two towers
             return []
         if not isinstance(first, nn.Embedding):
             return []
@@ -131,7 +131,7 @@ class Architecture:
         return [slot for slot in found if stored[slot][0] == stored[found[0]][0]]
 
     def layers(self, base: Checkpoint, targets: TargetConfig, heads: Heads) -> list[Layer]:
-        """Return the layers to merge, in the base's order; refuse a base whose weights and config do not fit."""
+        """Return the layers to merge, in the base's order; refuse a base whose weights and config do not match."""
         selected = select_layers(self.model, targets.target_modules, targets.exclude_modules)
         selected = {name: view for name, view in selected.items() if not heads.of([view.key])}
         chosen = {self.slot_of(view): name for name, view in selected.items()}
@@ -158,7 +158,7 @@ class Architecture:
 
 
 def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
-    """Return the model on the meta device, and where it is known from."""
+    """Return the model on the meta device, and what its architecture is known from."""
     config = base.config
     if config.get("architectures"):
         import transformers
@@ -175,10 +175,10 @@ def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
 
 
 def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
-    """Return a model with a linear layer for every matrix among tensors that does not look like anything else.
+    """Return a model with a linear layer for every stored matrix that does not look like anything else.
 
-    Packed projections of an `nn.MultiheadAttention` and fused experts are told by the names of their parameters, and
-    GPT-2's transposed layers by the shape of `c_attn`. Convolutions are left alone: a shape does not tell their groups.
+    Packed projections of an `nn.MultiheadAttention` and fused experts are recognised by the names of their parameters,
+    and GPT-2's transposed layers by the shape of `c_attn`. Convolutions are left alone: a shape hides their groups.
     """
     from transformers.pytorch_utils import Conv1D
 

@@ -1,4 +1,4 @@
-"""The model card: what a merged folder says to people and to the hub."""
+"""The model card, which describes a merged folder to people and to the hub."""
 
 import json
 import re
@@ -14,14 +14,14 @@ from fusion_bench_nufilt.storage.files import CARD
 
 from .plan import Plan
 
-# Without a slash it is a folder's, which the hub refuses; a revision follows an @.
+# A name without a slash is a folder's, which the hub refuses; a revision follows an @.
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(@.*)?")
-#: What a merged model has in common with its base.
+#: Metadata that a merged model takes over from its base.
 _OF_THE_BASE = ("license", "license_name", "license_link", "pipeline_tag")
 
 
 def model_card(plan: Plan, warnings: Sequence[str]) -> str:
-    """Return the card of the result of a plan, with what its manifest warns of, in the Markdown of the hub."""
+    """Return the model card for the result of a plan, with the warnings in its manifest, as Markdown for the hub."""
     return "\n\n".join([f"---\n{_yaml(_metadata(plan))}---", *_paragraphs(plan, warnings)]) + "\n"
 
 
@@ -42,7 +42,7 @@ def _metadata(plan: Plan) -> dict[str, Any]:
 
 
 def _metadata_of(card: Path) -> dict[str, Any]:
-    """Return the metadata of a model card; none of one that is missing or damaged."""
+    """Return the metadata of a model card, which is empty if the card is missing or damaged."""
     try:
         return metadata_load(card) or {}
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
@@ -72,7 +72,7 @@ def _paragraphs(plan: Plan, warnings: Sequence[str]) -> Iterator[str]:
 
 
 def _loading(plan: Plan) -> Iterator[str]:
-    """Yield the lines that load the model and what prepares its inputs; none if transformers has no such class."""
+    """Yield the lines that load the model and its tokenizer or processor; none if transformers lacks the class."""
     config = json.loads(plan.small_files.get("config.json", b"{}"))
     kinds = {"model": (config.get("architectures") or ["AutoModel"])[0]}
     if not hasattr(transformers, kinds["model"]):
@@ -88,7 +88,7 @@ def _loading(plan: Plan) -> Iterator[str]:
 
 
 def _recipe(plan: Plan) -> dict[str, Any]:
-    """Return the recipe of the last merge, which finds folders by name where it is run."""
+    """Return the recipe of the last merge, which names local folders without their directories."""
     options = {**plan.options(), "step": plan.first_step if plan.merged else None}
     method, _ = options.pop("method"), options.pop("device")
     return {

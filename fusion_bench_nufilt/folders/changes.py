@@ -1,4 +1,4 @@
-"""What each task changed in the base, and which of these changes the result does not have."""
+"""What each task changed in the base, and which of these changes the result lacks."""
 
 import math
 from collections.abc import Iterable
@@ -15,17 +15,17 @@ from .plan import Plan
 
 
 def changed_by(plan: Plan, slot: str) -> list[str]:
-    """Return the tasks, by what they are to the merge, whose tensor outside the merged layers differs from the base's.
+    """Return the tasks ("task 0", ...) whose tensor outside the merged layers differs from the base's.
 
-    A tensor that a task stores in fewer digits differs if the base's, rounded to them, is another one.
+    A tensor that a task stores at lower precision differs if it is not the base's, rounded to that precision.
     """
     tasks = {f"task {number}": task for number, task in enumerate(plan.tasks) if slot in task.slots}
     return [source for source, task in tasks.items() if _differs(plan, slot, task)]
 
 
 def _differs(plan: Plan, slot: str, task: FullModel) -> bool:
-    """Compare piece by piece, up to the first difference."""
-    if slot in task.magnitudes:  # which are of whole rows
+    """Compare a task's tensor with the base's piece by piece, up to the first difference."""
+    if slot in task.magnitudes:  # a DoRA changes whole rows
         return True
     base, key = plan.base, plan.pretrained.keys[slot]
     info, own = base.tensors[key], task.checkpoint.tensors[task.keys[slot]] if slot in task.keys else None
@@ -43,8 +43,10 @@ def _differs(plan: Plan, slot: str, task: FullModel) -> bool:
 
 
 def always_lost(plan: Plan, task: FullModel) -> list[str]:
-    """Return the tensors of a task that the result won't have, as is known before the merge: the base lacks them, ties
-    them to others or has them in another shape, or an adapter changes them outside the merged layers.
+    """Return the tensors of a task that are known before the merge to be missing from its result.
+
+    The base lacks them, ties them to others or has them in another shape, or an adapter changes them outside the
+    merged layers.
     """
     merged = {layer.slot for layer in plan.layers} | plan.averaged_of(task)
     foreign = (slot for slot in task.slots if slot not in plan.pretrained.slots)
@@ -54,7 +56,7 @@ def always_lost(plan: Plan, task: FullModel) -> list[str]:
 
 
 def _untied(task: FullModel, key: str, other: str) -> bool:
-    """Tell from a sample whether two tensors that the base ties differ; those still on the hub are not looked at."""
+    """Tell from a sample whether two tensors that the base ties differ; those still on the hub are not compared."""
     checkpoint = task.checkpoint
     count = min(math.prod(checkpoint.tensors[key].shape), math.prod(checkpoint.tensors[other].shape), CHUNK_BYTES // 8)
     known = not checkpoint.remote and checkpoint.tensors[key].dtype in FLOATS
@@ -62,7 +64,7 @@ def _untied(task: FullModel, key: str, other: str) -> bool:
 
 
 def kept_from_base(plan: Plan) -> list[str]:
-    """Return the tensors that stay the base's whatever a task says of them."""
+    """Return the tensors that stay as in the base although a task has them, too."""
     outside = [slot for task in plan.tasks for slot in task.keys if slot in plan.others]
     return [slot for slot in dict.fromkeys(outside) if any(slot not in plan.averaged_of(task) for task in plan.tasks)]
 
@@ -87,7 +89,7 @@ def changes(plan: Plan, records: Iterable[Record]) -> dict[str, dict[str, Any]]:
 
 
 def refuse_losses(plan: Plan, records: Iterable[Record]) -> None:
-    """Refuse a merge whose result lacks something that a task changed, as far as the records tell."""
+    """Raise a ValueError if, by the records, the result lacks something that a task changed."""
     for source, found in changes(plan, records).items():
         if found["left_out"]:
             what = f"strict: '{plan.models[source].checkpoint.name}' changed {some(found['left_out'])}"

@@ -27,9 +27,9 @@ _ADAPTER = "adapter_model.safetensors"
 _SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", CARD]
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WEIGHTS = (*_PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
-_MOST_BYTES = 10**9  # of a file that is held in memory
+_MOST_BYTES = 10**9  # the largest small file, which is held in memory
 
-# The numbers of a config.json that the time and the memory to build a model grow with.
+# The fields of a config.json with which the time and the memory to build a model grow.
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|depths?|(encoder|decoder)_layers")
 
 
@@ -57,11 +57,11 @@ Parts = Sequence[tuple[int, int]]  # first and last row of each part of a tensor
 
 
 class Checkpoint:
-    """A model in safetensors, as headers until a tensor is asked for.
+    """A model in safetensors files, of which only headers are read until a tensor is asked for.
 
-    ``name`` is how the user named it, and ``folder`` has its small files. There are no ``opened`` files while the
-    weights are still on the hub, from where :meth:`fetch` downloads them. ``tensors`` are those that a merge works on,
-    by key: a weight in FP8 is one tensor with its scale, and one that was :meth:`split` is several.
+    ``name`` is the user's name for it, and ``folder`` has its small files. No files are ``opened`` while the weights
+    are still on the hub, from where :meth:`fetch` downloads them. ``tensors`` are those that a merge works on, by key:
+    a weight in FP8 and its scale are one tensor, and a tensor that was :meth:`split` is several.
     """
 
     def __init__(self, name: str, folder: Path, files: _Files, opened: dict[str, TensorFile] | None = None) -> None:
@@ -88,7 +88,7 @@ class Checkpoint:
                 folder = download(name, name.partition("@")[2] or None, [_ADAPTER])
             except HFValidationError as error:
                 raise ValueError(f"'{name}' is neither a folder nor the name of a hub repository") from error
-            except Exception as error:  # no network, no such repository, no right to it: one answer, with the cause
+            except Exception as error:  # no network, no such repository, no access
                 raise ValueError(f"'{name}' is no folder, and the hub can't give it: {error}") from error
             shards = set(_weight_map(folder).values()) or {SINGLE}
             if not is_adapter(folder) and not all((folder / file).is_file() for file in shards):
@@ -111,18 +111,18 @@ class Checkpoint:
             self.split(self.parts)
 
     def folder_with(self, *files: str) -> Path:
-        """Return the folder, with files that match these patterns if it is one of the hub."""
+        """Return the folder; if it is the hub's, download the files that match these patterns first."""
         here = Path(self.name).expanduser().is_dir()
         return self.folder if here else download(self.name, self.folder.name, files)
 
     def split(self, parts: Mapping[str, Parts]) -> None:
-        """Take rows of some tensors as tensors of their own, each under the key of its tensor with :func:`part`."""
+        """Make groups of rows of some tensors tensors of their own, under the keys that :func:`part` gives them."""
         self.parts = parts
         self.tensors = split_rows(self.whole, parts)
 
     @property
     def label(self) -> str:
-        """The name without the user's folders, for files that are passed on."""
+        """The name without the user's directories, for files that others will see."""
         return printable(Path(self.name).absolute().name if Path(self.name).expanduser().is_dir() else self.name)
 
     @property
@@ -131,7 +131,7 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The content of config.json, empty if there is none; one that promises far too many layers is refused."""
+        """The content of config.json, empty if there is none; one with far too many layers is refused."""
         path = self.folder / "config.json"
         config: dict[str, Any] = dict(read_json(path, _ModelConfig) or {})
         most, entries = max(1000, len(self.tensors)), list(config.items())
@@ -146,7 +146,7 @@ class Checkpoint:
 
     @property
     def quantisation(self) -> Quantisation:
-        """What config.json says of how the weights are quantised; empty if it says nothing."""
+        """What config.json says about the quantisation of the weights; empty if it says nothing."""
         config: _ModelConfig = cast("_ModelConfig", self.config)
         return config.get("quantization_config") or config.get("compression_config") or {}
 
@@ -156,9 +156,10 @@ class Checkpoint:
         return read_json(self.folder / "adapter_config.json", AdapterConfig) or {}
 
     def small_files(self, names: str = ".*") -> dict[str, bytes]:
-        """Read all but weights by path in the folder; a file that can't be, or a link out of the folder, is refused.
+        """Return the content of all files but weights whose names match an expression, by path in the folder.
 
-        ``names`` is a regular expression for the names of files that are wanted.
+        Raises:
+            ValueError: a file can't be read, is too large, or is a link out of the folder.
         """
         found = [path for path in self.folder.iterdir() if not path.name.endswith(_WEIGHTS)]
         found += (self.folder / "additional_chat_templates").glob("*")
@@ -168,7 +169,7 @@ class Checkpoint:
         found = sorted(path for path in found if path.name not in skip and re.fullmatch(names, path.name))
         found = [path for path in found if path.is_file()]
         homes = [self.folder.resolve()]
-        if self.folder.resolve().parent.name == "snapshots":  # the hub's cache keeps the files beside its snapshots
+        if self.folder.resolve().parent.name == "snapshots":  # the hub's cache keeps files beside its snapshots
             homes.append(self.folder.resolve().parents[1] / "blobs")
         for path in found:
             if not any(path.resolve().is_relative_to(home) for home in homes):
@@ -181,7 +182,7 @@ class Checkpoint:
             raise ValueError(f"'{error.filename}' can't be read: {error.strerror}") from error
 
     def identity(self) -> list[object]:
-        """Return what tells this checkpoint from a changed one without reading its weights."""
+        """Return what identifies this checkpoint, and shows that it was changed, without reading its weights."""
         files = [[name, file.stamp, hashlib.sha256(file.header).hexdigest()] for name, file in self.opened.items()]
         return [self.label, files, self.adapter_config, self.quantisation]
 
@@ -197,7 +198,7 @@ class Checkpoint:
         return rows.read(self.opened).flatten()[start - first : stop - first]
 
     def check_floats(self, keys: Iterable[str]) -> None:
-        """Refuse tensors that are to be computed with and are not floating point, by name."""
+        """Raise a ValueError that names a tensor if one that the merge computes with is not floating point."""
         for key in keys:
             if (dtype := self.tensors[key].dtype) not in FLOATS:
                 only = f"only {', '.join(FLOATS)}; name the model it was quantised from"
@@ -205,7 +206,7 @@ class Checkpoint:
                 raise ValueError(f"{stored}: quantised weights can't be merged, {only}")
 
     def read(self, key: str) -> tuple[Tensor, str]:
-        """Read a whole tensor, all of whose values must be finite; return it and the digest of its bytes."""
+        """Read a tensor, whose values must be finite; return it and the digest of its bytes."""
         info = self.tensors[key]
         tensor = info.read(self.opened) if isinstance(info, Quantised) else self.file(key).read(info)
         if not is_finite(tensor):
@@ -218,7 +219,7 @@ def part(key: str, rows: tuple[int, int]) -> str:
 
 
 def split_rows(tensors: Mapping[str, TensorInfo], parts: Mapping[str, Parts]) -> dict[str, TensorInfo]:
-    """Return the tensors, and in place of those in ``parts`` their rows under the keys of :func:`part`."""
+    """Return the tensors; those in ``parts`` are replaced by their groups of rows, under the keys of :func:`part`."""
     found: dict[str, TensorInfo] = {}
     for key, info in tensors.items():
         rows = parts.get(key)
@@ -236,12 +237,12 @@ def some(names: Iterable[str]) -> str:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Return the files by tensor as the index has them, none without an index; files elsewhere are refused."""
+    """Return each tensor's file as in the index, or nothing without one; files outside the folder are refused."""
     index = read_json(folder / INDEX, _Index)
     files = index["weight_map"] if index else {}
     if index and not files:
         raise ValueError(f"'{folder / INDEX}' names no tensor; fetch it again")
-    # Any other name may be that of a file that comes with the weights, or lies elsewhere.
+    # Any other name may belong to a file that is not weights, or that lies elsewhere.
     if wrong := [file for file in files.values() if Path(file).name != file or not file.endswith(".safetensors")]:
         raise ValueError(f"'{folder / INDEX}' names {some(dict.fromkeys(wrong))}: no safetensors files of this folder")
     return files
@@ -268,7 +269,7 @@ def _weight_files(name: str, folder: Path) -> list[str]:
 
 
 def _conversion(folder: Path) -> str:
-    """Return the command that writes the weights of a folder as safetensors beside the pickled ones."""
+    """Return the command that saves the pickled weights of a folder as safetensors beside them."""
     kinds = (read_json(folder / "config.json", _ModelConfig) or {}).get("architectures") or ["AutoModel"]
     kind, where = kinds[0] if kinds[0].isidentifier() else "AutoModel", json.dumps(str(folder))
     load = f'import transformers; model = transformers.{kind}.from_pretrained({where}, dtype="auto")'
@@ -291,6 +292,6 @@ def _hub_headers(name: str, commit: str) -> _Files:
 
 
 def download(name: str, revision: str | None, files: Sequence[str]) -> Path:
-    """Download small files and some others into a folder, which is named after the commit that they are of."""
+    """Download the small files and some others into a folder that is named after their commit, and return it."""
     repository, wanted = name.partition("@")[0], [*_SMALL, *files]
     return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=wanted))

@@ -1,7 +1,6 @@
-"""The tensors of a merge, several at a time within a bound of memory: layers are merged, others copied or averaged.
+"""Merge layers several at a time, within a memory limit, in this process or on the nodes of a Ray cluster.
 
-Layers are merged in this process or on the nodes of a Ray cluster; this process alone writes. On NFS, two clients that
-write neighbouring tensors of a file can damage each other's, so that a file has one writer.
+Only this process writes: on NFS, two clients that write neighbouring tensors of a file can damage each other's.
 """
 
 import ctypes
@@ -33,7 +32,7 @@ from .quantised import Quantised
 
 log = logging.getLogger(__name__)
 
-#: What is done with a merged layer: its record, and the bytes for each range in the record's ``written``.
+#: Takes the record of a merged layer, and the bytes for each range in the record's ``written``.
 Write = Callable[[Record, Sequence[memoryview]], None]
 _Merged = list[tuple[Record, list[numpy.ndarray]]]  # layers, and their bytes in arrays, which Ray moves without a copy
 
@@ -53,10 +52,10 @@ class LayerMerger:
         self.plan = plan
         self._budget, self._devices = Budget(layer_budget(plan)), DevicePool(plan.settings.devices)
         self._kept = state_layout(plan)[1] if plan.keeps_state else {}
-        # By itself, glibc keeps freed blocks of up to 32 MB for later, per thread, and a process of many threads then
-        # takes twice what it uses.
+        # By default, every thread keeps freed blocks of up to 32 MB in glibc, and a process of many threads then takes
+        # twice what it uses.
         if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
-            mallopt(-3, 4 * 2**20)  # M_MMAP_THRESHOLD: blocks above this size are mapped by themselves
+            mallopt(-3, 4 * 2**20)  # M_MMAP_THRESHOLD: larger blocks go back to the system when freed
 
     def merge(self, layers: list[Layer], write: Write) -> None:
         needed = sum(layer_memory(self.plan, layer) for layer in layers)
@@ -69,7 +68,7 @@ class LayerMerger:
                 write(work.record, self._finish(work, device))
 
     def _start(self, layer: Layer) -> _Work:
-        """Read a layer of the base, and the state that it is in before the first task of this merge."""
+        """Read a layer of the base, and its state before the first task of this merge."""
         plan = self.plan
         weight, sha = plan.base.read(key := layer.keys[0])
         weight = weight.to(plan.dtype(key))
@@ -82,7 +81,7 @@ class LayerMerger:
         return _Work(layer, theta_0, state, {"slot": layer.slot, "written": [], "read": read, "reports": []})
 
     def _weight_so_far(self, layer: Layer, theta_0: Tensor, kept: State, read: dict[str, str]) -> Tensor:
-        """Return the merged weight before the first task, in the dtype that it is kept in."""
+        """Return the merged weight before the first task, in the dtype in which it is kept."""
         merged, so_far, dtype = self.plan.merged, theta_0, theta_0.dtype
         if merged is not None:
             rounded = layer.view.part(theta_0)
@@ -101,7 +100,7 @@ class LayerMerger:
         return so_far.to(torch.promote_types(dtype, torch.float32) if self._kept else dtype)
 
     def _add_task(self, number: int, works: dict[str, _Work], device: torch.device) -> None:
-        """Add a task of the plan to the states of the layers that it changes; an adapter may leave some alone."""
+        """Add a task to the states of the layers that it changes; an adapter may leave some unchanged."""
         task, step = self.plan.tasks[number], self.plan.first_step + number
         theta_t: dict[str, Tensor | LowRank] = {}
         for name, work in works.items():
@@ -122,7 +121,7 @@ class LayerMerger:
             works[name].record["reports"].append({"step": step, **report})
 
     def _finish(self, work: _Work, device: torch.device) -> list[memoryview]:
-        """Return the bytes of a layer's state, if kept, and of its weights; their places go into the record."""
+        """Return the bytes of a layer's state, if it is kept, and of its weights; note their places in the record."""
         layer = work.layer
         states, pretrained = {layer.name: work.state}, {layer.name: work.theta_0}
         ((_, matrix),) = self.plan.method.weigh_each(states, pretrained, device=device)
@@ -133,7 +132,7 @@ class LayerMerger:
         for key in layer.keys:
             place = plan.places[key]
             new = place.quantise(weight) if isinstance(place, Quantised) else [(place, weight.to(FLOATS[place.dtype]))]
-            if not is_finite(new[-1][1]):  # the scale, if any: no other value shows in FP8
+            if not is_finite(new[-1][1]):  # the scale, if there is one: FP8 values are clamped
                 raise ValueError(f"tensor '{key}': the merged weight is too large for {place.dtype}")
             stored += new
         work.record["written"] = [(info.file, info.start, info.stop, digest(value)) for info, value in stored]
@@ -141,7 +140,7 @@ class LayerMerger:
 
 
 def _read_state(plan: Plan, layer: Layer) -> tuple[State, str]:
-    """Read the state that an earlier merge kept of a layer, empty if it kept none, and the digest of what was read."""
+    """Read the state of a layer that an earlier merge kept, and its digest; both are empty if it kept none."""
     kept, state, digests = plan.state, {}, ""
     for name, (_, slot, _) in state_tensors(plan, layer).items():
         if kept is not None and slot in kept.keys:
@@ -165,7 +164,7 @@ def _state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:
 
 
 class Budget:
-    """A bound on memory: threads wait until what all reserved stays within it; a larger reservation goes alone."""
+    """A memory limit: threads wait until their reservations fit; one above the limit is granted on its own."""
 
     def __init__(self, nbytes: int) -> None:
         self._bound, self._used = nbytes, 0
@@ -185,13 +184,13 @@ class Budget:
 
 
 def cluster_nodes(plan: Plan) -> list[Node]:
-    """Return the nodes of the plan's cluster with a layer at a time for each CPU, or all of its GPUs with one each."""
+    """Return the nodes of the plan's cluster, with a slot for each CPU, or its GPUs, with one slot each."""
     found = find_nodes(connect(plan.settings.address), gpus=not plan.settings.on_cpu)
     return [node._replace(slots=node.cpus) for node in found] if plan.settings.on_cpu else found
 
 
 def merge_layers(plan: Plan, batches: Sequence[list[Layer]], write: Write) -> Iterator[None]:
-    """Merge batches of layers here, or on the plan's cluster, write each layer here, and yield for each batch."""
+    """Merge batches of layers here or on the plan's cluster, write each layer here, and yield after each batch."""
     settings = plan.settings
     if settings.engine == "local":
         merge = partial(LayerMerger(plan).merge, write=write)
@@ -205,7 +204,7 @@ def merge_layers(plan: Plan, batches: Sequence[list[Layer]], write: Write) -> It
 
 
 def _make_merger(plan: Plan) -> Callable[[Sequence[str]], _Merged]:
-    """Return what merges the layers in some slots on a node, which must have the driver's files."""
+    """Return the function that merges the layers of some slots on a node, which must have the driver's files."""
     if other := some(plan.changed()):
         remedy = "put them on a file system that all nodes share, or copy them with their times (rsync -a)"
         raise ValueError(f"it has other files of {other} than the driver: {remedy}")
@@ -214,7 +213,7 @@ def _make_merger(plan: Plan) -> Callable[[Sequence[str]], _Merged]:
     layers = {layer.slot: layer for layer in plan.layers}
 
     def merge(slots: Sequence[str]) -> _Merged:
-        torch.set_num_threads(1)  # in this thread; as on one machine, a layer is computed by one
+        torch.set_num_threads(1)  # as on one machine, one thread computes a layer
         merged: list[tuple[Record, Sequence[memoryview]]] = []
         merger.merge([layers[slot] for slot in slots], lambda *layer: merged.append(layer))
         return [(record, [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]) for record, pieces in merged]

@@ -1,4 +1,4 @@
-"""What a merge will take: memory, disk and time."""
+"""Predict the memory, disk space and time that a merge will take."""
 
 import hashlib
 import math
@@ -21,19 +21,19 @@ from .layout import as_written
 from .plan import Plan, state_layout, state_tensors
 from .quantised import Quantised
 
-# The stack, allocator arena and buffers of matrix products of each worker; measured, rounded up.
+# Each worker's stack, allocator arena and buffers for matrix products: measured, and rounded up.
 _WORKER_BYTES = 64 * 2**20
-# The width of the sample layer: at this one, the rate is about that of layers of any size.
+# The width of the sample layer, at which the rate is about that of layers of any size.
 _SAMPLE_WIDTH = 1024
 
 
 def process_memory(workers: int) -> int:
-    """Return the bytes that the process takes apart from the layers: what it takes now, and its workers' overhead."""
+    """Return the bytes that the process takes besides the layers: its present size, and its workers' overhead."""
     return int(psutil.Process().memory_info().rss) + workers * _WORKER_BYTES
 
 
 def layer_memory(plan: Plan, layer: Layer) -> int:
-    """Return the bytes held while a layer is merged: its weights and its state as they are read, and working memory."""
+    """Return the bytes held while a layer is merged: its weights and state as read, and working memory."""
     dtype, shape = plan.dtype(layer.keys[0]), layer.view.shape
     # The factors of a LoRA are too thin to count.
     full = [task.checkpoint.tensors[task.keys[layer.slot]] for task in plan.tasks if layer.slot in task.keys]
@@ -47,7 +47,7 @@ def layer_memory(plan: Plan, layer: Layer) -> int:
 
 
 def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
-    """Yield layers that are worked on at a time: one on a CPU, else as many of a shape as are solved together."""
+    """Yield the layers that are merged together: one on a CPU, else as many of one shape as are solved together."""
     groups: dict[tuple[tuple[int, ...], torch.dtype], list[Layer]] = defaultdict(list)
     for layer in layers:
         groups[layer.view.shape, plan.dtype(layer.keys[0])].append(layer)
@@ -60,7 +60,7 @@ def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
 
 
 def layer_budget(plan: Plan, workers: int | None = None) -> int:
-    """Return the bytes that all layers in work may take together; by default they are in work in this process."""
+    """Return the bytes that all layers in progress may take together, by default with this process's workers."""
     workers, bound = workers or plan.settings.workers, plan.settings.max_memory
     held = sorted(sum(layer_memory(plan, layer) for layer in batch) for batch in batches(plan, plan.layers))
     largest = sum(held[-workers:])
@@ -68,13 +68,13 @@ def layer_budget(plan: Plan, workers: int | None = None) -> int:
 
 
 def peak_memory(plan: Plan, workers: int | None = None) -> int:
-    """Predict the peak of a process's resident memory in bytes, by default of this process."""
+    """Predict the peak resident memory of a process in bytes, by default with this process's workers."""
     count = workers or plan.settings.workers
     return process_memory(count) + max(layer_budget(plan, workers), count * _quantising_memory(plan))
 
 
 def _quantising_memory(plan: Plan) -> int:
-    """Return the bytes held while a tensor outside the merged layers is quantised, which takes all of it at a time."""
+    """Return the bytes held while a tensor outside the merged layers is quantised, for which all of it is read."""
     keys = (key for slot, keys in plan.others.items() if plan.merged or slot in plan.averaged for key in keys)
     written = (as_written(plan.base.tensors[key], plan.settings.dtype) for key in keys)
     return 20 * max((math.prod(info.shape) for info in written if isinstance(info, Quantised)), default=0)
@@ -87,7 +87,7 @@ def disk_bytes(plan: Plan) -> int:
 
 
 def predict_seconds(plan: Plan, workers: int) -> float:
-    """Estimate how long the merge takes with so many CPUs like this machine's, as busy as they are now."""
+    """Estimate how long the merge takes on this many CPUs like this machine's, at its present load."""
     computed = plan.tasks[int(plan.merged is None and plan.method.takes_first_whole) :]
     ranks = ([task.rank(layer.slot) for task in computed if layer.slot in task.slots] for layer in plan.layers)
     flops = sum(map(plan.method.flops, (layer.view.shape for layer in plan.layers), ranks))
@@ -97,7 +97,7 @@ def predict_seconds(plan: Plan, workers: int) -> float:
 
 
 def _rates(method: LayerMethod, name: str, workers: int) -> tuple[float, float]:
-    """Measure the seconds of an operation and of a byte, with a sample and a digest on every worker at a time."""
+    """Measure the seconds per operation and per byte, by a sample merge and a digest on all workers at once."""
 
     def merge(weights: tuple[Tensor, Tensor, Tensor]) -> None:
         theta_0, *tasks = weights

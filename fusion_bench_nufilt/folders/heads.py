@@ -1,4 +1,4 @@
-"""The heads of classifiers in folders: found in the tasks, kept beside the merged model, put on it again."""
+"""The heads of classifiers: find them in the tasks, keep them beside the merged model, put them back on it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from .checkpoint import Checkpoint, some
 from .models import PREFIX, FullModel, LoraAdapter
 from .plan import Plan
 
-# The classes that peft trains for a kind of task; for another one, the adapter names the class.
+# The classes that peft trains for a type of task; for any other type, the adapter names the class.
 _CLASSES = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
@@ -28,7 +28,7 @@ _CLASSES = {
 def take_heads(
     rule: str, base: FullModel, tasks: Sequence[FullModel], architecture: Architecture, before: Manifest
 ) -> Heads:
-    """Find the heads of tasks, and have each task keep its own out of the merge."""
+    """Find the heads of the tasks, and take them out of the merge."""
     heads = Heads(rule, base.slots, base.checkpoint.config, architecture.backbone)
     if rule != "none":
         heads.modules.update(module for head in before.get("heads", {}).values() for module in head["modules"])
@@ -46,7 +46,7 @@ def _floats(task: FullModel) -> list[str]:
 
 
 def describe_heads(heads: Heads, base: FullModel, tasks: Sequence[FullModel], before: Manifest) -> dict[str, Head]:
-    """Return what the manifest says of the heads of earlier tasks and of these, by task."""
+    """Return the manifest's entries for the heads of earlier tasks and of these, by task."""
     described = dict(before.get("heads", {}))
     for task in tasks:
         if task.head:
@@ -55,7 +55,7 @@ def describe_heads(heads: Heads, base: FullModel, tasks: Sequence[FullModel], be
 
 
 def _config(task: FullModel, base: FullModel) -> Mapping[str, Any]:
-    """Return the configuration of a task's model; that of an adapter is the base's, with the labels that it trained."""
+    """Return the configuration of a task's model; an adapter has the base's, with the labels that it trained."""
     config = task.checkpoint.config
     if isinstance(task, LoraAdapter) and not config:
         count = [task.checkpoint.tensors[key].shape for key in task.head.values()][-1][0]
@@ -68,7 +68,7 @@ def _config(task: FullModel, base: FullModel) -> Mapping[str, Any]:
 
 
 def head_files(plan: Plan) -> dict[str, bytes]:
-    """Read the heads of a plan, those of earlier tasks from what is merged so far; return files by path in a result."""
+    """Return the files of all heads by path in the result; those of earlier tasks come from the merged model."""
     files = {}
     if plan.merged is not None and plan.before.get("heads"):
         files = read_heads(plan.merged.checkpoint.folder_with("heads/*"), plan.before)
@@ -83,10 +83,10 @@ def load_task(folder: str | Path, task: str) -> nn.Module:
 
     Args:
         folder: a merged folder, a saved step of a run, or the hub name of either.
-        task: the name of the task, as the manifest has it under ``heads``.
+        task: the name of the task, as in the manifest under ``heads``.
 
     Raises:
-        ValueError: there is no head of this task, a file is damaged, or no class is installed that has the head.
+        ValueError: the task has no head, a file is damaged, or no installed package has the model's class.
     """
     checkpoint = Checkpoint.open(str(folder))
     place = checkpoint.folder_with("*.safetensors")
@@ -108,7 +108,7 @@ def load_task(folder: str | Path, task: str) -> nn.Module:
 
 
 def _by_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, set[str]]:
-    """Return a model of the folder's weights, and the keys that are not among them."""
+    """Return a model with the folder's weights, and the keys that it has no weights for."""
     import transformers
 
     name = config["architectures"][0]
@@ -120,12 +120,12 @@ def _by_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module
         settings.vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size
     options = {"dtype": "auto", "ignore_mismatched_sizes": True, "output_loading_info": True}
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # it would advise to train the head that it does not know
+    transformers.logging.set_verbosity_error()  # it would advise training the head, which it does not know
     try:
         model, info = kind.from_pretrained(folder, config=settings, **options)
     finally:
         transformers.logging.set_verbosity(verbosity)
-    other_shape = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}  # as its version has it
+    other_shape = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}  # by version
     return model, {*info["missing_keys"], *other_shape}
 
 

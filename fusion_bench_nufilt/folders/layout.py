@@ -1,4 +1,4 @@
-"""How the tensors of a result lie in its files, and what its config.json and its index say of that."""
+"""Where the tensors of a result lie in its files, and what its config.json and its index say about it."""
 
 import json
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ from .checkpoint import INDEX, Checkpoint, some, split_rows
 from .quantised import Quantised, join_scales
 
 Files = dict[str, dict[str, TensorInfo]]
-"""The tensors in each file, by key; where in the file they are is told by its header alone."""
+"""The tensors in each file, by key; their places in it are in the file's header alone."""
 
 _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _CONFIG = "config.json"
 
 
 def as_written(info: TensorInfo, dtype: str) -> TensorInfo:
-    """Return what a tensor of the base is in the result, by the option ``dtype``."""
+    """Return a tensor of the base as the result has it with the option ``dtype``."""
     quantised = isinstance(info, Quantised)
     if info.dtype not in FLOATS or (quantised and dtype == "fp8"):
         return info
@@ -30,9 +30,9 @@ def as_written(info: TensorInfo, dtype: str) -> TensorInfo:
 
 
 def arrange(base: Checkpoint, rows: Mapping[str, int], dtype: str, max_shard_size: int | None) -> Files:
-    """Arrange the tensors of the result in files: the base's, or new ones of a size at most (a larger tensor alone).
+    """Arrange the tensors of the result in the base's files, or in new ones of ``max_shard_size`` bytes at most.
 
-    ``rows`` has the number of rows of tensors that differ from the base's in that.
+    A larger tensor has a file of its own. ``rows`` has the number of rows of tensors where it is not the base's.
     """
     written = {key: as_written(info, dtype) for key, info in base.whole.items()}
     tensors = _stored(written | {key: _with_rows(written[key], count) for key, count in rows.items()})
@@ -55,7 +55,7 @@ def _with_rows(info: TensorInfo, count: int) -> TensorInfo:
 
 
 def _stored(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return tensors as files hold them: FP8 and its scales are two."""
+    """Return tensors as files hold them, where an FP8 tensor and its scales are two."""
     found = {}
     for key, info in tensors.items():
         if isinstance(info, Quantised):
@@ -73,7 +73,7 @@ def _by_file(tensors: Mapping[str, TensorInfo]) -> Files:
 
 
 def make_headers(base: Checkpoint, files: Files) -> dict[str, bytes]:
-    """Return the header of each file, which is the base's own where it has the same tensors."""
+    """Return the header of each file, which is the base's own where that has the same tensors."""
 
     def shapes(tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
         return {key: (info.dtype, info.shape) for key, info in tensors.items()}
@@ -86,7 +86,7 @@ def make_headers(base: Checkpoint, files: Files) -> dict[str, bytes]:
 
 
 def find_places(base: Checkpoint, headers: Mapping[str, bytes]) -> dict[str, TensorInfo]:
-    """Return where files with these headers have each tensor, by the key that the base has it under."""
+    """Return the place of each tensor in files with these headers, by its key in the base."""
     found: dict[str, TensorInfo] = {}
     for file, header in headers.items():
         found |= read_header(file, header)
@@ -94,7 +94,7 @@ def find_places(base: Checkpoint, headers: Mapping[str, bytes]) -> dict[str, Ten
 
 
 def check_fp8(base: Checkpoint) -> None:
-    """Refuse a base whose scales can't be computed again from its merged weights."""
+    """Raise a ValueError if the base's FP8 scales can't be computed again from merged weights."""
     what = f"dtype fp8: '{base.name}' has"
     if base.measured:
         why = "which are measured on data; leave dtype out, and quantise the result"
@@ -109,7 +109,7 @@ def check_fp8(base: Checkpoint) -> None:
 
 
 def small_files_of(small: Mapping[str, bytes], base: Checkpoint, files: Files, dtype: str) -> dict[str, bytes]:
-    """Return the base's small files as the result has them: config.json and index may say something else."""
+    """Return the base's small files for the result, with config.json and the index changed where they must be."""
     found = dict(small)
     if _CONFIG in found and (config := _retyped(before := json.loads(found[_CONFIG]), dtype)) != before:
         found[_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
@@ -124,7 +124,7 @@ def small_files_of(small: Mapping[str, bytes], base: Checkpoint, files: Files, d
 
 
 def _retyped(config: Any, dtype: str) -> Any:
-    """Return a part of config.json with the dtype of the result, and without the quantisation that it does not have."""
+    """Return a part of config.json with the dtype of the result, and without the base's quantisation if it is gone."""
     if not isinstance(config, dict):
         return config
     gone = () if dtype == "fp8" else ("quantization_config", "compression_config")

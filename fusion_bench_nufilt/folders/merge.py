@@ -1,4 +1,4 @@
-"""Merging checkpoint folders tensor by tensor; the result says what it is to programs."""
+"""Merge checkpoint folders tensor by tensor, and describe the result in a manifest."""
 
 import dataclasses
 import hashlib
@@ -46,15 +46,15 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
     """Carry out a plan, and return ``out``.
 
     A tensor goes through all tasks before the next one is read, so that each input is read once, whatever the number
-    of tasks, and nothing between is stored. A run that was interrupted goes on where it stopped.
+    of tasks, and nothing in between is stored. A run that was interrupted goes on where it stopped.
 
     Args:
-        plan: of :func:`fusion_bench_nufilt.folders.plan_merge`.
+        plan: from :func:`fusion_bench_nufilt.folders.plan_merge`.
         out: the folder to make.
-        progress: called with the numbers of finished tensors and of all.
+        progress: called with the number of finished tensors and the number of all tensors.
 
     Raises:
-        ValueError: ``out`` exists, the disk has no room, or a tensor, which is named, has NaN or infinite values.
+        ValueError: ``out`` exists, the disk has no room, or a tensor has NaN or infinite values; the message names it.
     """
     there = out.exists()
     if check_output(plan, out):
@@ -88,14 +88,14 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
 
 
 def check_disk(plan: Plan, out: Path, already: int = 0) -> None:
-    """Refuse a disk that can't take the result; ``already`` bytes of it are there."""
+    """Raise a ValueError if the disk has no room for the result, of which ``already`` bytes are written."""
     folder, needed = _nearest(out), disk_bytes(plan)
     if needed > (free := shutil.disk_usage(folder).free + already):
         raise ValueError(f"the result takes {needed / 1e9:.1f} GB and '{folder}' has {free / 1e9:.1f} GB left")
 
 
 def check_output(plan: Plan, out: Path) -> bool:
-    """Return whether ``out`` is this very merge, whole; refuse another place that is neither free nor that, damaged."""
+    """Return whether ``out`` is this very merge and undamaged; refuse a folder that holds anything else."""
     refuse_inside(plan, out)
     if out.exists() or out.is_symlink():
         here = not any(checkpoint.remote for checkpoint in plan.checkpoints)
@@ -119,7 +119,7 @@ def check_output(plan: Plan, out: Path) -> bool:
 
 
 def refuse_inside(plan: Plan, out: Path) -> None:
-    """Refuse a folder for results that is, or lies in, a model that is read, or where such a model lies."""
+    """Refuse a folder for results that is or lies in a model that is read, or whose work folder holds such a model."""
     place, work = out.resolve(), work_folder(out.resolve())
     for checkpoint in plan.checkpoints:
         # Weight files may be links to elsewhere.
@@ -135,7 +135,7 @@ def _nearest(out: Path) -> Path:
 
 
 def _fetch(plan: Plan) -> None:
-    """Download the weights that are still on the hub, and warn about what they then say of the models."""
+    """Download the weights that are still on the hub, and give the warnings that only they can tell."""
     for checkpoint in (remote := [checkpoint for checkpoint in plan.checkpoints if checkpoint.remote]):
         checkpoint.fetch()
     plan.vocabulary.check()
@@ -154,14 +154,14 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
     written = map_layers(lambda slot: write_other(plan, slot, output), others, torch.device("cpu"))
     for _ in written if plan.settings.strict else ():
         progress(len(done), total)
-    if plan.settings.strict:  # before the layers, which take the time
+    if plan.settings.strict:  # before the layers, which take most of the time
         refuse_losses(plan, done.values())
     for _ in chain(merge_layers(plan, layers, output.add), written):
         progress(len(done), total)
 
 
 def _check_inputs(plan: Plan, inputs: Mapping[str, Input]) -> None:
-    """Refuse a model that is not the one that a manifest has the digest of, by name."""
+    """Raise a ValueError that names a model whose digest is not the one in the manifest."""
     known, before = dict(plan.known), plan.before.get("settings", {})
     if all(before.get(key) == value for key, value in dataclasses.asdict(plan.targets).items()):  # the same was read
         known["base"] = plan.before.get("inputs", {}).get("base", {}).get("sha256", inputs["base"]["sha256"])
@@ -172,7 +172,7 @@ def _check_inputs(plan: Plan, inputs: Mapping[str, Input]) -> None:
 
 
 def _run_identity(plan: Plan) -> str:
-    """Return a digest of all that the result depends on: an interrupted run goes on only if nothing of it changed."""
+    """Return a digest of all that the result depends on: an interrupted run goes on only if none of it has changed."""
     content = {
         "models": [checkpoint.identity() for checkpoint in plan.checkpoints],
         "mean counts": plan.before.get("mean_counts"),
@@ -190,13 +190,13 @@ def _run_identity(plan: Plan) -> str:
 
 
 def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
-    """Return what the manifest says; each digest is over those of tensors by name, however files hold them."""
+    """Return the manifest's content; its digests combine those of tensors by name, however files hold them."""
     records = [done[slot] for slot in chain((layer.slot for layer in plan.layers), plan.others)]
     inputs = {
         source: {
             "name": model.checkpoint.label,
             **({"kind": type(model).__name__} if source.startswith("task") else {}),
-            "tensors_read": sum(source in record["read"] for record in records),  # of those to average, full ones
+            "tensors_read": sum(source in record["read"] for record in records),
             "sha256": combined_digest((record["slot"], record["read"].get(source)) for record in records),
         }
         for source, model in plan.models.items()
@@ -204,7 +204,7 @@ def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
     names = {layer.slot: layer.name for layer in plan.layers}
     counts = {record["slot"]: record["mean_count"] for record in records if "mean_count" in record}
     averaged, warnings = len(plan.averaged), plan.warnings
-    for checkpoint in plan.checkpoints:  # without the folders of the user
+    for checkpoint in plan.checkpoints:  # without the user's directories
         warnings = [text.replace(f"'{checkpoint.name}'", f"'{checkpoint.label}'") for text in warnings]
     return {
         "method": plan.method.label,

@@ -1,4 +1,4 @@
-"""Base, merged and task models, addressed by slot whatever their files call a tensor."""
+"""Base, merged and task models, whose tensors are addressed by slot, whatever their files call them."""
 
 import math
 import re
@@ -35,10 +35,10 @@ _REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class FullModel:
-    """A whole checkpoint.
+    """A full checkpoint.
 
-    ``slots`` are the shapes of what a model changes or brings, ``keys`` are those of the tensors that it has in full,
-    and ``pairs`` those of factors A and B of a layer's update, with their scaling.
+    By slot, ``slots`` has the shape of each tensor that the model changes or brings, ``keys`` the key of each that it
+    holds in full, and ``pairs`` the keys of the factors A and B of a layer's update, with their scaling.
     """
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
@@ -47,12 +47,12 @@ class FullModel:
         self.keys: dict[str, str] = {}
         self.pairs: dict[str, tuple[str, str, float]] = {}
         self.ignored: list[str] = []
-        self.twins: dict[str, str] = {}  # slots of further keys that the base ties to one, such as an untied head's
-        self.head: dict[str, str] = {}  # keys of the tensors of the task's own head, by slot
+        self.twins: dict[str, str] = {}  # the slot of each further key that the base ties, such as an untied head
+        self.head: dict[str, str] = {}  # keys of the task's own head, by slot
         self.strength = 1.0  # of its update in a merge
-        self.magnitudes: dict[str, str] = {}  # keys of the lengths that DoRA gives to the rows of a layer, by slot
-        self._trained: dict[str, dict[int, int]] = {}  # where the rows are that an adapter has of a tensor, by slot
-        self._rows: dict[str, list[int]] = {}  # the stored row for each of the base's, or -1, if they differ
+        self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths, by slot
+        self._trained: dict[str, dict[int, int]] = {}  # by slot, the stored place of each row that an adapter trained
+        self._rows: dict[str, list[int]] = {}  # by slot, the stored row for each of the base's, or -1 for none
         self._transposed = {slot for slot, view in architecture.views.items() if view.transposed}
         architecture.split(checkpoint)
         self._find_tensors(architecture)
@@ -65,11 +65,11 @@ class FullModel:
             self.twins |= {twin: slot for twin in keys if twin != key}
 
     def has(self, slot: str) -> bool:
-        """Return whether the model says what a tensor of the base is."""
+        """Return whether the model has a tensor of the base, changed or not."""
         return slot in self.keys
 
     def ignore(self, slot: str) -> None:
-        """Take a tensor outside the merged layers as if it were not there."""
+        """Treat a tensor outside the merged layers as missing."""
         self.ignored.append(slot)
         for known in (self.slots, self.keys, self.pairs):
             known.pop(slot, None)
@@ -81,7 +81,7 @@ class FullModel:
             self.head[slot] = self.keys.pop(slot)
 
     def show_rows(self, slot: str, rows: Sequence[int]) -> None:
-        """Show a tensor with the base's rows: for each, the number of the row here, or -1 for the base's own."""
+        """Present a tensor with the base's rows: ``rows`` has the number of each here, or -1 to take the base's."""
         self._rows[slot] = [self._stored_row(slot, row) for row in rows]
         self.slots[slot] = (len(rows), *self.slots[slot][1:])
 
@@ -89,7 +89,7 @@ class FullModel:
         return self._trained[slot].get(row, -1) if slot in self._trained else row
 
     def row(self, slot: str, row: int, base: "FullModel") -> Tensor:
-        """Read a row of a tensor, flattened, by its number here; the base's if this is an adapter that lacks it."""
+        """Read a row of a tensor, flattened, by its number here; an adapter that lacks it returns the base's."""
         width = math.prod(base.slots[slot][1:])
         if slot in self.keys and (stored := self._stored_row(slot, row)) >= 0:
             return self.checkpoint.elements(self.keys[slot], stored * width, (stored + 1) * width)
@@ -97,7 +97,7 @@ class FullModel:
         return self.elements(slot, row * width, (row + 1) * width, theta_0) if slot in self.pairs else theta_0
 
     def _shown(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
-        """Return some elements of a tensor as :meth:`show_rows` has it, given the base's."""
+        """Return some elements of a tensor as :meth:`show_rows` presents it, given the base's."""
         width, pieces = math.prod(self.slots[slot][1:]), []
         rows = enumerate(self._rows[slot][start // width : -(-stop // width)], start // width)
         for shift, run in groupby(rows, lambda pair: pair[1] - pair[0] if pair[1] >= 0 else None):
@@ -110,13 +110,13 @@ class FullModel:
         return torch.cat(pieces)
 
     def rank(self, slot: str) -> int | None:
-        """Return the rank of a layer's update where it is given by factors."""
+        """Return the rank of a layer's update, or None if the model has the layer in full."""
         return None if slot in self.keys else self.checkpoint.tensors[self.pairs[slot][0]].shape[0]
 
     def weight(self, slot: str, theta_0: Tensor) -> tuple[Tensor | LowRank, str]:
         """Read a whole tensor, or the factors of a layer's update; return it and the digest of what was read.
 
-        ``theta_0`` is the base's tensor, whose rows stand for those that the model lacks.
+        ``theta_0`` is the base's tensor, which provides the rows that the model lacks.
         """
         if slot in self._rows:
             value = self._shown(slot, 0, theta_0.numel(), theta_0.flatten()).reshape(theta_0.shape)
@@ -169,9 +169,9 @@ class FullModel:
 
 
 class LoraAdapter(FullModel):
-    r"""A peft LoRA adapter: :math:`\theta_t = \theta_0 + s\,B A` for its targets, whole tensors for `modules_to_save`.
+    r"""A peft LoRA adapter: :math:`\theta_t = \theta_0 + s\,B A` for its targets, full tensors for `modules_to_save`.
 
-    An adapter of another kind is refused. What it neither changes nor brings is the base's.
+    Other kinds of adapters are refused. What an adapter neither changes nor brings is as in the base.
     """
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
@@ -188,13 +188,13 @@ class LoraAdapter(FullModel):
         super().__init__(checkpoint, architecture)
 
     def has(self, slot: str) -> bool:
-        return slot not in self.ignored  # what an adapter leaves alone is the base's
+        return slot not in self.ignored  # what an adapter does not change is the base's
 
     def _find_tensors(self, architecture: Architecture) -> None:
         unknown, tensors = [], self.checkpoint.tensors
         saved: defaultdict[str, list[str]] = defaultdict(list)  # whole tensors by slot
         for key, info in tensors.items():
-            name = key.removeprefix(PREFIX).replace(".base_layer.bias", ".bias")  # biases that were trained as well
+            name = key.removeprefix(PREFIX).replace(".base_layer.bias", ".bias")  # trained biases
             module, is_a, _ = name.partition(_EMBEDDING_A if _EMBEDDING_A in name else ".lora_A.weight")
             partner = re.sub(r"\.lora_(embedding_)?B(\.weight)?$", r".lora_\1A\2", key)
             if is_a and len(info.shape) == 2:
@@ -221,7 +221,7 @@ class LoraAdapter(FullModel):
             raise ValueError(f"adapter '{self.checkpoint.name}': {some(unknown)}: no LoRA of a linear layer")
 
     def _check_tied(self, architecture: Architecture, saved: Mapping[str, Sequence[str]]) -> None:
-        """Refuse a whole tensor that the adapter trained apart from another one that the base ties it to."""
+        """Refuse a full tensor that was trained apart from the one to which the base ties it."""
         trained = self.config.get("modules_to_save") or ()
         for slot, keys in saved.items():
             if len(tied := architecture.names(slot)) < 2:
@@ -233,7 +233,7 @@ class LoraAdapter(FullModel):
                 raise ValueError(f"adapter '{self.checkpoint.name}' trained {ties}: {remedy}")
 
     def _add_tokens(self, architecture: Architecture, module: str, key: str) -> None:
-        """Note the rows of an embedding that the adapter has trained, in the place of the base's."""
+        """Note the rows of an embedding that the adapter trained, which replace the base's."""
         slot, numbers = architecture.slot(f"{module}.weight"), self.config.get("trainable_token_indices")
         if isinstance(numbers, dict):
             numbers = next((numbers[name] for name in numbers if f".{module}".endswith(f".{name}")), None)
@@ -271,7 +271,7 @@ class LoraAdapter(FullModel):
         self.slots[slot] = (d_i, shape_b[0]) if transposed or slot in self._transposed else (shape_b[0], d_i)
 
     def _pattern(self, field: str, module: str, default: Any) -> Any:
-        """Return the value of the first expression that matches the end of a module's name, as peft finds it."""
+        """Return the value of the first expression that matches the end of a module's name, as peft does."""
         of = f"adapter '{self.checkpoint.name}', {field}"
         values = self.config.get(field) or {}
         return next((values[key] for key in values if matches(rf"(.*\.)?({key})", module, of=of)), default)

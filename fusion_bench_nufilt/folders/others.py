@@ -22,12 +22,12 @@ from .quantised import Quantised
 
 log = logging.getLogger(__name__)
 
-#: What is said of a tensor that stays the base's.
+#: The warning about such a tensor, which is copied.
 NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the result"
 
 
 def write_other(plan: Plan, slot: str, output: Output) -> None:
-    """Write a tensor outside the merged layers wherever the result has it."""
+    """Write a tensor outside the merged layers, under every key that the result has for it."""
     read: defaultdict[str, Any] = defaultdict(hashlib.sha256)  # digests by model
     record: Record = {"slot": slot, "written": [], "read": {}, "reports": [], "changed": changed_by(plan, slot)}
     for key in plan.others[slot]:
@@ -52,7 +52,7 @@ def write_other(plan: Plan, slot: str, output: Output) -> None:
 
 
 def _in_mean(plan: Plan, slot: str) -> tuple[int, dict[str, FullModel]]:
-    """Return the number of models in the mean before this merge, without the base, and the tasks that come to it."""
+    """Return the number of models in the mean before this merge, without the base, and the tasks that join it."""
     tasks = ((number, task) for number, task in enumerate(plan.tasks) if slot in plan.averaged_of(task))
     having = {f"task {number}": task for number, task in tasks if task.has(slot)}
     return plan.before.get("mean_counts", {}).get(slot, plan.first_step - 1), having
@@ -61,14 +61,14 @@ def _in_mean(plan: Plan, slot: str) -> tuple[int, dict[str, FullModel]]:
 def _new_tensors(
     plan: Plan, slot: str, key: str, read: defaultdict[str, Any]
 ) -> Iterator[tuple[TensorInfo, Iterable[Tensor]]]:
-    """Yield the tensors that the result's files have for one of the base, each in pieces; take digests of the input."""
+    """Yield what the result's files hold for a tensor of the base, in pieces; update the digests of what is read."""
     info, place, values = plan.base.tensors[key], plan.places[key], _values(plan, slot, key, read)
     grows = slot in plan.vocabulary.slots
     kept = info.dtype not in FLOATS or not (slot in plan.averaged or plan.merged or grows)
     if grows:
         values = plan.vocabulary.grown(slot, values, plan.dtype(key), read)
     if kept and isinstance(info, Quantised) and isinstance(place, Quantised):
-        deque(values, maxlen=0)  # a digest is that of the values, however they are stored
+        deque(values, maxlen=0)  # digests are of the values, however they are stored
         for before, after in zip(info.stored, place.stored, strict=True):
             yield after, plan.base.opened[before.file].chunks(before)
     elif kept and info.dtype == place.dtype and not isinstance(info, Quantised):
@@ -94,7 +94,7 @@ def _narrowed(values: Iterable[Tensor], key: str, dtype: torch.dtype) -> Iterato
 
 
 def _values(plan: Plan, slot: str, key: str, read: defaultdict[str, Any]) -> Iterator[Tensor]:
-    """Yield the new values, flattened, piece by piece, and take the digests of what is read."""
+    """Yield the new values, flattened, piece by piece, and update the digests of what is read."""
     base, merged, dtype = plan.base, plan.merged, plan.dtype(key)
     count, tasks = _in_mean(plan, slot)
     averaged = slot in plan.averaged
@@ -113,7 +113,7 @@ def _values(plan: Plan, slot: str, key: str, read: defaultdict[str, Any]) -> Ite
             if not is_finite(new):
                 raise ValueError(f"model '{task.checkpoint.name}', tensor '{slot}' has NaN or infinite values")
             value = running_mean(value, task.at_strength(new, theta_0), number)  # type: ignore[arg-type]
-        value = value.to(dtype)  # once: roundings after every task would add up
+        value = value.to(dtype)  # once, since rounding after every task would add up
         if averaged and not is_finite(value):
             raise ValueError(f"tensor '{slot}': the mean has values that {dtype} can't hold")
         yield value

@@ -1,4 +1,4 @@
-"""The folder being written: whole when it has its name, and resumed where an interrupted run stopped."""
+"""The folder being written: it gets its name once it is complete, and an interrupted run resumes where it stopped."""
 
 import hashlib
 import json
@@ -25,32 +25,32 @@ _JOURNAL = "journal.jsonl"
 
 
 class Record(TypedDict, total=False):
-    """What a journal says of a tensor that is written."""
+    """A journal's entry for a tensor that is written."""
 
     slot: Required[str]
-    #: For each range of bytes its file, the offsets of the first and behind the last byte, and the digest.
+    #: For each range of bytes: its file, the offsets of its start and end, and its digest.
     written: Required[Annotated[list[tuple[str, NonNegativeInt, int, str]], Field(min_length=1)]]
-    read: Required[dict[str, str]]  # digests of what was read, by what the model is to the merge
+    read: Required[dict[str, str]]  # digests of what was read, by the model's role in the merge
     reports: Required[list[dict[str, Any]]]
-    changed: list[str]  # the models that have another tensor than the base, outside the merged layers
+    changed: list[str]  # the models whose tensor outside the merged layers is not the base's
     mean_count: Count
     not_finite: str
 
 
 class _Head(TypedDict):
-    """What a journal begins with."""
+    """The first line of a journal."""
 
-    run: str  # stands for inputs and settings
-    files: list[str]  # all that the run makes
+    run: str  # identifies inputs and settings
+    files: list[str]  # all files that the run makes
 
 
 class Output:
     """A folder beside ``out`` that takes its place when it is finished.
 
-    ``headers`` of the weight files, with their sizes in bytes, tell every tensor's place from the start: tensors are
-    written in any order, by any thread. A journal says which are done, and the digest of their bytes. A folder that
-    another process writes, or with anything but the program's own files, weights and ``others``, is refused. What was
-    left by another ``run``, which stands for inputs and settings, is thrown away.
+    The ``headers`` of the weight files, given with the files' sizes in bytes, fix every tensor's place from the start,
+    so any thread may write tensors in any order. A journal lists which are done, with digests of their bytes. A folder
+    is refused if another process writes it, or if it holds anything but the program's own files, weights and
+    ``others``. Leftovers of a ``run`` with other inputs or settings are deleted.
     """
 
     def __init__(self, out: Path, run: str, headers: Mapping[str, tuple[bytes, int]], others: Collection[str]) -> None:
@@ -60,7 +60,7 @@ class Output:
         self._writing = threading.Lock()
         head = _Head(run=run, files=[*headers, *others])
         if self.work.is_dir() and not self.work.is_symlink():
-            self._refuse_foreign(head)  # and leave it as it is
+            self._refuse_foreign(head)  # before anything is changed there
         self._claim()
         self._lock = lock_folder(self.work)
         try:
@@ -74,7 +74,7 @@ class Output:
             raise
 
     def _claim(self) -> None:
-        """Make or take the work folder for this user alone: another, or a link, could have files written elsewhere."""
+        """Make or take over the work folder for this user only: a link or another user could redirect what is written."""
         place = f"'{self.work}', where the merge is to grow,"
         try:
             self.work.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ class Output:
             os.close(descriptor)
 
     def _resume(self, head: _Head, headers: Mapping[str, tuple[bytes, int]]) -> dict[str, Record]:
-        """Return by slot what an interrupted run with these inputs and settings finished and nobody damaged since."""
+        """Return by slot what an interrupted run with these inputs and settings finished and is still undamaged."""
         before, records = _read_journal(self._journal)
         if before != head:
             records = []
@@ -109,12 +109,12 @@ class Output:
         return done
 
     def _refuse_foreign(self, head: _Head) -> None:
-        """Refuse a work folder, which will be deleted, with anything but what this run and the one before it make."""
+        """Refuse a work folder, which will be deleted, if it holds anything that this run and the last do not make."""
         before, _ = _read_journal(self._journal)
         made = [Path("model", file) for file in (*head["files"], *(before["files"] if before else ()))]
         known = {*made, *(folder for file in made for folder in file.parents), *map(Path, (LOCK, HOLDER, _JOURNAL))}
         there = {path.relative_to(self.work): path for path in self.work.rglob("*")}
-        # Temporary files are of a process that was killed.
+        # Temporary files are left by a process that was killed.
         known |= {name for name in there if name.name.startswith((f".{_JOURNAL}-", f".{HOLDER}-"))}
         if foreign := [str(name) for name, path in there.items() if path.is_symlink() or name not in known]:
             raise ValueError(f"'{self.work}' holds {some(sorted(foreign))}, which nufilt did not make: move it away")
@@ -126,24 +126,24 @@ class Output:
         )
 
     def add(self, record: Record, pieces: Sequence[memoryview]) -> None:
-        """Write a tensor, given the bytes for each range in ``written`` of its record, and note that it is done."""
+        """Write a tensor, given the bytes for each range in its record's ``written``, and note that it is done."""
         for (file, start, _, _), data in zip(record["written"], pieces, strict=True):
             self.write(file, data, start)
         self.record(record)
 
     def write(self, file: str, data: memoryview, offset: int) -> None:
-        # It is open for the moment only: there may be more files than a process may have open.
+        # Opened for this write only, since there may be more files than a process may have open.
         with (self.model / file).open("r+b", buffering=0) as stream:
             write_at(stream.fileno(), data, offset)
 
     def record(self, record: Record) -> None:
-        """Note that a tensor is written: its ``slot``, and in ``written`` files, first and last bytes, and digests."""
+        """Note in the journal that a tensor is written."""
         with self._writing, open(self._journal, "a", encoding="utf-8") as journal:
             journal.write(f"{_line(json.dumps(record))}\n")
             self.done[record["slot"]] = record
 
     def finish(self) -> None:
-        """Give the folder its name, once all is on the disk."""
+        """Give the folder its name, once everything is on the disk."""
         for file in self.model.rglob("*"):
             sync(file)
         sync(self.model)
@@ -158,7 +158,7 @@ class Output:
 
 
 def work_folder(out: Path) -> Path:
-    """Return where a folder is written before it takes its name."""
+    """Return the place where a folder grows before it gets its name."""
     return out.parent / f".{out.name}.nufilt"
 
 
@@ -174,12 +174,12 @@ def clear_work_folder(out: Path) -> None:
 
 
 def _line(text: str) -> str:
-    """Return the line of a journal for a text, behind the digest of it."""
+    """Return a journal's line for a text: its digest, then the text."""
     return f"{hashlib.sha256(text.encode()).hexdigest()[:16]} {text}"
 
 
 def _read_journal(path: Path) -> tuple[_Head | None, list[Record]]:
-    """Return a journal but for lines that a killed process did not finish, or that were damaged."""
+    """Return the head and records of a journal, without lines that are incomplete or damaged."""
     there = path.is_file() and not path.is_symlink()
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if there else []
     whole = [text for line in lines if line == _line(text := line.partition(" ")[2])]

@@ -30,7 +30,7 @@ _IN_MANIFEST = ("seed", "weights", "tokenizer", "accumulate", "dtype", "max_shar
 
 @dataclass(frozen=True)
 class Settings:
-    """How folders are merged; the method has settings of its own. A value out of its range is a ValueError."""
+    """How folders are merged, apart from the method's options; a ValueError for a value out of its range."""
 
     seed: int = _option(42, "Seed of the adapters' initialisation.", panel="Method")
     step: int | None = _option(
@@ -49,7 +49,7 @@ class Settings:
     )
     max_shard_size: int | None = _option(
         None,
-        "The most bytes of tensors in a file, such as 5GB; by default, the base's files.",
+        "The largest size of a weight file, such as 5GB; by default, the base's files.",
         panel="Files",
     )
     device: str = _option(
@@ -58,12 +58,12 @@ class Settings:
     )
     verify: bool = _option(
         True,
-        "Check by digests that earlier results and the models of a manifest are as they were.",
+        "Check by digests that earlier results and the models named in a manifest are unchanged.",
     )
     strict: bool = _option(
         False, "Refuse a merge whose result would lack something that a task changed.", panel="Layers"
     )
-    max_memory: int | None = _option(None, "The most memory to hold, such as 4GB, with fewer layers at a time.")
+    max_memory: int | None = _option(None, "The most memory to use, such as 4GB, with fewer layers at a time.")
     engine: Literal["local", "ray"] = _option(
         "local",
         "What computes: this process, or workers on every node of a Ray cluster (with device=cuda, on every GPU).",
@@ -95,7 +95,7 @@ class Settings:
         for size in ("max_memory", "max_shard_size"):
             if getattr(self, size) is not None:
                 check_whole(self, size, least=1, most=2**62)
-        if self.engine == "local":  # a cluster's workers have devices of their own
+        if self.engine == "local":  # a cluster's workers choose their own devices
             check_devices(self.device)
             if self.address is not None:
                 raise ValueError(f"address '{self.address}' is for engine=ray")
@@ -118,25 +118,25 @@ class Settings:
 
 @dataclass
 class Plan:
-    """A merge whose models passed the checks on their headers."""
+    """A merge whose models have passed all checks that need no more than headers and samples."""
 
     pretrained: FullModel
-    merged: FullModel | None  # what is merged so far; None means the base
-    state: FullModel | None  # what the method kept of the layers beside `merged`
+    merged: FullModel | None  # the result to merge into; None means the base
+    state: FullModel | None  # the state of the layers that the method kept beside `merged`
     tasks: list[FullModel]
     layers: list[Layer]  # merged by the method, in the base's order
     others: dict[str, tuple[str, ...]]  # the base's keys of every other tensor, by slot
-    coverage: Coverage  # how much of the model the layers are
+    coverage: Coverage  # how much of the model the layers cover
     origin: str  # where the layers are known from
     method: LayerMethod
     targets: TargetConfig
     settings: Settings
-    small_files: dict[str, bytes]  # of the result, all but weights, card and manifest, by path in its folder
-    heads: dict[str, Head]  # of all tasks in the result that have one of their own, by task
-    head_slots: set[str]  # where the base has such a head, which stays as it is
-    before: Manifest  # of what is merged so far; empty if it has none
+    small_files: dict[str, bytes]  # by path: all of the result but weights, card and manifest
+    heads: dict[str, Head]  # of all tasks in the result that have their own, by task
+    head_slots: set[str]  # the base's tensors of such heads, which stay as they are
+    before: Manifest  # that of `merged`; empty if it has none
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
-    known: dict[str, str] = field(default_factory=dict)  # digests that models must have, by what they are to the merge
+    known: dict[str, str] = field(default_factory=dict)  # digests that models must have, by their role in the merge
     warnings: list[str] = field(default_factory=list)
 
     @cached_property
@@ -148,12 +148,12 @@ class Plan:
         return floats - self.head_slots
 
     def averaged_of(self, task: FullModel) -> set[str]:
-        """The slots of ``others`` that a task counts in."""
+        """The slots of ``others`` that a task changes."""
         return self.averaged if self.targets.other_params == "mean" or task is self.tasks[0] else set()
 
     @property
     def base(self) -> Checkpoint:
-        """The base's checkpoint, whose tensors the result has, and in the base's files if nothing else is asked for."""
+        """The base's checkpoint; the result has its tensors, and by default in files of the same names."""
         return self.pretrained.checkpoint
 
     @cached_property
@@ -170,12 +170,12 @@ class Plan:
 
     @cached_property
     def places(self) -> dict[str, TensorInfo]:
-        """Where the result has each tensor, by the key that the base has it under."""
+        """Where the result has each tensor, by its key in the base."""
         return find_places(self.base, self.headers)
 
     @property
     def models(self) -> dict[str, FullModel]:
-        """All models by what they are to the merge, the base first."""
+        """All models by their role in the merge (base, merged, state, task 0, ...)."""
         named = {"base": self.pretrained, "merged": self.merged, "state": self.state}
         named |= {f"task {number}": task for number, task in enumerate(self.tasks)}
         return {source: model for source, model in named.items() if model is not None}
@@ -204,18 +204,18 @@ class Plan:
 
     @cached_property
     def keeps_state(self) -> bool:
-        """Whether the result has a file with the state; weights alone are kept where the model rounds float32."""
+        """Whether the result has a state file; a state of weights alone is kept where the model rounds float32."""
         written = (as_written(self.base.tensors[layer.keys[0]], self.settings.dtype) for layer in self.layers)
         rounded = any(isinstance(info, Quantised) or FLOATS[info.dtype].itemsize < 4 for info in written)
         return (rounded and self.settings.accumulate == "float32") or not self.method.state_is_weight
 
     def dtype(self, key: str) -> torch.dtype:
-        """Return what a tensor of the base is kept in between tasks: the wider one of its dtype and the result's."""
+        """Return the dtype of a tensor between tasks: the wider one of the base's and the result's."""
         info = self.base.tensors[key]
         return torch.promote_types(FLOATS[info.dtype], FLOATS[as_written(info, self.settings.dtype).dtype])
 
     def options(self) -> dict[str, Any]:
-        """Return all options of the merge by name, the method's among them."""
+        """Return all options of the merge by name, including the method's."""
         return {
             "method": self.method.name,
             **dataclasses.asdict(self.method.options),
@@ -225,7 +225,7 @@ class Plan:
 
 
 def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]]:
-    """Return key and slot of each tensor of a layer's state in the file, and its like without numbers, by its name."""
+    """Return for each tensor of a layer's state, by name, its key and slot in the file, and a meta tensor like it."""
     if plan.method.state_is_weight:
         shape = plan.base.tensors[layer.keys[0]].shape
         return {"weight": (layer.keys[0], layer.slot, torch.empty(shape, dtype=torch.float32, device="meta"))}

@@ -1,4 +1,4 @@
-"""Planning a merge: the models are opened, and must pass all checks before anything large is read."""
+"""Plan a merge: open the models and check them before anything large is read."""
 
 import dataclasses
 import json
@@ -41,19 +41,19 @@ def plan_merge(
     *,
     method: str = "nufilt",
 ) -> Plan:
-    """Check all that headers tell, and a few samples of the weights where they are on this disk.
+    """Plan a merge: check all that headers tell, and samples of the weights that are on this disk.
 
     Args:
         base: folder or hub name of the pretrained model.
         tasks: folders or hub names of fine-tuned models or peft LoRA adapters, in merging order.
-        merged: folder or hub name of what is merged so far; by default nothing is.
+        merged: folder or hub name of the model to merge into; by default, the base.
         options: the method's options; by default its own defaults.
-        targets: which layers are merged, and what happens to the rest; by default as the method has them.
+        targets: which layers are merged, and what happens to the rest; by default, the method's choice.
         settings: how folders are merged.
         method: the method's name in :data:`fusion_bench_nufilt.methods.METHODS`.
 
     Raises:
-        ValueError: There is no such method, or a model does not fit; the message names it, and says what to do.
+        ValueError: there is no such method, or a model does not fit; the message names it and says what to do.
     """
     kind, settings = find_method(method), settings or Settings()
     options, targets = options or kind.Options(), targets or TargetConfig(**kind.targets)
@@ -102,7 +102,7 @@ def _open(what: str, name: str, advice: str) -> Checkpoint:
 def _open_merged(
     name: str | None, architecture: Architecture, kind: type[LayerMethod], settings: Settings
 ) -> tuple[FullModel | None, Manifest, FullModel | None]:
-    """Open what is merged so far, with its manifest and what the method kept beside it, as far as there are these."""
+    """Open the model to merge into, its manifest, and the state beside it, as far as they exist."""
     if name is None:
         return None, Manifest(), None
     merged = _open("merged model", name, "give it as a --task")
@@ -120,7 +120,7 @@ def _open_tasks(names: Sequence[str], architecture: Architecture, weights: Seque
 
 
 def _join_vocabularies(plan: Plan, architecture: Architecture) -> Iterator[str]:
-    """Have the plan say which tokens the result has, and its models show the rows of the base."""
+    """Enter the result's tokens into the plan, and have its models present the base's rows."""
     if plan.settings.tokenizer is None and plan.targets.on_shape_mismatch == "keep-base":
         return
     models = {source: model for source, model in plan.models.items() if source != "state"}
@@ -132,7 +132,7 @@ def _join_vocabularies(plan: Plan, architecture: Architecture) -> Iterator[str]:
 
 
 def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
-    """Refuse what does not fit, and yield warnings of what is doubtful, as do all checks that follow."""
+    """Refuse what does not fit, and yield warnings about what is doubtful, as do all checks below."""
     plan.base.check_floats(key for layer in plan.layers for key in layer.keys)
     yield from _join_vocabularies(plan, architecture)
     if plan.settings.dtype == "fp8":
@@ -181,7 +181,7 @@ def _check_merged(plan: Plan, merged: FullModel) -> Iterator[str]:
 
 
 def verify_merged(plan: Plan) -> Iterator[str]:
-    """Refuse a merge on this disk with a file that is read and is not what was saved."""
+    """Refuse a merged model on this disk if a file that is read is not what was saved."""
     if plan.merged is None or plan.merged.checkpoint.remote or not plan.settings.verify:
         return
     merged, state = plan.merged.checkpoint, Path(STATE_FILE).parent
@@ -215,7 +215,7 @@ def _check_task(plan: Plan, task: FullModel, architecture: Architecture) -> Iter
 
 
 def _check_shapes(plan: Plan, task: FullModel, architecture: Architecture, chosen: set[str]) -> Iterator[str]:
-    """Check that a task's tensors have the base's shapes, or have it ignore those that may be kept from the base."""
+    """Check that a task's tensors have the base's shapes; have it ignore others if ``on_shape_mismatch`` allows it."""
     name = task.checkpoint.name
     for slot, shape in list(task.slots.items()):
         parts = architecture.parts(slot)  # of a tensor that was not split, since it has another shape
@@ -265,7 +265,7 @@ def _check_state(plan: Plan) -> Iterator[str]:
 
 
 def check_relation(plan: Plan) -> Iterator[str]:
-    """Yield warnings where samples of the weights say that a model has another base; refuse a layer drawn at random."""
+    """Warn if samples of the weights suggest another base, and refuse a layer that was drawn at random."""
     base, step = plan.base, max(1, len(plan.layers) // _SAMPLED_LAYERS)
     outside = [layer for layer in plan.layers if not re.search(r"\.\d+\.", layer.name)]  # such as a pooler or a head
     sampled = list(dict.fromkeys([*plan.layers[::step][:_SAMPLED_LAYERS], *outside[:_SAMPLED_LAYERS]]))

@@ -16,11 +16,11 @@ from fusion_bench_nufilt.storage.tensors import FLOATS, TensorFile, TensorInfo
 
 _FP8 = "F8_E4M3"
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
-_SCALES = ("_scale_inv", "_scale")  # behind the key of a weight; it is multiplied by either
+_SCALES = ("_scale_inv", "_scale")  # suffixes of a weight's key; the weight is multiplied by either
 _INPUT_SCALES = ("input_scale", "activation_scale")
-_SIDES = (128, 128)  # of the blocks that a config.json does not tell
+_SIDES = (128, 128)  # of the blocks, where config.json does not give them
 
-# What the names of tensors tell of quantisations that are not read.
+# Suffixes of tensor names in quantised checkpoints that can't be read.
 _NAMES = {
     ".g_idx": "GPTQ",
     ".qweight": "GPTQ or AWQ",
@@ -43,7 +43,7 @@ class _Group(TypedDict, total=False):
 
 
 class Quantisation(TypedDict, total=False):
-    """What config.json says of it that is read, as ``quantization_config``."""
+    """The fields of config.json's ``quantization_config`` that are read."""
 
     quant_method: str | None
     format: str | None
@@ -53,20 +53,20 @@ class Quantisation(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Quantised(TensorInfo):
-    """A tensor of a file, in FP8, and where its scales are; ``dtype`` is what it is read as."""
+    """An FP8 tensor in a file, and the place of its scales; ``dtype`` is the dtype in which it is read."""
 
     what: str  # the model and the tensor, for errors
     scale_key: str
     scale: TensorInfo
-    block: tuple[int, ...]  # the sides of the blocks that have a scale each
+    block: tuple[int, ...]  # the sides of the blocks, each of which has a scale
 
     @property
     def stored(self) -> list[TensorInfo]:
-        """The weight and its scales as files hold them."""
+        """The weight and its scales as the files hold them."""
         return [TensorInfo(self.file, _FP8, self.shape, self.start, self.stop), self.scale]
 
     def rows(self, first: int, last: int) -> "Quantised":
-        """Return these entries of the first dimension as a tensor by itself; no block may reach beyond them."""
+        """Return these entries of the first dimension as a tensor of its own; they must not cut a block."""
         height = self.block[0]
         cut = super().rows(first, last)
         if height >= self.shape[0]:  # one scale for all
@@ -76,7 +76,7 @@ class Quantised(TensorInfo):
         return replace(cut, scale=self.scale.rows(first // height, -(-last // height)))
 
     def around(self, start: int, stop: int) -> tuple["Quantised", int]:
-        """Return whole blocks of rows with elements ``start`` to ``stop`` of the flattened tensor, and the first's."""
+        """Return the whole blocks of rows that hold elements ``start`` to ``stop``, and the number of their first."""
         width = math.prod(self.shape[1:])
         height = self.block[0] if self.block[0] < self.shape[0] else 1
         first, last = start // width // height * height, -(-stop // (width * height)) * height
@@ -88,7 +88,7 @@ class Quantised(TensorInfo):
         return self._values(weight, scale)
 
     def quantise(self, values: Tensor) -> list[tuple[TensorInfo, Tensor]]:
-        """Return what files hold of values of its shape: FP8, and the scale amax / 448 of every block."""
+        """Quantise values of its shape to FP8 with a scale of amax / 448 for every block, as the files hold both."""
         tiles, scale_dtype = _tiles(values.float(), self.block), FLOATS[self.scale.dtype]
         inside = tuple(range(1, tiles.ndim, 2))
         amax = torch.maximum(tiles.amax(inside, keepdim=True), -tiles.amin(inside, keepdim=True))
@@ -98,7 +98,7 @@ class Quantised(TensorInfo):
         return list(zip(self.stored, (weight, scale.reshape(self.scale.shape)), strict=True))
 
     def rounded(self, values: Tensor) -> Tensor:
-        """Return values of its shape as they are read again once they are quantised."""
+        """Return values of its shape as quantising and reading them again gives them."""
         (_, weight), (_, scale) = self.quantise(values)
         return self._values(weight, scale)
 
@@ -109,7 +109,7 @@ class Quantised(TensorInfo):
 
 
 def _tiles(values: Tensor, block: Sequence[int]) -> Tensor:
-    """Return values ``(n, m, ...)`` as ``(n / b, b, m / c, c, ...)``, with zeros where the last blocks reach beyond."""
+    """Return values ``(n, m, ...)`` as ``(n / b, b, m / c, c, ...)``, padded with zeros to whole blocks."""
     missing = [-size % side for size, side in zip(values.shape, block, strict=True)]
     if any(missing):
         values = pad(values, [size for count in reversed(missing) for size in (0, count)])
@@ -118,7 +118,7 @@ def _tiles(values: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def _joined(tiles: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the values of :func:`_tiles` in their own shape."""
+    """Return the values of :func:`_tiles` in their original shape."""
     padded = [count * side for count, side in zip(tiles.shape[::2], tiles.shape[1::2], strict=True)]
     return tiles.reshape(padded)[tuple(map(slice, shape))].contiguous()
 
@@ -126,9 +126,9 @@ def _joined(tiles: Tensor, shape: Sequence[int]) -> Tensor:
 def join_scales(
     model: str, tensors: Mapping[str, TensorInfo], config: Quantisation
 ) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Return the tensors of a model, those in FP8 with their scales, and the names of the scales of its activations.
+    """Return a model's tensors, with FP8 weights and their scales joined, and the names of its activation scales.
 
-    A weight in FP8 without a scale stays as it is: it is refused where it is needed.
+    An FP8 weight without a scale stays as it is, and is refused where it is needed.
     """
     joined, measured = dict(tensors), []
     for key, info in tensors.items():
@@ -147,7 +147,7 @@ def join_scales(
 
 
 def _block(what: str, shape: tuple[int, ...], scale: tuple[int, ...], config: Quantisation) -> tuple[int, ...]:
-    """Return the sides of the blocks that have a scale each, which shapes and config.json must agree on."""
+    """Return the sides of the blocks, on which the shapes and config.json must agree."""
     ones = (1,) * len(shape)
     counts = ones if math.prod(scale) == 1 else (scale + ones)[: len(shape)] if scale == shape[: len(scale)] else scale
     sides = (*ones[:-2], *_sides(config))
@@ -170,7 +170,7 @@ def _sides(config: Quantisation) -> Sequence[int]:
 
 
 def other_quantisation(names: Iterable[str], config: Quantisation) -> str | None:
-    """Return the name of a quantisation that is not read, as config.json or the names of the tensors tell it."""
+    """Return the name of a quantisation that can't be read, if config.json or the tensors' names show one."""
     method, form = config.get("quant_method"), config.get("format")
     if method == "compressed-tensors" and form != "float-quantized":
         return f"{method} in the format {form}"

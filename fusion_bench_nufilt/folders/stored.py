@@ -1,7 +1,7 @@
 """A model as its checkpoints store it.
 
-transformers 5 renames parameters and joins experts when it loads a checkpoint, and undoes it when it saves one. Here
-layers have the names and shapes of transformers 4 under both, so that a merge has the same bits.
+transformers 5 renames parameters and joins experts when it loads a checkpoint, and undoes this when it saves one. Here,
+layers have the names and shapes of transformers 4 under both versions, so that a merge has the same bits.
 """
 
 import re
@@ -17,9 +17,9 @@ _KEPT = ("base_model_prefix", "_keys_to_ignore_on_load_unexpected", "get_input_e
 
 
 def as_stored(model: Any, keys: Iterable[str]) -> tuple[nn.Module, Rename]:
-    """Return a model on the meta device as a checkpoint with these keys stores it, and the model's name for a key.
+    """Return a model on the meta device as a checkpoint with these keys stores it, and a function that renames keys.
 
-    What differs between the two are prefixes alone, such as that of the language model among other towers.
+    A key and the model's name for it differ in prefixes only, such as that of the language model among other towers.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -52,15 +52,15 @@ def _rename(patterns: Mapping[str, str], key: str) -> str:
 
 
 def _adds_prefix(change: Any) -> bool:
-    """Tell whether transformers 4 makes a change, too."""
+    """Tell whether transformers 4 makes the change, too."""
     at_start = change._original_source_patterns[0].startswith("^")
     return at_start and getattr(change, "prefix_to_remove", None) is None
 
 
 def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str, str]) -> nn.Module:
-    """Return a model of the stored tensors, of which those that are parameters of ``model`` have ``names`` there.
+    """Return a model of the stored tensors; ``names`` has the names of those that are parameters of ``model``.
 
-    Modules are the model's where they hold what is stored. Another one with a matrix was linear in transformers 4.
+    A module of ``model`` is used where it holds what is stored. Any other with a matrix was linear in transformers 4.
     """
     routers = [name for name, module in model.named_modules() if type(module).__name__.endswith("TopKRouter")]
     leaves = {name: module for name, module in model.named_modules() if not module._modules and name not in routers}
@@ -83,7 +83,7 @@ def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str,
 
 
 def submodule(module: nn.Module, names: Iterable[str]) -> nn.Module:
-    """Return a module by the names on its path, made where it is missing; a KeyError says which name none can have."""
+    """Return the module at a path, making missing ones; a KeyError names a part that can't be a module's name."""
     for name in names:
         if name not in module._modules:
             module.add_module(name, nn.Module())

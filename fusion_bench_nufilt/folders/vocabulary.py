@@ -1,7 +1,7 @@
-"""The vocabulary of a result: which token has which row of the embeddings, where models brought tokens of their own.
+"""The vocabulary of a result: which token has which row of the embeddings, where models brought new tokens.
 
-Rows are matched by token. That of a token of the base is merged or averaged as any weight, and that of a new token is
-taken as it is from the model that has it.
+Rows are matched by token. The rows of the base's tokens are merged or averaged like any weight; the row of a new token
+is copied from the model that has it.
 """
 
 import hashlib
@@ -29,15 +29,15 @@ from .models import FullModel
 _TOKENIZER = r"(.*token.*|special_tokens_map|vocab|chat_template)\.json|(vocab|merges)\.txt|.*\.(model|tiktoken|jinja)"
 
 Models = Mapping[str, FullModel]
-"""Models by what they are to the merge: base, merged, task 0, ..."""
+"""Models by their role in the merge: base, merged, task 0, ..."""
 
 
 @dataclass
 class Vocabulary:
-    """The rows of a result's embeddings; without ``slots``, all is as in the base."""
+    """The rows of a result's embeddings; without ``slots``, they are those of the base."""
 
     models: Models = field(default_factory=dict)
-    slots: list[str] = field(default_factory=list)  # of the tensors with a row for every token
+    slots: list[str] = field(default_factory=list)  # tensors with a row for every token
     tokenizer: str = "base"  # base, union, or the name of the model whose tokenizer the result has
     rows: int = 0
     tokens: dict[int, str] = field(default_factory=dict)  # new ones, by their rows in the result
@@ -47,7 +47,7 @@ class Vocabulary:
     identity: str = ""  # a digest of how rows are matched
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what the manifest says of it."""
+        """Return the manifest's entry."""
         sources = {token: self.models[self.holders[row][0][0]].checkpoint.label for row, token in self.tokens.items()}
         return {"tokenizer": self.tokenizer, "rows": self.rows, "new_tokens": sources} if self.slots else {}
 
@@ -56,7 +56,7 @@ class Vocabulary:
         return f"{self.tokenizer}, {self.rows} rows, {new}"
 
     def check(self) -> None:
-        """Refuse a new token that several models have with different rows; those still on the hub are not looked at."""
+        """Refuse a new token whose rows differ between models; models still on the hub are not compared."""
         for row, held in self.holders.items():
             near = [(source, own) for source, own in held if not self.models[source].checkpoint.remote]
             for slot in self.slots if len(near) > 1 else ():
@@ -73,9 +73,9 @@ class Vocabulary:
     def grown(
         self, slot: str, pieces: Iterable[Tensor], dtype: torch.dtype, read: Mapping[str, Any]
     ) -> Iterator[Tensor]:
-        """Yield a flattened tensor of ``slots`` with its rows of new tokens, given the pieces with the base's rows.
+        """Yield a flattened tensor of ``slots`` with the rows of new tokens, given the pieces with the base's rows.
 
-        The digests in ``read``, by model, are updated with what is read.
+        The digests in ``read``, by model, are updated.
         """
         count, *shape = self.models["base"].slots[slot]
         width, step, offset = math.prod(shape), CHUNK_BYTES // 8, 0
@@ -98,7 +98,7 @@ class Vocabulary:
             yield piece
 
     def grown_layer(self, slot: str, weight: Tensor, read: dict[str, str]) -> Tensor:
-        """Return a layer with the rows of new tokens, and add the digests of what is read to those of the models."""
+        """Return a layer with the rows of new tokens, and add digests of what is read to those of the models."""
         if slot not in self.slots:
             return weight
         sha: defaultdict[str, Any] = defaultdict(hashlib.sha256)
@@ -108,7 +108,7 @@ class Vocabulary:
 
 
 class _Tokens:
-    """The tokens of a model, each with its row. Rows whose tokens are not known are named by their numbers."""
+    """The tokens of a model and their rows. Rows whose tokens are unknown are named by their numbers."""
 
     def __init__(self, model: FullModel, slots: Sequence[str], base: "_Tokens | None" = None) -> None:
         self.model, self.label, self._base = model, model.checkpoint.label, base
@@ -138,13 +138,13 @@ class _Tokens:
         return {token: row for token, row in self.all.items() if row < self.rows}
 
     def fits(self, base: "_Tokens", slots: Sequence[str]) -> bool:
-        """Tell whether its embeddings differ from the base's in no more than rows, and tokens tell which it lacks."""
+        """Tell whether its embeddings differ from the base's in rows only, which can be matched if it has fewer."""
         own, other = self.model.slots, base.model.slots
         alike = all(own[slot][1:] == other[slot][1:] for slot in slots if slot in self.model.keys)
         return alike and (self.rows >= base.rows or self.tokenizer is not None)
 
     def rows_of(self, base: "_Tokens") -> list[int]:
-        """Return for each row of the base the row of its token here, or -1, as for rows of no token."""
+        """Return, for each row of the base, the row of its token here, or -1 if there is none."""
         rows = [-1] * base.rows
         for token, row in base.ids.items():
             rows[row] = self.ids.get(token, -1)
@@ -152,7 +152,7 @@ class _Tokens:
 
 
 def _load(folder: Path) -> Any:
-    """Return the tokenizer in a folder; None if there is none that transformers makes without code of its own."""
+    """Return the tokenizer in a folder, or None if transformers can't load it without running the model's code."""
     import transformers
 
     try:
@@ -162,13 +162,13 @@ def _load(folder: Path) -> Any:
 
 
 def join_vocabularies(models: Models, slots: Sequence[str], choice: str, files: Mapping[str, bytes]) -> Vocabulary:
-    """Match the rows of all models by token, and choose the result's; the models then show the rows of the base.
+    """Match the rows of all models by token, and choose the result's; the models then present the base's rows.
 
     A model whose rows can't be matched stays as it is.
 
     Args:
-        models: the base, what is merged so far, and the tasks; adapters among them.
-        slots: of the tensors that have a row for every token.
+        models: the base, the model merged so far, and the tasks, including adapters.
+        slots: the tensors that have a row for every token.
         choice: whose tokens the result has: base, union, or the name of a model.
         files: the small files of the base.
 
@@ -207,7 +207,7 @@ def join_vocabularies(models: Models, slots: Sequence[str], choice: str, files: 
 
 
 def _owner(models: Models, choice: str) -> str:
-    """Return the model whose tokenizer the result has, or begins with."""
+    """Return the role of the model whose tokenizer the result has, or to which tokens are added."""
     if choice in ("base", "union"):
         return "merged" if choice == "union" and "merged" in models else "base"
     named = {model.checkpoint.name: source for source, model in models.items()}
@@ -219,7 +219,7 @@ def _owner(models: Models, choice: str) -> str:
 
 
 def _number_tokens(result: Vocabulary, known: Mapping[str, _Tokens], sources: Sequence[str]) -> Any:
-    """Give the new tokens of some models their rows; return the first one's tokenizer if others' tokens came to it."""
+    """Give new tokens their rows; return the first source's tokenizer if tokens of others were added to it."""
     base, owner = known["base"], known[sources[0]]
     for token, row in owner.ids.items():
         if (before := base.ids.get(token, row)) != row:
@@ -248,7 +248,7 @@ def _number_tokens(result: Vocabulary, known: Mapping[str, _Tokens], sources: Se
 
 
 def _set_files(result: Vocabulary, base: _Tokens, owner: _Tokens, added: Any) -> None:
-    """Give the result the tokenizer of a model, or one that tokens were added to, and configurations that fit."""
+    """Give the result a model's tokenizer, or the one with added tokens, and configurations that fit it."""
     files = owner.files
     if added:
         with tempfile.TemporaryDirectory() as folder:
@@ -270,7 +270,7 @@ def _set_files(result: Vocabulary, base: _Tokens, owner: _Tokens, added: Any) ->
 
 
 def _config(config: Any, own: Any, before: int, rows: int) -> Any:
-    """Return a configuration for so many rows, with the numbers of special tokens that another one has."""
+    """Return a configuration for this many rows, with the special tokens' numbers of another one."""
     if not isinstance(config, dict) or not isinstance(own, dict):
         return config
     inner = {key: _config(value, own.get(key, {}), before, rows) for key, value in config.items()}
