@@ -1,1 +1,1 @@
-"""What is read and written: locks, whole files, JSON with schemas, tensors, and what a model is known by."""
+"""Reading and writing: locks, whole files, JSON with schemas, tensors, and what identifies a model."""

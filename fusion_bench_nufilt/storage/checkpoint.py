@@ -1,4 +1,4 @@
-"""Merged models on disk: their weights, the state to go on from them, and the manifest that says what both are.
+"""Merged models on disk: their weights, the state to go on from, and the manifest that describes both.
 
 A step of a run and a merge of folders write the same manifest, so that either can go on from the other's result.
 """
@@ -49,10 +49,10 @@ class Head(TypedDict):
 
 
 class Manifest(TypedDict, total=False):
-    """The fields that are read again; there are more, for people."""
+    """The fields that are read back; there are more, for people."""
 
     method: str
-    step: Count  # the number of models that were merged
+    step: Count  # the number of models merged so far
     tasks: list[str]  # their names, in merging order
     order: list[str]  # all models of the stream, of which `tasks` are the first ones
     inputs: dict[str, Input]
@@ -62,14 +62,14 @@ class Manifest(TypedDict, total=False):
     digest: str  # of everything else in the manifest
     heads: dict[str, Head]  # by the names of their tasks
     merge_seconds: list[float]
-    run: Any  # of a merge of folders: a digest of all that it depends on
+    run: Any  # in a merge of folders: a digest of all that it depends on
     coverage: dict[str, Any]
 
 
 def read_manifest(folder: Path, advice: str = "fetch it again", *, verify: bool = True) -> Manifest | None:
-    """Read the manifest of a folder, None if it has none; a ValueError names a damaged field and gives the advice.
+    """Return the manifest of a folder, if it has one; a ValueError names a damaged field and gives the advice.
 
-    With ``verify``, one that was changed is refused as well; earlier versions left no digest that would tell.
+    With ``verify``, a manifest that was changed is refused as well; earlier versions wrote no digest that would tell.
     """
     manifest = read_json(folder / MANIFEST, Manifest, advice)
     if manifest and verify and manifest.get("digest", found := content_digest(manifest)) != found:
@@ -77,12 +77,12 @@ def read_manifest(folder: Path, advice: str = "fetch it again", *, verify: bool 
     return manifest
 
 
-# What the result keeps of no task's configuration: the user's folder, and what the merged model has of its own.
+# Fields of a task's configuration that are dropped: the user's folder, and what the merged model decides itself.
 _NOT_KEPT = ("_name_or_path", "dtype", "torch_dtype")
 
 
 def add_head(heads: dict[str, Head], task: str, modules: list[str], config: Mapping[str, Any]) -> str:
-    """Describe one more head, in a file of its own; return its name: the task's, or with a number if that is taken."""
+    """Add a head, which has a file of its own; return its name: the task's, with a number if that is taken."""
     name = _unused(task, heads)
     stem = _unused(re.sub(r"[^\w.-]+", "_", name), {PurePosixPath(head["file"]).stem for head in heads.values()})
     kept = {key: value for key, value in config.items() if key not in _NOT_KEPT}
@@ -96,7 +96,7 @@ def _unused(name: str, others: Collection[str]) -> str:
 
 
 def read_heads(folder: Path, manifest: Manifest, task: str | None = None) -> dict[str, bytes]:
-    """Read the files with all heads of a result, or a task's, by path; refuse one that is not what was saved."""
+    """Return the files of all heads of a result, or of one task's, by path; refuse one that is not what was saved."""
     files = [head["file"] for name, head in manifest.get("heads", {}).items() if task in (None, name)]
     verify_files(folder, manifest, "fetch it again", files)
     return {file: (folder / file).read_bytes() for file in files}
@@ -111,9 +111,8 @@ def save_checkpoint(
 ) -> None:
     """Save a model for ``from_pretrained`` (any other module as ``model.safetensors``), atomically and without pickle.
 
-    What is in the folder is replaced. ``about`` is what the manifest says beside the digests of the files, ``state``
-    the tensors that are kept beside the model to go on from it, none for most methods, and ``files`` the content of
-    further files by their paths.
+    An existing folder is replaced. ``about`` is the manifest's content besides the digests of the files, ``state`` the
+    tensors that the method needs to go on from the model, and ``files`` the content of further files by path.
     """
     with atomic_folder(folder) as temporary:
         save_pretrained = getattr(model, "save_pretrained", None)
@@ -135,14 +134,14 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
-    """Write what a manifest says of the other files in a folder, with digests of them all and of the manifest."""
+    """Write the manifest of a folder, with digests of all other files and of itself."""
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    files = _fingerprints(folder, sorted(names - {MANIFEST}))  # there is one if an earlier process was killed
+    files = _fingerprints(folder, sorted(names - {MANIFEST}))  # it is there if an earlier process was killed
     write_json(folder / MANIFEST, {**about, "files": files})
 
 
 def read_whole_checkpoint(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint; refuse one with a file that is missing, cut short or changed, by name."""
+    """Return the manifest of a checkpoint; a ValueError names a file that is missing, cut short or changed."""
     advice = "the step can be made again"
     manifest = read_manifest(folder, advice)
     if manifest is None or "files" not in manifest:
@@ -154,10 +153,10 @@ def read_whole_checkpoint(folder: Path) -> Manifest:
 def verify_files(
     folder: Path, manifest: Manifest, advice: str, names: Iterable[str] | None = None, *, digests: bool = True
 ) -> None:
-    """Refuse a folder with a file that is missing, cut short or changed, by name; without ``digests`` by sizes alone.
+    """Raise a ValueError that names a file which is missing or changed; without ``digests``, sizes alone tell.
 
-    By default these are all files that the manifest lists, but for the model card, which people edit. Earlier versions
-    listed no files of some folders, of which nothing is known then.
+    By default, these are all files that the manifest lists except the model card, which people edit. A manifest of an
+    earlier version that lists no files passes.
     """
     if (files := manifest.get("files")) is None:
         return
@@ -174,7 +173,7 @@ def verify_files(
 
 
 def load_checkpoint(model: nn.Module, folder: Path) -> None:
-    """Give a model the weights of a checkpoint that :func:`save_checkpoint` wrote of a model like it."""
+    """Load into a model the weights that :func:`save_checkpoint` saved from a model like it."""
     from_pretrained = getattr(model, "from_pretrained", None)
     if callable(from_pretrained):
         # The widest dtype that occurs, so that each weight is read exactly; a model may have several dtypes.
@@ -185,7 +184,7 @@ def load_checkpoint(model: nn.Module, folder: Path) -> None:
 
 
 def load_state(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors that were kept beside a merged model, if any."""
+    """Return the tensors that were saved beside a merged model, if there are any."""
     file = folder / STATE_FILE
     return load_file(file) if file.is_file() else {}
 
@@ -201,7 +200,7 @@ def _fingerprints(folder: Path, names: Sequence[str]) -> dict[str, Fingerprint]:
 
 
 def model_digest(model: nn.Module | Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of a model's parameters and buffers, in any order: of names, dtypes, shapes and bits."""
+    """Return the SHA-256 of the names, dtypes, shapes and bits of a model's parameters and buffers, in any order."""
     state = model.state_dict() if isinstance(model, nn.Module) else model
     tensors = ((name, value) for name, value in state.items() if isinstance(value, Tensor))
     return combined_digest((name, [str(value.dtype), tuple(value.shape), digest(value)]) for name, value in tensors)
@@ -214,5 +213,5 @@ def combined_digest(parts: Iterable[tuple[str, object]]) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that results depend on, by the names that they are installed under."""
+    """Return the versions of the packages that results depend on, by distribution name."""
     return {package: version(package) for package in _PACKAGES}

@@ -28,17 +28,17 @@ _T = TypeVar("_T")
 MANIFEST = "nufilt.json"
 #: The model card of a result.
 CARD = "README.md"
-#: Every folder that one process at a time may write to has a lock file, and a file that says which process holds it.
+#: Every folder that only one process may write to has a lock file, and a file that names the process holding it.
 LOCK, HOLDER = ".nufilt.lock", ".nufilt.holder"
-#: A number of models: nobody merges a million of them, and a larger one is damage.
+#: A number of models: nobody merges a million, so that a larger number means damage.
 Count = Annotated[int, Field(ge=1, le=10**6)]
-#: A task's score: a fraction, but for metrics of another scale, none of which reaches these bounds.
+#: A task's score: a fraction, or a metric of another scale, none of which reaches these bounds.
 Score = Annotated[float, Field(ge=-(10**4), le=10**4)]
 Seconds = Annotated[float, Field(ge=0, le=10**9)]
 
 
 def lock_folder(folder: Path) -> BaseFileLock:
-    """Make a folder and lock it until this process ends, however it ends, or name the process that holds it."""
+    """Make a folder and lock it until this process ends, however it ends; a ValueError names another holder."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder}: there is a file of that name")
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,24 +53,24 @@ def lock_folder(folder: Path) -> BaseFileLock:
 
 
 def refuse_foreign(folder: Path, mark: str) -> None:
-    """Refuse a folder for results that has files but not the one that marks earlier results."""
+    """Refuse a folder for results that has files, but not the one that marks earlier results."""
     there = {path.name for path in folder.iterdir()} - {LOCK, HOLDER} if folder.is_dir() else set()
     if there and mark not in there:
         raise ValueError(f"--out {folder}: it has '{min(there)}' and no {mark}; name a new or an empty folder")
 
 
 class FullDiskError(OSError, ValueError):
-    """A disk is full; says what was to be written there."""
+    """A disk is full; the message says what was to be written there."""
 
 
 @contextmanager
 def naming_full_disk(folder: Path, size: str = "") -> Iterator[None]:
-    """Turn the error of a disk that is full into one that names the folder, and the ``size`` of what it is to hold."""
+    """Turn the error of a full disk into one that names the folder, and the ``size`` of what it should hold."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         cause = error.__cause__ if isinstance(error, FullDiskError) else error
-        number = getattr(cause, "errno", None) or re.findall(r"os error (\d+)|$", str(cause))[0]  # of safetensors
+        number = getattr(cause, "errno", None) or re.findall(r"os error (\d+)|$", str(cause))[0]  # safetensors'
         if int(number or 0) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         what = f"no room left on the disk for '{folder}'{size}: {cause}"
@@ -79,7 +79,7 @@ def naming_full_disk(folder: Path, size: str = "") -> Iterator[None]:
 
 @contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``target``; what is written there becomes ``target`` when the block ends well."""
+    """Yield a temporary path beside ``target``, which becomes ``target`` when the block ends without an error."""
     temporary = target.with_name(f".{target.name}-{os.getpid()}")
     try:
         with naming_full_disk(target.parent):
@@ -97,21 +97,21 @@ def write_text(target: Path, text: str) -> None:
 
 
 def write_json(target: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file, atomically, with a digest by which :func:`read_json` finds what was changed in it later."""
+    """Write a JSON file, atomically, with a digest by which :func:`read_json` detects later changes."""
     content = json.loads(json.dumps(content))  # as it will be read
     write_text(target, json.dumps({**content, "digest": content_digest(content)}, indent=2))
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
-    """Return the digest of a JSON file's content but for that digest, whatever the order of its keys."""
+    """Return the digest of a JSON file's content except the digest itself, whatever the order of its keys."""
     text = json.dumps({key: value for key, value in content.items() if key != "digest"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``target`` when the block ends well, and is removed otherwise."""
-    # The caller holds a lock, so that these are of processes that were killed.
+    """Yield a temporary folder, which becomes ``target`` when the block ends without an error, or else is removed."""
+    # The caller holds a lock, so that these were left by processes that were killed.
     for left in target.parent.glob(f".{without_wildcards(target.name)}-[0-9]*.new"):
         shutil.rmtree(left, ignore_errors=True)
     temporary = target.with_name(f".{target.name}-{os.getpid()}.new")
@@ -131,7 +131,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 def sync(path: Path) -> None:
     """Wait until a file or folder is on the disk."""
-    windows = os.name == "nt"  # Windows has no descriptors of folders, and flushes only files open for writing
+    windows = os.name == "nt"  # Windows can't open folders, and flushes only files open for writing
     if windows and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
@@ -142,7 +142,7 @@ def sync(path: Path) -> None:
 
 
 def printable(name: str) -> str:
-    """Escape the control characters of a name from elsewhere, so that it can do nothing to a terminal or a page."""
+    """Escape the control characters of a name from elsewhere, so that it can't act on a terminal or a page."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
 
 
@@ -152,15 +152,15 @@ def shown(text: str) -> str:
 
 
 def file_name(name: str) -> str:
-    """Turn a name from elsewhere into that of a file, which is neither hidden nor in another folder, nor too long."""
+    """Turn a name from elsewhere into a file name that is neither hidden, nor in another folder, nor too long."""
     safe = re.sub(r"[^\w.=,+-]+|^\.", "_", name)
     return safe if len(safe.encode()) <= 200 else f"{safe[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 def read_yaml(file: Path) -> Any:
-    """Return what a YAML file holds, of at most 1 MB, 10,000 values and 20 levels, and no aliases or interpolations.
+    """Read a YAML file of at most 1 MB, 10,000 values and 20 levels, without aliases and interpolations.
 
-    Within these limits it takes a second or two; a ValueError or YAMLError gives the line of what is beyond them.
+    Within these limits, reading takes a second or two; a ValueError or YAMLError gives the line of what exceeds them.
     """
     with file.open("rb") as stream:
         content, depth = stream.read(10**6 + 1), 0
@@ -177,11 +177,11 @@ def read_yaml(file: Path) -> Any:
 
 
 def read_json(path: Path, kind: type[_T], advice: str = "fetch it again", *, sealed: bool = False) -> _T | None:
-    """Return what a JSON file holds; None where there is no such file.
+    """Return the content of a JSON file, or None if there is no such file.
 
-    Its content must be of a type such as ``dict[str, str]`` or a ``TypedDict``, or make a dataclass; further fields are
-    allowed. One that is ``sealed`` was written by :func:`write_json`, here or by an older version without a digest, and
-    must not have been changed. Otherwise, a ValueError names the file and the field, and gives the advice.
+    The content must be of the type ``kind``, such as ``dict[str, str]`` or a ``TypedDict``, or make that dataclass;
+    further fields are allowed. A ``sealed`` file, which :func:`write_json` wrote, must not have been changed; older
+    versions wrote no digest. Otherwise, a ValueError names the file and the field, and gives the advice.
     """
     try:
         if not path.is_file():
@@ -199,7 +199,7 @@ def read_json(path: Path, kind: type[_T], advice: str = "fetch it again", *, sea
 
 
 def parse_json(text: bytes, kind: type[_T]) -> _T:
-    """Return what a JSON text holds, or raise a ValueError that says what is wrong, and where."""
+    """Return the content of a JSON text, or raise a ValueError that says what is wrong, and where."""
     try:
         content = json.loads(text)
     except RecursionError:
@@ -210,7 +210,7 @@ def parse_json(text: bytes, kind: type[_T]) -> _T:
 
 
 def checked(content: Any, kind: type[_T]) -> _T:
-    """Return a content from JSON or YAML unchanged if it is of a type, or the dataclass that it makes.
+    """Return content from JSON or YAML unchanged if it is of a type, or as the dataclass that it makes.
 
     Otherwise, a ValueError names the first field that is missing or of another type.
     """
@@ -224,7 +224,7 @@ def checked(content: Any, kind: type[_T]) -> _T:
         first = error.errors(include_url=False)[0]
         got = repr(first["input"])
         what = f"{first['msg'][0].lower()}{first['msg'][1:]}, got {got if len(got) <= 60 else f'{got[:57]}...'}"
-        if first["type"] == "value_error":  # of a dataclass, which says what it got
+        if first["type"] == "value_error":  # a dataclass itself says what it got
             what = str(first["ctx"]["error"])
         raise ValueError(f"field '{'.'.join(map(str, first['loc']))}': {what}" if first["loc"] else what) from error
     except RecursionError:

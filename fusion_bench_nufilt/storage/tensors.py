@@ -1,7 +1,7 @@
-"""safetensors files read and written tensor by tensor, so that memory holds no more than what is worked on.
+"""Read and write safetensors files tensor by tensor, so that memory holds only what is worked on.
 
-`safetensors.safe_open` maps a file into memory, and every page once read counts as the process's. Here safetensors
-checks the file, and plain reads at the offsets of its header fetch the bytes.
+`safetensors.safe_open` maps a file into memory, and every page that was read counts as the process's memory. Here,
+safetensors checks the file, and plain reads at the offsets in its header fetch the bytes.
 """
 
 import hashlib
@@ -25,31 +25,31 @@ _DTYPES["F8_E4M3"] = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the header of a file says of a tensor."""
+    """What the header of a file says about a tensor."""
 
     file: str  # name of the file in its folder
     dtype: str  # as safetensors names it: BF16, F32, I64, ...
     shape: tuple[int, ...]
     start: int  # offset of the first byte in the file
-    stop: int  # offset behind the last byte
+    stop: int  # offset after the last byte
 
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
 
     def rows(self, first: int, last: int) -> Self:
-        """Return these entries of the first dimension, which follow each other in the file, as a tensor by itself."""
+        """Return these entries of the first dimension, which are contiguous in the file, as a tensor of its own."""
         size = self.nbytes // self.shape[0]
         start, shape = self.start + first * size, (last - first, *self.shape[1:])
         return replace(self, shape=shape, start=start, stop=start + (last - first) * size)
 
     def of(self, dtype: str) -> "TensorInfo":
-        """Return a tensor of these values in another floating dtype, which has no place in the file."""
+        """Return the same tensor in another floating dtype, without a place in a file."""
         return TensorInfo(self.file, dtype, self.shape, 0, math.prod(self.shape) * FLOATS[dtype].itemsize)
 
 
 class TensorFile:
-    """One safetensors file to read from; one that is truncated, corrupt or none is refused by name."""
+    """A safetensors file to read from; a ValueError names one that is truncated or corrupt."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -57,7 +57,7 @@ class TensorFile:
             if not path.is_file():  # opening a pipe would wait for a writer
                 raise ValueError(f"'{path}' is no regular file")
             with open(path, "rb") as file:
-                # Checks sizes and offsets against each other. NumPy's view needs no memory; torch's reserves it all.
+                # This checks sizes and offsets. NumPy's view needs no memory; torch's reserves all of it.
                 with safe_open(path, framework="np"):
                     pass
                 self.header = file.read(8)
@@ -73,7 +73,7 @@ class TensorFile:
         return _stamp(self.path) != self.stamp
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what a process elsewhere has no use for: this one's working folder."""
+        """Make the path absolute, since another process has another working directory."""
         return {**vars(self), "path": self.path.absolute()}
 
     def read(self, info: TensorInfo) -> Tensor:
@@ -102,7 +102,7 @@ class TensorFile:
 
 
 def read_header(file: str, header: bytes) -> dict[str, TensorInfo]:
-    """Return the tensors that the header of a safetensors file, with the eight bytes of its length, describes."""
+    """Return the tensors described by a safetensors file's header, which begins with the eight bytes of its length."""
     content = json.loads(header[8:])
     content.pop("__metadata__", None)
     return {
@@ -112,18 +112,18 @@ def read_header(file: str, header: bytes) -> dict[str, TensorInfo]:
 
 
 def end_of_file(header: bytes) -> int:
-    """Return the size of the file that begins with a header, in bytes."""
+    """Return the size in bytes of the file that begins with a header."""
     return max((info.stop for info in read_header("", header).values()), default=len(header))
 
 
 def describe(tensor: Tensor) -> TensorInfo:
-    """Return what a header says of a tensor, which has no place in a file so far."""
+    """Return the description of a tensor, without a place in a file."""
     name = next(name for name, dtype in _DTYPES.items() if dtype == tensor.dtype)
     return TensorInfo("", name, tuple(tensor.shape), 0, tensor.nbytes)
 
 
 def make_header(tensors: Mapping[str, TensorInfo]) -> bytes:
-    """Return the header of a file of these tensors; the widest dtypes come first, so that every tensor is aligned."""
+    """Return the header of a file with these tensors; the widest dtypes come first, so that every tensor is aligned."""
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for key, info in sorted(tensors.items(), key=lambda item: -item[1].nbytes // max(1, math.prod(item[1].shape))):
