@@ -74,7 +74,7 @@ class Output:
             raise
 
     def _claim(self) -> None:
-        """Make or take over the work folder for this user only: a link or another user could redirect what is written."""
+        """Make or take over the work folder for this user alone: a link or another user could redirect its files."""
         place = f"'{self.work}', where the merge is to grow,"
         try:
             self.work.mkdir(mode=0o700, parents=True, exist_ok=True)

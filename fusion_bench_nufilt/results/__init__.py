@@ -1,1 +1,1 @@
-"""Tables, pictures and pages, made from files alone: this room imports none of those that compute, and no torch."""
+"""Tables, pictures and pages, made from files alone: this package imports no torch, nor any package that computes."""

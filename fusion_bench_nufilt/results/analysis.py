@@ -1,4 +1,4 @@
-"""What an analysis leaves beside its numbers: pictures and a page, drawn from its files alone."""
+"""The pictures and the page of an analysis, drawn from its files alone."""
 
 from collections.abc import Mapping
 from typing import Any, NotRequired
@@ -18,7 +18,7 @@ Matrix = list[list[float | None]]
 
 _BOTH = ("stability", "plasticity")
 _LOSSES = {key: f"{key} loss" for key in _BOTH} | {key: f"{key} mean" for key in ("harmonic", "arithmetic")}
-#: The tables beside ``analysis.json`` and the columns that are read of them.
+#: The tables beside ``analysis.json``, and the columns that are read.
 MEASURED = {
     "task_vectors": "task layer effective_rank",
     "losses": "method task layer step stability plasticity data_free_stability data_free_plasticity",
@@ -47,12 +47,12 @@ class Content(TypedDict):
 
 
 def analysis_files(content: Content, tables: Tables) -> Files:
-    """Make the pictures that there are numbers for, and the page."""
+    """Make the page, and each picture for which there are numbers."""
     return Files(_page(content, tables), pictures_of(content, tables))
 
 
 def pictures_of(content: Content, tables: Tables) -> dict[str, ChartType]:
-    """Draw all that ``analysis.json`` and the tables beside it have numbers for, by the names of the pictures."""
+    """Return, by name, each picture for which ``analysis.json`` and the tables beside it have numbers."""
     apart: Any = dict.fromkeys(("color", "shape", "strokeDash"), "independent")  # each chart has its own legend
     pictures: dict[str, ChartType] = {"spectra": _energy(content)}
     if "task_vectors" in tables:
@@ -85,7 +85,7 @@ def _affinity(content: Content, panels: int) -> ChartType:
 
 
 def _distributions(content: Content, table: pd.DataFrame, panels: int) -> ChartType:
-    """Draw how the affinity of a high, a moderate and a low pair is distributed over the layers, from 0 to 1."""
+    """Draw the distribution over the layers of the affinities, from 0 to 1, of a high, a moderate and a low pair."""
     tasks, sets, marks = content["tasks"], {}, {}
     grid, scale = np.arange(201) / 200, alt.Scale(domain=[0, 1])
     for group, row in content["affinity"].items():
@@ -109,7 +109,7 @@ def _by_rank(content: Content) -> ChartType:
 
 
 def _overlap(content: Content, panels: int) -> ChartType:
-    """Draw the shared directions of the task vectors; a vector's overlap with itself is 1 and is left out."""
+    """Draw how far the task vectors overlap, without the overlap of each with itself, which is 1."""
     names = content["names"]
     maps = {
         f"{group} layers": [[value if i != j else None for j, value in enumerate(row)] for i, row in enumerate(matrix)]
@@ -138,12 +138,12 @@ def _effective_ranks(content: Content, table: pd.DataFrame) -> ChartType:
 
 
 def _measured(content: Content) -> dict[str, Json]:
-    """The methods whose losses are known beyond the first step."""
+    """Return the methods whose losses are known beyond the first step."""
     return {name: row for name, row in content.get("methods", {}).items() if "fixed" in row}
 
 
 def _loss_curves(measured: Mapping[str, Json]) -> dict[str, dict[str, list[float | None]]]:
-    """The losses of each method by step; a set for each loss and way of choosing the inputs."""
+    """Return the losses of each method by step, in a set for each loss and each choice of inputs."""
     return {
         f"{title}, {words}": {name: row[inputs][loss] for name, row in measured.items()}
         for inputs, words in _INPUTS.items()
@@ -153,7 +153,7 @@ def _loss_curves(measured: Mapping[str, Json]) -> dict[str, dict[str, list[float
 
 
 def _losses(measured: Mapping[str, Json]) -> ChartType:
-    """Draw the losses by step, with a row of panels for each way of choosing the inputs."""
+    """Draw the losses by step, with a row of panels for each choice of inputs."""
     steps, panels = next(iter(measured.values()))["fixed"]["steps"], []
     for title, curves in _loss_curves(measured).items():
         values = [value for curve in curves.values() for value in curve if value]
@@ -166,7 +166,7 @@ def _losses(measured: Mapping[str, Json]) -> ChartType:
 
 
 def _data_free(measured: Mapping[str, Json], table: pd.DataFrame) -> ChartType:
-    """Draw the measured losses over the data-free ones: a panel for each method, a point for each layer and step."""
+    """Plot the measured losses against the data-free ones: a panel per method, a point per layer and step."""
     charts, axis = [], alt.Axis(grid=False, labelSeparation=10)
     look: Any = {"title": None, "scale": alt.Scale(type="log", nice=False, padding=8), "axis": axis}
     for loss in _BOTH:
@@ -206,7 +206,7 @@ def _page(content: Content, tables: Tables) -> Page:
         _loss_section(page, measured)
     if rows := content.get("theorem"):
         page.heading("Theorem 1")
-        page.words("In how many pairs of a layer and a task its condition holds, and how high the affinity is.")
+        page.words("For how many pairs of a layer and a task its condition holds, and how high the affinity is.")
         page.table([key.replace("_", " ") for key in rows[0]], [list(row.values()) for row in rows])
     page.configuration({"analysis": content["about"], "versions": content.get("versions", {})})
     return page

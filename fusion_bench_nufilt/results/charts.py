@@ -1,8 +1,8 @@
-"""Charts that several pages share: the same definition is interactive on a page and still in a PNG or a PDF.
+"""Charts that several pages share: one definition is interactive on a page and static in a PNG or a PDF.
 
 Functions take plain numbers. Where there are several sets of them, ``panels`` is 0 for one chart with a menu to choose
-a set, as on a page, or the number of panels in a row, as in a picture. A slider chooses a step on a page; it stands at
-the last one in a picture.
+a set, as on a page, or the number of panels in a row, as in a picture. A slider chooses the step on a page; a picture
+shows the last one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,16 +45,16 @@ def heat_maps(
     legend: str = "",
     panels: int = 0,
 ) -> ChartType:
-    """Draw matrices by name as colours with their numbers on them; a cell without a number stays empty.
+    """Draw named matrices as coloured cells with their numbers; a cell without a number stays empty.
 
-    Rows and columns, from the top and the left, have labels and ``words`` for what they are; ``legend`` is what the
-    numbers are. ``domain`` has the values at the two ends of the colours; by default from 0, or below, to the largest
-    value. A line break in a map's name begins a new line of a panel's title.
+    ``rows`` (from the top) and ``columns`` (from the left) are labels, ``words`` the titles of the two axes, and
+    ``legend`` that of the numbers. ``domain`` has the values at the two ends of the colours, by default 0 (or the
+    smallest value, if negative) and the largest. A line break in a map's name begins a new line of a panel's title.
     """
     numbers = cells(maps, rows, columns, ("set", "row", "column"))
     values = [cell["value"] for cell in numbers]
     low, high = domain or (min([0.0, *values]), max(values, default=1.0))
-    dark = low + 0.44 * (high - low)  # white has a contrast of 4.5 on the colours below, black on those above
+    dark = low + 0.44 * (high - low)  # below it white text has a contrast of 4.5, above it black text
     cell_size, font_size = (34, 10) if len(columns) <= 10 else (24, 8)
     names = list(maps)
 
@@ -95,12 +95,12 @@ def lines(
     panels: int = 0,
     **legend: Any,
 ) -> ChartType:
-    """Draw curves, which have a number for each of ``x``, or fewer, or None where they have no point.
+    """Draw curves, each with one number per entry of ``x``, or fewer, and None where it has no point.
 
-    ``x`` are numbers, or words, which stand at equal distances. ``deviations`` are half the heights of the bands around
-    the curves. ``heights`` are dashed horizontal lines by the words on them; ``marks`` have for each set where a dashed
-    vertical line stands, and the words on it. The place of a curve ``among`` all names decides on its look. A legend
-    that is ``ranked`` is in the order of the last numbers, from the top, and takes further options of Altair's.
+    ``x`` are numbers, or words at equal distances. ``deviations`` are half the heights of the bands around the curves.
+    ``heights`` are dashed horizontal lines by their labels; ``marks`` has the place and the label of a dashed vertical
+    line for each set. A curve's place ``among`` all names determines its colour, shape and dashes. A ``ranked`` legend
+    is in the order of the curves' last numbers; ``legend`` are further options of Altair's.
     """
     bands = deviations or {}
     rows: Rows = [
@@ -141,7 +141,7 @@ def _x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tu
 
 
 def _dashed_lines(heights: Mapping[str, float], place: alt.X | None) -> list[alt.Chart]:
-    """Return horizontal lines with their words on the right, and a vertical one for each row that has a ``mark``."""
+    """Return horizontal lines with labels on the right, and a vertical one for each row that has a ``mark``."""
     layers = []
     if heights:
         rows = [{"level": height, "words": words} for words, height in heights.items()]
@@ -156,7 +156,7 @@ def _dashed_lines(heights: Mapping[str, float], place: alt.X | None) -> list[alt
 
 
 def bars_by_step(series: Mapping[str, Matrix], tasks: Sequence[str]) -> ChartType:
-    """Draw the scores of all tasks, one bar for each series, after the step that a slider chooses.
+    """Draw the scores of all tasks after the step that a slider chooses, with a bar for each series.
 
     The matrices have a row for each step and a column for each of ``tasks``, in merging order, in per cent.
     """
@@ -173,9 +173,9 @@ def bars_by_step(series: Mapping[str, Matrix], tasks: Sequence[str]) -> ChartTyp
 
 
 def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]], first_step: int = 1) -> ChartType:
-    """Draw one point for each layer over its block; a menu chooses the quantity, and a slider the step.
+    """Draw a point for each layer at its block; a menu chooses the quantity, and a slider the step.
 
-    ``values`` has, for each quantity and step, a number for each layer, the same layers for every quantity.
+    ``values`` has, for each quantity and step, a number for each layer; all quantities have the same layers.
     """
     quantities, steps = list(values), next(iter(values.values()))
     kinds = list(dict.fromkeys(kind(layer) for layers in steps for layer in layers))
@@ -200,5 +200,5 @@ def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]], first_step: in
 
 
 def aside(kind: str, kinds: Sequence[str]) -> float:
-    """Return how far from the middle of its block a layer stands, so that the kinds stand beside each other."""
+    """Return a layer's offset from the middle of its block, which places the kinds beside each other."""
     return 0.35 * ((kinds.index(kind) + 0.5) / len(kinds) - 0.5)

@@ -1,4 +1,4 @@
-"""What a comparison leaves beside ``results.json``: tables, pictures and a page."""
+"""The tables, pictures and page of a comparison, made from ``results.json``."""
 
 import math
 from collections.abc import Mapping
@@ -23,15 +23,15 @@ PICTURES = {
     "accuracy_per_step": "Mean score of the tasks seen so far",
     "accuracy_matrices": "Scores after each step (%), seed {seed}",
 }
-_MOST_CURVES = 5  # of a picture, which are those of the best methods; a page has all
+_MOST_CURVES = 5  # a picture has those of the best methods; a page has all
 _TITLES = {"plasticity": "each task right after its step"}
-_MOST_BANDS = 6  # more of them would hide each other
+_MOST_BANDS = 6  # more would hide each other
 
 
 def comparison_files(results: Results, _: Tables) -> Files:
-    """Make tables, pictures and the page; a picture that would say nothing is left out.
+    """Make tables, pictures and the page; a picture that would show nothing is left out.
 
-    Scores are fractions in ``.json`` and ``.csv``, elsewhere per cent.
+    Scores are fractions in ``.json`` and ``.csv`` files, and per cent elsewhere.
     """
     texts = {}
     for name, table, numbers in (
@@ -45,14 +45,14 @@ def comparison_files(results: Results, _: Tables) -> Files:
         texts["overhead.md"] = "\n".join(table.as_markdown() for table in costs)
         texts["overhead.tex"] = "".join(table.as_latex() for table in costs)
     charts: dict[str, ChartType | None] = {**charts_of(results, panels=True)}
-    if results.preset != "":  # an older file does not say which preset, and thus which pictures, it is of
+    if results.preset != "":  # an older file does not say which preset, and thus which pictures, it has
         charts |= dict.fromkeys(PICTURES.keys() - charts.keys())
     return Files(_page(results), charts, texts)
 
 
 def print_comparison(results: Results) -> None:
-    """Print the tables to the terminal: that of the tasks if it fits, and below it the main one with its notes."""
-    print_table(task_table(results).as_rich(), if_it_fits=True)  # else it is in per_task.md
+    """Print the tables to the terminal: that of the tasks if it fits, then the main one with its notes."""
+    print_table(task_table(results).as_rich(), if_it_fits=True)  # it is in per_task.md, too
     main = main_table(results)
     for table in (main, *overhead_tables(results)):
         print_table(table.as_rich())
@@ -84,9 +84,9 @@ def _page(results: Results) -> Page:
 
 
 def charts_of(results: Results, *, panels: bool) -> dict[str, ChartType]:
-    """Draw all that there are numbers for, and return the charts by the names of their pictures.
+    """Return each chart for which there are numbers, by the name of its picture.
 
-    With ``panels``, sets stand side by side, as in a picture; without, a menu chooses one, as on a page.
+    With ``panels``, sets are drawn side by side, as in a picture; without, a menu chooses one, as on a page.
     """
     charts: dict[str, ChartType] = {}
     if not results.done:
@@ -107,9 +107,9 @@ def charts_of(results: Results, *, panels: bool) -> dict[str, ChartType]:
 
 
 def _accuracy_per_step(results: Results, methods: Mapping[str, Method]) -> ChartType:
-    """The mean score of the tasks seen so far: mean over the seeds, and a band of one deviation.
+    """Draw the mean score of the tasks seen so far: the mean over the seeds, in a band of one standard deviation.
 
-    Over several orders, step t is a mean over t tasks that are not the same t tasks in every order.
+    With several orders, the t tasks seen at step t differ from order to order.
     """
     means, deviations, individual = {}, {}, results.references["individual"].values()
     for label, method in methods.items():
@@ -127,7 +127,7 @@ def _accuracy_per_step(results: Results, methods: Mapping[str, Method]) -> Chart
         heights={"individual models, all tasks": 100 * Mean.of(individual).mean},
         among=list(results.methods),
         ranked=True,
-        size=(460, 320),  # with its legend below, it is read on a phone
+        size=(460, 320),  # with its legend below, it can be read on a phone
         orient="bottom",
         columns=3,
     )
@@ -145,9 +145,9 @@ def _accuracy_matrices(matrices: Mapping[str, AccuracyMatrix], panels: bool) -> 
 
 
 def _dots(methods: Mapping[str, Method], *names: str) -> ChartType:
-    """Metrics beside each other, a row for each method: its mean, one deviation over the seeds, and both in numbers.
+    """Draw metrics side by side, with a row for each method: its mean and one standard deviation over the seeds.
 
-    Where the paper's ACC is printed, a diamond stands in the same row.
+    A diamond marks the ACC that the paper prints.
     """
     panels = []
     for name in names:
@@ -178,7 +178,7 @@ def _dots(methods: Mapping[str, Method], *names: str) -> ChartType:
 
 
 def _sensitivity(results: Results) -> ChartType:
-    """ACC (above) and BWT (below) over what each panel varies; a dashed line marks the method's own value."""
+    """Draw ACC (above) and BWT (below) over what each panel varies; a dashed line marks the method's own value."""
     done, panels = results.done, results.panels or []
     symbols = {panel["key"]: panel["symbol"] for panel in panels}
     rows: dict[str, list[ChartType]] = {"ACC": [], "BWT": []}

@@ -1,4 +1,4 @@
-"""What the tables of a comparison say."""
+"""The content of a comparison's tables."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -11,7 +11,7 @@ from .content import Json, Method, Published, Results
 from .metrics import METRICS, Mean, percent
 from .tables import Table
 
-_NOTED = "†"  # beside a printed number about which something is said below the table
+_NOTED = "†"  # marks a printed number that has a note below the table
 _COSTS = ("iterations", "solving s", "total s", "memory GB", "parameters M")
 _PRINTED_COSTS = ("iterations", "solving_seconds", "total_seconds", "gpu_gigabytes", "parameters_millions")
 _HEADLINE = [name for name, metric in METRICS.items() if metric.headline]
@@ -56,10 +56,10 @@ def task_table(results: Results) -> Table:
 
 
 def overhead_tables(results: Results) -> list[Table]:
-    """Tabulate what merging costs, and what the paper prints for it: of the whole stream, but iterations of each step.
+    """Tabulate the cost of merging the whole stream, measured and as the paper prints it; iterations are per step.
 
-    The total is merging alone, without loading and scoring; subspaces are what is not the solver. There is no table of
-    a comparison with another preset.
+    The total is that of merging alone, without loading and scoring; "subspaces" is the time outside the solver. Other
+    presets have no such table.
     """
     if results.preset != "overhead":
         return []
@@ -79,7 +79,7 @@ def overhead_tables(results: Results) -> list[Table]:
     memory = "memory: most in use between scorings, with all that stays loaded"
     another = ["not comparable with seconds and memory of another machine", "subspaces: total - solving, computed here"]
     printed_for = "The paper's: ViT-B/32, 8 models, ten orders, on a GPU that it does not name"
-    # The total of other methods than NUFILT has more than subspaces in it, and the paper prints it alone.
+    # Of other methods the paper prints the total alone, which contains more than subspaces.
     return [
         _cost_table(f"Cost of merging {len(results.tasks)} models", ours, ours, [*_notes(results, ()), memory]),
         _cost_table(printed_for, papers, [label for label in papers if label.startswith("nufilt")], another),
@@ -96,7 +96,7 @@ def _cost_table(title: str, costs: Mapping[str, Any], with_subspaces: Collection
 
 
 def _filled(texts: pd.DataFrame) -> pd.DataFrame:
-    """Return the columns in which a row says something."""
+    """Return the columns in which some row has a value."""
     return texts.loc[:, ~texts.isin(["", "-", "failed"]).all()]
 
 
@@ -135,7 +135,7 @@ def _both(means: Mapping[str, Mean]) -> Json:
 
 
 def _notes(results: Results, shown: Sequence[str]) -> list[str]:
-    """Where the numbers come from, what is missing, and what is to be said of the printed numbers that are shown."""
+    """Return notes on where the numbers come from, what is missing, and the printed numbers that are shown."""
     seeds, settings = results.seeds, results.settings
     over = "mean ± standard deviation over " if len(seeds) > 1 else ""
     notes = [f"{settings['modelpool']}: {len(results.tasks)} tasks; {over}{_seeds(seeds)}"]
@@ -147,7 +147,7 @@ def _notes(results: Results, shown: Sequence[str]) -> list[str]:
         notes.append(f"scored on {results.scored}")
     if settings.get("overrides"):
         notes.append(f"with {' '.join(settings['overrides'])}")
-    if results.environment:  # there is none where nothing was run
+    if results.environment:  # it is empty where nothing was run
         notes.append(", ".join(f"{name} {version}" for name, version in results.environment.items()))
     matrices = [matrix for method in results.methods.values() for matrix in method.matrices.values()]
     if missing := sorted({task for matrix in matrices for task in matrix.missing}):
@@ -161,7 +161,7 @@ def _notes(results: Results, shown: Sequence[str]) -> list[str]:
 
 
 def _ranks(results: Results, columns: Mapping[str, Sequence[Mean]]) -> pd.DataFrame:
-    """Rank the methods that finished every seed and need no data; what is shown as equal is equal."""
+    """Rank the methods that finished every seed and need no data; numbers shown as equal rank equally."""
     compared = [method.data == "none" and method.complete for method in results.methods.values()]
     means = pd.DataFrame({name: [mean.mean for mean in column] for name, column in columns.items()})
     means.index += len(results.references)
@@ -169,7 +169,7 @@ def _ranks(results: Results, columns: Mapping[str, Sequence[Mean]]) -> pd.DataFr
 
 
 def _printed(row: Published, name: str) -> str:
-    """The printed value of a metric or a task, in per cent, with its deviation, and a mark if it has a note."""
+    """Return a printed value in per cent, with its deviation, and a mark if it has a note."""
     if name not in row:
         return ""
     sign = "+" if name in METRICS and METRICS[name].signed else ""
@@ -198,7 +198,7 @@ def _number(number: float, digits: int = 1) -> str:
 
 
 def _seeds(numbers: Sequence[int]) -> str:
-    """``seed 42``, ``seeds 42-51, 60``."""
+    """Return words such as ``seed 42`` or ``seeds 42-51, 60``."""
     ranges = []
     for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]

@@ -1,4 +1,4 @@
-"""What ``results.json`` holds of a comparison, and what is read off it."""
+"""The content of a comparison's ``results.json``, and what follows from it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -16,28 +16,28 @@ References = dict[str, dict[str, Score | None]]
 
 
 def check_references(references: References, tasks: Sequence[str]) -> None:
-    """Raise a ValueError unless each reference has all tasks, which may be without a score."""
+    """Raise a ValueError unless each reference has all tasks, with or without a score."""
     for name in {"pretrained": 0, "individual": 0, **references}:
         if other := set(references.get(name, ())) ^ set(tasks):
             raise ValueError(f"field '{name}': must have each task once, and '{min(other)}' is too many or missing")
 
 
-_ITERATIONS = ("max_steps", "iter_num", "num_steps")  # what methods call them
+_ITERATIONS = ("max_steps", "iter_num", "num_steps")  # their names in the methods' options
 
 
 @dataclass(frozen=True)
 class Run:
-    """The scores of one method on one seed, or the reason why there are none: the fields of its file."""
+    """One method's run on one seed, with its scores or the reason why there are none, as its file holds it."""
 
     environment: dict[str, str] = field(default_factory=dict, kw_only=True)  # versions and device
     config: Json  # the method's, resolved
     tasks: list[str] | None = None  # as merged
     accuracy_matrix: list[list[Score | None]] | None = None
     merge_seconds: list[Seconds] = field(default_factory=list)  # one number for each step
-    solving_seconds: Seconds | None = None  # the solver's share of these, for a method that has one
+    solving_seconds: Seconds | None = None  # the part of them that a solver took, if the method has one
     memory: int | None = None  # peak bytes while merging, see WatchingEvaluator
-    parameters: int | None = None  # how many the final model has
-    extra_parameters: int | None = None  # how many more than the pretrained model
+    parameters: int | None = None  # number in the final model
+    extra_parameters: int | None = None  # number beyond the pretrained model's
     error: str | None = None
     traceback: str | None = None
 
@@ -63,17 +63,17 @@ class Method:
 
     overrides: list[str]
     runs: dict[int, Run]  # by seed
-    data: str = "none"  # what it needs beside models
+    data: str = "none"  # the data that it needs besides models
     published_percent: Published = field(default_factory=dict)
 
     @cached_property
     def matrices(self) -> dict[int, AccuracyMatrix]:
-        """By seed, of the runs that did not fail."""
+        """The accuracy matrices of the runs that did not fail, by seed."""
         return {seed: run.matrix for seed, run in self.runs.items() if run.matrix is not None}
 
     @property
     def failures(self) -> dict[str, list[int]]:
-        """Reasons and the seeds that failed for them."""
+        """The reasons of failures, and the seeds that failed for each."""
         reasons: dict[str, list[int]] = {}
         for seed, run in self.runs.items():
             if run.error is not None:
@@ -86,7 +86,7 @@ class Method:
 
     @property
     def config(self) -> Json:
-        """That of a run which did not fail, whatever its seed; empty if all failed."""
+        """The configuration of the first run that did not fail; empty if all failed."""
         return next((self.runs[seed].config for seed in self.matrices), {})
 
     @property
@@ -108,7 +108,7 @@ class Method:
         return Mean.of(getattr(self.runs[seed], name) for seed in self.matrices)
 
     def final(self, task: str) -> Mean:
-        """Return the mean score of a task after the last step; each order has its own place for it."""
+        """Return the mean score of a task after the last step, wherever the orders have it."""
         return Mean.of(float(matrix.values[-1, matrix.tasks.index(task)]) for matrix in self.matrices.values())
 
     def as_json(self, tasks: Sequence[str]) -> Json:
@@ -130,11 +130,11 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """All that the tables, the pictures and the page of a comparison are made of."""
+    """Everything that the tables, the pictures and the page of a comparison are made of."""
 
     settings: Json  # model pool, overrides, models, …, as in ``compare.json``
     environment: dict[str, str]  # versions and devices that the runs were made with; several where they differ
-    preset: str | None = ""  # that the methods come from, if any; an older file does not say
+    preset: str | None = ""  # of the methods, if any; an older file does not say
     tasks: list[str]  # in the model pool's order
     seeds: list[int]
     references: References
@@ -154,7 +154,7 @@ class Results:
 
     @property
     def scored(self) -> str:
-        """The data that the scores are of."""
+        """The data on which the models were scored."""
         if (validation := self.settings.get("resolved", {}).get("validation")) is None:
             return "all test data"
         return "a fifth of the test data" if validation else "the test data without the fifth of --validation"
@@ -175,7 +175,7 @@ class Results:
 
     @property
     def first_seed(self) -> dict[str, AccuracyMatrix]:
-        """The accuracy matrices of the first seed, whose order all its runs share."""
+        """The accuracy matrices of the first seed, by method; all have the same task order."""
         seed = self.seeds[0]
         return {label: method.matrices[seed] for label, method in self.methods.items() if seed in method.matrices}
 
@@ -186,7 +186,7 @@ class Results:
         return {label: self.published_percent.get(label, {}) for label in self.references} | methods
 
     def as_json(self) -> Json:
-        """Return all numbers, and those that the paper prints for the same."""
+        """Return all numbers, with the paper's printed ones."""
         content = {each.name: getattr(self, each.name) for each in fields(self)}
         content["methods"] = {label: method.as_json(self.tasks) for label, method in self.methods.items()}
         return {name: value for name, value in content.items() if value is not None or name == "preset"}

@@ -1,4 +1,4 @@
-"""What a merge of folders leaves beside the merged model: a page of what happened to its layers."""
+"""The page of a merge of folders, which shows what happened to the layers."""
 
 from typing import Any, NotRequired
 
@@ -37,7 +37,7 @@ class _Report(TypedDict):
 
 
 class Merge(TypedDict):
-    """What the manifest of a merge holds of it."""
+    """The fields of a merge's manifest that the page shows."""
 
     method: str
     step: Count
@@ -51,7 +51,7 @@ class Merge(TypedDict):
 
 
 def merge_files(content: Merge, _: Tables) -> Files:
-    """Make the page; refuse a step of a run, whose layers are in the log directory."""
+    """Make the page; refuse a saved step of a run, whose layers are in the log directory."""
     if "layers" not in content:
         raise ValueError("it is one step of a run: name the log directory of the run")
     return Files(_page(content), {})
@@ -91,7 +91,7 @@ def _page(content: Merge) -> Page:
 
 
 def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Return for every step or layer the norm over its task vectors, and means of what the method measured."""
+    """Return, for every step or layer, the norm of its task vectors and the means of what the method measured."""
     groups = rows.groupby(by)
     norms = groups["task_norm"].agg(lambda norms: float(np.linalg.norm(norms))).rename(_NORM)
     known = {key: title for key, title in _SHOWN.items() if key in rows}

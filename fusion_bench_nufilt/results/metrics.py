@@ -1,4 +1,4 @@
-"""The accuracy matrix of a continual run, what is read off it, and its JSON file."""
+"""The accuracy matrix of a continual run, the metrics computed from it, and its JSON file."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -13,12 +13,12 @@ from fusion_bench_nufilt.storage.files import write_json
 
 
 def or_none(value: float) -> float | None:
-    """A value as JSON can hold it: None for NaN, anything else as it is."""
+    """Return a value as JSON can hold it: None for NaN, anything else as it is."""
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def percent(value: float, *, sign: bool = False) -> str:
-    """Return a fraction as words, in per cent with one decimal; ``-`` where there is none."""
+    """Return a fraction as text, in per cent with one decimal; ``-`` for NaN."""
     if math.isnan(value):
         return "-"
     return f"{100 * value:+.1f}" if sign else f"{100 * value:.1f}"
@@ -58,7 +58,7 @@ class AccuracyMatrix:
 
     @classmethod
     def from_rows(cls, tasks: Sequence[str], rows: Sequence[Sequence[float | None]]) -> "AccuracyMatrix":
-        """Enter all scores; a ValueError says that there are not as many as there are tasks, or a task comes twice."""
+        """Make a matrix of all scores; a ValueError if they are not T rows of T scores, or if a task comes twice."""
         if not tasks or len(set(tasks)) < len(tasks):
             raise ValueError(f"field 'tasks': must be names that differ, got {list(tasks)}")
         if {len(rows), *map(len, rows)} != {len(tasks)}:
@@ -68,7 +68,7 @@ class AccuracyMatrix:
         return matrix
 
     def rows(self) -> list[list[float | None]]:
-        """:attr:`values` for JSON, which knows no NaN: None where not measured."""
+        """Return :attr:`values` for JSON, which knows no NaN: None where not measured."""
         return [[or_none(value) for value in row] for row in self.values.tolist()]
 
     def record(self, step: int, scores: dict[str, float]) -> None:
@@ -86,11 +86,11 @@ class AccuracyMatrix:
         return [task for task, score in zip(self.tasks, self.values[-1], strict=True) if math.isnan(score)]
 
     def metrics(self) -> dict[str, float]:
-        """Every metric of :data:`METRICS` by name; NaN where it could not be measured."""
+        """Return every metric of :data:`METRICS` by name; NaN where it could not be measured."""
         return {name: metric.of(self) for name, metric in METRICS.items()}
 
     def summary(self) -> str:
-        """The headline metrics in one line, in per cent, saying what is missing."""
+        """Return the headline metrics in one line, in per cent, with a note on missing scores."""
         texts = [
             f"{name} {percent(value, sign=METRICS[name].signed)}"
             for name, value in self.metrics().items()
@@ -103,7 +103,7 @@ class AccuracyMatrix:
         return line
 
     def save(self, folder: Path, about: dict[str, Any]) -> None:
-        """Write ``accuracy_matrix.json``: what it is ``about``, and scores as fractions; a missing one is null."""
+        """Write ``accuracy_matrix.json``: ``about``, and the scores as fractions; a missing one is null."""
         metrics = {name: or_none(value) for name, value in self.metrics().items()}
         scores = {"tasks": self.tasks, "accuracy_matrix": self.rows(), **metrics, "missing": self.missing}
         write_json(folder / "accuracy_matrix.json", {**about, **scores})
@@ -133,7 +133,7 @@ class AccuracyMatrix:
     def fwt(self) -> float:
         r"""FWT :math:`= \operatorname{mean}_{i<T} \operatorname{mean}_{j>i} a_j(\theta_i)`, else NaN.
 
-        The mean score of tasks that are still to come; the paper announces forward transfer and prints none.
+        This is the mean score of tasks that are still to come; the paper announces forward transfer but prints none.
         """
         ahead = [Mean.of(row[step:]).mean for step, row in enumerate(self.values[:-1], 1)]
         return float(np.mean(ahead)) if ahead else math.nan
@@ -145,11 +145,11 @@ class AccuracyMatrix:
 
 
 class Metric(NamedTuple):
-    """A number that is read off an accuracy matrix, as a fraction."""
+    """A number computed from an accuracy matrix, as a fraction."""
 
     of: Callable[[AccuracyMatrix], float]
-    signed: bool = False  # it is a difference, which is shown with its sign
-    headline: bool = True  # it stands in tables and in the line below a matrix; the others are in the files only
+    signed: bool = False  # whether it is shown with its sign, as a difference is
+    headline: bool = True  # whether tables and the line below a matrix show it; files have all
 
 
 #: What is reported of every run, by name: files, tables and loggers all read this.

@@ -1,4 +1,4 @@
-"""The pieces of a page: words, tables that sort, charts. A page is one file, which needs no network."""
+"""The parts of a page: text, sortable tables and charts. A page is one file that needs no network."""
 
 import json
 from base64 import b64encode
@@ -21,7 +21,7 @@ from .theme import definition
 
 PAGE = "index.html"
 Value = str | float | int | None
-Tables = Mapping[str, pd.DataFrame]  # what CSV files hold, by their names
+Tables = Mapping[str, pd.DataFrame]  # the content of CSV files, by name
 
 #: Characters that could end a script element, or a line of JavaScript, even inside a string.
 _ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
@@ -29,7 +29,7 @@ _ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u20
 
 @dataclass
 class Page:
-    """A title and what stands below it, in order."""
+    """A title and the parts below it, in order."""
 
     title: str
     subtitle: str
@@ -45,9 +45,9 @@ class Page:
         self.parts.append(f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in sentences)}</ul>")
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[Value]], digits: int = 2) -> None:
-        """Write a table that is sorted by a click on a header; columns without a value are left out.
+        """Write a table that a click on a header sorts; columns without a value are left out.
 
-        Numbers have some digits behind the point, one in a column of per cents.
+        Numbers have ``digits`` decimals, but one in a column of per cents.
         """
         columns = zip(header, zip(*rows, strict=True), strict=False)  # without rows there are none
         known = [(name, column) for name, column in columns if any(map(_known, column))]
@@ -55,7 +55,7 @@ class Page:
         self._rows([name for name, _ in known], map("".join, zip(*cells, strict=True)))
 
     def texts(self, table: Table) -> None:
-        """Write a section of a table and its notes: the best of a column bold, the second best underlined."""
+        """Write a table with its title and notes; the best of a column is bold, the second best underlined."""
         self.heading(table.title)
         rows = table.rows("<b>{}</b>", "<u>{}</u>", escape)
         cells = (f"<td>{row[0]}</td>" + "".join(f'<td class="number">{text}</td>' for text in row[1:]) for row in rows)
@@ -77,14 +77,14 @@ class Page:
         self.parts.append(f'<div class="wide"><div class="chart"></div>{script}</div>')
 
     def configuration(self, contents: dict[str, Any]) -> None:
-        """Write a section of what only some readers want to see, folded away by title: anything JSON can hold."""
+        """Write a section of folded JSON texts by title, for readers who want the details."""
         self.heading("Configuration")
         for title, content in contents.items():
             text = json.dumps(content, indent=2, ensure_ascii=False)
             self.parts.append(f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>")
 
     def render(self) -> str:
-        """Return the whole page, with scripts and styles inside; the browser runs no others."""
+        """Return the whole page, with its scripts and styles inside; the browser runs no others."""
         page, style, script = (
             files(__package__).joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
         )
@@ -101,16 +101,16 @@ class Page:
 
 
 class Files(NamedTuple):
-    """What is made of a folder."""
+    """The files that are made from the content of a folder."""
 
     page: Page
-    charts: Mapping[str, ChartType | None]  # by the names of their pictures; None: there is to be no such picture
+    charts: Mapping[str, ChartType | None]  # by picture; None removes an old picture
     texts: Mapping[str, str] = {}
 
 
 @cache
 def _vega() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script; made once, since that takes seconds."""
+    """Return Vega, Vega-Lite and Vega-Embed as one script, made once, since that takes seconds."""
     script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 

@@ -1,4 +1,4 @@
-"""What a continual run leaves beside ``accuracy_matrix.json``: the scores as CSV, a picture and a page."""
+"""The CSV file, the picture and the page of a continual run, made from ``accuracy_matrix.json``."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from .metrics import AccuracyMatrix
 from .names import kind
 from .page import Files, Page, Tables
 
-#: The columns of layers.csv that the explorer shows, and what they are called there.
+#: The columns of layers.csv that the explorer shows, and their titles there.
 QUANTITIES = {
     "filtered_share": "share of the task vector that the filter took",
     "overlap": "overlap of new and old subspaces",
@@ -26,7 +26,7 @@ QUANTITIES = {
 
 @dataclass(frozen=True)
 class Run:
-    """What ``accuracy_matrix.json`` holds of a run."""
+    """The content of a run's ``accuracy_matrix.json``."""
 
     method: str
     config: dict[str, Any]
@@ -76,7 +76,7 @@ def _page(run: Run, matrix: AccuracyMatrix, layers: pd.DataFrame | None) -> Page
 
 
 def layer_charts(page: Page, rows: pd.DataFrame) -> None:
-    """Write the layer explorer and, of several steps, means over the layers; ``rows`` are those of ``layers.csv``."""
+    """Write the layer explorer and, for several steps, means over the layers, given the rows of ``layers.csv``."""
     numbers = sorted(rows["step"].unique().tolist())
     steps = [part.set_index("layer") for _, part in rows.groupby("step")]
     known = {key: title for key, title in QUANTITIES.items() if key in rows}
@@ -85,7 +85,7 @@ def layer_charts(page: Page, rows: pd.DataFrame) -> None:
     if len(numbers) == 1:
         return
     means = rows.assign(kind=rows["layer"].map(kind)).groupby(["step", "kind"])[list(known)].mean().unstack("kind")
-    kinds = rows["layer"].map(kind).unique()  # in the order of the explorer, so that the colours are the same
+    kinds = rows["layer"].map(kind).unique()  # in the explorer's order, so that the colours match
     curves = {title: {name: means[key, name].tolist() for name in kinds} for key, title in known.items()}
     page.words("Means over the layers, by step:")
     page.chart(lines(curves, numbers, "step"))

@@ -1,4 +1,4 @@
-"""A table of words, rendered for the terminal, Markdown and LaTeX."""
+"""A table of text, rendered for the terminal, as Markdown and as LaTeX."""
 
 import re
 from collections.abc import Callable
@@ -17,16 +17,16 @@ from .metrics import AccuracyMatrix, percent
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of words under a header, and lines below it."""
+    """Rows of text under a header, with notes below."""
 
     title: str
     texts: pd.DataFrame  # the first column has the names of the rows
     ranks: pd.DataFrame = field(default_factory=pd.DataFrame)  # 1 for the best and 2 for the second best of a column
-    references: int = 0  # so many rows at the top are not methods but single models
+    references: int = 0  # the number of rows at the top that are single models
     notes: list[str] = field(default_factory=list)
 
     def rows(self, best: str, second: str, escaped: Callable[[str], str]) -> list[list[str]]:
-        """Return the words, escaped, with the best and second best ones put into templates such as ``**{}**``."""
+        """Return the escaped texts; the best and second best ones are put into templates such as ``**{}**``."""
         templates = {1.0: best, 2.0: second}
         ranks = self.ranks.reindex_like(self.texts).to_numpy().tolist()
         return [
@@ -83,7 +83,7 @@ def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
     table = RichTable(title=title, caption=shown(matrix.summary()))
     table.add_column("after step")
     for number, task in enumerate(matrix.tasks, 1):
-        # Twenty names do not fit beside each other; the rows say which number is which.
+        # Twenty names do not fit side by side; the rows say which number is which.
         table.add_column(shown(task) if len(matrix.tasks) <= 8 else str(number), justify="right", no_wrap=True)
     for step, task in enumerate(matrix.tasks, 1):
         row = map(percent, matrix.values[step - 1])
@@ -92,7 +92,7 @@ def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
 
 
 def print_table(table: RichTable, *, if_it_fits: bool = False) -> None:
-    """Print a table to standard output, whole also where that is no terminal."""
+    """Print a table to standard output; it is not cropped where that is not a terminal."""
     console = Console()
     width = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     if not console.is_terminal:  # a pipe has no width of its own, and a cropped table is of no use

@@ -1,4 +1,4 @@
-"""What all charts have in common: colours and shapes, axes, and how a chart becomes a file."""
+"""What all charts share: colours and shapes, axes, and how a chart becomes a file."""
 
 import json
 import math
@@ -35,19 +35,19 @@ THEME: dict[str, Any] = {
     "point": {"filled": True, "opacity": 1},
 }
 
-#: In JSON, control characters, at which what draws pictures ends the process, and backslashes, which may stand for one.
+#: In JSON: control characters, which crash the renderer and with it the process, and escapes that may stand for one.
 _UNDRAWN = re.compile(r'\\([^"un]|u(00[0189].|fff[ef]))|\x7f')
 
 
 def definition(chart: ChartType) -> dict[str, Any]:
-    """Return the chart in Vega-Lite's JSON, with the one theme and without the address of the schema."""
+    """Return a chart as Vega-Lite JSON, with the common theme and without the schema's address."""
     content = {key: value for key, value in chart.to_dict(validate=False).items() if key != "$schema"}
     definition: dict[str, Any] = json.loads(_UNDRAWN.sub(r"\\ufffd", json.dumps(content | {"config": THEME})))
     return definition
 
 
 def save_chart(chart: ChartType, *paths: Path) -> None:
-    """Write a chart as PNG and PDF, whichever the names of the files say, each whole or not at all."""
+    """Write a chart as PNG or PDF, as each file's name says, atomically."""
     svg = vl_convert.vegalite_to_svg(definition(chart))  # laying a chart out takes most of the time
     for path in paths:
         content = vl_convert.svg_to_pdf(svg) if path.suffix == ".pdf" else vl_convert.svg_to_png(svg, scale=2)
@@ -56,18 +56,18 @@ def save_chart(chart: ChartType, *paths: Path) -> None:
 
 
 def clean(value: float | None) -> float | None:
-    """Return a number with six digits, and None for what is not finite."""
+    """Return a number rounded to six digits, or None if it is not finite."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
 def data(rows: Rows) -> alt.Data:
-    """Return rows for a chart, with numbers as it can show them, and without those that are missing."""
+    """Return rows as a chart's data, with numbers rounded and missing ones left out."""
     cleaned = ({key: clean(value) if isinstance(value, float) else value for key, value in row.items()} for row in rows)
     return alt.Data(values=[{key: value for key, value in row.items() if value is not None} for row in cleaned])
 
 
 def cells(maps: Mapping[str, Matrix], rows: Sequence[Any], columns: Sequence[str], keys: tuple[str, str, str]) -> Rows:
-    """Return a row for each number in matrices by name, with its map, row and column under ``keys``."""
+    """Return a row for each number in the named matrices, with its map, row and column under ``keys``."""
     return [
         {**dict(zip(keys, (name, row, column), strict=True)), "value": number}
         for name, matrix in maps.items()
@@ -80,8 +80,8 @@ def cells(maps: Mapping[str, Matrix], rows: Sequence[Any], columns: Sequence[str
 def style(among: Sequence[str], shown: Sequence[str], field: str = "name", **legend: Any) -> Options:
     """Return the encodings ``color``, ``shape`` and ``strokeDash`` of a field, which share one legend.
 
-    The place of a name ``among`` all names decides how it looks; the legend has those that are ``shown``, in order, and
-    further options.
+    A name's place ``among`` all names determines how it looks; the legend has those that are ``shown``, in order, and
+    takes further options.
     """
     numbers = range(len(among))
     ranges: dict[str, tuple[Any, list[Any]]] = {
@@ -98,7 +98,7 @@ def style(among: Sequence[str], shown: Sequence[str], field: str = "name", **leg
 
 
 def by_name(labels: Sequence[str], title: str | None, *, shown: bool = True) -> Options:
-    """Return the options of an axis of names, in the order given; without labels where they are not ``shown``."""
+    """Return the options of an axis of names in the given order; ``shown`` says whether it has labels."""
     axis = alt.Axis() if shown else None
     return {"scale": alt.Scale(domain=list(labels)), "sort": None, "title": title if shown else None, "axis": axis}
 
@@ -110,14 +110,14 @@ def by_block(deepest: int) -> alt.X:
 
 
 def tooltip(**fields: str) -> list[alt.Tooltip]:
-    """Return what is shown where the pointer is: fields and their titles; ``y`` and ``value`` are numbers."""
+    """Return a tooltip of fields, given their titles; ``y`` and ``value`` are numbers."""
     number: Options = {"type": "quantitative", "format": ".4g"}
     looks = [number if field in ("y", "value") else {"type": "nominal"} for field in fields]
     return [alt.Tooltip(field, title=fields[field], **look) for field, look in zip(fields, looks, strict=True)]
 
 
 def layered(layers: Sequence[alt.Chart], rows: Rows, size: tuple[int, int], title: str | None = None) -> alt.LayerChart:
-    """Lay charts over each other; those without data of their own show ``rows``. The title may have several lines."""
+    """Lay charts over each other; those without data show ``rows``. The title may have several lines."""
     above = title.split("\n") if title else alt.Undefined
     return alt.LayerChart(data=data(rows), layer=list(layers), width=size[0], height=size[1], title=above)
 
@@ -125,7 +125,7 @@ def layered(layers: Sequence[alt.Chart], rows: Rows, size: tuple[int, int], titl
 def arranged(
     rows: Rows, sets: Sequence[str], draw: Callable[[Rows, str | None], alt.LayerChart], panels: int
 ) -> ChartType:
-    """Draw one panel for each set, ``panels`` of them in a row, or, for 0, one chart with a menu of the sets."""
+    """Draw a panel for each set, ``panels`` of them in a row, or, for 0, one chart with a menu of the sets."""
     if len(sets) == 1:
         return draw(rows, sets[0] if panels else None)
     if panels:
@@ -135,7 +135,7 @@ def arranged(
 
 
 def with_slider(chart: alt.Chart, steps: int, first: int = 1) -> alt.Chart:
-    """Show the rows of one step, at first those of the last."""
+    """Add a slider that chooses the step to show, initially the last."""
     if steps == 1:
         return chart
     last = first + steps - 1

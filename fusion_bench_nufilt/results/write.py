@@ -1,4 +1,4 @@
-"""From the folder of a run, a comparison, an analysis or a merge to its tables, pictures and page."""
+"""Write the tables, pictures and page for the folder of a run, a comparison, an analysis or a merge."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -20,16 +20,16 @@ from .theme import save_chart
 
 log = logging.getLogger(__name__)
 
-#: The columns of tables that hold words; all others hold numbers.
+#: The columns of tables that hold text; all others hold numbers.
 _NAMES = ["method", "task", "layer", "shape", "kind", "data", "vector"]
 
 
 class Kind(NamedTuple):
-    """What a folder can be of."""
+    """A kind of results that a folder can hold."""
 
-    content: type  # of the file that tells so
-    advice: str  # what to do if that is damaged
-    files: Callable[[Any, Tables], Files]  # makes all that is to be written from this content and the tables beside it
+    content: type  # of the file that identifies it
+    advice: str  # what to do if that file is damaged
+    files: Callable[[Any, Tables], Files]  # makes the files from this content and the tables beside it
     tables: Mapping[str, str]  # columns that each CSV file beside it must have
     pictures: tuple[str, ...] = ("png",)
 
@@ -43,7 +43,7 @@ KINDS = {
 
 
 def read_table(file: Path, columns: str) -> pd.DataFrame:
-    """Read a CSV file that must have some columns; a ValueError names what is missing, or is no finite number."""
+    """Read a CSV file; a ValueError names a column that is missing or not finite."""
     try:
         rows = pd.read_csv(file, dtype=dict.fromkeys(_NAMES, str), float_precision="round_trip")
         if missing := set(columns.split()) - set(rows):
@@ -57,10 +57,10 @@ def read_table(file: Path, columns: str) -> pd.DataFrame:
 
 
 def write_results(folder: Path) -> list[str]:
-    """Write tables, pictures and ``index.html``, which opens from disk, each whole or not at all; return their names.
+    """Write tables, pictures and ``index.html``, which opens from disk, each atomically; return their names.
 
     Raises:
-        ValueError: the folder is of none of these, or one of its files is damaged; names it, and the field.
+        ValueError: the folder holds no results, or a file is damaged; the message names the file and the field.
     """
     for name, kind in KINDS.items():
         if (content := read_json(folder / name, kind.content, kind.advice, sealed=True)) is not None:
@@ -75,7 +75,7 @@ def write_results(folder: Path) -> list[str]:
         page = files.page.render()
     except ValueError as error:
         raise ValueError(f"'{folder / name}' has no page: {error}") from error
-    except Exception as error:  # whatever content does to the libraries that draw it
+    except Exception as error:  # whatever the drawing libraries make of the content
         raise ValueError(f"'{folder / name}' is damaged or of another version: {error!r}") from error
     for file, text in {**files.texts, PAGE: page}.items():
         write_text(folder / file, text)
@@ -88,7 +88,7 @@ def write_results(folder: Path) -> list[str]:
 
 
 def leave_results(folder: Path) -> list[str]:
-    """Write the same as a by-product of work that is done: if it can't be written, that is a warning."""
+    """Do the same as a by-product of finished work, where any error but an OSError is only a warning."""
     try:
         return write_results(folder)
     except OSError:  # the disk may be full
