@@ -1,10 +1,13 @@
 """Scoring a stream step by step: FusionBench's way against one evaluator that is set up once, side by side.
 
     python benchmarks/evaluation.py modelpool=nufilt_demo
+    NUFILT_DEMO=b32 python benchmarks/evaluation.py modelpool=nufilt_demo --run
     python benchmarks/evaluation.py modelpool=clip-vit-base-patch32_TA8 --steps 3
 
 FusionBench's continual methods reset the task pool at every step, so that the CLIP model, processor and data sets are
 loaded and all prompts encoded anew. Both ways score the pretrained model on the tasks seen so far, after each step.
+`--run` has the seconds of `fusion_bench method=nufilt` by stage, and `NUFILT_DEMO=b32` makes the demo's models in the
+size of B/32, hardly trained.
 """
 
 import argparse
@@ -12,24 +15,46 @@ import contextlib
 import io
 import time
 from copy import deepcopy
+from tempfile import TemporaryDirectory
 
 import torch
 from fusion_bench.utils import instantiate
 from fusion_bench.utils.instantiate_utils import set_print_function_call
 from lightning import Fabric
+from lightning.fabric.loggers import CSVLogger
 from omegaconf import DictConfig
 
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual import Evaluator
+from fusion_bench_nufilt.demo.train import RECIPES, Recipe
+
+RECIPES["b32"] = Recipe(
+    train_pictures=64, test_pictures=64, width=768, layers=12, heads=12, patch=4, widening=4,
+    text_width=512, text_layers=12, text_steps=1, pretrain_steps=1, finetune_steps=2, batch=8,
+)  # fmt: skip
+
+
+def time_stages(method, modelpool, taskpool) -> None:
+    """Print a table of what `fusion_bench` prints at the end of a run; loading is part of checking, too."""
+    with TemporaryDirectory() as folder:
+        method._fabric_instance = Fabric(devices=1, loggers=[CSVLogger(folder)])
+        begin = time.perf_counter()
+        method.run(modelpool, taskpool)
+        whole = time.perf_counter() - begin
+    print("| stage | seconds |\n| --- | --- |")
+    for stage, seconds in (method.profiler.recorded_durations | {"whole run": [whole]}).items():
+        print(f"| {stage} | {sum(seconds):.1f} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="+", help="of fusion_bench: a model pool that brings its CLIP task pool")
     parser.add_argument("--steps", type=int, help="only the first so many steps")
+    parser.add_argument("--run", action="store_true", help="a run by stage, with every step saved and scored")
     arguments = parser.parse_args()
 
-    config = compose_run(arguments.overrides).modelpool
+    run = compose_run(["method=nufilt", *arguments.overrides])
+    config = run.modelpool
     with set_print_function_call(False):
         modelpool = instantiate({key: value for key, value in config.items() if key != "taskpool"})
         names = modelpool.model_names[: arguments.steps]
@@ -39,6 +64,9 @@ def main() -> None:
             taskpool = instantiate(config.taskpool)
             taskpool._fabric_instance = Fabric(devices=1)
             return taskpool
+
+        if arguments.run:
+            return time_stages(instantiate(run.method), modelpool, make_pool())
 
         ours, theirs = Evaluator(make_pool()), make_pool()
         datasets = deepcopy(theirs._test_datasets)

@@ -3,8 +3,8 @@
     python benchmarks/folders.py --size 1B --size 7B --folder /a/disk/with/room
 
 Makes a base, a merged model and a task in bfloat16 (a 7B takes 42 GB, and 14 GB for the result), merges the task as
-step 2 in a process of its own, and prints a row of `docs/results/speed.md`. The updates have a decaying spectrum and
-the rounding of bfloat16, as fine-tuned models have: the time of the singular subspaces depends on it.
+step 2 in a process of its own, and prints a row of a table. The updates have a decaying spectrum and the rounding of
+bfloat16, as fine-tuned models have: the time of the singular subspaces depends on it.
 """
 
 import argparse
@@ -30,6 +30,9 @@ TOWER = CLIPVisionConfig(
     patch_size=14,
 )
 SIZES = {
+    "tiny": LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=99
+    ),
     "0.1B": LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12),
     "0.3B": LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=16),
     "1B": LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32),
@@ -130,15 +133,15 @@ def measure(folder, arguments):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", action="append", choices=SIZES, help="default: 1B")
-    parser.add_argument("--blocks", type=int, help="cut a Llama to this many, which leaves the peak of memory as it is")
+    parser.add_argument("--size", action="append", choices=SIZES, help="default: 1B and 7B")
+    parser.add_argument("--blocks", type=int, help="at most so many, which leaves the peak of memory as it is")
     parser.add_argument("--folder", type=Path, default=Path("outputs/folders"))
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints, and use those that are there")
     arguments, options = parser.parse_known_args()
     header = "size, parameters, layers, minutes planned, minutes, CPU minutes, peak RSS (GB), read (GB), written (GB)"
     print(f"| {header.replace(', ', ' | ')} |")
     print("| --- " * 9 + "|")
-    for size in arguments.size or ["1B"]:
+    for size in arguments.size or ["1B", "7B"]:
         folder = arguments.folder / size
         if folder.exists() and not arguments.keep:
             parser.error(f"{folder} exists: remove it, or say --keep to use it")
@@ -146,15 +149,16 @@ def main():
         if not about.exists():
             about.parent.mkdir(parents=True, exist_ok=True)
             config = SIZES[size]
-            if arguments.blocks:
-                config.num_hidden_layers = arguments.blocks
-            about.write_text(json.dumps(make_checkpoints(config, folder)))
-        parameters, layers = json.loads(about.read_text())
+            text, title = config.get_text_config(), size
+            if (whole := text.num_hidden_layers) > (blocks := arguments.blocks or whole):
+                text.num_hidden_layers, title = blocks, f"{size}, {blocks} of {whole} blocks"
+            about.write_text(json.dumps([title, *make_checkpoints(config, folder)]))
+        title, parameters, layers = json.loads(about.read_text())
         shutil.rmtree(folder / "out", ignore_errors=True)
         result = measure(folder, options)
         minutes = (f"{result[key] / 60:.1f}" for key in ("predicted", "seconds", "cpu"))
         row = [*minutes, *(f"{result[key] / 1e9:.2f}" for key in ("rss", "read", "written"))]
-        print("|", " | ".join([size, f"{parameters / 1e9:.2f}B", str(layers), *row]), "|", flush=True)
+        print("|", " | ".join([title, f"{parameters / 1e9:.2f}B", str(layers), *row]), "|", flush=True)
         if not arguments.keep:
             shutil.rmtree(folder)
 

@@ -34,6 +34,7 @@ from fusion_bench_nufilt.core import FusionConfig, fuse_each
 from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, loop_gram
 from fusion_bench_nufilt.core.subspace import null_space_filter, top_right_singular_vectors
 from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig, vote
+from fusion_bench_nufilt.methods.sums import RidgeConfig, WudiSums
 
 # Convolutions as matrices: in each stage those of the blocks (reducing, 3 x 3, expanding), and the shortcut's.
 RESNET_50: Counter[tuple[int, int]] = Counter()
@@ -53,7 +54,7 @@ MODELS = {
 }
 SOLVERS = {"ours": "adam", "closed form": "closed_form"}
 OURS = (*SOLVERS, "spectral")
-METHODS = ("plain", *OURS, "OPCM", "WUDI", "DOP")
+METHODS = ("plain", *OURS, "OPCM", "WUDI", "WUDI closed form", "DOP")
 PARTS = ("subspaces", "solve", "fuse")
 DIFFERENCE = "‖ours - plain‖ / ‖τ‖"
 CONFIG = FusionConfig()  # the paper's setting
@@ -148,7 +149,8 @@ def prepared(method: str, layers: list[Layer]) -> list[Layer]:
 @functools.cache
 def peer(method: str, device: str) -> tuple[Any, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """FusionBench's module, and its own computation for one layer, with the values of its YAML file."""
-    module = importlib.import_module(f"fusion_bench.method.{method.lower()}.{method.lower()}")
+    name = method.split()[0].lower()
+    module = importlib.import_module(f"fusion_bench.method.{name}.{name}")
     if method == "OPCM":
         opcm = module.OPCMForCLIP(alpha=0.5)
         opcm.previous_lambda_t = opcm.lambda_t = 1
@@ -158,8 +160,19 @@ def peer(method: str, device: str) -> tuple[Any, Callable[[Tensor, Tensor, Tenso
         dop = module.ContinualDOPForCLIP(alpha=0.8, ema_beta=0.999, svd_epsilon=0.99999, lr=1e-4, num_steps=200)
         dop._fabric_instance = importlib.import_module("lightning").Fabric(accelerator=device, devices=1)
         return module, lambda theta_0, *models: dop._optimize_weight(theta_0, dict(enumerate(models)), "", 1)
+    if method == "WUDI closed form":
+        return module, wudi_closed_form
     wudi = module.wudi_merging  # continually, as in NUFILT's paper: on the task vectors so far and new, 50 steps
     return module, lambda theta_0, *models: theta_0 + wudi([{"": x - theta_0} for x in models], device, 50)[""].detach()
+
+
+def wudi_closed_form(theta_0: Tensor, *models: Tensor) -> Tensor:
+    """The minimum of WUDI's loss on the same task vectors, as ``continual/wudi_sums`` finds it."""
+    sums = WudiSums(RidgeConfig(), ["layer"])
+    state = sums.start("layer", theta_0)
+    for model in models:
+        state = sums.add("layer", state, theta_0, model - theta_0)
+    return sums.weight("layer", state, theta_0)
 
 
 def now() -> float:

@@ -129,9 +129,8 @@ def _split_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, 
     """Return more than ``rank`` top eigenvectors ``(..., d, k)`` of a positive semidefinite matrix, and the others.
 
     A few vectors of a large matrix come from block iteration, which does not know the others; many vectors, and those
-    of a small matrix, come from a full solver. This is the faster choice (``docs/results/speed.md``), and both end at
-    the same residual, a few roundings of the norm. The others are vectors ``(..., d, d - k)`` and their eigenvalues
-    ``(..., d - k)``, or None.
+    of a small matrix, come from a full solver. This is the faster choice, and both end at the same residual, a few
+    roundings of the norm. The others are vectors ``(..., d, d - k)`` and their eigenvalues ``(..., d - k)``, or None.
     """
     d = gram.shape[-1]
     if d >= 256 and 16 * rank <= d and (block := _block_iteration(gram, rank)) is not None:
