@@ -46,8 +46,8 @@ SHARD_BYTES = 5 * 10**9
 CHANGE, RANK, DECAY = 0.01, 512, -0.7
 
 
-def make_checkpoints(config, folder):
-    """Folders `base`, `merged` (one task) and `task`, written tensor by tensor."""
+def make_checkpoints(config, folder, device="cpu"):
+    """Folders `base`, `merged` (one task) and `task`, written tensor by tensor, with values drawn on a device."""
     with torch.device("meta"):
         kind = LlavaForConditionalGeneration if isinstance(config, LlavaConfig) else LlamaForCausalLM
         model = kind._from_config(config)
@@ -71,17 +71,17 @@ def make_checkpoints(config, folder):
         config.save_pretrained(path)
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
     (folders[1] / "nufilt.json").write_text(json.dumps({"step": 1, "tasks": ["synthetic"]}))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     for name, shard in zip(names, shards, strict=True):
         with ExitStack() as stack:
             files = [stack.enter_context(open(path / name, "wb")) for path in folders]
             for file in files:
                 file.write(header(shard))
             for key, shape in shard.items():
-                base = torch.randn(shape, generator=generator).mul_(0.02)
+                base = torch.randn(shape, generator=generator, device=device).mul_(0.02)
                 for file, changed in zip(files, (False, True, True), strict=True):
                     value = base + update(shape, generator) if changed and MERGED_LAYER.fullmatch(key) else base
-                    file.write(value.bfloat16().view(torch.uint8).numpy().data)
+                    file.write(value.bfloat16().cpu().view(torch.uint8).numpy().data)
     return sum(torch.Size(shape).numel() for shape in shapes.values()), sum(
         map(bool, map(MERGED_LAYER.fullmatch, shapes))
     )
@@ -100,34 +100,39 @@ def header(shapes):
 def update(shape, generator):
     """Random matrix with singular values about k ** DECAY, of norm CHANGE times a weight's."""
     d_o, d_i = shape
-    rank = min(RANK, d_o, d_i)
-    sigma = torch.arange(1, rank + 1.0) ** DECAY
-    left, right = torch.randn(d_o, rank, generator=generator) * sigma, torch.randn(rank, d_i, generator=generator)
-    value = left @ right
+    rank, drawn = min(RANK, d_o, d_i), {"generator": generator, "device": generator.device}
+    sigma = torch.arange(1, rank + 1.0, device=generator.device) ** DECAY
+    value = torch.randn(d_o, rank, **drawn) * sigma @ torch.randn(rank, d_i, **drawn)
     return value * (CHANGE * 0.02 * (d_o * d_i) ** 0.5 / value.norm())
 
 
 def measure(folder, arguments):
-    """Merge in a process of its own: seconds as planned, in fact and of all CPUs, peak RSS, bytes read and written."""
+    """Merge in a process of its own: seconds as planned (on a CPU), in fact and of all CPUs, peak memory, traffic."""
     code = (
-        "import json, sys, time\n"
+        "import json, pathlib, resource, sys, time\n"
         "from fusion_bench_nufilt.commands.app import app\n"
         "try: app(sys.argv[1:])\n"
         "finally:\n"
-        "    io = dict(line.split(': ') for line in open('/proc/self/io').read().splitlines())\n"
+        "    import torch\n"
+        "    io = pathlib.Path('/proc/self/io')\n"
+        "    io = dict(line.split(': ') for line in io.read_text().splitlines()) if io.exists() else {}\n"
         "    status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
-        "    rss = int(status['VmHWM'].split()[0]) * 1024\n"
-        "    traffic = {'read': int(io['rchar']), 'written': int(io['wchar'])}\n"
-        "    print(json.dumps({'rss': rss, 'cpu': time.process_time(), **traffic}))\n"
+        "    rss = status.get('VmHWM', str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))\n"
+        "    memory = {'rss': int(rss.split()[0]) * 1024, 'gpu': torch.cuda.max_memory_allocated()}\n"
+        "    traffic = {'read': int(io.get('rchar', 0)), 'written': int(io.get('wchar', 0))}\n"
+        "    print(json.dumps({'cpu': time.process_time(), **memory, **traffic}))\n"
     )
     names = ("base", "merged", "task")
     options = [part for name in names for part in (f"--{name}", str(folder / name))]
     command = [sys.executable, "-c", code, "merge", *options, "--out", str(folder / "out"), *arguments]
     begin = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     seconds = time.perf_counter() - begin
-    number, unit = re.search(r"about ([\d.]+) (s|min|h)", done.stderr).groups()
-    predicted = float(number) * {"s": 1, "min": 60, "h": 3600}[unit]
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    found = re.search(r"about ([\d.]+) (s|min|h)", done.stderr)
+    predicted = float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]] if found else 0
     return {"predicted": predicted, "seconds": seconds, **json.loads(done.stdout.splitlines()[-1])}
 
 

@@ -33,6 +33,7 @@ from torch.utils.benchmark import Timer
 from fusion_bench_nufilt.core import FusionConfig, fuse_each
 from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, loop_gram
 from fusion_bench_nufilt.core.subspace import null_space_filter, top_right_singular_vectors
+from fusion_bench_nufilt.core.workers import fast_in_float64
 from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig, vote
 from fusion_bench_nufilt.methods.sums import RidgeConfig, WudiSums
 
@@ -70,28 +71,28 @@ Layer = tuple[Tensor, Tensor, Tensor, Tensor]  # theta_0, theta, theta_t, initia
 
 def make_layer(shape: Shape, number: int, device: str) -> Layer:
     """A Gaussian weight, a merged model that holds three tasks, and the next; a task is 1 to 2 % of the weight."""
-    random = torch.Generator().manual_seed(number)
-    theta_0 = torch.randn(shape, generator=random) * shape[1] ** -0.5
-    scale = theta_0.norm() * (0.01 + 0.01 * torch.rand((), generator=random))
+    random = torch.Generator(device).manual_seed(number)
+    drawn: dict[str, Any] = {"generator": random, "device": device}
+    theta_0 = torch.randn(shape, **drawn) * shape[1] ** -0.5
+    scale = theta_0.norm() * (0.01 + 0.01 * torch.rand((), **drawn))
 
     def task_vector() -> Tensor:  # shuffled rows and columns of random signs turn singular vectors into others
-        tau = _spectral(shape) * scale
+        tau = _spectral(shape, device) * scale
         for axis, size in enumerate(shape):
-            signs = torch.randint(0, 2, (size,), generator=random) * 2.0 - 1.0
-            tau = tau.index_select(axis, torch.randperm(size, generator=random)) * (signs if axis else signs[:, None])
+            signs = torch.randint(0, 2, (size,), **drawn) * 2.0 - 1.0
+            tau = tau.index_select(axis, torch.randperm(size, **drawn)) * (signs if axis else signs[:, None])
         return tau
 
     theta, theta_t = theta_0 + sum(task_vector() for _ in range(3)), theta_0 + task_vector()
-    A = torch.randn(CONFIG.lora_rank, shape[1], generator=random) * CONFIG.init_std
-    return theta_0.to(device), theta.to(device), theta_t.to(device), A.to(device)
+    return theta_0, theta, theta_t, torch.randn(CONFIG.lora_rank, shape[1], **drawn) * CONFIG.init_std
 
 
 @functools.lru_cache(maxsize=1)
-def _spectral(shape: Shape) -> Tensor:
+def _spectral(shape: Shape, device: str) -> Tensor:
     """Norm 1, random singular vectors, singular values proportional to k^-0.7."""
-    random, rank = torch.Generator().manual_seed(0), min(shape)
-    left, right = (torch.linalg.qr(torch.randn(size, rank, generator=random)).Q for size in shape)
-    return (left * _spectrum(rank)) @ right.T
+    random, rank = torch.Generator(device).manual_seed(0), min(shape)
+    left, right = (torch.linalg.qr(torch.randn(size, rank, generator=random, device=device)).Q for size in shape)
+    return (left * _spectrum(rank).to(device)) @ right.T
 
 
 def _spectrum(rank: int) -> Tensor:
@@ -181,6 +182,15 @@ def now() -> float:
     return time.perf_counter()
 
 
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Return a call's seconds, and the GB of GPU memory that it took at most beside what was held before it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+    begin, held = now(), torch.cuda.memory_allocated()
+    work()
+    return now() - begin, 1e-9 * (torch.cuda.max_memory_allocated() - held)
+
+
 def matmul_rate(device: str, largest: int) -> float:
     """FLOP/s of float32 products of square matrices, at the best size."""
     rates = []
@@ -196,9 +206,9 @@ def split(layers: list[Layer]) -> dict[str, float]:
     theta_0, theta, theta_t, A = (torch.stack(x) for x in zip(*layers, strict=True))
     tau, tau_merged = theta_t - theta_0, theta - theta_0
     times = [now()]
-    gram = loop_gram(tau)
-    V_t = top_right_singular_vectors(tau, CONFIG.task_rank, gram)
-    V_p = top_right_singular_vectors(tau_merged, CONFIG.null_rank)
+    gram, exact_on = loop_gram(tau), tau.device if fast_in_float64(tau.device) else None
+    V_t = top_right_singular_vectors(tau, CONFIG.task_rank, gram, exact_on=exact_on)
+    V_p = top_right_singular_vectors(tau_merged, CONFIG.null_rank, exact_on=exact_on)
     tau_filtered = null_space_filter(tau, V_p)
     times.append(now())
     objective = Objective.build(tau, tau_filtered, tau_merged, V_t, V_p, gram)
@@ -211,7 +221,7 @@ def split(layers: list[Layer]) -> dict[str, float]:
 
 def measure_shape(shape: Shape, args: argparse.Namespace) -> dict[str, float]:
     """Seconds per layer, side by side: each repeat takes every method in turn, on the repeat's layer."""
-    size = 2 * args.threads if args.device == "cpu" else 16
+    size = 2 * args.threads if args.device == "cpu" else 16 if math.prod(shape) < 2**23 else 4
     layers = [make_layer(shape, number, args.device) for number in range(size)]
     columns: dict[str, list[float]] = defaultdict(list)
     for repeat in range(args.repeats):
@@ -262,7 +272,10 @@ def measure_memory(method: str, layers: dict[Shape, int], device: str, threads: 
         peer(method, device)
     Steps.patience, config = 0.0, CONFIG if method in OURS else FusionConfig(max_steps=2)
     ctypes.CDLL(None).malloc_trim(0)  # give back what making the inputs freed, and count the peak from here
-    Path("/proc/self/clear_refs").write_text("5")
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
     before, begin = _megabytes(device, "VmRSS"), now()
     for (_, theta, _, _), weight in zip(model, merge(method, model, device, config), strict=True):
         theta.copy_(weight)  # as FusionBench's methods and ours do: new weights take the place of old ones

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hydra
 import pytest
+import torch
 from hypothesis import settings
 
 from fusion_bench_nufilt.compare import configs
@@ -18,6 +19,9 @@ settings.register_profile("nufilt", max_examples=30, deadline=None)  # A busy ma
 settings.load_profile("nufilt")
 
 REPO = Path(__file__).resolve().parent.parent
+#: Where a law holds: also on a GPU, where there is one.
+GPU = (pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))
+every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 SHARED = Path(os.environ.get("NUFILT_SHARED", REPO.parent / "shared"))
 
 

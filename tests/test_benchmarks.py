@@ -6,6 +6,8 @@ import re
 import runpy
 import subprocess
 import sys
+import time
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from tests.core.test_parity import LARGE, SMALL, TOLERANCE, config_of, load_case
 
 sys.path.insert(0, str(REPO / "benchmarks"))
 
+import gpu
 import llm_tasks
 import low_rank
 from chosen_mixtures import set_members
@@ -164,6 +167,48 @@ def test_memory_and_parts_are_measured():
     row = measure_memory("ours", MODELS["tiny"], "cpu", torch.get_num_threads())
     assert row["extra MB"] >= 0
     assert all(seconds > 0 for seconds in split([make_layer((48, 40), 0, "cpu")]).values())
+
+
+@pytest.fixture
+def gpu_args(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.merge_step.Steps, "patience", 0.1)
+    machine = {"device": "cpu", "scratch": tmp_path, "out": tmp_path, "until": time.time() + 500}
+    return Namespace(**machine, tiny=True, rows=tmp_path / "gpu.jsonl")
+
+
+def rows_of(args):
+    return [json.loads(line) for line in args.rows.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("part", ["clip-b32", "order-free"])
+def test_the_gpu_script_measures_every_method(part, gpu_args):
+    gpu.PARTS[part][0](gpu_args)
+    rows = rows_of(gpu_args)
+    methods = {method for _, method, *_ in rows}
+    assert methods == (set(METHODS) if part == "clip-b32" else LAYER_METHODS.keys() - {"nufilt"})
+    assert all(seconds > 0 for _, _, seconds, *_ in rows)
+    difference = {"plain": r"differs from ours by ([\d.e-]+)", "tsv_stream": r"differs by ([\d.e-]+)"}
+    found = {method: re.search(difference[method], row) for _, method, *_, row in rows if method in difference}
+    assert all(float(match[1]) < 1e-3 for match in found.values())
+
+
+def test_a_part_of_the_gpu_script_that_fails_or_runs_over_is_a_row(gpu_args):
+    with gpu.failing_alone(gpu_args, "B/32", "OPCM"):
+        raise ValueError("no | room")
+    gpu_args.until = 0
+    gpu.run_part("about", gpu_args)
+    failed = ["failed: ValueError: no / room", "failed: over 0 s"]
+    assert rows_of(gpu_args) == [["B/32", "OPCM", None, None, failed[0]], ["about", "", None, None, failed[1]]]
+
+
+@pytest.mark.slow
+def test_the_gpu_script_runs_through_in_tiny_sizes_on_a_cpu(tmp_path):
+    command = [str(REPO / "benchmarks" / "gpu.sh"), str(tmp_path), "--device", "cpu", "--tiny"]
+    subprocess.run(command, cwd=REPO, env={**os.environ, "PYTHON": sys.executable}, check=True, timeout=600)
+    table = (tmp_path / "gpu.md").read_text()
+    assert "failed" not in table
+    for words in ("| CLIP B/32, eight tasks ", "2 of 2 blocks", "| parity vectors ", "| about "):
+        assert words in table
 
 
 @pytest.mark.slow

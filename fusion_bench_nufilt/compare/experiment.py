@@ -67,6 +67,7 @@ def reset_peak(device: torch.device) -> bool:
     """Let the peak of the memory in use start anew; False where it can't be known."""
     try:
         if device.type == "cuda":
+            torch.cuda.init()
             torch.cuda.reset_peak_memory_stats(device)
         else:
             Path("/proc/self/clear_refs").write_text("5")  # which resets the peak, and nothing else

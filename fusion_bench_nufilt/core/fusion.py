@@ -120,7 +120,7 @@ def fuse_each(
     if lora_A is not None and config.lora_rank > 0:
         _check_adapters(merged, lora_A, config)
     devices = check_devices(device or next((weight.device for weight in merged.values()), "cpu"))
-    fresh = frozenset(name for name in merged if not (merged[name] != pretrained[name]).any())
+    fresh = frozenset(name for name, W in merged.items() if not (pretrained[name].to(W.device) != W).any())
     fusion = _FusionStep(pretrained, merged, task, config, seed, step, lora_A, fresh, DevicePool(devices))
     stacks = fusion.stacks(devices[0], batch_bytes)
     for solved in map_layers(fusion.solve, stacks, devices[0], len(devices) if len(devices) > 1 else None):
@@ -161,7 +161,7 @@ class _FusionStep:
         """Solve a stack of layers on the next free device, or one by one if the stack fails as a whole."""
         with self.devices.free() as where:
             if len(names) > 1:
-                with suppress(torch.linalg.LinAlgError, torch.cuda.OutOfMemoryError):
+                with suppress(RuntimeError):  # too little memory, or a solver that fails on a stack
                     return self.compute(names, where)
             return [self.solve_alone(name, where) for name in names]
 
@@ -175,7 +175,9 @@ class _FusionStep:
                     f"layer '{name}' {tuple(self.merged[name].shape)}: no room on device '{where}'; choose device=cpu, "
                     f"or free memory there ({error})"
                 ) from error.with_traceback(None)  # a traceback would hold the matrices
-            except torch.linalg.LinAlgError as error:
+            except RuntimeError as error:
+                if not isinstance(error, torch.linalg.LinAlgError) and "cusolver" not in str(error).lower():
+                    raise
                 failure = error.with_traceback(None)
             _warn_once("%s: float64 on the CPU takes over in such layers, which is slower", str(failure))
         raise ValueError(f"layer '{name}': no singular vectors, in float64 on the CPU either: {failure}") from failure
@@ -205,7 +207,8 @@ class _FusionStep:
         fused = []
         for name, weight, row in zip(names, weights, rows, strict=True):
             like, values = self.merged[name], dict(zip(measures, row, strict=True))
-            fused.append((name, weight.to(like.device, like.dtype), LayerReport(tuple(like.shape), seconds, **values)))
+            stored = weight.to(like.dtype).to(like.device)
+            fused.append((name, stored, LayerReport(tuple(like.shape), seconds, **values)))
         return fused
 
 
@@ -214,7 +217,8 @@ def _stack(weights: Sequence[Any], where: torch.device, dtype: torch.dtype) -> A
     if isinstance(weights[0], LowRank):
         left, right = ([getattr(task, side) for task in weights] for side in ("left", "right"))
         return LowRank(_stack(left, where, dtype), _stack(right, where, dtype))
-    wide = [weight.detach().to(where, dtype).contiguous() for weight in weights]  # the same bits in any layout
+    # Values are widened where they arrive, which is half the traffic; and the bits are the same in any layout.
+    wide = [weight.detach().to(where).to(dtype).contiguous() for weight in weights]
     return torch.stack(wide) if len(wide) > 1 else wide[0][None]  # a view: no copy of a single layer
 
 

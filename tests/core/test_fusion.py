@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fusion_bench_nufilt.core import FusionConfig, LowRank, fuse_layers, fusion
 from fusion_bench_nufilt.core.stack import fuse_stack
 from fusion_bench_nufilt.core.workers import stack_size, working_bytes
+from tests.conftest import every_device
 from tests.core.matrices import matrix_with_spectrum, random_layer
 
 CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, lr=1e-2, max_steps=12)
@@ -157,19 +158,20 @@ def test_a_layer_does_not_depend_on_its_company_or_order(solver):
         assert torch.equal(reordered[name], together[name])
 
 
+@every_device
 @pytest.mark.parametrize("n", [1, 2, 7])
 @pytest.mark.parametrize("solver", ["adam", "closed_form"])
-def test_a_layer_in_a_stack_is_the_layer_alone(n, solver, monkeypatch):
+def test_a_layer_in_a_stack_is_the_layer_alone(n, solver, device, monkeypatch):
     """On an accelerator, layers of a shape are solved together, with the same result to rounding."""
     config = replace(CONFIG, solver=solver, max_steps=5)
     monkeypatch.setattr(fusion, "stack_size", lambda *_: n)
     shapes = {f"layer{number}": (20, 12) for number in range(7)}
     pretrained, merged, task = models(shapes=shapes)
     merged["layer2"] = pretrained["layer2"]  # into this one, nothing was merged
-    stacked, reports = fuse_layers(pretrained, merged, task, config)
+    stacked, reports = fuse_layers(pretrained, merged, task, config, device=device)
     assert torch.equal(stacked["layer2"], task["layer2"])
     for name in shapes:
-        alone, report = fuse_layers(*only(name, (pretrained, merged, task)), config)
+        alone, report = fuse_layers(*only(name, (pretrained, merged, task)), config, device="cpu")
         tau = task[name] - pretrained[name]
         assert (stacked[name] - alone[name]).norm() <= 1e-9 * tau.norm()
         assert dataclasses.astuple(reports[name])[3:] == pytest.approx(dataclasses.astuple(report[name])[3:], abs=1e-9)
@@ -259,14 +261,21 @@ def test_float64_takes_over_where_float32_is_too_inaccurate_and_says_so_once(cap
     assert "float64 on the CPU takes over" in message
 
 
-def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_the_cpu(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge"),
+        RuntimeError("cusolver error: CUSOLVER_STATUS_INVALID_VALUE, when calling `cusolverDnXsyevBatched`"),
+    ],
+)
+def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_the_cpu(error, monkeypatch, caplog):
     """A solver on a device may fail on a whole stack."""
     solve, attempts = fusion.fuse_stack, []
 
     def failing(*args, exact_on, **kwargs):
         attempts.append((len(args[0]), exact_on))
         if exact_on is None:
-            raise torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge")
+            raise error
         return solve(*args, exact_on=exact_on, **kwargs)
 
     shapes = {"a": (20, 12), "b": (20, 12)}

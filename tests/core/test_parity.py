@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from fusion_bench_nufilt.core import FusionConfig, fuse_layers
 from fusion_bench_nufilt.core.adapter import Objective, fit_adapter
 from fusion_bench_nufilt.core.subspace import null_space_filter, top_right_singular_vectors
-from tests.conftest import shared_or_skip
+from tests.conftest import every_device, shared_or_skip
 
 HERE = Path(__file__).parent / "parity"
 SMALL = [case["name"] for case in json.loads((HERE / "cases.json").read_text())]  # in the repository
@@ -32,14 +32,16 @@ def config_of(case):
     return FusionConfig(**{key: case[key] for key in keys}, first_task=first_task)
 
 
+@every_device
 @pytest.mark.parametrize("name", CASES)
-def test_the_whole_stream_agrees(name):
+def test_the_whole_stream_agrees(name, device):
     case, vectors = load_case(name)
     pretrained, merged = {"layer": vectors["pretrained"]}, {"layer": vectors["pretrained"]}
     for t in range(case["tasks"]):
         task = {"layer": vectors[f"task.{t}"]}
         lora_A = {"layer": vectors[f"lora_A_init.{t}"]}
-        merged, reports = fuse_layers(pretrained, merged, task, config_of(case), step=t + 1, lora_A=lora_A)
+        config, models = config_of(case), (pretrained, merged, task)
+        merged, reports = fuse_layers(*models, config, step=t + 1, lora_A=lora_A, device=device)
         tau_norm = (task["layer"] - pretrained["layer"]).norm()
         error = (merged["layer"] - vectors[f"merged.{t}"]).norm() / tau_norm
         assert error <= TOLERANCE[case["dtype"]], f"step {t}: {error:.2e}"

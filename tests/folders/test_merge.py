@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIP
 
 from fusion_bench_nufilt.folders import merge_folders
 from fusion_bench_nufilt.layers import select_layers
+from tests.conftest import every_device
 from tests.folders.helpers import (
     STATE,
     algorithm,
@@ -44,6 +45,15 @@ def test_float32_folders_give_the_algorithms_bits(tmp_path, make, options):
     out = merge(tmp_path, **options)
     loaded = type(models["_pretrained_"]).from_pretrained(out)
     assert same(loaded.state_dict(), algorithm(models, **options).state_dict())
+
+
+@every_device
+@pytest.mark.parametrize("method", ["nufilt", "spectral"])
+def test_every_device_gives_the_same_folder_to_rounding(tmp_path, method, device):
+    save_stream(tmp_path, llama(), dtype=torch.bfloat16)
+    results = [tensors(merge(tmp_path, out=out, method=method, settings={"device": out})) for out in ("cpu", device)]
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, rtol=2**-7, atol=1e-6)
 
 
 def test_a_full_clip_folder_gives_the_bits_of_its_vision_tower_merged_alone(tmp_path):

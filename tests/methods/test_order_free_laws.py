@@ -11,6 +11,7 @@ from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.order_free import ScaleConfig
 from fusion_bench_nufilt.methods.spectral import Spectral
 from fusion_bench_nufilt.methods.sums import Isotropic, Mix, MixConfig, RidgeConfig, Sum, Sylvester, TsvStream, WudiSums
+from tests.conftest import every_device
 from tests.methods.test_spectral import distance, task_vectors
 
 SHAPES = [(40, 12), (12, 40), (16, 16)]
@@ -35,6 +36,19 @@ def test_the_order_of_arrival_does_not_matter(kind, shape):
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
         results = [merge(kind, order, dtype=dtype) for order in itertools.permutations(taus)]
         assert max(distance(other, results[0]) for other in results) < tolerance
+
+
+@every_method
+@every_device
+def test_every_device_gives_the_same_result(kind, device):
+    theta_0, taus = {"layer": torch.zeros(40, 12)}, task_vectors((40, 12), count=3)
+    method = kind(kind.Options(), ["layer"])
+    states = {"layer": method.start("layer", theta_0["layer"])}
+    for step, tau in enumerate(taus, 1):
+        ((_, states["layer"], _),) = method.add_each(states, theta_0, {"layer": tau.float()}, step=step, device=device)
+    ((_, weight),) = method.weigh_each(states, theta_0, device=device)
+    assert weight.device == states["layer"]["count"].device == torch.device("cpu")
+    assert distance(weight, merge(kind, taus, dtype=torch.float32)) < 1e-5
 
 
 @every_method
