@@ -1,1 +1,1 @@
-"""What the paper measures beside accuracy: affinity of subspaces, surrogates, bounds, and what needs no data."""
+"""The paper's measures besides accuracy: subspace affinity, surrogates and bounds, and those that need no data."""

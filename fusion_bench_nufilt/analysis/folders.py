@@ -1,4 +1,4 @@
-"""What the weights of checkpoint folders tell without data, layer by layer, before anything is merged."""
+"""Analyse checkpoint folders without data, layer by layer, before anything is merged."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,18 +16,18 @@ from fusion_bench_nufilt.folders.models import FullModel
 from .subspaces import TaskVector, task_vector
 from .summary import Analysis
 
-#: Directions that are solved for in each layer: enough for the curve of the energy, few enough for 7B models.
+#: The directions computed in each layer: enough for the curve of the energy, few enough for 7B models.
 DIRECTIONS = 32
 
 
 def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = lambda: None) -> Analysis:
-    """Compare the task vectors of a planned merge, and what is merged already, with each other.
+    """Compare the task vectors of a planned merge, and that of what is already merged, with each other.
 
-    Holds as many layers as there are threads, like the merge itself.
+    As many layers as there are threads are in memory at a time, as in the merge itself.
     """
     for checkpoint in plan.checkpoints:
         checkpoint.fetch()
-    labels = [task.checkpoint.label for task in plan.tasks]  # two folders of one name are told apart by their numbers
+    labels = [task.checkpoint.label for task in plan.tasks]  # folders of the same name get numbers
     tasks = [label if labels.count(label) == 1 else f"{label} ({i})" for i, label in enumerate(labels, 1)]
     models = dict(zip(tasks, plan.tasks, strict=True))
     if plan.merged is not None:
@@ -47,7 +47,7 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = la
 
 
 def _update(model: FullModel, slot: str, theta_0: Tensor) -> Tensor:
-    """Return the update tau of a layer; zero where an adapter leaves the layer as it is."""
+    """Return the update tau of a layer, which is zero where an adapter does not change it."""
     if slot not in model.slots:
         return torch.zeros_like(theta_0)
     weight, _ = model.weight(slot, theta_0)

@@ -1,4 +1,4 @@
-"""Losses of whole methods: measured while they merge, or on the checkpoints of a run."""
+"""Measure the losses of whole methods, while they merge or on the checkpoints of a run."""
 
 import copy
 import logging
@@ -34,14 +34,14 @@ log = logging.getLogger(__name__)
 
 
 class Scores(TypedDict):
-    """What is read of a run's ``accuracy_matrix.json``."""
+    """The fields of a run's ``accuracy_matrix.json`` that are read."""
 
     ACC: Score | None
     BWT: Score | None
 
 
 def default_methods(width: int) -> str:
-    """Name NUFILT and its ablations, with the paper's ranks in proportion to the width, and its data-free baselines."""
+    """Return NUFILT and its ablations at the paper's ranks, scaled to the width, and its data-free baselines."""
     r_p, r_l = rank_for_width("null_rank", 128, width), rank_for_width("lora_rank", 64, width)
     ranks = f"null_rank={r_p}:lora_rank={r_l}"
     return (
@@ -58,7 +58,7 @@ class LossTracker:
         self._pool, self._method, self._config, self._bounds = pool, method, _ranks(settings), bounds
         self._seen: list[str] = []
         self._before = copy.deepcopy(pool.pretrained)
-        self._C_old: dict[str, Tensor] = {}  # mean of the seen tasks' moments, by the layer that owns them
+        self._C_old: dict[str, Tensor] = {}  # mean of the moments of the tasks so far, by the layer that owns them
 
     def update(self, task: str, merged: nn.Module, own: nn.Module) -> None:
         """Measure the step that merged a task, given the model after it and the task's fine-tuned model."""
@@ -76,7 +76,7 @@ class LossTracker:
             mean += (C - mean) / len(self._seen)
 
     def _measure(self, layer: str, task: str, merged: nn.Module, own: nn.Module) -> Row:
-        """Return the losses of a layer on fixed inputs; at the first step, no stability loss is known."""
+        """Return the losses of a layer on fixed inputs; the first step has no stability loss."""
         view = self._pool.views[layer]
         W_0, W_old, W_new, W_task = (layer_weight(m, view) for m in (self._pool.pretrained, self._before, merged, own))
         C_old, C_task = self._C_old.get(self._pool.owner[view.module]), self._pool.moments[task].read(view.module)
@@ -92,7 +92,7 @@ class LossTracker:
         return row
 
     def _propagated(self, task: str, merged: nn.Module, own: nn.Module) -> dict[str, dict[str, float]]:
-        """Return the losses for which each model's layers get that model's own inputs, by name and layer."""
+        """Return, by name and layer, the losses in which each model's layers get that model's own inputs."""
         inputs, views = self._pool.propagated_inputs, self._pool.views
         if not inputs:
             return {}
@@ -125,7 +125,7 @@ def output_distance(a: nn.Module, b: nn.Module, batches: Iterable[Any], views: M
 
 
 def _ranks(settings: Mapping[str, Any]) -> FusionConfig:
-    """Return the method's ranks r_p and r_v, as numbers or shares of the width; those of NUFILT where it has none."""
+    """Return the method's ranks r_p and r_v, or NUFILT's where it has none."""
     known = {key: settings[key] for key in ("null_rank", "task_rank") if is_number(settings.get(key))}
     return FusionConfig(**known)
 
@@ -133,7 +133,7 @@ def _ranks(settings: Mapping[str, Any]) -> FusionConfig:
 def measure_methods(
     pool: PoolAnalysis, result: Analysis, specs: Sequence[RunSpec], overrides: Sequence[str], on_step: Callable[[], Any]
 ) -> None:
-    """Run methods over the stream, and put their losses, ACC and BWT into ``result``; one that fails says why there."""
+    """Run methods over the stream, and enter their losses, ACC and BWT, or why they failed, into ``result``."""
     off = ("save_on_every_step", "check_models", "check_taskpool")
     settings = ["++method.evaluate=every_step", *(f"++method.{key}=false" for key in off)]
     for number, spec in enumerate(specs):
@@ -154,7 +154,7 @@ class _TrackingEvaluator(WatchingEvaluator):
     """Measures the losses of every step that is scored, and scores only what ACC and BWT need."""
 
     def __init__(self, pool: PoolAnalysis, tracker: LossTracker, on_step: Callable[[], Any]) -> None:
-        self._pool_evaluator = pool.experiment.evaluator  # which has encoded the prompts already
+        self._pool_evaluator = pool.experiment.evaluator  # it has already encoded the prompts
         super().__init__(self._pool_evaluator.taskpool, pool.experiment.fabric.device)
         self._pool, self._tracker, self._on_step = pool, tracker, on_step
 
@@ -174,7 +174,7 @@ class FinishedRun(NamedTuple):
 
 
 def finished_runs(folders: Sequence[Path]) -> list[FinishedRun]:
-    """Read finished runs, and label them with their methods, or with their folders where two are of one method."""
+    """Read finished runs, and label each by its method, or by its folder where two have the same method."""
     manifests = [_last_manifest(folder) for folder in folders]
     methods = [manifest["method"] for manifest in manifests]
     labels = [method if methods.count(method) == 1 else f.name for f, method in zip(folders, methods, strict=True)]
@@ -182,7 +182,7 @@ def finished_runs(folders: Sequence[Path]) -> list[FinishedRun]:
 
 
 def _last_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a run's last step, once the checkpoints of all steps are found to be whole."""
+    """Return the manifest of a run's last step, after checking the checkpoints of all steps."""
     checkpoint = RunFolder(folder).checkpoint
     if not (first := checkpoint(1)).is_dir():
         raise ValueError(
@@ -205,7 +205,7 @@ def _last_manifest(folder: Path) -> Manifest:
 
 
 def measure_run(pool: PoolAnalysis, result: Analysis, run: FinishedRun, on_step: Callable[[], Any]) -> None:
-    """Put the losses of a finished run of the pool's models, from its checkpoints, into ``result``."""
+    """Enter the losses of a finished run on the pool's models, from its checkpoints, into ``result``."""
     folder, order, inputs = run.folder, run.manifest["order"], run.manifest["inputs"]
     if sorted(order) != sorted(pool.tasks):
         raise ValueError(f"'{folder}' is a run of {', '.join(order)}, and the model pool has {', '.join(pool.tasks)}")

@@ -1,4 +1,4 @@
-"""The analysis of a FusionBench model pool, with the data that its task pool has."""
+"""Analyse a FusionBench model pool with the data of its task pool."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 _THEOREM_RANKS = (1, 4, 8)
-MEMORY = 4 * 10**9  # bytes of moments that are recorded at a time
+MEMORY = 4 * 10**9  # bytes of the moments that are recorded together
 
 
 class PoolAnalysis:
-    """A model pool under analysis, by its name. What needs data is recorded once, in ``folder / "moments"``."""
+    """A model pool under analysis. What needs data is recorded once, in ``folder / "moments"``."""
 
     def __init__(
         self, experiment: Experiment, name: str, config: AnalysisConfig, folder: Path, targets: str | Sequence[str]
@@ -60,7 +60,7 @@ class PoolAnalysis:
 
     @property
     def memory_note(self) -> str:
-        """Say how much memory and disk recording will take."""
+        """A note on how much memory and disk space recording will take."""
         needed, owners = memory_of(self.pretrained, self.owner.values()), len(set(self.owner.values()))
         return (
             f"second moments of {owners} inputs of {len(self.views)} layers, for each of {len(self.tasks)} tasks: at "
@@ -69,18 +69,18 @@ class PoolAnalysis:
 
     @cached_property
     def propagated_inputs(self) -> dict[str, list[Any]]:
-        """The batches of a few samples of each task for the propagated losses; none if these are switched off."""
+        """Batches of a few samples of each task for the propagated losses; none if they are switched off."""
         drawn = self._draw_inputs(self.config.propagated) if self.config.propagated else {}
         return {task: list(loader) for task, loader in drawn.items()}
 
     def load(self, task: str) -> nn.Module:
-        """Load a task's model, if it can be merged."""
+        """Load a task's model, and check that it can be merged."""
         model: nn.Module = self.experiment.modelpool.load_model(task)
         check_model(self.pretrained, model, {view.key for view in self.views.values()}, name=task)
         return model
 
     def run(self, on_task: Callable[[], Any] = lambda: None) -> Analysis:
-        """Record what is not recorded yet, and compare the tasks' data with their vectors."""
+        """Record what has not been recorded yet, and compare the tasks' data with their task vectors."""
         samples: Row = {}
         about = {"modelpool": self.name, "samples": samples, "settings": asdict(self.config)}
         shapes = {layer: view.shape for layer, view in self.views.items()}
@@ -110,7 +110,7 @@ class PoolAnalysis:
         return {task: task_inputs(taskpool, task, samples, self.config.seed) for task in self.tasks}
 
     def _moments(self, task: str, model: nn.Module) -> Moments:
-        """Return the second moments of a task's inputs, and record them unless they were recorded before."""
+        """Return the second moments of a task's inputs, recorded now unless they were before."""
         source, name = (model, task) if self.config.activations == "own" else (self.pretrained, "_pretrained_")
         about = {
             "task": task,
@@ -135,7 +135,7 @@ class PoolAnalysis:
     def _examine(
         self, task: str, model: nn.Module, data: Mapping[str, Tensor], layer: str
     ) -> tuple[TaskVector, list[Row]]:
-        """Return a task's vector in a layer, and what Theorem 1 says of it and the subspaces of its data."""
+        """Return a task's vector in a layer, and Theorem 1 evaluated for it and the subspaces of its data."""
         view = self.views[layer]
         tau, rows = layer_weight(model, view) - layer_weight(self.pretrained, view), []
         for rank in (rank for rank in _THEOREM_RANKS if rank <= min(view.shape)):
@@ -157,7 +157,7 @@ class PoolAnalysis:
 
 
 def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> dict[str, View]:
-    """Return the linear layers that are merged, and where the model holds them; of an encoder-decoder the encoder's."""
+    """Return the views of the linear layers that are merged; of an encoder-decoder, those of the encoder."""
     chosen = select_layers(model, target_modules)
     views = {name: view for name, view in chosen.items() if view.linear and view.name == view.module}
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

@@ -1,4 +1,4 @@
-"""What an analysis says, in sentences."""
+"""Put the findings of an analysis into sentences."""
 
 from itertools import combinations
 from statistics import fmean
@@ -8,7 +8,7 @@ Json = dict[str, Any]
 
 
 def reading(content: Json) -> list[str]:
-    """Say of ``analysis.json`` which tasks collide and where, how many directions they take, and what the data says."""
+    """Return sentences on which tasks collide and where, how many directions they take, and what the data shows."""
     return [*_collisions(content), _spectra(content), *_affinity(content), *_theorem(content), *_methods(content)]
 
 

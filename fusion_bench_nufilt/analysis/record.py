@@ -1,4 +1,4 @@
-"""Samples of a FusionBench task pool, and the second moments of what the layers of a model get when it runs on them."""
+"""Draw samples from a FusionBench task pool, and record the second moments of a model's layer inputs on them."""
 
 import inspect
 import json
@@ -31,7 +31,7 @@ Loader = DataLoader[Any]
 
 
 def task_inputs(taskpool: Any, task: str, samples: int, seed: int) -> Loader:
-    """Draw samples of a task's test set (all if there are fewer), in batches as the pool's own loader makes them.
+    """Draw samples of a task's test set (all if it has fewer), in batches like those of the pool's own loader.
 
     The pool is one of FusionBench's for CLIP vision or Flan-T5 (0.1 pools), or any with ``get_test_dataloader(task)``.
     """
@@ -43,7 +43,7 @@ def task_inputs(taskpool: Any, task: str, samples: int, seed: int) -> Loader:
 
 
 def _test_loader(taskpool: Any, task: str) -> Any:
-    """Return the loader of a task's test data; each of FusionBench's pools keeps it in a place of its own."""
+    """Return the loader of a task's test data, which each of FusionBench's pools keeps elsewhere."""
     pool, is_v01 = type(taskpool).__name__, isinstance(taskpool, V01TaskPool)
     known = taskpool.task_names if is_v01 else getattr(taskpool, "_test_datasets", [task])
     own = task if task in known else next((name for name in known if task in names_of(name)), None)
@@ -66,7 +66,7 @@ def _test_loader(taskpool: Any, task: str) -> Any:
 
 @torch.no_grad()
 def forward(model: nn.Module, batch: Any) -> None:
-    """Run a model on a batch: a mapping that has its arguments, or a sequence that begins with the input."""
+    """Run a model on a batch: a mapping with its arguments, or a sequence that begins with the input."""
     device = next(model.parameters()).device
     model.eval()
     if hasattr(batch, "keys"):
@@ -80,11 +80,11 @@ def forward(model: nn.Module, batch: Any) -> None:
 def watched_layers(
     model: nn.Module, names: Sequence[str], receive: Callable[[str, Tensor, Tensor], None]
 ) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Call ``receive`` with the name, the very input and the output of each of these layers whenever the model runs.
+    """Call ``receive`` with the name, the input and the output of each named layer whenever the model runs.
 
     Yields:
-        A function that returns those rows ``(n, d)`` of an input or output ``(..., d)`` that are no padding. What is
-        padding says the ``attention_mask`` of the transformer that is running, in a model that may hold several.
+        A function that returns the rows ``(n, d)`` of an input or output ``(..., d)`` that are not padding, by the
+        ``attention_mask`` of the transformer that is running; a model may hold several.
     """
     mask: Tensor | None = None  # 1 for a token, 0 for padding
 
@@ -110,11 +110,11 @@ def watched_layers(
 
 
 class Recorded(TypedDict):
-    """What ``about.json`` says of the moments beside it."""
+    """The content of ``about.json``, which describes the moments beside it."""
 
     about: dict[str, Any]  # what they depend on
-    owner: dict[str, str]  # for each layer the layer whose moment it shares
-    files: dict[str, str]  # for each owner the file that has its moment
+    owner: dict[str, str]  # for each layer, the layer whose moment it shares
+    files: dict[str, str]  # for each owner, the file with its moment
     tokens: NonNegativeInt
 
 
@@ -136,7 +136,7 @@ class Moments:
 
 
 def known_moments(folder: Path, about: Mapping[str, Any]) -> Moments | None:
-    """Return what was recorded earlier, if it is whole and was for the same model, data and layers."""
+    """Return earlier records if they are complete and of the same model, data and layers."""
     try:
         content = read_json(folder / "about.json", Recorded, advice="its moments can be recorded again")
         if content is None or content["about"] != json.loads(json.dumps(about)):
@@ -151,10 +151,10 @@ def known_moments(folder: Path, about: Mapping[str, Any]) -> Moments | None:
 def record_moments(
     model: nn.Module, inputs: Loader, owner: Mapping[str, str], folder: Path, about: Mapping[str, Any], max_memory: int
 ) -> Moments:
-    """Run a model on a task's samples and keep the second moments of what its layers get in a folder.
+    """Run a model on a task's samples, and save the second moments of its layers' inputs in a folder.
 
-    The samples are run once, or once for each group of layers where all moments together would take more bytes than
-    ``max_memory``; each group goes to disk before the next. ``owner`` tells whose moment each layer shares.
+    If all moments together would take more than ``max_memory`` bytes, the samples are run once for each group of layers
+    that fits, and each group is saved before the next. ``owner`` has the layer whose moment each layer shares.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "about.json").unlink(missing_ok=True)
@@ -171,7 +171,7 @@ def record_moments(
 
 
 def _run_and_sum(model: nn.Module, inputs: Loader, layers: Sequence[str]) -> tuple[dict[str, Tensor], int]:
-    """Run the model on the samples; return C, float32, for some of its layers, and the number of tokens."""
+    """Run the model on the samples; return C, float32, for the given layers, and the number of tokens."""
     sums = {name: torch.zeros([_width(model, name)] * 2, dtype=torch.float64) for name in layers}
     counts = dict.fromkeys(layers, 0)
 
@@ -187,9 +187,9 @@ def _run_and_sum(model: nn.Module, inputs: Loader, layers: Sequence[str]) -> tup
 
 
 def shared_inputs(model: nn.Module, names: Sequence[str], inputs: Loader) -> dict[str, str]:
-    """Find for each linear layer the first one that gets the very same tensor when the model runs on one sample."""
+    """Return, for each linear layer, the first one whose input is the same tensor when the model runs on a sample."""
     first: dict[int, str] = {}
-    held: list[Tensor] = []  # so that no two tensors have the same address in turn
+    held: list[Tensor] = []  # so that no address is used twice
     owner: dict[str, str] = {}
 
     def receive(name: str, X: Tensor, _: Tensor) -> None:
@@ -209,7 +209,7 @@ def memory_of(model: nn.Module, layers: Iterable[str]) -> int:
 
 
 def _groups(model: nn.Module, names: Sequence[str], max_memory: int) -> Iterator[list[str]]:
-    """Split the layers into groups whose moments fit into the memory, or that are a single layer."""
+    """Split the layers into groups whose moments fit into memory; a group has at least one layer."""
     group: list[str] = []
     for name in names:
         if group and memory_of(model, [*group, name]) > max_memory:

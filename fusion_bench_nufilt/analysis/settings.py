@@ -1,4 +1,4 @@
-"""Settings of an analysis."""
+"""The settings of an analysis."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Literal
 from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.options import check_choices, check_whole
 
-#: Those that the paper draws, for its vision models and for Flan-T5.
+#: The pairs that the paper draws, for its vision models and for Flan-T5.
 PAPER_PAIRS = ("mnist:mnist,eurosat:resisc45,svhn:dtd", "glue-rte:glue-rte,glue-rte:glue-qnli,glue-rte:glue-sst2")
 
 option = partial(options.option, panel="Analysis")
@@ -16,23 +16,23 @@ option = partial(options.option, panel="Analysis")
 
 @dataclass(frozen=True)
 class AnalysisConfig:
-    """What is measured, and on how much data. A value out of its range is a ValueError that names it."""
+    """What is measured, and on how much data; a ValueError names a value out of its range."""
 
-    data_rank: int = option(8, "Directions of each task's data, at most as many as of its vector.", symbol="r_d")
+    data_rank: int = option(8, "Directions of each task's data, at most task_rank.", symbol="r_d")
     task_rank: int = option(8, "Directions of each task vector.", symbol="r_v")
-    samples: int = option(1000, "Test samples of each task, drawn at random; all there are if that is fewer.")
+    samples: int = option(1000, "Test samples of each task, drawn at random; all if there are fewer.")
     propagated: int = option(
         100,
-        "Samples of each task for the losses with each model's own inputs, where what earlier layers changed is passed "
-        "on; 0 leaves them out, which saves most of the time.",
+        "Samples of each task for the losses with each model's own inputs, to which changes in earlier layers are "
+        "passed on; 0 leaves them out, which saves most of the time.",
     )
     activations: Literal["own", "pretrained"] = option(
-        "own", "The model whose layers' inputs are recorded: each task's own one, or the pretrained one."
+        "own", "The model whose layer inputs are recorded: each task's own, or the pretrained one."
     )
     pairs: str | None = option(
         None,
-        "Pairs DATA:VECTOR of tasks whose affinities are drawn layer by layer: mnist:mnist,svhn:dtd. Without it those "
-        "of the paper where there are these tasks, or else a high, a moderate and a low one.",
+        "Pairs DATA:VECTOR of tasks whose affinities are drawn layer by layer, such as mnist:mnist,svhn:dtd. By "
+        "default the paper's pairs if there are these tasks, or else a high, a moderate and a low one.",
     )
     seed: int = option(42, "Seed of the task order and of the samples drawn.")
 
@@ -49,7 +49,7 @@ class AnalysisConfig:
             raise ValueError(f"{self.samples} samples do not span {self.data_rank} directions: raise samples")
 
     def named_pairs(self, tasks: Sequence[str]) -> list[tuple[int, int]] | None:
-        """Return the pairs as numbers of tasks; None if none are named. A ValueError names one that is not of these."""
+        """Return the pairs as task numbers, or None for the default; a ValueError names a pair of unknown tasks."""
         for text in [self.pairs] if self.pairs else PAPER_PAIRS:
             pairs = [pair.split(":") for pair in text.replace(" ", "").split(",")]
             wrong = [":".join(pair) for pair in pairs if len(pair) != 2 or not {*pair} <= {*tasks}]

@@ -1,7 +1,7 @@
 r"""Subspaces of task vectors and of the tasks' data: energy by direction, overlap, and affinity (paper, Section 3.4).
 
 The affinity :math:`A = \|\hat V^\top V_d\|_F^2 / r_d` is the mean squared cosine of the principal angles, for the r_d
-directions V_d of a task's data and the r_v >= r_d directions of a task vector. By chance it is r_v over d_i.
+directions V_d of a task's data and the r_v >= r_d directions of a task vector. Its chance level is r_v / d_i.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _DIRECT, _ROUNDS, _SPARE = 1024, 4, 16
 
 @dataclass(frozen=True)
 class TaskVector:
-    """What is kept of the task vector of a layer."""
+    """The task vector of a layer, summarised."""
 
     V: Tensor  # its top right singular vectors, (d_i, r), the most important first; zero beyond the numerical rank
     norm: float  # Frobenius norm
@@ -29,13 +29,13 @@ class TaskVector:
     effective_rank: float  # squared norm over the largest squared singular value (stable rank); 0 for a zero vector
 
     def rank_for(self, share: float) -> int | None:
-        """How many directions hold this share of the energy; None: more than were solved for."""
+        """Return how many directions hold this share of the energy, or None if more than were computed."""
         reached = self.energy.cumsum(0) >= share - 1e-6
         return int(reached.nonzero()[0]) + 1 if reached.any() else None
 
 
 def task_vector(tau: Tensor, rank: int) -> TaskVector:
-    """Find the top ``rank`` directions of a task vector ``(d_o, d_i)``, and only these."""
+    """Summarise a task vector ``(d_o, d_i)`` by its top ``rank`` directions."""
     d_o, d_i = tau.shape
     V, sigma = _top_directions(tau, min(rank, d_o, d_i))
     sigma = sigma * (sigma > max(d_o, d_i) * torch.finfo(tau.dtype).eps * sigma.amax())
@@ -46,9 +46,9 @@ def task_vector(tau: Tensor, rank: int) -> TaskVector:
 def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the top right singular vectors ``(d_i, rank)`` and the singular values, the largest first.
 
-    A layer with both sides above 1024 is not worth its Gram matrix, which takes most of the time of a merge: block
-    iteration on the matrix itself, a fixed number of rounds, is exact enough here. For singular values k^-0.4, flatter
-    than those of task vectors, the energy of 32 directions is off by 0.2 %.
+    For a layer with both sides above 1024, the Gram matrix would take most of the time, and a fixed number of rounds of
+    block iteration on the matrix itself is exact enough: for singular values k^-0.4, which fall more slowly than those
+    of task vectors, the energy of 32 directions is off by 0.2 %.
     """
     if min(tau.shape) <= _DIRECT:
         tall = tau if tau.shape[1] <= tau.shape[0] else tau.mT
@@ -67,8 +67,8 @@ def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def overlap(a: TaskVector, b: TaskVector, rank: int) -> float:
     """Return the mean squared cosine of the principal angles between the top ``rank`` directions of two task vectors.
 
-    It is 1 if they use the same directions of a layer's input, so that merging one disturbs the other. By chance it is
-    ``rank`` over the layer's width.
+    It is 1 if they use the same directions of a layer's input, so that merging one disturbs the other. Its chance level
+    is ``rank`` over the layer's width.
     """
     V, W = a.V[:, :rank], b.V[:, :rank]
     narrow, wide = sorted((V, W), key=lambda basis: int(basis.square().sum().round()))
@@ -76,7 +76,7 @@ def overlap(a: TaskVector, b: TaskVector, rank: int) -> float:
 
 
 def data_subspace(C: Tensor, rank: int) -> Tensor:
-    """Return V_d, the eigenvectors ``(..., d_i, r_d)`` of a second moment, that of the largest eigenvalue first.
+    """Return V_d, the top eigenvectors ``(..., d_i, r_d)`` of a second moment, the largest eigenvalue first.
 
     Columns beyond the rank of C are zero: fewer inputs than ``rank`` cannot span that many directions.
     """
@@ -93,10 +93,10 @@ def affinity_by_rank(V_d: Tensor, V_hat: Tensor, ranks: Sequence[int]) -> Tensor
 
 
 def dominance(A: Floats) -> dict[str, float]:
-    """Say how far matched affinities stand above mismatched ones; A is ``(layers, T, T)`` of data and vectors, T > 1.
+    """Compare matched with mismatched affinities; A is ``(layers, T, T)``, by data and vector, with T > 1.
 
     ``rows`` and ``columns`` count those of the mean matrix whose largest value is on the diagonal; ``matched_above`` is
-    how often matched is above mismatched in the same row or column of a layer.
+    the share of comparisons within a row or column of a layer in which the matched affinity is the larger one.
     """
     count = A.shape[-1]
     own = np.diagonal(A, axis1=1, axis2=2)  # (layers, T)
@@ -117,7 +117,7 @@ def dominance(A: Floats) -> dict[str, float]:
 def example_pairs(M: Floats) -> list[tuple[int, int]]:
     """Choose three pairs (data, vector) of the mean matrix, whose distributions are drawn.
 
-    They are the largest diagonal entry, and of the off-diagonal entries the one at the 90th percentile and the lowest.
+    They are the largest diagonal entry, and the 90th percentile and the lowest of the off-diagonal entries.
     """
     best = int(np.diagonal(M).argmax())
     off = sorted((float(M[i, j]), i, j) for i in range(len(M)) for j in range(len(M)) if i != j)

@@ -1,4 +1,4 @@
-"""What an analysis finds and leaves in its folder: its tables, and the few numbers and sentences they come down to."""
+"""The results of an analysis: its tables, and their summary in a few numbers and sentences."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,13 @@ Row = dict[str, Any]
 
 LOSSES = ["stability", "plasticity"]
 
-#: What the names of the two losses begin with, by the way in which these are measured.
+#: The prefix of the two losses' names for each way of measuring them.
 _PREFIXES = {"fixed": "", "relative": "relative_", "propagated": "propagated_"}
 
 
 @dataclass
 class Analysis:
-    """All that tables, pictures and sentences are made of; what was not measured is empty or None.
+    """Everything that tables, pictures and sentences are made of; what was not measured is empty or None.
 
     The tables leave out ``energy``, the share of each direction of a task vector, and ``by_rank``, the affinities for
     each r = r_d = r_v.
@@ -40,7 +40,7 @@ class Analysis:
     tasks: list[str]
     layers: Mapping[str, Sequence[int]]  # (d_o, d_i) by name
     task_rank: int
-    pairs: list[tuple[int, int]] | None = None  # of data and vector whose affinities are drawn; None: chosen here
+    pairs: list[tuple[int, int]] | None = None  # (data, vector) whose affinities are drawn; None: chosen here
     vectors: list[Row] = field(default_factory=list)  # one for each task vector and layer
     overlaps: list[Row] = field(default_factory=list)  # one for each layer and two task vectors
     affinity: list[Row] = field(default_factory=list)  # one for each layer, task's data and task vector
@@ -50,7 +50,7 @@ class Analysis:
     failures: dict[str, str] = field(default_factory=dict)
 
     def add_vectors(self, layer: str, size: float, vectors: Mapping[str, TaskVector]) -> None:
-        """Describe a layer's task vectors beside the norm of its pretrained weight, and compare their directions."""
+        """Add a layer's task vectors, given the norm of its pretrained weight, and compare their directions."""
         rank = self.task_rank
         for task, vector in vectors.items():
             row = {"task": task, "layer": layer, "norm": vector.norm, "relative_norm": vector.norm / (size or 1)}
@@ -62,7 +62,7 @@ class Analysis:
 
 
 def save_analysis(analysis: Analysis, folder: Path) -> tuple[Row, list[str]]:
-    """Write ``analysis.json``, ``reading.md`` and the tables as CSV; return the first one's content, and all names."""
+    """Write ``analysis.json``, ``reading.md`` and the CSV tables; return the first one's content, and all names."""
     folder.mkdir(parents=True, exist_ok=True)
     content = summarise(analysis)
     content["reading"] = reading(content)
@@ -83,7 +83,7 @@ def save_analysis(analysis: Analysis, folder: Path) -> tuple[Row, list[str]]:
 
 
 def summarise(analysis: Analysis) -> Row:
-    """Return all of an analysis for JSON; what was not measured is left out, and what is not finite is None."""
+    """Return the summary of an analysis for JSON, without what was not measured; what is not finite is None."""
     vectors, overlaps = pd.DataFrame(analysis.vectors), pd.DataFrame(analysis.overlaps)
     affinity = pd.DataFrame(analysis.affinity, columns=["layer", "kind", "data", "vector", "affinity", "by_rank"])
     layers = pd.DataFrame(
@@ -125,7 +125,7 @@ def summarise(analysis: Analysis) -> Row:
 
 
 def _for_json(content: Any) -> Any:
-    """Turn arrays into lists, and every number that is not finite, which JSON does not have, into None."""
+    """Turn arrays into lists, and numbers that are not finite, which JSON lacks, into None."""
     if isinstance(content, dict):
         return {key: _for_json(value) for key, value in content.items()}
     if isinstance(content, list | tuple | np.ndarray):
@@ -139,20 +139,20 @@ def _by_group(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def _matrices(rows: pd.DataFrame, value: str) -> Floats:
-    """Return a value of all pairs with a task vector as ``(layers, names, names)``."""
+    """Return a column of a table of pairs as an array ``(layers, names, names)``."""
     count = rows["vector"].nunique()
     return rows[value].to_numpy().reshape(-1, count, count)
 
 
 def _vectors(rows: pd.DataFrame) -> Row:
-    ranks = rows["rank_90"].astype(float).fillna(math.inf)  # more directions than were solved for
+    ranks = rows["rank_90"].astype(float).fillna(math.inf)  # more directions than were computed
     how = {"relative_norm": "mean", "effective_rank": "median", "rank_90": "median", "energy_in_top": "mean"}
     found: Row = rows.assign(rank_90=ranks).groupby("task", sort=False).agg(how).to_dict("index")
     return found
 
 
 def _energy(rows: pd.DataFrame) -> Row:
-    """Return the share of a task vector's energy in its first 1, 2, … directions, the mean over the layers."""
+    """Return the share of a task vector's energy in its first 1, 2, … directions, averaged over the layers."""
     solved = min(map(len, rows["energy"]))
     curves = rows["energy"].map(lambda energy: energy[:solved].cumsum(-1)).groupby(rows["layer"], sort=False)
     mean = torch.stack([torch.stack(list(of_layer)) for _, of_layer in curves]).mean(dim=0)
@@ -160,7 +160,7 @@ def _energy(rows: pd.DataFrame) -> Row:
 
 
 def _layers_of(vectors: pd.DataFrame, overlaps: pd.DataFrame, affinity: pd.DataFrame) -> Row:
-    """Return for each layer the means over the tasks, or over pairs of them."""
+    """Return, for each layer, means over the tasks or over pairs of them."""
     two, own = overlaps[overlaps["vector"] != overlaps["other_vector"]], affinity["data"] == affinity["vector"]
     found = {
         "effective rank, mean over the tasks": vectors.set_index("layer")["effective_rank"],
@@ -225,7 +225,7 @@ def _losses(rows: pd.DataFrame, columns: list[str]) -> Row:
 def _correlation(rows: pd.DataFrame, columns: list[str]) -> Row:
     """Return Spearman's rank correlation of a loss with its data-free counterpart.
 
-    It is taken over all layers and steps, and over the layers of a step, averaged over the steps where it is defined.
+    It is computed over all layers and steps, and over the layers of each step, averaged over the steps that have it.
     """
 
     def rho(some: pd.DataFrame) -> float:
@@ -235,7 +235,7 @@ def _correlation(rows: pd.DataFrame, columns: list[str]) -> Row:
 
 
 def _corollary(losses: pd.DataFrame) -> Row:
-    """Return the left side of Corollary 1 as a share of the right, where it was evaluated."""
+    """Return the left side of Corollary 1 as a share of the right side, where it was evaluated."""
     content: Row = {}
     for loss in LOSSES:
         left, right = losses[loss].astype(float), losses[f"{loss}_bound"].astype(float)

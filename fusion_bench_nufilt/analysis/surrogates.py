@@ -1,7 +1,7 @@
-r"""Surrogates of stability and plasticity (paper, Section 3.3), what the method minimises in their place, and bounds.
+r"""Surrogates of stability and plasticity (paper, Section 3.3), their data-free counterparts, and bounds.
 
-The data count only through the second moment :math:`C = \frac1N \sum_n x_n x_n^\top` of a layer's inputs, not centred:
-once it is recorded, no data is needed any more.
+The data enter only through the uncentred second moment :math:`C = \frac1N \sum_n x_n x_n^\top` of a layer's inputs:
+once it is recorded, no data is needed.
 """
 
 import math
@@ -15,7 +15,7 @@ from fusion_bench_nufilt.core.subspace import gram_matrix, right_singular_basis,
 
 def mean_square(D: Tensor, C: Tensor) -> Tensor:
     r"""Return :math:`E\|D x\|^2 = \operatorname{tr}(D C D^\top)`, ``(...)``, for D ``(..., d_o, d_i)`` and C of x."""
-    return ((D @ C) * D).sum(dim=(-2, -1)).clamp_min(0)  # below 0 is rounding
+    return ((D @ C) * D).sum(dim=(-2, -1)).clamp_min(0)  # a negative value is rounding error
 
 
 def layer_losses(
@@ -38,7 +38,7 @@ def layer_losses(
 
 
 def harmonic_mean(a: float, b: float) -> float:
-    """Return 2ab / (a + b); 0 where one is 0, so that a method which ignores the new task, or the old ones, gets 0."""
+    """Return 2ab / (a + b), or 0 if one is 0, as for a method that ignores the new task or the old ones."""
     return 2 * a * b / (a + b) if a + b else 0.0
 
 
@@ -54,7 +54,7 @@ def data_free_losses(
 
     def loss(D: Tensor, V: Tensor) -> float:
         inside, whole = float((D @ V).square().sum()), float(D.square().sum())
-        return inside if inside > torch.finfo(D.dtype).eps * whole else 0.0  # what a filter leaves is rounding
+        return inside if inside > torch.finfo(D.dtype).eps * whole else 0.0  # else it is rounding error
 
     return loss(tau_new - tau_old, V_p), loss(tau_new - tau_task, V_t)
 
@@ -64,7 +64,7 @@ class TheoremCheck:
     r"""The measured misalignment 1 - A beside the bound :math:`\zeta^2` of Theorem 1 (Section 3.4).
 
     ``zeta`` is with the paper's :math:`\sqrt{d_o} \max_k \Psi_k`, ``zeta_spectral`` with :math:`\|E\|_2` in its
-    place, which the proof allows. Infinite: the theorem's condition does not hold, and it says nothing.
+    place, which the proof allows. Where either is infinite, the theorem's condition does not hold.
     """
 
     misalignment: float
@@ -73,7 +73,7 @@ class TheoremCheck:
 
     @property
     def violated(self) -> bool:
-        """Whether this refutes the theorem, with an allowance for rounding."""
+        """Whether this contradicts the theorem, with an allowance for rounding."""
         return self.misalignment > min(self.zeta, self.zeta_spectral) ** 2 + 1e-5
 
 

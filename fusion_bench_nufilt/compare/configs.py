@@ -1,4 +1,4 @@
-"""The configuration that `fusion_bench` would compose from the same words, and the objects that it would make of it."""
+"""Compose the configuration that `fusion_bench` would, and make the objects that it would make from it."""
 
 import io
 import json
@@ -25,7 +25,7 @@ PROGRAM = "fabric_model_fusion"
 
 @contextmanager
 def composing() -> Iterator[None]:
-    """Turn what Hydra and OmegaConf raise into a ValueError of one line."""
+    """Turn an error of Hydra or OmegaConf into a ValueError of one line."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -40,14 +40,14 @@ def compose_run(overrides: Sequence[str]) -> DictConfig:
 
 @contextmanager
 def config_loader() -> Iterator[Any]:
-    """Give Hydra's loader of the configs that `fusion_bench` finds."""
+    """Yield Hydra's loader for the configs that `fusion_bench` finds."""
     folder = Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config"
     with initialize_config_dir(str(folder), version_base=None):
         yield GlobalHydra.instance().config_loader()
 
 
 def taskpool_config(config: DictConfig) -> DictConfig:
-    """Return the task pool of a run: the one that is named, or else the one that the model pool brings along."""
+    """Return the task pool of a run: the one named, or else the one that the model pool brings along."""
     for taskpool in (config.get("taskpool"), config.modelpool.get("taskpool")):
         if taskpool is not None and not str(taskpool.get("_target_", "")).endswith("DummyTaskPool"):
             return taskpool
@@ -55,7 +55,7 @@ def taskpool_config(config: DictConfig) -> DictConfig:
 
 
 def plain(config: DictConfig) -> Any:
-    """Return the resolved values as JSON gives them back."""
+    """Return the resolved configuration as plain JSON values."""
     with composing():
         return json.loads(json.dumps(OmegaConf.to_container(config, resolve=True, throw_on_missing=True), default=str))
 
@@ -66,7 +66,7 @@ def make(config: DictConfig, fabric: Fabric, load_v01: Callable[[DictConfig], An
         made = instantiate(config, _recursive_=config.get("_recursive_", False))
     else:
         made = load_v01(config)
-    for attribute in ("_fabric_instance", "_fabric"):  # the second is the 0.1 kind's
+    for attribute in ("_fabric_instance", "_fabric"):  # the second is that of version 0.1
         if hasattr(made, attribute):
             setattr(made, attribute, fabric)
     return made
@@ -80,7 +80,7 @@ def is_tracker(override: str) -> bool:
 def make_trackers(overrides: Sequence[str], folder: Path) -> list[Any]:
     """Make the trackers that the overrides name, with their files in ``folder``.
 
-    One that takes its name from Hydra, which does not run here, is refused.
+    A tracker that takes its name from Hydra, which does not run here, is refused.
     """
     if not any(map(is_tracker, overrides)):
         return []
@@ -102,7 +102,7 @@ class _Nowhere(io.TextIOBase):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence standard output and error, which get a bar for every data set, and FusionBench's log but for errors."""
+    """Silence standard output and error, with their bar for every data set, and FusionBench's log except errors."""
     nowhere = _Nowhere()
     levels = {logger: logger.level for logger in map(logging.getLogger, ("fusion_bench", "lightning.fabric"))}
     for logger in levels:

@@ -37,13 +37,13 @@ OnStep = Callable[..., Any]
 
 
 class WatchingEvaluator(Evaluator):
-    """An evaluator that keeps the peak memory between its scorings: that of merging and of what stays loaded.
+    """An evaluator that notes the peak memory between scorings: that of merging, and of what stays loaded.
 
-    On a CUDA device it is the memory that torch has allocated there; elsewhere it is what the process holds in memory,
-    which only Linux tells.
+    On a CUDA device, it is the memory that torch has allocated there; elsewhere, the resident memory of the process,
+    which only Linux reports.
     """
 
-    peak: int | None  # bytes since the last `watch`; None where that can't be known
+    peak: int | None  # bytes since the last `watch`; None if unknown
 
     def __init__(self, taskpool: object, device: torch.device, part: Part | None = None) -> None:
         super().__init__(taskpool, part)
@@ -64,13 +64,13 @@ class WatchingEvaluator(Evaluator):
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Let the peak of the memory in use start anew; False where it can't be known."""
+    """Reset the peak of the memory in use; return False where it can't be known."""
     try:
         if device.type == "cuda":
             torch.cuda.init()
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # which resets the peak, and nothing else
+            Path("/proc/self/clear_refs").write_text("5")  # this resets the peak, and nothing else
     except OSError:
         return False
     return True
@@ -86,9 +86,9 @@ def read_peak(device: torch.device) -> int:
 
 @contextmanager
 def solver_seconds() -> Iterator[list[float]]:
-    """Measure the seconds between the making of each of torch's optimizers and its last step.
+    """Measure the seconds from the creation of each of torch's optimizers to its last step.
 
-    They are the entries of the list that is given; it stays empty where there is no optimizer.
+    The entries of the list that is yielded add up to them; it stays empty where there is no optimizer.
     """
     seconds: list[float] = []
     seen: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()
@@ -111,15 +111,15 @@ def solver_seconds() -> Iterator[list[float]]:
 
 
 def part_of_test_data(validation: bool, count: int) -> list[int]:
-    """Return a fifth of the numbers below ``count``, drawn by a fixed seed, or all others."""
+    """Return a fifth of the numbers below ``count``, drawn with a fixed seed, or all others."""
     drawn = set(random.Random(42).sample(range(count), max(1, count // 5)))
     return [number for number in range(count) if (number in drawn) is validation]
 
 
 class Experiment:
-    """The pools that `fusion_bench` composes, made when they are first needed, and methods that run on them.
+    """The pools that `fusion_bench` composes, made when they are first needed, and the methods that run on them.
 
-    With ``validation``, a fifth of each task's test data is scored; where it is False, the rest; where None, all.
+    With ``validation``, a fifth of each task's test data is scored; with False, the rest; with None, all.
     """
 
     def __init__(self, config: DictConfig, validation: bool | None = None) -> None:
@@ -156,7 +156,7 @@ class Experiment:
 
     @cached_property
     def parameters(self) -> int:
-        """Those of the pretrained model."""
+        """The number of parameters of the pretrained model."""
         return count_parameters(load_model(self.modelpool, PRETRAINED)[0])[1]
 
     @cached_property
@@ -167,7 +167,7 @@ class Experiment:
 
     @property
     def digests(self) -> dict[str, str]:
-        """What the weights of every model are; see :func:`fusion_bench_nufilt.storage.checkpoint.model_digest`."""
+        """The :func:`~fusion_bench_nufilt.storage.checkpoint.model_digest` of every model's weights."""
         merged = ["_merged_"] if getattr(self.modelpool, "has_merged", False) else []
         for name in ["_pretrained_", *self.tasks, *merged]:
             if name not in self._digests:
@@ -195,7 +195,7 @@ class Experiment:
         return references
 
     def run(self, config: dict[str, Any], on_step: OnStep = lambda *_: None) -> Run:
-        """Merge the stream with a method's configuration, which has the seed; if it fails, that is the result."""
+        """Merge the stream by a method's configuration, which has the seed; an error is part of the result."""
         device = self.fabric.device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         result = partial(Run, config, environment={**package_versions(), "device": kind})
@@ -223,7 +223,7 @@ class Experiment:
 
 
 def run_alone(overrides: tuple[str, ...], validation: bool | None, config: dict[str, Any]) -> Run:
-    """Run a method in a process of its own, which keeps the models and data that the overrides choose."""
+    """Run a method in a separate process, which keeps the models and data that the overrides choose."""
     with quiet():
         return _experiment(overrides, validation).run(config)
 

@@ -1,4 +1,4 @@
-"""``KEY=VALUE`` words are read by Hydra's own parser."""
+"""Read ``KEY=VALUE`` words with Hydra's own parser."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +9,7 @@ from hydra.errors import HydraException
 
 
 def key_value(word: str) -> tuple[str, Any]:
-    """Return the key of a word that sets something to one value, and that value; refuse a word of another form."""
+    """Return the key and the value of a word that sets one value; refuse a word of another form."""
     override = _parse(word)
     if override.type is not OverrideType.CHANGE or override.is_sweep_override():
         raise ValueError(f"'{word}' is not of the form KEY=VALUE with one value")

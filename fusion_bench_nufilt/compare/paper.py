@@ -1,7 +1,7 @@
 """The comparisons of the paper (Qiu et al., ICLR 2026, arXiv 2509.21413), and the numbers that it prints for them.
 
-``published.csv`` has all of them, in per cent. They are shown beside what is measured only where models, number of
-tasks, settings and the set of orders agree.
+``published.csv`` has all of them, in per cent. They are shown beside measured numbers only where the models, the number
+of tasks, the settings and the set of orders agree.
 """
 
 import csv
@@ -20,9 +20,9 @@ from .specs import NEED_DATA, RunSpec, parse_methods
 
 _ORDERS = range(42, 52)  # the seeds of the paper's ten orders
 _FLAN_T5, _LLAVA = "flan-t5-base_glue", "llava-1.5-7b"
-_IN_ORDER = "method.shuffle_order=false"  # its one order, the alphabetical one
+_IN_ORDER = "method.shuffle_order=false"  # the paper's one order, the alphabetical one
 _FREE_OF_ORDER = ("pretrained", "individual")
-# What these tables measure is what a comparison measures; seconds are a machine's.
+# These tables have the metrics of a comparison; seconds depend on the machine.
 _COMPARABLE = ("main", "single", "tasks", "ablation", "flan_t5")
 
 
@@ -40,8 +40,8 @@ def printed_tables() -> dict[tuple[str, str], dict[str, Published]]:
 
 
 def published(modelpool: str, overrides: Sequence[str], seeds: Sequence[int]) -> dict[str, Published]:
-    """Return the paper's numbers for a comparison, by method, without those that were printed for another setting."""
-    if modelpool == _LLAVA:  # noted as of another setting, since the paper does not print its own
+    """Return the paper's numbers for a comparison, by method, without those for another setting."""
+    if modelpool == _LLAVA:  # each has the note that the paper does not print its setting
         return printed_tables()["llava", _LLAVA]
     changing = [override for override in overrides if not override.startswith("fabric.accelerator=")]
     if changing != ([_IN_ORDER] if modelpool == _FLAN_T5 else []):
@@ -54,20 +54,20 @@ def published(modelpool: str, overrides: Sequence[str], seeds: Sequence[int]) ->
     for method, numbers in printed_tables().get(("overhead", modelpool), {}).items():
         if ":" in method and list(seeds) == list(_ORDERS):  # NUFILT with other numbers of steps
             found[method] = {"ACC": numbers["ACC"] | {"note": ""}}
-    if "nufilt/adapter_only" in found:  # it is open which of the two forms made the row
+    if "nufilt/adapter_only" in found:  # the paper does not say which of the two forms it shows
         found["nufilt/adapter_alone"] = found["nufilt/adapter_only"]
     return found
 
 
 def paper_settings(modelpool: str) -> dict[str, tuple[str, ...]]:
-    """Return the settings that the paper has for a model pool and our configs do not, by method."""
+    """Return, by method, the settings in which the paper differs from our configs on a model pool."""
     smaller = ("scaling_factor=0.1",)  # its lambda for 14 and 20 tasks
     more_tasks = modelpool.endswith(("TALL14", "TALL20"))
     return dict.fromkeys(("task_arithmetic", "ties_merging", "knots_ties"), smaller) if more_tasks else {}
 
 
 class Panel(NamedTuple):
-    """One curve of the paper's sensitivity figure, which varies one setting and holds the others fixed."""
+    """A panel of the paper's sensitivity figure, which varies one setting and keeps the others fixed."""
 
     symbol: str
     key: str
@@ -82,7 +82,7 @@ SENSITIVITY = (
     Panel("r_v", "task_rank", (0, 1, 2, 4, 8, 16, 32, 64, 128), {"null_rank": 128, "lora_rank": 16}),
     Panel("steps", "max_steps", (25, 50, 100), {"null_rank": 128, "lora_rank": 64, "task_rank": 8}),
 )
-"""Section 5.3 of the paper; the grids are ours, since it prints none."""
+"""The panels of the paper's Section 5.3; the grids are ours, since it prints none."""
 _METHODS = {
     "ablation": ("nufilt/naive", "nufilt/filter_only", "nufilt/adapter_only", "nufilt"),
     "paper": (
@@ -96,19 +96,19 @@ _METHODS = {
 }
 #: The baselines of the paper's main table that need no data.
 DATA_FREE = tuple(method for method in _METHODS["paper"] if method not in {*NEED_DATA, "nufilt"})
-#: The form that is not the default, of methods whose formula in the paper is not that of their released code.
+#: The non-default form of methods whose formula in the paper is not that of their released code.
 _OTHER_FORM = {"ties_merging": "released", "magmax": "paper", "adamerging": "released", "lora_wemoe": "released"}
-#: The form that the printed numbers are of, of methods for which it is known.
+#: The form of the printed numbers, where it is known.
 _PRINTED_FORM = {"lora_wemoe": "released"}
 
 
 def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_data: bool = False) -> list[RunSpec]:
-    """Return the methods of a comparison of the paper.
+    """Return the methods of one of the paper's comparisons.
 
-    ``ablation`` has the four rows of the paper's ablation; ``paper`` the methods of its main table, as it sets them,
-    by both formulas where there are two; ``sensitivity`` the panels of :data:`SENSITIVITY`, and ``ranks`` those of its
-    ranks; ``overhead`` the rows of its table of costs. Methods that need data are there only ``with_data``, and where
-    the pool has it. A comparison scales their ranks.
+    ``ablation`` has the four rows of the paper's ablation; ``paper`` the methods of its main table with its settings,
+    by both formulas where there are two; ``sensitivity`` the panels of :data:`SENSITIVITY`, and ``ranks`` those that
+    vary a rank; ``overhead`` the rows of its table of costs. Methods that need data are included only ``with_data``,
+    and where the pool has that data. A comparison scales their ranks to the width.
     """
     if with_data and name not in ("paper", "overhead"):
         raise ValueError(f"--with-data goes with --preset paper or overhead: no method of '{name}' needs data")
@@ -125,7 +125,7 @@ def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_da
     rows = [] if name == "paper" else methods
     if name == "paper":
         own = {table: rows for (table, pool), rows in printed_tables().items() if pool == modelpool}
-        of_pool = own.get("flan_t5", own.get("llava", methods))  # these tables have fewer methods than the main one
+        of_pool = own.get("flan_t5", own.get("llava", methods))  # tables with fewer methods than the main one
         forms = _OTHER_FORM | ({"task_arithmetic": "released"} if modelpool == _FLAN_T5 else {})
         settings = paper_settings(modelpool)
         for method in (method for method in methods if method in of_pool):
@@ -147,7 +147,7 @@ def with_fitting_ranks(spec: RunSpec, experiment: Experiment, overrides: Sequenc
 
 
 def _methods_with_data(modelpool: str, overrides: Sequence[str]) -> list[str]:
-    """Return the methods that need data for which a pool has it: CLIP or Flan-T5 and, to train on, training data."""
+    """Return the methods whose data the pools have: unlabelled (CLIP, Flan-T5) or training data (CLIP)."""
     config = compose_run(without_method([f"modelpool={modelpool}", *overrides]))
     taskpool, train = taskpool_config(config), config.modelpool.get("train_datasets") or {}
     kind = str(taskpool.get("_target_") or taskpool.get("type")).rpartition(".")[2]
@@ -157,10 +157,10 @@ def _methods_with_data(modelpool: str, overrides: Sequence[str]) -> list[str]:
 
 
 def printed_row(spec: RunSpec, form: str | None, modelpool: str, printed: Mapping[str, Published]) -> Published:
-    """Return the printed numbers of a method that is run by a form, with the paper's settings; none for others.
+    """Return the printed numbers for a method and its form if it is run with the paper's settings.
 
-    They stand beside either form, but for methods whose printed form is known; a note on ``form=released`` is for
-    another form.
+    They stand beside either form, unless it is known which form was printed. With ``form=released``, notes about that
+    form are dropped.
     """
     given = tuple(setting for setting in spec.settings if not setting.startswith("form="))
     if _PRINTED_FORM.get(spec.method, form) != form:
@@ -172,7 +172,7 @@ def printed_row(spec: RunSpec, form: str | None, modelpool: str, printed: Mappin
 
 
 def panel_specs(panel: Panel, width: int) -> list[RunSpec]:
-    """Return the methods of a panel, for models of a width; below 768, r_p and r_l are in proportion to it."""
+    """Return the methods of a panel for models of a width; below 768, r_p and r_l are in proportion to it."""
     fixed = {key: rank_for_width(key, value, width) for key, value in panel.fixed.items()}
     rows = []
     for value in sorted({rank_for_width(panel.key, value, width) for value in panel.values}):

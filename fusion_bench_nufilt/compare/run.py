@@ -1,4 +1,4 @@
-"""Every method on every seed, kept in one folder."""
+"""Run every method on every seed, and keep the runs in one folder."""
 
 import logging
 import os
@@ -28,7 +28,7 @@ from .summary import Comparison
 log = logging.getLogger(__name__)
 
 Engine = Literal["local", "ray"]
-# Every run loads its models once only, and keeps none; the single models are scored before.
+# A run loads each model once, and saves none; the single models are scored before.
 _PROTOCOL = tuple(f"++method.{key}=false" for key in ("save_on_every_step", "check_models", "check_taskpool"))
 
 
@@ -49,26 +49,26 @@ def compare(
     address: str | None = None,
     console: Console | None = None,
 ) -> Comparison:
-    """Run every method on every seed, but for finished runs, which are kept in ``out``; one that failed is run again.
+    """Run every method on every seed, except for finished runs kept in ``out``; a run that failed is repeated.
 
     Args:
         modelpool: the models, as in ``fusion_bench modelpool=…``.
         specs: the methods.
-        seeds: those of the task order and of all that is drawn.
+        seeds: the seeds, each of which determines the task order and all random draws.
         out: the folder of the results.
-        overrides: further ones of `fusion_bench`, for all methods; a method's own settings win over them.
+        overrides: further overrides of `fusion_bench` for all methods; a method's own settings win over them.
         evaluate: what to score, see :func:`fusion_bench_nufilt.continual.protocol.tasks_to_score`.
         overwrite: delete what ``out`` holds and start again.
-        keep_going: run the other methods where one cannot be built, and give that one's reason in its place.
-        preset: where the methods come from; kept in the result, for its pictures.
+        keep_going: if a method cannot be built, report the reason and run the others.
+        preset: the preset that the methods come from, if any; the pictures depend on it.
         validation: score a fifth of each task's test data, always the same; False: the rest; None: all.
-        jobs: runs at a time, each in a process with its own models and data, and a GPU if there are so many.
-        engine: local is this machine; ray is a Ray cluster, with a run on every GPU, or on every node without GPUs.
+        jobs: runs at a time, each in a process with its own models and data; GPUs are shared out in turn.
+        engine: local is this machine; ray is a Ray cluster, with a run on every GPU, or on every node if it has none.
         address: the address of the cluster; None: the one that this machine belongs to.
         console: shows progress if it is a terminal; it must hold on to its stream, since ``sys.stderr`` is silenced.
 
     Raises:
-        ValueError: a method cannot be built, ``out`` is of other settings or models, or nothing can be scored.
+        ValueError: a method cannot be built, ``out`` holds other settings or models, or nothing can be scored.
     """
     _check(specs, overrides, evaluate, jobs, engine)
     everywhere = [f"modelpool={modelpool}", *overrides]
@@ -107,7 +107,7 @@ def _check(specs: Sequence[RunSpec], overrides: Sequence[str], evaluate: str, jo
 def _configure(
     specs: Sequence[RunSpec], overrides: Sequence[str], experiment: Experiment, keep_going: bool
 ) -> tuple[dict[RunSpec, Json], dict[RunSpec, str]]:
-    """Return the configurations of the methods that can be built, and why the others can't, which must be allowed."""
+    """Return the configurations of the methods that can be built, and the reasons why others, if allowed, can't."""
     configs, wrong = {}, {}
     for spec in specs:
         try:
@@ -123,7 +123,7 @@ def _configure(
 
 
 def _score_single_models(store: Store, experiment: Experiment, progress: Progress) -> References:
-    """Return the scores that are kept, or score; refuse a store that is of other models."""
+    """Score the single models, or return the kept scores; refuse a store of other models."""
     if (references := store.load_references(experiment.tasks)) is None:
         with _steps_bar(progress, "scoring the single models", 1 + len(experiment.tasks)) as on_step:
             references = experiment.score_single_models(on_step)
@@ -135,9 +135,9 @@ def _score_single_models(store: Store, experiment: Experiment, progress: Progres
 def _known_runs(
     store: Store, seeds: Sequence[int], configs: Mapping[RunSpec, Json], tasks: Sequence[str]
 ) -> tuple[dict[tuple[RunSpec, int], Run], dict[str, tuple[RunSpec, Json]]]:
-    """Return the runs that are kept, and by name the methods and configurations of those that are missing."""
+    """Return the runs that are kept, and by name the methods and configurations of the missing ones."""
     runs, missing = {}, {}
-    for seed, (spec, config) in product(seeds, configs.items()):  # what is interrupted has some seeds whole
+    for seed, (spec, config) in product(seeds, configs.items()):  # an interrupted comparison has some seeds whole
         seeded = {**config, "seed": seed}
         order = task_order(tasks, shuffle=config["shuffle_order"], seed=seed)
         if (run := store.load(spec, seeded, order)) is not None:
@@ -169,7 +169,7 @@ def _keep(
     store: Store,
     progress: Progress,
 ) -> None:
-    """Save each run as it ends, and put it to those that are kept."""
+    """Save each run as it ends, and add it to ``runs``."""
     bar = progress.add_task("", total=len(runs) + len(missing), completed=len(runs))
     for name, run in results:
         spec, config = missing[name]
@@ -189,7 +189,7 @@ def _progress_bars(console: Console | None) -> Progress:
 
 @contextmanager
 def _steps_bar(progress: Progress, title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a bar while a block runs, which gets a function to call with each finished step."""
+    """Show a bar while a block runs; yield the function to call after each step."""
     bar = progress.add_task(title, total=total)
     try:
         yield lambda *_: progress.advance(bar)

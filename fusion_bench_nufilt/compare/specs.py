@@ -1,4 +1,4 @@
-"""The methods and seeds of a comparison, from the words of the command line."""
+"""Read the methods and seeds of a comparison from the words of the command line."""
 
 import difflib
 import inspect
@@ -19,9 +19,9 @@ from fusion_bench_nufilt.storage.files import file_name, printable
 from .configs import PROGRAM, compose_run, config_loader, plain
 from .overrides import key_value
 
-_GENERIC = ("batch", "stream")  # they run any of FusionBench's methods, and are none by themselves
+_GENERIC = ("batch", "stream")  # they run any of FusionBench's methods, and are not methods themselves
 _MOST_SEEDS = 1000
-#: Methods that need data beside models: training data of the tasks, or a few items without labels.
+#: Methods that need data besides models: training data of the tasks, or a few unlabelled items.
 NEED_DATA = {"sequential_finetuning": "training", "adamerging": "unlabelled", "lora_wemoe": "unlabelled"}
 
 
@@ -30,10 +30,10 @@ class RunSpec:
     """A method with its settings, which is one row of the comparison."""
 
     label: str  # its name in tables and pictures
-    overrides: tuple[str, ...]  # those of `fusion_bench` that the other rows do not share
+    overrides: tuple[str, ...]  # the overrides of `fusion_bench` that are this row's own
     method: str  # its name, without ``continual/``
     settings: tuple[str, ...] = ()  # the ``KEY=VALUE`` words among the overrides
-    preset: bool = False  # whether it is of a preset, whose ranks are scaled to the width of the models
+    preset: bool = False  # whether it comes from a preset, whose ranks are scaled to the models' width
 
 
 def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
@@ -68,7 +68,7 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def check_specs(specs: Sequence[RunSpec]) -> None:
-    """Refuse a comparison without methods, and methods that could not be told apart in tables or on disk."""
+    """Refuse a comparison without methods, or with methods that tables or files could not tell apart."""
     if not specs:
         raise ValueError("there is no method to compare: choose some with --methods or --preset")
     by_file: dict[str, RunSpec] = {}
@@ -94,13 +94,13 @@ def parse_seeds(text: str) -> list[int]:
 
 
 class _MethodConfigs:
-    """The method configs that `fusion_bench` would find; of its overrides only ``hydra.searchpath`` matters."""
+    """The method configs that `fusion_bench` would find; of the overrides, only ``hydra.searchpath`` matters."""
 
     def __init__(self, overrides: Sequence[str] = ()) -> None:
         self._searchpath = [override for override in overrides if override.startswith("hydra.searchpath")]
 
     def resolve(self, name: str) -> list[str]:
-        """Return the overrides of `fusion_bench` that choose a continual method, or one of its own to be run so."""
+        """Return the overrides that choose a continual method, or that run one of FusionBench's own continually."""
         if name in self._names("continual"):
             return [f"method=continual/{name}"]
         folder, _, file = name.rpartition("/")
@@ -114,12 +114,12 @@ class _MethodConfigs:
         return [f"method=continual/{kind}", f"+method@method.base_method={name}"]
 
     def _own_settings(self, name: str) -> list[str]:
-        """Repeat what makes a variant of NUFILT what it is, so that overrides for all methods do not undo it."""
+        """Return the settings that define a variant of NUFILT, so that overrides for all methods do not undo them."""
         default, variant = (plain(self.compose([f"method={method}"])) for method in ("nufilt", name))
         return [f"method.{key}={json.dumps(value)}" for key, value in variant.items() if value != default[key]]
 
     def place(self, overrides: Sequence[str], setting: str) -> str:
-        """Return the override for ``KEY=VALUE``, which may be meant for the method that the chosen one runs."""
+        """Return the override for ``KEY=VALUE``, which may be an option of the method that the chosen one runs."""
         config, (key, _) = self.compose(overrides), key_value(setting)
         inside = config.get("base_method") or {}
         if key.split(".")[0] not in (known := {*config, *inside}):
@@ -130,7 +130,7 @@ class _MethodConfigs:
         return compose_run([*overrides, *self._searchpath]).method
 
     def group(self, word: str) -> list[str]:
-        """Return the methods that a word stands for: all that need no data, the order-free ones, or none."""
+        """Return the methods that ``all`` (without those that need data) or ``order_free`` stands for, else none."""
         if word == "order_free":
             return [method.name for method in ORDER_FREE]
         data_free = [name for name in self._names("continual") if name not in {*_GENERIC, *NEED_DATA}]

@@ -1,4 +1,4 @@
-"""The folder of a comparison, with a file for every finished run, so that an interrupted comparison goes on."""
+"""The folder of a comparison, with a file for every finished run, so that an interrupted one can go on."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -30,10 +30,10 @@ class _RunFile(TypedDict):
 
 
 class Store:
-    """The files of a comparison with settings: all that every run depends on, but for the models' weights.
+    """The files of a comparison, given the settings that every run depends on besides the models' weights.
 
-    It goes on with what the folder holds of the same comparison, unless it is to ``overwrite`` that, which it does when
-    the models are known. A folder that holds results of other settings or that another process holds is refused.
+    Results of the same comparison in the folder are kept, or with ``overwrite`` deleted once the models are known. A
+    folder is refused if it holds results of other settings or if another process holds it.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
@@ -50,7 +50,7 @@ class Store:
             raise
 
     def identify(self, weights: dict[str, str]) -> None:
-        """Write the settings and the digests of the models' weights, by name; refuse other weights than those there."""
+        """Save the settings and the digests of the models' weights; refuse weights that differ from those there."""
         if self._outdated:
             for file in self._outdated:
                 file.unlink(missing_ok=True)
@@ -72,7 +72,7 @@ class Store:
         self._lock.release()
 
     def _files_to_delete(self) -> list[Path]:
-        """Return the files of the comparison that the folder holds; refuse any that it has not made."""
+        """Return the comparison's files in the folder; refuse any that no comparison made."""
         runs = sorted(self.folder.glob("runs/*/*.json"))
         if runs and self._there is None:
             raise ValueError(f"'{self.folder}' has no compare.json: its runs/ is no comparison's and is not deleted")
@@ -83,7 +83,7 @@ class Store:
         return [*runs, self._file, self._references]
 
     def load(self, spec: RunSpec, config: dict[str, Any], order: Sequence[str]) -> Run | None:
-        """Return the finished run of a method with a configuration, or None; refuse one of another, or other tasks."""
+        """Return the finished run of a method, or None; refuse one of another configuration or of other tasks."""
         file = self._run_file(spec, config)
         run = read_json(file, Run, _DELETE, sealed=True)
         if run is None or run.error is not None:
@@ -116,7 +116,7 @@ class Store:
         return self.folder / "runs" / file_name(spec.label) / f"{config['seed']}.json"
 
     def _refuse_others(self, whose: str, there: dict[str, Any], here: dict[str, Any]) -> None:
-        """Refuse results of settings that differ from those wanted here, and name the first differences."""
+        """Refuse results whose settings differ from those wanted here, naming the first differences."""
         if there != here:
             differences = "; ".join(islice(_differences(there, here), 3))
             raise ValueError(f"{self.folder} holds results of {whose}other settings: {differences}. {_WAY_OUT}")

@@ -1,4 +1,4 @@
-"""What a comparison ends in: all numbers, which are saved, and given to trackers."""
+"""The result of a comparison: all numbers, which are saved and given to trackers."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _OVERHEAD = ("overhead", "clip-vit-base-patch32_TA8")  # the paper's table of co
 
 
 class Comparison(Results):
-    """The methods of a comparison on all seeds, beside the numbers that the paper prints for the same."""
+    """The methods of a comparison on all seeds, beside the numbers that the paper prints for them."""
 
     @classmethod
     def of(
@@ -57,12 +57,12 @@ class Comparison(Results):
         )
 
     def save(self, folder: Path) -> list[str]:
-        """Write ``results.json`` and the tables, pictures and page that are made of it; return the files' names."""
+        """Write ``results.json`` and its tables, pictures and page; return the files' names."""
         write_json(folder / "results.json", self.as_json())
         return ["results.json", *write_results(folder)]
 
     def log(self, loggers: Sequence[Any], pictures: Sequence[Path]) -> None:
-        """Give trackers all scores of every method and seed by step, and at the last one the means and the pictures."""
+        """Give trackers the scores of every method and seed by step, and with the last step means and pictures."""
         by_step: dict[int, dict[str, float | None]] = defaultdict(dict)
         for label, method in self.done.items():
             for seed, matrix in method.matrices.items():
