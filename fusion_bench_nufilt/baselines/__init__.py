@@ -1,4 +1,4 @@
-"""The methods that NUFILT is compared with, under the protocol that it runs under."""
+"""The methods with which NUFILT is compared, under the same protocol."""
 
 from fusion_bench_nufilt import clip as clip
 

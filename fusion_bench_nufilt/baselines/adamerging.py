@@ -1,4 +1,4 @@
-"""Layer-wise AdaMerging as a continual method, which sees the data of the new task alone."""
+"""Layer-wise AdaMerging as a continual method, which sees only the new task's data."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -27,7 +27,7 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     Args:
         init_values: the coefficients before training.
-        seed: decides which items are used, and their order.
+        seed: the seed that determines which items are used, and their order.
         **kwargs: options of :class:`fusion_bench_nufilt.baselines.task_data.EntropyConfig`.
     """
 
@@ -59,7 +59,7 @@ class _Merged(nn.Module):
         self, pretrained: nn.Module, models: Sequence[nn.Module], init_values: float, device: torch.device
     ) -> None:
         super().__init__()
-        # A copy, also because `functional_call` leaves its own tensors behind in modules that have several names.
+        # `functional_call` would leave its own tensors in modules of the caller that have several names.
         self.model = deepcopy(pretrained).to(device).requires_grad_(False)
         self.theta = dict(self.model.named_parameters())  # a parameter with several names is here once
         self.tau = [

@@ -1,4 +1,4 @@
-"""Sequential fine-tuning, the reference that has all training data: FusionBench's own, one task at a time."""
+"""Sequential fine-tuning, the reference that sees all training data: FusionBench's own, one task at a time."""
 
 from dataclasses import asdict, dataclass
 from tempfile import TemporaryDirectory
@@ -35,7 +35,7 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
     """One CLIP vision tower, fine-tuned on the tasks one after another; the pool's fine-tuned models are not used.
 
     The loss is the cross-entropy, and the learning rate falls to zero along a cosine on each task. The training images
-    are the model pool's ``train_datasets``, by the names of the models; classes and prompts are the task pool's.
+    are the model pool's ``train_datasets``, named like the models; classes and prompts are the task pool's.
 
     Args:
         **kwargs: options of :class:`FineTuningConfig` and :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
@@ -70,7 +70,7 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
 class _OneTaskFineTuning(_FineTuning):
     """FusionBench's continual fine-tuning on one task, without files, since the protocol saves and logs.
 
-    Its optimizer starts anew for every task, so that tasks given one at a time are trained as those given at once.
+    Its optimizer starts anew for every task, so that it makes no difference whether tasks are given one at a time.
     """
 
     log_dir: str | None = None  # it writes a list of the tasks there

@@ -32,11 +32,11 @@ ONE_FORM = (
 
 @dataclass(frozen=True)
 class RuleConfig:
-    """The formula by which a batch method is run continually. A value out of its range is a ValueError."""
+    """The formula by which a batch method is run continually; a ValueError for a value out of its range."""
 
     form: Literal["paper", "released"] = option(
         "paper",
-        "The formula: the paper's (rule), or that of its authors' code (released_rule).",
+        "The formula: the paper's (rule), or that of the authors' code (released_rule).",
     )
     rule: RuleName = option(
         "at_once",
@@ -46,7 +46,7 @@ class RuleConfig:
     )
     released_rule: RuleName | None = option(None, "The rule of form=released; null if the method has one form.")
     merged_scale: float = option(1.0, "The factor λ by which the method scales its result.", symbol="λ")
-    merge_first: bool = option(False, "Apply the method to the first model, too, and not θ0 + λ τ.")
+    merge_first: bool = option(False, "Apply the method to the first model, too, instead of taking θ0 + λ τ.")
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -57,7 +57,7 @@ class RuleConfig:
 
     @property
     def chosen(self) -> RuleName:
-        """Return the rule of the chosen form."""
+        """The rule of the chosen form."""
         return self.released_rule if self.form == "released" and self.released_rule is not None else self.rule
 
 
@@ -65,8 +65,8 @@ class RuleConfig:
 class Step:
     r"""The models that a rule combines.
 
-    A batch method turns a model :math:`\theta` and task vectors into a model :math:`M(\theta; \tau, …)`, and scales its
-    result by :math:`\lambda`, which is 1 for methods without such a factor.
+    A batch method turns a model :math:`\theta` and task vectors into a model :math:`M(\theta; \tau, …)`. It scales its
+    update by :math:`\lambda`, which is 1 for methods without such a factor.
     """
 
     merge: Callable[..., nn.Module]  # M, of the model to start from and the models to merge
@@ -97,7 +97,7 @@ def shifted(theta: nn.Module, to: nn.Module, base: nn.Module, scale: float = 1) 
 RULES: dict[RuleName, Callable[[Step], nn.Module]] = {
     "at_once": lambda s: s.merge(s.theta_0, shifted(s.theta_0, s.theta, s.theta_0, 1 / s.scale), s.theta_t),
     "add": lambda s: shifted(s.theta, s.merge(s.theta_0, s.theta, s.theta_t), s.theta_0),
-    # The method's own last result is the difference of the last two merged models, so that nothing else is kept.
+    # The method's own last result is the difference of the last two merged models: nothing else needs to be kept.
     "add_running": lambda s: shifted(
         s.theta, s.merge(s.theta_0, shifted(s.theta_0, s.theta, s.before, 1 / s.scale), s.theta_t), s.theta_0
     ),
@@ -114,7 +114,7 @@ class _Baseline(ContinualMergingAlgorithm):
         return str(self.base_method._target_).rpartition(".")[2]
 
     def make_base_method(self, taskpool: Any) -> Any:
-        """Return the method of FusionBench, wired as its program would, with the task pool that it may need."""
+        """Return FusionBench's method, set up as its program would, with the task pool that it may need."""
         # Ray 2.54 and later add a parameter to the functions they decorate; FusionBench would take it for an option.
         constructor = import_object(self.base_method._target_).__init__
         attributes = getattr(getattr(constructor, "__wrapped__", constructor), "__dict__", {})
@@ -183,13 +183,13 @@ class BatchMethodBaseline(_Baseline):
 class ContinualMethodBaseline(_Baseline):
     """A continual method of FusionBench (``opcm/*``, ``dop/*``), run as it is. The protocol only observes its steps.
 
-    What it keeps in memory, numbers and lists of them, is saved beside each step. A run that goes on passes over the
-    finished steps with stand-ins of a few numbers, since FusionBench's loops begin with the first model only.
+    The numbers, and lists of them, that it keeps in memory are saved with each step. A resumed run goes through the
+    finished steps with tiny stand-ins for the models, since FusionBench's loops always begin with the first one.
 
     Args:
         base_method: config of the method, with ``_target_``. The method passes the model of each step to its own
             ``save_merged_model``.
-        form: ``paper``, which is the only form.
+        form: ``paper``, the only form.
         **kwargs: options of the protocol, see :class:`ContinualMergingAlgorithm`.
     """
 
@@ -199,7 +199,7 @@ class ContinualMethodBaseline(_Baseline):
         super().__init__(**kwargs)
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
-        # FusionBench reads the test sets of a CLIP pool even if it does not score; here, the protocol scores any pool.
+        # FusionBench would read the test sets of a CLIP pool without scoring; here, the protocol scores.
         self._method = self.make_base_method(SimpleNamespace(_test_datasets=None))
         self._method.seed, self._method.shuffle_order = self.seed, self.shuffle_order
         self._method.save_on_every_step, self._method.evaluate_on_every_step = True, False
@@ -246,5 +246,5 @@ def _is_numeric(value: Any) -> bool:
 
 
 def _become(stand_in: nn.Module, model: nn.Module) -> None:
-    """Turn a module into another one in place, wherever it is referred to."""
+    """Turn a module into another one in place, for everything that refers to it."""
     stand_in.__class__, stand_in.__dict__ = type(model), model.__dict__

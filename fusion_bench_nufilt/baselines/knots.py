@@ -1,4 +1,4 @@
-"""KnOTS-TIES, of which FusionBench has only the alignment."""
+"""KnOTS-TIES, of which FusionBench implements only the alignment."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -22,18 +22,18 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
     The updates of a linear layer, side by side, have one decomposition :math:`[\tau_1 … \tau_T] = U S [V_1^\top …
     V_T^\top]`. TIES merges the :math:`V_t^\top`, and :math:`U S` maps the result back.
 
-    As in the continual comparison of NUFILT's paper, each layer is trimmed by itself, and without S. (The KnOTS paper
-    trims :math:`S V_t^\top`, all layers together.) Parameters outside the linear layers stay the pretrained model's.
+    As in the continual comparison of NUFILT's paper, each layer is trimmed separately, and without S. (The KnOTS paper
+    trims :math:`S V_t^\top`, all layers together.) Parameters outside the linear layers stay as pretrained.
     The update of a single model needs no alignment and is kept whole.
 
     Args:
         scaling_factor: the factor λ of the merged update.
-        threshold: the percentage of each model's entries that TIES keeps, which are the largest.
+        threshold: the percentage of each model's entries, the largest ones, that TIES keeps.
         merge_func: how TIES joins entries of the elected sign: ``sum`` in the continual comparison, ``mean`` in the
             KnOTS paper.
     """
 
-    # auto_register_config sets these.
+    # These are set by auto_register_config.
     scaling_factor: float
     threshold: float
     merge_func: MergeFunc
@@ -49,7 +49,7 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
 
     @torch.no_grad()
     def run(self, modelpool: BaseModelPool | Mapping[str, nn.Module]) -> nn.Module:
-        """Merge all models of a pool at once into its pretrained model, which is written and returned."""
+        """Merge all models of a pool at once into its pretrained model, which is changed and returned."""
         if not isinstance(modelpool, BaseModelPool):
             modelpool = BaseModelPool(dict(modelpool))
         pretrained = modelpool.load_pretrained_model()

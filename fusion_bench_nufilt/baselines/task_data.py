@@ -1,4 +1,4 @@
-"""Unlabelled data of one task, for the references that need some: never what is scored, if there is other data."""
+"""Unlabelled data of one task, for the references that need it: not the scored data if there is other data."""
 
 import random
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ class EntropyConfig:
     lr: float = option(1e-4, "Learning rate of Adam.")
     max_steps: int = option(50, "Steps of Adam, one batch each.")
     batch_size: int = option(16, "Items in a batch.")
-    samples_per_class: int | None = option(5, "Items of each class that are used, drawn by seed; null takes all.")
+    samples_per_class: int | None = option(5, "Items used of each class, drawn by the seed; null takes all.")
 
 
 @dataclass
@@ -40,7 +40,7 @@ class TaskData(ABC):
     """Data of one task. Its labels only serve to draw a few items of each class."""
 
     dataset: Any
-    collate: Any = None  # makes a batch of items; None is torch's default
+    collate: Any = None  # makes a batch from items; None is torch's default
 
     @abstractmethod
     def labels(self) -> Iterable[Hashable]:
@@ -95,7 +95,7 @@ class Images(TaskData):
 
 
 class Texts(TaskData):
-    """Texts of the task pool for Flan-T5 on GLUE, the training split's if there is one.
+    """Texts for Flan-T5 on GLUE: the training split's if there is one, or else the test split's.
 
     The prediction is the first token of the answer.
     """
@@ -116,9 +116,9 @@ class Texts(TaskData):
 
 
 def task_data(method: str, pool: Any, task: str, modelpool: BaseModelPool) -> TaskData:
-    """Return the data that two pools have of a task; a ValueError that names the method says that there is none.
+    """Return the data of a task in the two pools; a ValueError names the method if there is none.
 
-    It is the training split, so that nothing is scored that was trained on, and the test data only where there is none.
+    It is the training split, so that no scored item was trained on, and the test data only if there is no such split.
     """
     if not isinstance(pool, FlanT5GLUETextGenerationTaskPool):
         return Images(clip_pool(method, pool, [task]), task, modelpool)
@@ -129,7 +129,7 @@ def task_data(method: str, pool: Any, task: str, modelpool: BaseModelPool) -> Ta
 
 
 def clip_pool(method: str, pool: Any, tasks: Sequence[str]) -> Any:
-    """Set up and return a task pool for CLIP vision towers; refuse one of another kind, or without one of the tasks."""
+    """Set up and return a task pool for CLIP vision towers; refuse another kind, or one that lacks a task."""
     if not isinstance(pool, CLIPVisionModelTaskPool):
         raise ValueError(f"{method} needs a CLIPVisionModelTaskPool, got {type(pool).__name__}")
     if missing := [task for task in tasks if task not in pool._test_datasets]:
@@ -143,6 +143,6 @@ def classifier(pool: Any, tower: nn.Module, task: str) -> HFCLIPClassifier:
     """Return the pool's CLIP with another vision tower and the classification head of a task."""
     pool.clip_model.vision_model = tower
     made = HFCLIPClassifier(pool.clip_model, pool.processor)
-    # FusionBench's own set-up caches heads on disk under the CLIP's path, whatever CLIP lies there now.
+    # FusionBench's own set-up caches heads on disk by the CLIP's path, even if another CLIP lies there now.
     made.set_classification_task(*get_classnames_and_templates(task))
     return made

@@ -27,7 +27,8 @@ class LowRankExperts(_Ensembling):
     r"""An MLP with the matrices :math:`W + \sum_k g_k(x) B_k A_k`.
 
     The gate g is one linear layer on the MLP's input, averaged over tokens, and over the batch if ``batch_reduce``; its
-    bias starts as ``init_lambda``. W, in ``mlp``, stays as it is; each rank is clipped to the smaller side of a matrix.
+    bias starts as ``init_lambda``. W, in ``base_model``, is not changed. Each rank is clipped to the smaller side of a
+    matrix.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class LowRankExperts(_Ensembling):
 
     @torch.no_grad()
     def add(self, task_vectors: dict[str, Tensor], rank: int) -> None:
-        """Add an expert, the best approximation of the task vector of each matrix; the gate keeps its rows."""
+        """Add an expert, the best approximation of each matrix's task vector at this rank; the gate keeps its rows."""
         for name, tau in task_vectors.items():
             B, A = self.B[name], self.A[name]
             V = right_singular_basis(tau, rank)  # (d_i, rank); tau V V^T is the truncated SVD
@@ -69,7 +70,7 @@ class LowRankExperts(_Ensembling):
         return state
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Make room for as many experts as there are in a state, which a run goes on from."""
+        """Make room for as many experts as the saved state of a resumed run has."""
         for kind, parts in (("A", self.A), ("B", self.B)):
             for name, here in parts.items():
                 saved = state_dict.get(f"{prefix}{kind}.{name}", here)
@@ -83,7 +84,7 @@ class LowRankExperts(_Ensembling):
 
 
 class MixtureOfExperts(nn.Module):
-    """Base of models with :class:`LowRankExperts`, which ``save_pretrained`` and ``from_pretrained`` handle."""
+    """The base of models with :class:`LowRankExperts`, which ``save_pretrained`` and ``from_pretrained`` handle."""
 
     config: Any
     mlp: ClassVar[str]  # the name of the MLPs in the model's blocks
@@ -100,16 +101,16 @@ class MixtureOfExperts(nn.Module):
         return ((name, module) for name, module in self.named_modules() if isinstance(module, LowRankExperts))
 
     def set_ranks(self, ranks: Sequence[int]) -> None:
-        """Note which experts the model has."""
+        """Note the experts that the model has."""
         self.config.experts = {**self.config.experts, "ranks": list(ranks)}
         for _, mixture in self.mixtures():
             mixture.ranks = list(ranks)
 
     @torch.no_grad()
     def add_expert(self, pretrained: nn.Module, task: nn.Module, rank: int, *, attention_alone: bool = False) -> None:
-        r"""Add a task: its MLP matrices become an expert of a rank, and other parameters :math:`\theta + \lambda \tau`.
+        r"""Add a task: its MLP matrices give an expert, and other parameters become :math:`\theta + \lambda \tau`.
 
-        These are all of them, or with ``attention_alone`` those of linear layers in attention.
+        With ``attention_alone``, the others are only those of linear layers in attention.
         """
         theta_0, theta = dict(pretrained.named_parameters()), dict(self.named_parameters())
         tau = {key: widened(task.get_parameter(key)) - widened(value) for key, value in theta_0.items()}
@@ -152,7 +153,7 @@ class WEMoEConfig(EntropyConfig):
         "the others (T5: 32), and θ + λτ for attention; norms, embeddings and biases of MLPs stay pretrained.",
     )
     rank: int = option(64, "Rank of the experts of form=paper.")
-    init_lambda: float = option(0.3, "Factor of all other parameters, and the bias of a gate at its start.", symbol="λ")
+    init_lambda: float = option(0.3, "Factor of the other parameters' updates, and initial bias of a gate.", symbol="λ")
     batch_reduce: bool = option(True, "One gate for the whole batch instead of one for each of its items.")
 
     def __post_init__(self) -> None:
@@ -160,7 +161,7 @@ class WEMoEConfig(EntropyConfig):
 
 
 def mixture_of(model: Any, options: WEMoEConfig) -> MixtureOfExperts:
-    """Return a model with the weights of another, of a class in :data:`MIXTURES`, whose MLPs have no experts yet."""
+    """Return a model's counterpart in :data:`MIXTURES`, with the same weights and without experts so far."""
     if type(model) not in MIXTURES:
         known = " or ".join(kind.__name__ for kind in MIXTURES)
         raise ValueError(f"experts are known for a {known}, not for a {type(model).__name__}")

@@ -1,4 +1,4 @@
-"""`nufilt analyze`: what the paper measures beside accuracy."""
+"""`nufilt analyze`: the paper's measures besides accuracy."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ from .terminal import AsJson, Quiet, terminal
 
 without_data = partial(typer.Option, rich_help_panel="Folders, without data")
 
-#: Options that mean nothing where folders are analysed without data.
+#: Options without a meaning where folders are analysed without data.
 NEED_DATA = ("modelpool", "methods", "run", "samples", "propagated", "activations", "pairs", "seed")
 
 
@@ -37,28 +37,28 @@ def analyze(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Methods to measure, as in nufilt compare; none: no method. By default NUFILT and its ablations, with "
+            help="Methods to measure, as in nufilt compare, or none. By default NUFILT and its ablations, with "
             "ranks in proportion to the width, and the data-free methods of the paper.",
         ),
     ] = None,
     run: Annotated[
         list[Path] | None,
-        typer.Option(help="Log directory of a finished run on the model pool, in place of methods; repeat it."),
+        typer.Option(help="Log directory of a finished run on the model pool, instead of --methods; repeat it."),
     ] = None,
     base: Annotated[str | None, without_data(help="The pretrained model: a folder or hub name.")] = None,
     task: Annotated[list[str] | None, without_data(help="A fine-tuned model or LoRA adapter; repeat it.")] = None,
-    merged: Annotated[str | None, without_data(help="What is merged so far.")] = None,
+    merged: Annotated[str | None, without_data(help="The model merged so far.")] = None,
     target_modules: Annotated[
-        list[str] | None, typer.Option(help="Layers to analyse, as in nufilt merge; default: those that are merged.")
+        list[str] | None, typer.Option(help="Layers to analyse, as in nufilt merge; by default those that are merged.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("outputs/analysis"),
     as_json: AsJson = False,
     quiet: Quiet = False,
     **options: Any,
 ) -> None:
-    """Ask why a merge works: affinity of data and task vectors, what methods move, where task vectors collide.
+    """Show why a merge works: affinity of data and task vectors, what methods move, where task vectors collide.
 
-    With a model pool, on its task pool's data; with --base and --task, on the weights of checkpoint folders alone.
+    A model pool is analysed on its task pool's data; --base and --task analyse the weights of checkpoint folders alone.
     """
     with terminal(quiet) as console:
         out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
@@ -104,7 +104,7 @@ def _plan(console: Console, base: str, tasks: list[str], merged: str | None, tar
     from fusion_bench_nufilt.folders import Settings, plan_merge
     from fusion_bench_nufilt.layers import TargetConfig
 
-    settings = Settings(step=2 if merged else None)  # its number matters to a merge only
+    settings = Settings(step=2 if merged else None)  # the number matters only in a merge
     plan = plan_merge(base, tasks, merged, targets=TargetConfig(target_modules=targets), settings=settings)
     for warning in plan.warnings:
         console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
@@ -114,7 +114,7 @@ def _plan(console: Console, base: str, tasks: list[str], merged: str | None, tar
 def _pool(
     console: Console, methods: str | None, runs: Sequence[Any], overrides: list[str], modelpool: str, *analysis: Any
 ) -> Any:
-    """Analyse a model pool, and methods or finished runs on it; ``analysis`` says what, where and which layers."""
+    """Analyse a model pool, and methods or finished runs on it; ``analysis`` has settings, folder and layers."""
     from fusion_bench_nufilt.analysis.measure import default_methods, measure_methods, measure_run
     from fusion_bench_nufilt.analysis.pool import PoolAnalysis
     from fusion_bench_nufilt.compare.configs import compose_run, quiet

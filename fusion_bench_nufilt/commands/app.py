@@ -12,7 +12,7 @@ COMMANDS = {
     "push": "Upload a merged folder to the Hugging Face hub.",
     "compare": "Compare continual merging methods over task orders.",
     "report": "Make one self-contained page of a run, a comparison, an analysis or a merge.",
-    "analyze": "Ask why a merge works: subspaces of data and task vectors, what methods move, what collides.",
+    "analyze": "Show why a merge works: subspaces of data and task vectors, what methods move, what collides.",
 }
 EXAMPLES = {
     "merge": ("--base BASE --task T1 --task T2 --out OUT --dry-run", "--base BASE --merged OUT --task T3 --out OUT3"),
@@ -42,7 +42,7 @@ def main(
 
 
 class _Lazy(TyperCommand):
-    """Stands in for a command until it is run or its help is printed, since importing torch takes two seconds."""
+    """Stands in for a command until it is run or its help is shown, since importing torch takes two seconds."""
 
     def make_context(self, info_name: str | None, args: list[str], *others: Any, **more: Any) -> Any:
         assert self.name is not None

@@ -1,4 +1,4 @@
-"""`nufilt compare`: methods and task orders side by side."""
+"""`nufilt compare`: compare methods over task orders."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ from fusion_bench_nufilt.storage.files import refuse_foreign, shown
 
 from .terminal import AsJson, Quiet, interruptible, terminal
 
-_VALIDATION = typer.Option("--validation/--no-validation", help="Score a fifth of the test data alone, or the rest.")
+_VALIDATION = typer.Option("--validation/--no-validation", help="Score a fifth of the test data only, or the rest.")
 
 
 def compare(
@@ -21,15 +21,15 @@ def compare(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="[LABEL=]NAME[:KEY=VALUE]..., separated by commas; all means NUFILT and all that needs no data, and "
-            "is what is compared if nothing else is said; order_free means the methods that keep sums over the tasks."
+            help="[LABEL=]NAME[:KEY=VALUE]..., separated by commas; all, the default, means NUFILT and every method "
+            "that needs no data; order_free means the methods that keep sums over the tasks."
         ),
     ] = None,
     preset: Annotated[
         Literal["ablation", "sensitivity", "ranks", "paper", "overhead"] | None,
         typer.Option(help="The paper's methods."),
     ] = None,
-    with_data: Annotated[bool, typer.Option("--with-data", help="Also the preset's methods that need data.")] = False,
+    with_data: Annotated[bool, typer.Option("--with-data", help="Add the preset's methods that need data.")] = False,
     validation: Annotated[bool | None, _VALIDATION] = None,
     modelpool: Annotated[str, typer.Option(help="Models, as fusion_bench names them.")] = "nufilt_demo",
     seeds: Annotated[str, typer.Option(help="Task orders: 42, 42,45 or 42:52 (42 to 51, the paper's ten).")] = "42",
@@ -38,14 +38,14 @@ def compare(
         Literal["last", "diagonal", "every_step", "every_step_all"],
         typer.Option(help="What is scored: last is enough for ACC, diagonal for BWT, too, every_step_all for FWT."),
     ] = "every_step",
-    jobs: Annotated[int, typer.Option(help="Runs at a time, each in a process, and on a GPU, of its own.")] = 1,
+    jobs: Annotated[int, typer.Option(help="Runs at a time, each in its own process, with the GPUs in turn.")] = 1,
     engine: Annotated[
         Literal["local", "ray"], typer.Option(help="local, or ray: a run on every GPU, or on every node, of a cluster.")
     ] = "local",
-    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster; default: this machine's.")] = None,
+    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster; by default this machine's.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete what OUT holds and start again.")] = False,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Where a method cannot be built, run the others all the same.")
+        bool, typer.Option("--keep-going", help="If a method cannot be built, run the others.")
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,

@@ -1,4 +1,4 @@
-"""What a merge that goes on from another one takes over from it."""
+"""What a merge takes over from the earlier merge that it goes on from."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -10,26 +10,26 @@ from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.methods import find_method
 from fusion_bench_nufilt.storage.checkpoint import Manifest, read_manifest
 
-#: Those of a merge, whatever the method, that belong neither to its machine nor to its tasks.
+#: The settings of every method's merge that depend neither on the machine nor on the tasks.
 _SETTINGS = ("seed", "accumulate", "dtype", "max_shard_size", "tokenizer")
 
 
 def inherited(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the base and the settings of the model to go on from, but for those that the user says.
+    """Return the base and the settings of the model to go on from, except those that the user gives.
 
-    The options of its method are among them unless the user says another method.
+    They include the method's options unless the user chooses another method.
     """
     if not (merged := said.get("merged")):
         return {}
     folder = Checkpoint.open(merged).folder
-    made = read_manifest(folder, verify=False) or Manifest()  # the plan of the merge verifies it
+    made = read_manifest(folder, verify=False) or Manifest()  # planning the merge verifies it
     before, found = made.get("settings", {}), {}
     if method := str(before.get("method", before.get("layer_method", ""))):  # the latter in a run of fusion_bench
         same = said.get("method", method) == method
         kinds = (find_method(method).Options, TargetConfig) if same else (TargetConfig,)
         names = (*(each.name for kind in kinds for each in fields(kind)), *_SETTINGS)
         found = {"method": method} | {name: before[name] for name in names if name in before}
-        if found.get("tokenizer") not in ("base", "union"):  # it is a task's
+        if found.get("tokenizer") not in ("base", "union"):  # it names a task
             found.pop("tokenizer", None)
         found = {name: value for name, value in found.items() if name not in said}
     if not said.get("base"):
@@ -47,5 +47,5 @@ def _base(merged: str, folder: Path, made: Manifest) -> str:
 
 
 def find_model(name: str, beside: Path) -> str:
-    """Return where the model lies that a manifest names: here, or in a folder; its name if it is in neither."""
+    """Return the path of a model that a manifest names, here or in a folder, or its name if it is in neither."""
     return str(beside / name) if not Path(name).is_dir() and (beside / name).is_dir() else name

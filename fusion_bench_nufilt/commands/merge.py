@@ -1,4 +1,4 @@
-"""`nufilt merge`: checkpoint folders of any size, as a recipe file, KEY=VALUE words and typed options say."""
+"""`nufilt merge`: merge checkpoint folders by a recipe file, KEY=VALUE words and command-line options."""
 
 import json
 import os
@@ -40,9 +40,9 @@ from .terminal import AsJson, Quiet, interruptible, terminal
 
 KINDS = (*dict.fromkeys(method.Options for method in METHODS.values()), TargetConfig, Settings)
 MODELS = ("base", "tasks", "merged", "out", "digests")
-# What decides which tensors of the models are read.
+# The options that determine which tensors of the models are read.
 _READ = {"base", "tasks", "merged", "step", "method", *(each.name for each in fields(TargetConfig))}
-# The settings that a manifest does not choose: where to compute, where to connect, and what to write.
+# The settings that a manifest may not choose: where to compute, where to connect, and what to write.
 _OF_THE_USER = {"engine", "address", "device", "max_memory", "step", "verify", *MODELS}
 _TASK = re.compile(r"task (0|[1-9]\d{0,5})")
 _model_option = partial(typer.Option, rich_help_panel="Models")
@@ -64,9 +64,9 @@ def merge(
         list[str] | None, _model_option("--task", help="Fine-tuned model or peft LoRA adapter; repeat it for a stream.")
     ] = None,
     merged: Annotated[
-        str | None, _model_option(help="What is merged so far, to add to it; its base and settings are taken over.")
+        str | None, _model_option(help="The merged model to add to; its base and settings are taken over.")
     ] = None,
-    out: Annotated[str | None, _model_option(help="Folder to make.")] = None,
+    out: Annotated[str | None, _model_option(help="Folder of the result.")] = None,
     method: Annotated[
         Literal[tuple(METHODS)],  # type: ignore[valid-type]
         typer.Option(
@@ -75,7 +75,7 @@ def merge(
             rich_help_panel="Method",
         ),
     ] = "nufilt",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the plan, stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the plan and stop.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     **typed: Any,
@@ -116,7 +116,7 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
         raise ValueError(f"'{foreign[0]}' is not an option of method={method}")
     plan = plan_merge(models["base"], models["tasks"], models.get("merged"), *options, method=method)
     plan.known.update(models.get("digests", {}))
-    return plan, Path(models["out"]).expanduser()  # the shell leaves the ~ of --out=~/merged as it is
+    return plan, Path(models["out"]).expanduser()  # the shell does not expand the ~ of --out=~/merged
 
 
 def _table(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Table:
@@ -193,7 +193,7 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def _duration(seconds: float) -> str:
-    """Return a time in seconds, minutes or hours, in as few digits as an estimate has."""
+    """Return a time in seconds, minutes or hours, with the few digits that an estimate deserves."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     minutes = seconds / 60
@@ -201,7 +201,7 @@ def _duration(seconds: float) -> str:
 
 
 class _Recipe(TypedDict, total=False):
-    """A recipe file. Settings may stand under ``settings`` or beside the models; their dataclasses check them."""
+    """A recipe file. Settings may be under ``settings`` or beside the models; their dataclasses check them."""
 
     base: str | None
     tasks: Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
@@ -218,7 +218,7 @@ class _Input(TypedDict):
 
 
 class _Made(TypedDict):
-    """What the manifest of a merge must say to make its result again."""
+    """The fields of a merge's manifest from which its result can be made again."""
 
     inputs: dict[str, _Input]
     step: Count
@@ -228,8 +228,8 @@ class _Made(TypedDict):
 def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[str]) -> dict[str, Any]:
     """Collect everything that the user says about a merge, by name; later sources win.
 
-    These are at most one recipe file, ``KEY=VALUE`` in Hydra's grammar, and the options of the command line. A name
-    that is neither of ``MODELS`` nor of ``settings``, a value of the wrong type or a bad file is refused by name.
+    The sources are at most one recipe file, ``KEY=VALUE`` words in Hydra's grammar, and the options of the command
+    line. A ValueError names a name that is neither in ``MODELS`` nor in ``settings``, a bad value or a bad file.
     """
     files = [word for word in words if "=" not in word or os.path.isfile(word)]  # a word may be too long for a name
     if len(files) > 1:
@@ -237,14 +237,14 @@ def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[
     gathered = read_recipe(Path(files[0])) if files else {}
     said = dict(key_value(word) for word in words if word not in files) | dict(typed)
     if _READ & said.keys():
-        gathered.pop("digests", None)  # which are of what was read then
+        gathered.pop("digests", None)  # they are of the tensors read then
     gathered.update(said)
     checked(gathered, _Recipe)
     if unknown := [str(name) for name in gathered if name not in (*MODELS, *settings)]:
         raise ValueError(unknown_option(unknown[0], [*MODELS, *settings]))
     if isinstance(gathered.get("tasks"), str):
         gathered["tasks"] = [gathered["tasks"]]
-    needed = ("tasks", "out") if gathered.get("merged") else ("base", "tasks", "out")  # the manifest says the base
+    needed = ("tasks", "out") if gathered.get("merged") else ("base", "tasks", "out")  # the manifest names the base
     if missing := [name for name in needed if not gathered.get(name)]:
         options = " and ".join(f"--{name.removesuffix('s')}" for name in missing)
         raise ValueError(f"{options} must be given, or said in a recipe file")
@@ -273,7 +273,7 @@ def read_recipe(file: Path) -> dict[str, Any]:
 
 
 def _recipe_of(made: _Made, folder: Path) -> dict[str, Any]:
-    """Return the recipe of a merge, whose models are looked for by name: where we are, then beside its folder."""
+    """Return the recipe of a merge, whose models are looked for by name: here, then beside its folder."""
     found = {source: find_model(model["name"], folder.parent) for source, model in made["inputs"].items()}
     if "base" not in found:
         raise ValueError("field 'inputs.base': field required")

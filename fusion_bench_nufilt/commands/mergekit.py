@@ -1,4 +1,4 @@
-"""A merge written down for mergekit as a recipe of `nufilt merge`, where that has the same result."""
+"""Turn a mergekit file into a recipe of `nufilt merge`, where that has the same result."""
 
 from typing import Any, Literal, Required
 
@@ -40,8 +40,8 @@ class _File(TypedDict, total=False):
 def from_mergekit(content: dict[str, Any]) -> dict[str, Any]:
     """Return the recipe for the content of a mergekit file.
 
-    Either method adds to the base a sum of updates, each times a weight. With weights times the number of tasks, that
-    is a mean, which `nufilt merge` also takes of tensors that are no layers.
+    Either method adds a weighted sum of updates to the base. With weights times the number of tasks, that is a mean,
+    which `nufilt merge` also takes of tensors outside the layers.
 
     Raises:
         ValueError: the file asks for something else; the message names the field.

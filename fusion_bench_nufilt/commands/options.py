@@ -1,4 +1,4 @@
-"""Options of the command line, made from the fields of dataclasses."""
+"""Command-line options, made from the fields of dataclasses."""
 
 import dataclasses
 import inspect
@@ -17,13 +17,13 @@ from fusion_bench_nufilt.core.options import choices
 
 # The options that are a number or a share of the width.
 RANKS = {each.name for each in dataclasses.fields(FusionConfig) if each.type == int | float}
-# The options that are a number of bytes, or a word such as 4GB.
+# The options that are a number of bytes, or a size such as 4GB.
 SIZES = ("max_memory", "max_shard_size")
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def takes_options(*kinds: type) -> Callable[[_Command], _Command]:
-    """Give a command that takes ``**options`` one option for each name among the fields of some dataclasses."""
+    """Return a decorator that gives a command with ``**options`` an option for each field name of the dataclasses."""
     fields = defaultdict(list)
     for each in chain(*map(dataclasses.fields, kinds)):
         fields[each.name].append(each)
@@ -60,7 +60,7 @@ def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
 
 
 def typed_values(context: typer.Context, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that the user typed, with the values that they would have in YAML."""
+    """Return the options that the user typed, with values as in YAML."""
     values = {key: value for key, value in options.items() if was_typed(context, key)}
     for key in {"target_modules", "exclude_modules"} & values.keys():
         values[key] = patterns(values[key])
@@ -75,7 +75,7 @@ def was_typed(context: typer.Context, name: str) -> bool:
 
 
 def patterns(words: list[str] | None) -> str | list[str] | None:
-    """Return a single special word or regular expression as it is, and plain words as a list, as in YAML."""
+    """Return a single special word or regular expression unchanged, and plain words as a list, as in YAML."""
     if words and len(words) == 1 and (words[0] in ("auto", "all-linear") or re.search(r"[\\*+?()\[\]|^$]", words[0])):
         return words[0]
     return words or None

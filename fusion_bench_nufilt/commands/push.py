@@ -14,14 +14,14 @@ from .terminal import Quiet, terminal
 
 def push(
     out: Annotated[Path, typer.Argument(help="Folder that nufilt merge made.")],
-    repo: Annotated[str, typer.Argument(help="Repository, OWNER/NAME; it is made if there is none.")],
+    repo: Annotated[str, typer.Argument(help="Repository, OWNER/NAME; it is made if it does not exist.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Upload a merged folder, with its model card and its manifest, to the Hugging Face hub.
 
-    What is uploaded are the files that the manifest lists, if all of them are what was saved, and nothing else. You
-    must be logged in there (hf auth login), or HF_TOKEN must hold a token with the right to write.
+    The files that the manifest lists are uploaded, and nothing else, if all of them are as they were saved. You must be
+    logged in there (hf auth login), or HF_TOKEN must hold a token with write access.
     """
     with terminal(quiet) as console:
         files = {name: out / name for name in _files_of_result(out)}
@@ -36,7 +36,7 @@ def push(
 
 
 def _files_of_result(out: Path) -> list[str]:
-    """Return the files that the manifest of a result lists, with itself; refuse one that is not what was saved."""
+    """Return the manifest and the files that it lists; refuse a file that is not what was saved."""
     advice = "merge again"
     manifest = read_manifest(out, advice)
     if manifest is None or not manifest.get("files"):

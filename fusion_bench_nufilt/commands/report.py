@@ -1,4 +1,4 @@
-"""`nufilt report`: the tables, pictures and page of what was run earlier."""
+"""`nufilt report`: make the tables, pictures and page of earlier results."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""The terminal of all commands: a log, and errors of one line."""
+"""The terminal output of all commands: a log, and one-line errors."""
 
 import logging
 import signal
@@ -20,14 +20,14 @@ class _Message(logging.Formatter):
         return "\n".join(map(printable, record.getMessage().split("\n")))
 
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show results and errors: no progress, log, warnings.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, in place of tables.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only results and errors, no progress, log or warnings.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")]
 
 
 @contextmanager
 def terminal(quiet: bool = False) -> Iterator[Console]:
     """Open a console for the log and for progress; an error ends the command with one line and exit code 1."""
-    console = Console(file=sys.stderr, quiet=quiet)  # methods that are compared have the present stream silenced
+    console = Console(file=sys.stderr, quiet=quiet)  # a comparison silences sys.stderr later
     handler = RichHandler(console=console, show_path=False, show_time=False)
     handler.setFormatter(_Message())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -41,7 +41,7 @@ def terminal(quiet: bool = False) -> Iterator[Console]:
 
 @contextmanager
 def interruptible(console: Console, kept: str) -> Iterator[None]:
-    """End after the work at hand on Ctrl-C or SIGTERM, and at once on a second one; say where that work is kept."""
+    """Stop after the work at hand on Ctrl-C or SIGTERM, at once on a second one; say where finished work is kept."""
     arrived: list[int] = []
 
     def say(what: str) -> None:

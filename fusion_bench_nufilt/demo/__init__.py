@@ -1,7 +1,7 @@
-"""Eight small tasks and a tiny CLIP, which are made on the spot, without a download.
+"""Eight small tasks and a tiny CLIP, made on the spot, without a download.
 
 The first load draws the pictures, pretrains the CLIP and fine-tunes it eight times, which takes a minute or two, and
-keeps them in a cache folder; every later one reads from there. `config/modelpool/nufilt_demo.yaml` and
+keeps them in a cache folder, from which later loads read. `config/modelpool/nufilt_demo.yaml` and
 `config/taskpool/nufilt_demo.yaml` hand the loaders to FusionBench's own CLIP pools.
 """
 
@@ -72,7 +72,7 @@ def load_train_dataset(task: str) -> Pictures:
 
 
 def to_pixels(image: Image.Image) -> Tensor:
-    """Convert an image of 32 by 32 to the pixel values (3, 32, 32) of the image processor, which is slower."""
+    """Convert a 32 by 32 image to pixel values (3, 32, 32), as the slower image processor does."""
     return normalise(torch.from_numpy(np.array(image)))
 
 
@@ -90,7 +90,7 @@ def cache_folder() -> Path:
 def demo_folder() -> Path:
     """Return the finished folder of the active recipe: `pictures`, `clip`, `_pretrained_` and the tasks.
 
-    What is missing is built, by one process while others wait. Each part appears at once and complete, so that an
+    Missing parts are built, by one process while others wait. Each part appears only once it is complete, so that an
     interrupted build goes on where it stopped.
     """
     recipe = active_recipe()
@@ -110,7 +110,7 @@ def demo_folder() -> Path:
 
 
 def _missing(recipe: Recipe, folder: Path) -> dict[str, int]:
-    """Return the training steps of the parts that are not there yet, each part after those it is made from."""
+    """Return the training steps of the missing parts, each part after those from which it is made."""
     steps = {"pictures": 0, "clip": 2 * recipe.text_steps + recipe.pretrain_steps, "_pretrained_": 0}
     steps |= dict.fromkeys(TASKS, recipe.finetune_steps)
     return {part: number for part, number in steps.items() if not (folder / part).is_dir()}
@@ -151,7 +151,7 @@ def _say(message: str) -> None:
 
 @contextmanager
 def _reproducible(recipe: Recipe) -> Iterator[None]:
-    """Train the same way whatever the caller's settings are, and leave those as they were.
+    """Train in the same way whatever the caller's settings are, and restore those.
 
     FusionBench loads models inside `torch.no_grad`, with any number of threads and any seed.
     """

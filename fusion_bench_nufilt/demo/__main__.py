@@ -1,4 +1,4 @@
-"""What `make demo` runs."""
+"""The program that `make demo` runs."""
 
 import time
 from pathlib import Path

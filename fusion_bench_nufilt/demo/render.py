@@ -1,6 +1,6 @@
-"""Small pictures, drawn from stamps: a pen places them, and a painter colours the result.
+"""Draw small pictures from stamps: a pen places them, and :func:`paint` colours the result.
 
-A *mask*, a float32 array (32, 32) in [0, 1], says where there is ink, which :func:`paint` lays over a background. The
+A *mask*, a float32 array (32, 32) in [0, 1], says where there is ink on the background. The
 class of a picture depends on its mask or, in the task about colours, on its ink; a model must learn to ignore the rest.
 """
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 SIDE = 32  # width and height of a picture, in pixels
-STAMP = 64  # width and height of a stamp, twice its size in the picture, so that edges are smooth
+STAMP = 64  # width and height of a stamp, at least twice its size in the picture, so that edges are smooth
 
 Mask = NDArray[np.float32]
 Point = tuple[float, float]
@@ -50,7 +50,7 @@ def shape_stamp(name: str) -> Image.Image:
 
 
 def handwriting_stamp(scan: NDArray[np.floating]) -> Image.Image:
-    """Enlarge a scan of 8 by 8 grey values in 0..16, as scikit-learn's `load_digits` has them."""
+    """Enlarge a scan of 8 by 8 grey values from 0 to 16, as in scikit-learn's `load_digits`."""
     grey = Image.fromarray(np.rint(scan * (255 / 16)).astype(np.uint8))
     return grey.resize((STAMP, STAMP), Image.Resampling.BICUBIC)
 
@@ -94,8 +94,8 @@ SHAPES: dict[str, list[Point]] = {
 class Pen:
     """Draws one picture after another."""
 
-    rng: np.random.Generator  # the only source of chance
-    held_out: bool = False  # whether pictures are for testing: no handwriting is in training and test pictures
+    rng: np.random.Generator  # the only source of randomness
+    held_out: bool = False  # whether pictures are for testing, which share no handwriting with training pictures
     turn: int = 0  # how often each class was drawn
 
     def pick(self, *choices: str) -> str:
@@ -106,7 +106,7 @@ class Pen:
     ) -> Mask:
         """Return the mask of a stamp, placed near the middle of the picture or `at` a pixel.
 
-        Its width in pixels is drawn from the range `size`. It is turned counter-clockwise by `angle` degrees, plus or
+        Its width in pixels is drawn from the range `size`. It is rotated counter-clockwise by `angle` degrees, plus or
         minus at most `sway`.
         """
         width = self.rng.uniform(*size)
@@ -121,7 +121,7 @@ class Pen:
         return np.asarray(placed, dtype=np.float32) / np.float32(255)
 
     def grid(self, wavelength: Range, sway: float = 180.0) -> tuple[Mask, Mask]:
-        """Return the coordinates (u, v) of every pixel, in periods, turned and shifted at random."""
+        """Return the coordinates (u, v) of every pixel, in periods, rotated and shifted at random."""
         tilt = math.radians(self.rng.uniform(-sway, sway))
         period = self.rng.uniform(*wavelength)
         y, x = np.mgrid[0:SIDE, 0:SIDE].astype(np.float32) - SIDE / 2

@@ -1,4 +1,4 @@
-"""The eight tasks of the demo: how each class is drawn, and the words for it."""
+"""The eight tasks of the demo: how each class is drawn, and how it is named."""
 
 import colorsys
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def _handwriting(held_out: bool) -> dict[str, list[Image.Image]]:
 
 
 def draw_digit(pen: Pen, name: str) -> Mask:
-    scans = _handwriting(pen.held_out)[name]  # one after another, since there are few
+    scans = _handwriting(pen.held_out)[name]  # in turn, since there are few
     return pen.place(scans[pen.turn % len(scans)], size=(28, 31), sway=8)
 
 

@@ -23,7 +23,7 @@ from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from .render import SIDE
 from .tasks import TASKS, render
 
-Tick = Callable[[], object]  # is called after every training step
+Tick = Callable[[], object]  # called after every training step
 Loss = Callable[[], Tensor]
 
 MEAN, STD = torch.tensor(OPENAI_CLIP_MEAN), torch.tensor(OPENAI_CLIP_STD)
@@ -32,11 +32,11 @@ ALL_PROMPTS = [prompt for task in TASKS.values() for prompt in task.prompts()]
 
 @dataclass(frozen=True)
 class Recipe:
-    """All numbers that the eight models depend on. The models of another recipe are kept in another folder."""
+    """All numbers on which the eight models depend. Models of another recipe are kept in another folder."""
 
-    edition: int = 1  # is raised when the code changes the models of the same numbers
+    edition: int = 1  # raised when the code makes other models from the same numbers
     seed: int = 0
-    threads: int = 1  # the order of sums depends on it, and on a busy machine two would come to a crawl
+    threads: int = 1  # the order of sums depends on it, and two would be very slow on a busy machine
 
     train_pictures: int = 2000  # of each task
     test_pictures: int = 320
@@ -45,7 +45,7 @@ class Recipe:
     layers: int = 3
     heads: int = 4
     patch: int = 8
-    widening: int = 2  # of the MLPs; it is 4 in CLIP, but 2 is enough here and a third faster
+    widening: int = 2  # of the MLPs; CLIP has 4, but 2 is enough here and a third faster
     text_width: int = 64
     text_layers: int = 1
 
@@ -68,7 +68,7 @@ TINY = Recipe(
     train_pictures=64, test_pictures=16, width=64, layers=2, heads=2, text_width=32,
     text_steps=10, pretrain_steps=10, finetune_steps=5, batch=32,
 )  # fmt: skip
-"""A recipe that builds in seconds for tests of everything but accuracy, since its models know next to nothing."""
+"""A recipe that builds in seconds, for tests of everything but accuracy: its models know next to nothing."""
 
 RECIPES = {"full": Recipe(), "tiny": TINY}
 

@@ -1,4 +1,4 @@
-"""Task pools that FusionBench lacks. The harnesses that they score with are imported, or run, when they are used."""
+"""Task pools that FusionBench lacks."""
 
 from .harness import LMEvalTaskPool, LMMSEvalTaskPool
 

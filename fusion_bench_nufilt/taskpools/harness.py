@@ -1,4 +1,4 @@
-"""Task pools that score by an evaluation harness, which is imported, or run, when it is used."""
+"""Task pools that score with an evaluation harness, which is imported or run only when needed."""
 
 import json
 import os
@@ -39,17 +39,17 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
     def evaluate(
         self, model: nn.Module, tasks: Sequence[str] | None = None, limit: int | None = None
     ) -> dict[str, dict[str, float]]:
-        """Return ``{name: {"accuracy": score}}``, where the score is the metric's, which need not be an accuracy."""
+        """Return ``{name: {"accuracy": score}}``, whatever metric the score is."""
         names = {name: task for name, task in self._names.items() if tasks is None or name in tasks}
         results = self.run_harness(model, sorted(set(names.values())), limit) if names else {}
         return {name: {"accuracy": self._score(task, results[task])} for name, task in names.items()}
 
     @abstractmethod
     def run_harness(self, model: nn.Module, tasks: list[str], limit: int | None) -> Results:
-        """Return what the harness measures of a model on ``limit`` examples of each task, or on those of the pool."""
+        """Return the harness's results for a model on ``limit`` examples of each task, by default the pool's."""
 
     def _score(self, task: str, results: dict[str, Any]) -> float:
-        # Of a metric with several filters, the first one counts.
+        # Of several filters of a metric, the first one counts.
         found = {key.partition(",")[0]: value for key, value in reversed(results.items()) if "," in key}
         for metric in self._metrics:
             if metric in found:
@@ -62,23 +62,23 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
 class LMEvalTaskPool(HarnessTaskPool):
     """Tasks of lm-evaluation-harness (``pip install 'fusion-bench-nufilt[lm-eval]'``), one for each model of a pool.
 
-    Tasks and their data are loaded once, before the first model is; a ValueError then names what is missing: lm-eval, a
-    task or its data, or, when a model is scored, the metric.
+    Tasks and their data are loaded once, before the first model; a ValueError names what is missing: lm-eval, a task or
+    its data, or, when a model is scored, the metric.
 
     Args:
-        tasks: names of lm-eval's tasks or groups by the names of the models (``{math: gsm8k, code: humaneval}``), or
-            a list where these are the same.
+        tasks: lm-eval's task or group for each model's name (``{math: gsm8k, code: humaneval}``), or a list where the
+            names are the same.
         tokenizer: folder or hub name of the tokenizer.
-        include_path: folder with further tasks, as lm-eval's ``--include_path``.
+        include_path: folder with further tasks, like lm-eval's ``--include_path``.
         metric: the metric that counts, without its filter; None takes the first of ``metrics`` that a task has.
-        num_fewshot: number of examples in the prompt; None is each task's own.
+        num_fewshot: number of examples in the prompt; None uses each task's own.
         limit: examples of each task, as a number or a share; None takes all.
         batch_size: examples that the model reads at once.
         apply_chat_template: whether prompts are put into the tokenizer's chat template.
     """
 
     metrics = ("acc", "exact_match", "acc_norm", "pass@1", "mcc", "f1", "bleu")
-    # auto_register_config sets these, and all other arguments.
+    # These, and all other arguments, are set by auto_register_config.
     tokenizer: str
     include_path: str | None
     num_fewshot: int | None
@@ -117,7 +117,7 @@ class LMEvalTaskPool(HarnessTaskPool):
         return results
 
     def get_test_dataloader(self, task: str) -> "DataLoader[str]":
-        """Return the inputs that `nufilt analyze` uses: the prompts of a model's task, without examples and answers."""
+        """Return the inputs for `nufilt analyze`: the prompts of a model's task, without examples and answers."""
         if task not in self._names:
             raise ValueError(f"the task pool has no data of task '{task}', only of {', '.join(self._names)}")
         found = self._manager().load([self._names[task]])["tasks"].values()
@@ -148,7 +148,7 @@ def _lm_eval() -> Any:
 
 @cache
 def _task_manager(include_path: str | None, num_fewshot: int | None) -> Any:
-    """Return an index of all tasks, which takes seconds, that keeps those it loads; they keep their ``num_fewshot``."""
+    """Return an index of all tasks, which takes seconds to make; the tasks that it loads keep ``num_fewshot``."""
     kind = _lm_eval().tasks.TaskManager
     manager = kind(include_path=include_path)
     load = cache(lambda names: kind.load(manager, list(names)))
@@ -160,7 +160,7 @@ class _ResultsFile(TypedDict):
     results: Results
 
 
-#: A program for the environment with lmms-eval, which loads tasks and their data, and ends with a line of what fails.
+#: A program for lmms-eval's environment: it loads tasks and their data, and ends with a line on what fails.
 _LOAD_TASKS = """
 import json, sys
 from lmms_eval.tasks import TaskManager
@@ -180,24 +180,24 @@ for task in tasks:
 class LMMSEvalTaskPool(HarnessTaskPool):
     """Tasks of lmms-eval, one for each model of a pool.
 
-    The model and its processor are written to a temporary folder, from which a process of lmms-eval reads them, in
-    another environment if need be: a plain installation brings some ninety packages and a torch of its own. It is a
-    ValueError, before any model is loaded, if that lacks lmms-eval, a task or its data, and a RuntimeError with the end
-    of its output if it fails.
+    The model and its processor are written to a temporary folder, from which a process of lmms-eval reads them. It may
+    run in another environment, since it installs some ninety packages and its own torch. Before any model is loaded, a
+    ValueError says whether lmms-eval, a task or its data is missing; a RuntimeError has the end of its output if it
+    fails.
 
     Args:
-        tasks: names of lmms-eval's tasks by the names of the models, as in :class:`LMEvalTaskPool`.
+        tasks: lmms-eval's task for each model's name, as in :class:`LMEvalTaskPool`.
         processor: folder or hub name of the processor.
-        python: the Python of the environment with lmms-eval; None is the one that runs.
-        model: lmms-eval's name of the kind of model.
-        include_path: folder with further tasks, as lmms-eval's ``--include_path``; None is this project's, with
+        python: the Python of the environment with lmms-eval; None is the running one.
+        model: lmms-eval's name for the type of model.
+        include_path: folder with further tasks, like lmms-eval's ``--include_path``; None is this project's, with
             ``nufilt_imagenet_caption`` and ``nufilt_vizwiz_caption``.
         metric: the metric that counts, without its filter; None takes the first of ``metrics`` that a task has.
         limit: examples of each task; None takes all.
     """
 
     metrics = ("exact_match", "anls", "acc", "accuracy", "CIDEr")
-    processor: str  # auto_register_config sets it
+    processor: str  # set by auto_register_config
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class LMMSEvalTaskPool(HarnessTaskPool):
             command += [] if limit is None else [f"--limit={limit}"]  # the last one counts
             done = self._run(command, temporary)
             files = sorted(out.rglob("*results.json"))
-            # It ends with 0 after errors, and counts an answer that it could not generate as a wrong one.
+            # lmms-eval exits with 0 after errors, and counts an answer that it could not generate as wrong.
             if done.returncode != 0 or not files or "in generating" in done.stdout:
                 raise RuntimeError(f"lmms-eval failed on {', '.join(tasks)}:\n{done.stdout[-4000:]}")
             content = read_json(files[-1], _ResultsFile, "lmms-eval wrote it")

@@ -1,4 +1,4 @@
-"""Image classification tasks of the user for FusionBench's CLIP task pool, which only knows its own by name."""
+"""The user's own image classification tasks for FusionBench's CLIP task pool, which only knows built-in ones."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
 
 
 def load_image_task(name: str, path: str, template: str, classnames: Sequence[str] | None = None) -> Dataset:
-    """Load a test set, and register its class names and its prompt: ``_target_`` of an entry of ``test_datasets``.
+    """Load a test set, and register its class names and its prompt; a ``_target_`` for ``test_datasets``.
 
     The data set has the columns ``image`` (PIL) and ``label`` (int); a ValueError says what it or the template lacks.
 
@@ -37,7 +37,7 @@ def load_image_task(name: str, path: str, template: str, classnames: Sequence[st
 
 
 def load_images(name: str, path: str) -> Dataset:
-    """Load images and labels as :func:`load_image_task` does: ``_target_`` of an entry of ``train_datasets``."""
+    """Load images and labels as :func:`load_image_task` does; a ``_target_`` for ``train_datasets``."""
     folder = Path(path)
     if (folder / "dataset_dict.json").exists():
         raise ValueError(f"task '{name}': '{path}' holds several splits: name the folder of one, inside it")
@@ -49,9 +49,9 @@ def load_images(name: str, path: str) -> Dataset:
 
 
 def register_task(name: str, classnames: Sequence[str], template: str) -> None:
-    """Tell FusionBench the class names and the prompt of a task, in place of any that it knows by that name."""
+    """Tell FusionBench the class names and the prompt of a task, in place of any that it has under that name."""
     info: dict[str, Any] = {"classnames": list(classnames), "templates": [template.format]}
-    # FusionBench 0.2.33 misspells a key if it is only given class names and templates.
+    # FusionBench 0.2.33 misspells a key if it is given class names and templates only.
     CLIPTemplateFactory.register_dataset(name, dataset_info=info, **info)
 
 

@@ -1,1 +1,1 @@
-"""Tasks of lmms-eval, which reads these files by itself."""
+"""Tasks for lmms-eval, which reads these files itself."""

@@ -1,4 +1,4 @@
-"""What the task files beside this need; read by lmms-eval in an environment of its own, without this package."""
+"""Functions of the task files beside this; lmms-eval reads them in its own environment, without this package."""
 
 import re
 from typing import Any
@@ -15,12 +15,12 @@ def with_class_names(dataset: Any) -> Any:
 
 
 def matches_a_name(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Score an answer by whether it is one of the names, whatever its case, punctuation and articles."""
+    """Score whether an answer is one of the names, ignoring case, punctuation and articles."""
     return {"exact_match": float(normalised(results[0]) in map(normalised, doc["names"].split(",")))}
 
 
 def with_references(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
-    """Return a caption and those that people wrote, which are scored together."""
+    """Return a caption with its human references, which are scored together."""
     references = [doc["caption"]] if isinstance(doc["caption"], str) else doc["caption"]
     return {"CIDEr": (normalised(results[0]), [normalised(text) for text in references])}
 
