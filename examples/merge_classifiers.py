@@ -1,8 +1,8 @@
-"""Merge classifiers of one backbone that have labels of their own, and ask the result with the head of each task.
+"""Merge classifiers of one backbone that each have their own labels, and classify a picture for each task.
 
     python examples/merge_classifiers.py --base BASE --task birds --task cars --out MERGED --image photo.jpg
 
-The backbone is merged; each task's head is kept in ``MERGED/heads``. Tasks are called by the names of their folders.
+The backbone is merged; each task's head is kept in ``MERGED/heads``. Tasks are named after their folders.
 """
 
 import argparse
@@ -21,9 +21,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", required=True, help="the backbone, or a classifier that has it")
     parser.add_argument("--task", action="append", required=True, metavar="FOLDER")
-    parser.add_argument("--merged", help="what is merged so far, to add the tasks to it")
+    parser.add_argument("--merged", help="an earlier result to add the tasks to")
     parser.add_argument("--out", required=True)
-    parser.add_argument("--image", type=Path, help="say what each task sees in it")
+    parser.add_argument("--image", type=Path, help="a picture to classify for each task")
     arguments = parser.parse_args()
     try:
         plan = plan_merge(arguments.base, arguments.task, arguments.merged)

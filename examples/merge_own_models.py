@@ -2,10 +2,10 @@
 
     python examples/merge_own_models.py --base BASE --task birds=FOLDER --task cars=FOLDER --out MERGED null_rank=43
 
-Classifiers keep their heads: say ``--auto-class AutoModelForImageClassification``, and load them with
+Classifiers keep their heads: give ``--auto-class AutoModelForImageClassification``, and load them with
 ``fusion_bench_nufilt.load_task("MERGED", "birds")``.
 
-The same from the command line, with a pool of your own in ``my_configs/modelpool/mine.yaml``:
+The same from the command line, with your own pool in ``my_configs/modelpool/mine.yaml``:
 
     _target_: fusion_bench.modelpool.BaseModelPool
     models:
@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", required=True)
     parser.add_argument("--task", action="append", required=True, metavar="NAME=FOLDER")
-    parser.add_argument("--auto-class", default="AutoModel", help="class of transformers that loads them")
+    parser.add_argument("--auto-class", default="AutoModel", help="the class of transformers that loads the models")
     parser.add_argument("--out", required=True)
     parser.add_argument("options", nargs="*", metavar="KEY=VALUE", help="any option of method=nufilt")
     arguments = parser.parse_intermixed_args()

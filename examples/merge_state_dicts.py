@@ -1,9 +1,9 @@
-"""Merge the weights in plain safetensors files, one model after another, without a model's code.
+"""Merge the weights in plain safetensors files, one model after another, without the models' code.
 
     python examples/merge_state_dicts.py base/model.safetensors math/model.safetensors code/model.safetensors \\
         --out merged.safetensors
 
-The layers are those of ``target_modules=auto``, found by the names of the tensors; everything else stays the base's.
+The layers are those of ``target_modules=auto``, found by the names of the tensors; everything else stays as it is.
 """
 
 import argparse
@@ -26,13 +26,13 @@ def main() -> None:
     parser.add_argument("--target-modules", default="auto", help="auto, all-linear or a regular expression")
     arguments = parser.parse_args()
     if missing := [path for path in (arguments.base, *arguments.tasks) if not path.is_file()]:
-        parser.error(f"{missing[0]} is no file")
+        parser.error(f"{missing[0]} is not a file")
 
-    model = from_names(TensorFile(arguments.base).tensors)  # its modules, without numbers
+    model = from_names(TensorFile(arguments.base).tensors)  # its modules, without values
     layers = select_layers(model, arguments.target_modules)
 
     def matrices(state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the layers of a state dict, of which a tensor may hold several, and which share its memory."""
+        """Return the layers of a state dict, which share its memory; a tensor may hold several."""
         return {name: view.matrix(state[view.key][slice(*view.rows)]) for name, view in layers.items()}
 
     result, keys = load_file(arguments.base), {view.key for view in layers.values()}

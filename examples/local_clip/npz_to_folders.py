@@ -1,10 +1,10 @@
-"""Write data sets that lie in .npz files as folders of images, one subfolder for each class (PNG: nothing is lost).
+"""Write the data sets in .npz files as folders of PNG images, with a subfolder for each class.
 
     python examples/local_clip/npz_to_folders.py data/*.npz --out data/folders
 
 A file ``scenes.npz`` with ``images_test`` (n, height, width, 3) uint8, ``labels_test`` (n,) and ``classnames`` becomes
-``data/folders/scenes/<class>/<number>.png``; with
-``--train``, ``images_train`` and ``labels_train`` become ``data/folders/train/scenes/<class>/<number>.png``.
+``data/folders/scenes/<class>/<number>.png``. With ``--train``, ``images_train`` and ``labels_train`` become
+``data/folders/train/scenes/<class>/<number>.png``.
 """
 
 import argparse
@@ -19,7 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--train", action="store_true", help="also the training sets")
+    parser.add_argument("--train", action="store_true", help="write the training sets, too")
     arguments = parser.parse_args()
     for file in arguments.files:
         with np.load(file) as data:
