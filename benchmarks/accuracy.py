@@ -16,7 +16,7 @@ from fusion_bench_nufilt.core.subspace import null_space_filter, top_right_singu
 
 
 def task_vectors(shape: tuple[int, int], decay: float, seed: int) -> tuple[Tensor, Tensor]:
-    """A task vector and the sum of three others, float32, of singular values k^-decay each."""
+    """Return a task vector and the sum of three others, float32, each with singular values k^-decay."""
     random = torch.Generator().manual_seed(seed)
     spectrum = torch.arange(1, min(shape) + 1, dtype=torch.float64) ** -decay
 

@@ -1,4 +1,4 @@
-"""What an analysis costs: recording second moments, the losses of a step, and task vectors of wide layers.
+"""Measure the cost of an analysis: recording second moments, the losses of a step, and task vectors of wide layers.
 
     python benchmarks/analysis.py [--images 128] [--width 4096] [--rounds 3]
 
@@ -34,7 +34,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def recording(images: int, rounds: int, config: CLIPVisionConfig) -> None:
-    """Second moments beside the forward passes alone, on ViT-B/32, in batches of 128 as FusionBench has them."""
+    """Time recording second moments, and the forward passes alone, on ViT-B/32 in FusionBench's batches of 128."""
     model = CLIPVisionModel(config).eval()
     pictures = [(torch.randn(3, config.image_size, config.image_size), 0) for _ in range(images)]
     inputs = DataLoader(pictures, batch_size=128)  # type: ignore[arg-type, var-annotated]
@@ -52,7 +52,7 @@ def recording(images: int, rounds: int, config: CLIPVisionConfig) -> None:
 
 
 def losses(rounds: int, config: CLIPVisionConfig) -> None:
-    """Stability and plasticity of a step on the merged layers of ViT-B/32, and the data-free ones."""
+    """Time the stability and plasticity losses of a step on the merged layers of ViT-B/32, with the data-free ones."""
     d, wide = config.hidden_size, config.intermediate_size
     shapes = ([(d, d)] * 4 + [(wide, d)]) * config.num_hidden_layers
     layers = {shape: make_layer(shape, 0, "cpu")[:3] for shape in set(shapes)}
@@ -78,7 +78,7 @@ def losses(rounds: int, config: CLIPVisionConfig) -> None:
 
 
 def task_vectors(width: int, rounds: int) -> None:
-    """The top 32 directions of a wide layer, beside its Gram matrix and full solver."""
+    """Time the top 32 directions of a wide layer, and its Gram matrix with a full solver."""
     tau = torch.randn(width, width) / width
     ratios = [
         seconds(lambda: task_vector(tau, 32)) / seconds(lambda: top_eigenvectors(gram_matrix(tau), 32))

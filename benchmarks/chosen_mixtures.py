@@ -1,4 +1,4 @@
-"""`nufilt` whose mixtures have each member at the setting that order_free_choice.py found for it.
+"""Run `nufilt` with mixtures whose members have the settings that order_free_choice.py chose.
 
     CHOICE=CHOICE.json python benchmarks/chosen_mixtures.py compare --methods mix:pair=tsv_stream+spectral:ramp=0.4 ...
 
@@ -18,7 +18,7 @@ from fusion_bench_nufilt.methods.sums import Mix
 
 
 def set_members(scores: Scores) -> None:
-    """Let every mixture have its members at the settings with the best scores."""
+    """Give the members of every mixture the settings with the best scores."""
 
     def members(mix: Mix) -> list[OrderFree]:
         kinds = [METHODS[name] for name in mix.options.pair.split("+")]

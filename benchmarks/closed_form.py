@@ -1,11 +1,11 @@
-r"""Is there a quicker way to the adapter than the paper's fifty Adam steps? Ten task orders of a small CLIP benchmark.
+r"""Compare faster solvers of the adapter with the paper's fifty Adam steps, in ten task orders of a CLIP benchmark.
 
     OMP_WAIT_POLICY=passive python benchmarks/closed_form.py --models MODELS --data MINI8_DATA --out OUT
 
 ``MODELS`` holds ``clip/`` (a CLIPModel), ``clip.json`` (prompt templates and class names of the tasks, in their order)
-and a fine-tuned CLIPVisionModel per task; ``MINI8_DATA`` a ``<task>.npz`` per task. Every way is given the filtered
-task vector and both subspaces of a layer and returns the update U that is added to tau P. Written to ``OUT``:
-``closed_form.md`` and ``closed_form.json``. Derivation and verdict: ``docs/notes/closed_form.md``.
+and a fine-tuned CLIPVisionModel per task; ``MINI8_DATA`` a ``<task>.npz`` per task. Every solver gets the filtered
+task vector and both subspaces of a layer, and returns the update U that is added to tau P. The results are written to
+``OUT/closed_form.md`` and ``.json``. ``docs/notes/closed_form.md`` has the derivation and the conclusion.
 """
 
 import argparse
@@ -130,7 +130,7 @@ WAYS: dict[str, Solve] = {
     **{f"adapter ridge {ridge:g}, rank r_l": adapter_ridge(ridge, rank=1) for ridge in (1, 3, 10, 30)},
     **{f"adapter ridge {ridge:g}, sketched": adapter_ridge(ridge, sketch=True) for ridge in (3, 10, 30)},
     **{f"adapter ridge 10, rank {n} r_l": adapter_ridge(10, rank=n) for n in (0.8, 3)},
-    # Not candidates: they take the candidates apart.
+    # These are not candidates; they show what the candidates' parts do.
     "why: Adam 50 x 1e-3, U kept in span V": adam(50, 1e-3, inside=True),
     "why: Adam 200 x 0.01": adam(200, 1e-2),
     "why: update ridge 1, U = tau X": update_ridge(1, in_tau=True),
@@ -148,7 +148,7 @@ def norm2(x: Tensor) -> float:
 
 
 def measure(p: Problem, U: Tensor) -> dict[str, float]:
-    """What an update does, in numbers that compare across layers."""
+    """Describe an update by numbers that are comparable across layers."""
     T, lost, through = p.T, p.tau - p.tau_filtered, p.tau_filtered @ p.V_p  # the last is zero under the filter
     return {
         "loss": (norm2(T - U @ p.V_t) + norm2(through + U @ p.V_p)) / (norm2(T) + norm2(through)),  # 1 where U = 0
@@ -173,7 +173,7 @@ class Bench:
         self.projection = clip.visual_projection
         self.tower = CLIPVisionModel.from_pretrained(models / "clip", attn_implementation="eager").eval()
         views = select_layers(self.tower).values()
-        self.live = {view.key: view.read(self.tower) for view in views}  # its own memory, written before it is scored
+        self.live = {view.key: view.read(self.tower) for view in views}  # views of its memory, written before scoring
         self.pretrained = {key: weight.clone() for key, weight in self.live.items()}
         self.tasks, self.tuned, self.pictures = list(recipe["classes"]), {}, {}
         for task in self.tasks:
@@ -188,7 +188,7 @@ class Bench:
             self.pictures[task] = ((pixels - pixel_mean) / pixel_std, labels, head.T)
 
     def score(self, layers: dict[str, Tensor], tasks: list[str]) -> dict[str, float]:
-        """Accuracy by task of the pretrained tower with these layers, as fractions."""
+        """Return the accuracy by task of the pretrained tower with these layers, as fractions."""
         for key, weight in layers.items():
             self.live[key].copy_(weight)
         scores = {}
@@ -199,7 +199,7 @@ class Bench:
         return scores
 
     def merge(self, order: list[str], way: str, config: FusionConfig, seed: int) -> dict[str, float]:
-        """ACC, BWT, median seconds of the solver in a merging step, and the measures, averaged."""
+        """Return ACC, BWT, the solver's median seconds per merging step, and the averaged measures."""
         matrix, seconds, measures = AccuracyMatrix(order), [], []
         merged = self.tuned[order[0]]
         matrix.record(1, self.score(merged, order[:1]))
@@ -224,7 +224,7 @@ class Bench:
 
 
 def table(runs: dict[str, list[dict[str, float]]]) -> str:
-    """Markdown: a row per way; the last column is the rule by which a way may take the paper's place."""
+    """Return Markdown with a row per solver; the last column is the rule by which one may replace the paper's."""
 
     def cell(key: str, values: list[float]) -> str:
         digits = 1 if key.startswith(("ACC", "BWT", "ms")) else 3
@@ -243,7 +243,7 @@ def table(runs: dict[str, list[dict[str, float]]]) -> str:
 
 
 def time_layer(d_o: int, d_i: int) -> str:
-    """Median milliseconds on one layer at the size and ranks of CLIP ViT-B/32, on random matrices."""
+    """Return median milliseconds on a random layer with the size and ranks of CLIP ViT-B/32."""
     tau, tau_merged = torch.randn(2, d_o, d_i, generator=torch.Generator().manual_seed(0))
     config, lines = FusionConfig(), []
     E, V_p = top_right_singular_vectors(tau, d_i), top_right_singular_vectors(tau_merged, config.null_rank)

@@ -1,4 +1,4 @@
-"""Scoring a stream step by step: FusionBench's way against one evaluator that is set up once, side by side.
+"""Time scoring a stream step by step: FusionBench's way, and one evaluator that is set up once.
 
     python benchmarks/evaluation.py modelpool=nufilt_demo
     NUFILT_DEMO=b32 python benchmarks/evaluation.py modelpool=nufilt_demo --run

@@ -1,4 +1,4 @@
-"""`nufilt` with FusionBench's DOP in a third of its time: each gradient is formed once, and constants before the loop.
+"""Run `nufilt` with FusionBench's DOP in a third of its time: gradients are formed once, and constants before the loop.
 
     python benchmarks/fast_dop.py compare --methods dop --seeds 42:52 ...
 

@@ -1,4 +1,4 @@
-"""Time, memory and traffic of `nufilt merge` on synthetic checkpoints of full size.
+"""Measure time, memory and traffic of `nufilt merge` on synthetic checkpoints of full size.
 
     python benchmarks/folders.py --size 1B --size 7B --folder /a/disk/with/room
 
@@ -42,12 +42,12 @@ SIZES = {
 }
 MERGED_LAYER = re.compile(r"(?!.*vision).*layers\.\d+\..*proj\.weight")
 SHARD_BYTES = 5 * 10**9
-# Ratio of the norms of update and weight, rank of the update, and how its singular values fall with their number.
+# The ratio of the norms of update and weight, the update's rank, and the exponent by which its singular values fall.
 CHANGE, RANK, DECAY = 0.01, 512, -0.7
 
 
 def make_checkpoints(config, folder, device="cpu"):
-    """Folders `base`, `merged` (one task) and `task`, written tensor by tensor, with values drawn on a device."""
+    """Write the folders `base`, `merged` (one task) and `task`, tensor by tensor, with values drawn on a device."""
     with torch.device("meta"):
         kind = LlavaForConditionalGeneration if isinstance(config, LlavaConfig) else LlamaForCausalLM
         model = kind._from_config(config)
@@ -98,7 +98,7 @@ def header(shapes):
 
 
 def update(shape, generator):
-    """Random matrix with singular values about k ** DECAY, of norm CHANGE times a weight's."""
+    """Return a random matrix with singular values of about k ** DECAY, and CHANGE times a weight's norm."""
     d_o, d_i = shape
     rank, drawn = min(RANK, d_o, d_i), {"generator": generator, "device": generator.device}
     sigma = torch.arange(1, rank + 1.0, device=generator.device) ** DECAY
@@ -107,7 +107,7 @@ def update(shape, generator):
 
 
 def measure(folder, arguments):
-    """Merge in a process of its own: seconds as planned (on a CPU), in fact and of all CPUs, peak memory, traffic."""
+    """Merge in a separate process: predicted (on a CPU), elapsed and CPU seconds, peak memory, traffic."""
     code = (
         "import json, pathlib, resource, sys, time\n"
         "from fusion_bench_nufilt.commands.app import app\n"

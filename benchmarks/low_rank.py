@@ -1,4 +1,4 @@
-"""A LoRA as the new task: its factors against their product, one layer on one thread, side by side.
+"""Time a LoRA as the new task: its factors against their product, on one layer and one thread.
 
     python benchmarks/low_rank.py --size 4096 --rank 16 --rank 64
 
@@ -17,7 +17,7 @@ from fusion_bench_nufilt.core import FusionConfig, LowRank, fuse_layers
 
 
 def make_lora(theta_0, rank):
-    """Factors of an update of theta_0, of norm 0.005 times its."""
+    """Return the factors of an update whose norm is 0.005 times that of theta_0."""
     random = torch.Generator().manual_seed(rank)
     d_o, d_i = theta_0.shape
     left, right = (torch.linalg.qr(torch.randn(size, rank, generator=random)).Q for size in (d_o, d_i))

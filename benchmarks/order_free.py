@@ -1,4 +1,4 @@
-"""Order-free methods and NUFILT on eight tasks, in seconds of one thread: one after another, and all eight at once.
+"""Time order-free methods and NUFILT on eight tasks with one thread: one after another, and all eight at once.
 
     python benchmarks/order_free.py --models clip-b32,clip-l14,flan-t5-base
 
@@ -44,7 +44,7 @@ def polar(X: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
 def measure(
     shape: Shape, repeats: int, device: str = "cpu", kinds: Kinds = ORDER_FREE, polars: bool = False
 ) -> pd.DataFrame:
-    """Return by method the seconds of a layer to add a task and to render the weight, and the GB of GPU memory."""
+    """Return the seconds per layer by method, to add a task and to compute the weight, and the GB of GPU memory."""
     theta_0, theta, theta_t, _ = make_layer(shape, 0, device)
     rows = []
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""The settings of the order-free methods, chosen on a development set by the rule in docs/notes/order_free_rule.md.
+"""Choose the settings of the order-free methods on a development set, by the rule in docs/notes/order_free_rule.md.
 
     python benchmarks/order_free_choice.py --out CHOICE.json nufilt_demo JUDGES_11:judge_demo JUDGES_0:judge_mini8 ...
 
@@ -23,7 +23,7 @@ from fusion_bench_nufilt.continual.evaluation import score
 from fusion_bench_nufilt.continual.models import PRETRAINED, load_model
 
 Setting = dict[str, float]
-Scores = dict[str, dict[str, float]]  # ACC by benchmark, by the text of a member and its setting
+Scores = dict[str, dict[str, float]]  # ACC by benchmark, and by the name and setting of a member
 
 RAMPS = (0.0, 0.4)
 GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def settings() -> Iterator[tuple[str, Setting]]:
-    """Yield each member's settings."""
+    """Yield the settings of each member."""
     for member, grid in GRIDS.items():
         for values in product(*grid.values(), RAMPS):
             yield member, dict(zip((*grid, "ramp"), values, strict=True))
@@ -73,7 +73,7 @@ def describe(member: str, setting: Setting) -> str:
 
 
 def choose(member: str, scores: Scores) -> Setting:
-    """Return the setting with the best mean over the benchmarks; the first one of equals."""
+    """Return the setting with the best mean over the benchmarks, or the first of equals."""
     own = [setting for name, setting in settings() if name == member]
     return max(own, key=lambda setting: sum(scores[describe(member, setting)].values()))
 

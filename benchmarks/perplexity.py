@@ -1,4 +1,4 @@
-"""What merging does to a model that generates: perplexity of a tiny byte-level Llama on text it was not tuned for.
+"""Measure what merging does to a generative model: perplexity of a tiny byte-level Llama on text it was not tuned for.
 
     python benchmarks/perplexity.py
 

@@ -1,4 +1,4 @@
-"""The plain computation of a merging step, word for word from the paper; and what every computation of it must do."""
+"""The plain computation of a merging step, word for word from the paper, and the operations that it needs at least."""
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def plain_step(theta_0: Tensor, theta: Tensor, theta_t: Tensor, config: FusionCo
 
 
 def needed_flops(d_o: int, d_i: int, config: FusionConfig) -> int:
-    """Floating-point operations of the matrix products that a step cannot do without, for one layer.
+    """Return the floating-point operations of the matrix products that a step needs at least, for one layer.
 
     Not counted: eigenvectors of the Gram matrices, Adam, sums.
     """

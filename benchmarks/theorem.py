@@ -1,4 +1,4 @@
-"""Theorem 1 on synthetic task vectors: measured misalignment beside its bound, from tiny errors to too large ones.
+"""Evaluate Theorem 1 on synthetic task vectors: measured misalignment and its bound, from tiny errors to large ones.
 
     python benchmarks/theorem.py [--seeds 20] [--out docs/results/images/theorem_sweep.png]
 
@@ -22,7 +22,7 @@ SIZES = (1e-3, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.49, 0.7, 1.5)
 def synthetic(
     seed: int, size: float, d_o: int = 24, d_i: int = 32, r_d: int = 4
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """T_0 of rank r_d, E with rows of length ``size`` times T_0's smallest singular value over sqrt(d_o), and V_d."""
+    """Return T_0 of rank r_d, E with rows of length ``size`` * T_0's smallest singular value / sqrt(d_o), and V_d."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ def synthetic(
 
 
 def draw_sweep(found: dict[float, list[TheoremCheck]]) -> Figure:
-    """Both bounds and what was measured, over the size of the error."""
+    """Plot both bounds and the measured misalignment over the size of the error."""
     figure = Figure(figsize=(5.2, 3.6), layout="constrained")
     axes = figure.add_subplot()
     for size, checks in found.items():

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Lay a contribution into a FusionBench checkout, for its maintainers to review.
+"""Add a contribution to a FusionBench checkout, for its maintainers to review.
 
     python tools/upstream.py CHECKOUT [--what nufilt|order_free|fixes] [--format-patch OUT] [--author 'NAME <MAIL>']
 
@@ -26,7 +26,7 @@ under the MIT licence of FusionBench as well."""
 
 @dataclass(frozen=True)
 class Contribution:
-    """A folder of new files, and lines that are put into files of FusionBench, each after a line with an anchor."""
+    """A folder of new files, and lines to insert into FusionBench's files, each after a line with an anchor."""
 
     subject: str
     about: str
@@ -78,10 +78,10 @@ CONTRIBUTIONS = {
 
 
 def lay(checkout: Path, what: str = "nufilt") -> list[str]:
-    """Write a contribution into a checkout or an unpacked source distribution; laid again, it replaces itself.
+    """Write a contribution into a checkout or an unpacked source distribution; written again, it replaces itself.
 
     Raises:
-        ValueError: the folder is no FusionBench, or one that is too different; nothing is written.
+        ValueError: the folder is not FusionBench, or is too different; nothing is written.
 
     Returns:
         The paths that were written, relative to the folder.
@@ -105,10 +105,10 @@ def lay(checkout: Path, what: str = "nufilt") -> list[str]:
 
 
 def insertions(checkout: Path, what: str) -> dict[str, str]:
-    """The files of FusionBench that get some lines more, with them; one that is not there is left out.
+    """Return FusionBench's files that get more lines, with these lines; files that are missing are left out.
 
     Raises:
-        ValueError: the folder is no FusionBench, or a line that the new ones are to follow is not there.
+        ValueError: the folder is not FusionBench, or a line that new ones should follow is missing.
     """
     if not (checkout / METHODS).is_file():
         raise ValueError(f"'{checkout}' is no FusionBench checkout: it has no {METHODS}")
@@ -136,7 +136,7 @@ def mend(checkout: Path) -> list[str]:
 
 
 def format_patch(checkout: Path, paths: list[str], what: str, author: str) -> str:
-    """The written files as one patch for ``git am``; neither the branch nor the index of the checkout changes."""
+    """Return the written files as one patch for ``git am``; the checkout's branch and index do not change."""
     name, mail = re.fullmatch(r"(.+) <(.+)>", author).groups()
     identity = {
         f"GIT_{role}_{key}": value
@@ -153,7 +153,7 @@ def format_patch(checkout: Path, paths: list[str], what: str, author: str) -> st
 
 
 def fixes(author: str) -> str:
-    """The patches in ``tools/patches``, by this author, for ``git am``."""
+    """Return the patches in ``tools/patches``, by this author, for ``git am``."""
     return "".join(re.sub(r"(?m)^From: .*", f"From: {author}", path.read_text(), count=1) for path in PATCHES)
 
 

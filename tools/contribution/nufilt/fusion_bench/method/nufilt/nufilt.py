@@ -78,7 +78,7 @@ class NUFILTMerging(
             first_task (str): "paper" takes the first model whole; "release" drops its first
                 r_p input coordinates, as the authors' released run does.
             target_modules (str | List[str]): what is merged; see :func:`select_layers`.
-            exclude_modules (str | List[str] | None): what is left out, named likewise.
+            exclude_modules (str | List[str] | None): what is left out, named in the same way.
             other_params (str): all other parameters are those of the "pretrained" model, of
                 the "first" task, or the "mean" over the tasks.
             shuffle_order (bool): merge in the order ``random.Random(seed).shuffle(names)``,
