@@ -102,6 +102,16 @@ def test_a_few_vectors_of_a_large_matrix_are_as_good_as_a_full_solver_s(shape, d
     assert torch.linalg.matrix_norm(projector(actual) - projector(expected), 2) < 30 * torch.finfo(dtype).eps / gap
 
 
+@pytest.mark.parametrize("decay", [0.05, 0.2, 2.0])
+def test_block_iteration_converges_on_nearly_flat_and_on_steep_spectra(decay):
+    spectrum = torch.arange(1, 401, dtype=torch.float64) ** -decay
+    tau = matrix_with_spectrum(400, 400, spectrum, seed=6).float()
+    block = _block_iteration(gram_matrix(tau), 24)
+    assert block is not None
+    captured = torch.linalg.vector_norm(tau.double() @ block[:, -24:].double())
+    assert captured.item() == pytest.approx(spectrum[:24].norm().item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("clusters", [(3, 20), (20, 3), (8, 200)])
 def test_block_iteration_takes_clusters_and_ranks_below_the_block(clusters):
     high, low = clusters
@@ -115,7 +125,7 @@ def test_block_iteration_takes_clusters_and_ranks_below_the_block(clusters):
 
 def test_where_block_iteration_does_not_converge_the_full_solver_steps_in(monkeypatch):
     gram = torch.diag(torch.linspace(1, 0.999999, 400, dtype=torch.float64))
-    assert _block_iteration(gram, 8, max_rounds=3) is None
+    assert _block_iteration(gram, 8, max_products=3) is None
     monkeypatch.setattr("fusion_bench_nufilt.core.subspace._block_iteration", lambda *args: None)
     expected = torch.eye(400, dtype=torch.float64)[:, :8]
     torch.testing.assert_close(top_eigenvectors(gram, 8).abs(), expected, rtol=0, atol=1e-9)
@@ -130,6 +140,13 @@ def test_a_gram_matrix_by_blocks_is_the_product(width):
 def test_a_zero_matrix_spans_nothing():
     assert top_right_singular_vectors(torch.zeros(300, 300), 8).abs().max() == 0
     assert top_right_singular_vectors(torch.zeros(5, 4), 3).abs().max() == 0
+
+
+def test_a_zero_matrix_in_a_stack_spans_nothing_and_leaves_the_others_as_they_are():
+    tau = matrix_with_spectrum(300, 300, torch.arange(1, 301).double() ** -0.3, seed=7)
+    V = top_right_singular_vectors(torch.stack([torch.zeros_like(tau), tau]), 8)
+    assert V[0].abs().max() == 0
+    torch.testing.assert_close(projector(V[1]), projector(top_right_singular_vectors(tau, 8)), rtol=0, atol=1e-9)
 
 
 @given(d=st.integers(2, 16), r=st.integers(1, 8), s=st.integers(1, 8), seed=st.integers(0, 2**16))
