@@ -28,6 +28,13 @@ from merge_step import METHODS, machine
 
 HERE, SCRATCH = Path(__file__).parent, Path("outputs/all")
 IDLE, TOLERANCE = 0.5, 0.15
+LABELS = {
+    "ours": "NUFILT",
+    "closed form": "NUFILT, closed form",
+    "spectral": "spectral voting",
+    "WUDI": "WUDI, 50 steps",
+    "WUDI closed form": "WUDI, closed form",
+}
 MARK, NOTE = " \\*", "\n\n\\* A ratio is more than 15 % off that of the run before."
 
 
@@ -56,13 +63,12 @@ def steps(times: pd.DataFrame, _: pd.DataFrame, memory: pd.DataFrame) -> pd.Data
     extra = {row[""].split(", ")[1]: row["extra MB"] for row in memory.to_dict("records")}
     columns |= {"memory of the first (MB)": list(map(extra.get, METHODS))} if extra else {}
     table = pd.DataFrame(columns, list(METHODS)).dropna(how="all").fillna("")
-    labels = {"ours": "NUFILT", "closed form": "NUFILT, closed form", "WUDI": "WUDI, 50 steps"}
-    return table.rename(labels).reset_index(names="method")
+    return table.rename(LABELS).reset_index(names="method")
 
 
 def forecast(_: pd.DataFrame, small: pd.DataFrame, __: pd.DataFrame, large: pd.DataFrame) -> pd.DataFrame:
     """Return what both models take by the number of workers."""
-    both = small.join(large.iloc[:, 1:], lsuffix=" (70B)", rsuffix=" (671B)")
+    both = small.merge(large, on=small.columns[0], suffixes=(" (70B)", " (671B)"))
     return ratios(both, 0, "one worker", "hours (70B)", "hours (671B)")
 
 

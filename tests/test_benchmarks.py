@@ -1,5 +1,6 @@
 """The benchmark's plain computation is right, its count of operations too, and the script runs."""
 
+import importlib
 import json
 import os
 import re
@@ -26,7 +27,7 @@ import llm_tasks
 import low_rank
 from chosen_mixtures import set_members
 from fast_dop import optimize_weight
-from merge_step import METHODS, MODELS, make_layer, measure_memory, merge, prepared, split
+from merge_step import METHODS, MODELS, make_layer, measure_memory, merge, prepared, report, split
 from order_free_choice import GRIDS, choose, describe, settings
 from plain import needed_flops, plain_step
 
@@ -209,6 +210,43 @@ def test_the_gpu_script_runs_through_in_tiny_sizes_on_a_cpu(tmp_path):
     assert "failed" not in table
     for words in ("| CLIP B/32, eight tasks ", "2 of 2 blocks", "| parity vectors ", "| about "):
         assert words in table
+
+
+def test_a_table_of_the_pages_has_what_was_printed_and_marks_ratios_that_moved(tmp_path, monkeypatch, capsys):
+    every = importlib.import_module("all")
+    monkeypatch.setattr(every, "SCRATCH", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["all.py", "--tiny", "good", "bad"])
+    monkeypatch.setenv("NUFILT_DEMO", "full")
+    parts = {"bad": every.Part(1, "no_such_benchmark.py", "")}
+    printed = "noise\n| layer | seconds |\n| --- | --- |\n| a | 2 |\n| b | {} |\nnoise\n"
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "bad.md").write_text("as it was")
+    for seconds, b in ((4, "b"), (4.4, "b"), (6, r"b \*")):
+        (tmp_path / "good.py").write_text(f"print({printed.format(seconds)!r})")
+        parts["good"] = every.Part(1, str(tmp_path / "good.py"), "", lambda table: every.ratios(table, 0, "a"))
+        monkeypatch.setattr(every, "PARTS", parts)
+        with pytest.raises(SystemExit, match="failed: bad"):
+            every.main()
+        (table,) = every.printed(text := (tmp_path / "tiny" / "good.md").read_text())
+        assert table.to_numpy().tolist() == [["a", "2", "1.00"], [b, str(seconds), f"{seconds / 2:.2f}"]]
+        assert (every.NOTE in text) == ("*" in b) == ("MORE THAN 15 % OFF" in capsys.readouterr().out)
+    assert (tmp_path / "tiny" / "bad.md").read_text() == "as it was"
+
+
+def test_the_table_of_the_methods_has_a_row_for_each_that_was_timed():
+    row = {"plain": 8.0, "ours": 2.0, "WUDI": 6.0, "WUDI closed form": 1.0}
+    row |= {"plain / ours": 4.0, "WUDI / ours": 3.0, "WUDI closed form / ours": 0.5}
+    results = {"machine": {}, "steps": {"tiny: 1 of 2x3": row, "one layer: 1 of 2x3": row}}
+    results |= {"limit": {"tiny": {"ours": 2.0}}, "memory": {"tiny, ours": {"extra MB": 7.0, "seconds": "cut short"}}}
+    every = importlib.import_module("all")
+    table = every.steps(*every.printed(report(results, 2.0)))
+    assert list(table) == ["method", "tiny (s)", "tiny / NUFILT", "memory of the first (MB)"]
+    assert table.to_numpy().tolist() == [
+        ["plain", "8", "4", ""],
+        ["NUFILT", "2", "", "7"],
+        ["WUDI, 50 steps", "6", "3", ""],
+        ["WUDI, closed form", "1", "0.5", ""],
+    ]
 
 
 @pytest.mark.slow
