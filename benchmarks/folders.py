@@ -160,12 +160,14 @@ def main():
             about.write_text(json.dumps([title, *make_checkpoints(config, folder)]))
         title, parameters, layers = json.loads(about.read_text())
         shutil.rmtree(folder / "out", ignore_errors=True)
-        result = measure(folder, options)
+        try:
+            result = measure(folder, options)
+        finally:
+            if not arguments.keep:
+                shutil.rmtree(folder)
         minutes = (f"{result[key] / 60:.1f}" for key in ("predicted", "seconds", "cpu"))
         row = [*minutes, *(f"{result[key] / 1e9:.2f}" for key in ("rss", "read", "written"))]
         print("|", " | ".join([title, f"{parameters / 1e9:.2f}B", str(layers), *row]), "|", flush=True)
-        if not arguments.keep:
-            shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

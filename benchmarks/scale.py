@@ -197,8 +197,10 @@ def main():
     parser.add_argument("--folder", type=Path, default=Path("outputs/scale"))
     arguments = parser.parse_args()
     if arguments.check:
-        check(arguments.check, arguments.folder, arguments.nodes or (1, 2, 3), arguments.threads)
-        shutil.rmtree(arguments.folder)
+        try:
+            check(arguments.check, arguments.folder, arguments.nodes or (1, 2, 3), arguments.threads)
+        finally:
+            shutil.rmtree(arguments.folder)
         return
     torch.set_num_threads(1)
     for name in arguments.model or MODELS_OF:
