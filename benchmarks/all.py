@@ -2,11 +2,11 @@
 
     benchmarks/all.sh                   # everything, in less than 100 minutes of two cores
     benchmarks/all.sh lora folders      # these parts
-    benchmarks/all.sh --tiny            # everything in tiny sizes, to see that it works; tables go to outputs/all/tiny
+    benchmarks/all.sh --tiny            # everything in tiny sizes, to see that it works, into copies in outputs/all
 
-A part is a benchmark and writes one table to docs/results/speed, which the pages include; its first line says how and
-when it was measured. A part that fails leaves its table as it was. Rows with a ratio more than 15 % off the one that
-stood there are marked. What a part prints, and the log of the run, are kept in outputs/all.
+A part is a benchmark and writes one table between its marks on a page of the documentation, below a line that says how
+and when it was measured. A part that fails leaves its table as it was. Rows with a ratio more than 15 % off the one
+that stood there are marked. What a part prints, and the log of the run, are kept in outputs/all.
 """
 
 import argparse
@@ -27,6 +27,8 @@ import torch
 from merge_step import METHODS, machine
 
 HERE, SCRATCH = Path(__file__).parent, Path("outputs/all")
+PAGES = [HERE.parent / "docs" / page for page in ("results/speed.md", "scale.md")]
+PLACE = r"(?s)(?<=<!-- measured: {} -->\n\n).*?(?=\n\n<!-- end -->)"
 IDLE, TOLERANCE = 0.5, 0.15
 LABELS = {
     "ours": "NUFILT",
@@ -106,8 +108,9 @@ def wait_until_idle(seconds: float) -> float:
     return max(0.0, deadline - time.monotonic())
 
 
-def measure(name: str, part: Part, tiny: bool, folder: Path, about: str) -> bool:
-    """Run a part and write its table; return whether a row was marked."""
+def measure(name: str, part: Part, tiny: bool, pages: list[Path], about: str) -> bool:
+    """Run a part and write its table into the page that has its marks; return whether a row was marked."""
+    page = next(page for page in pages if re.search(PLACE.format(name), page.read_text()))
     command, begin = f"{part.command} {part.tiny if tiny else ''}".strip(), f"{datetime.now():%Y-%m-%d %H:%M}"
     line = f"`{command}`, {begin}, {about}, load {os.getloadavg()[0]:.2f} at the start."
     script, *options = shlex.split(command)
@@ -116,15 +119,16 @@ def measure(name: str, part: Part, tiny: bool, folder: Path, about: str) -> bool
         run = [sys.executable, str(HERE / script), *options]
         subprocess.run(run, stdout=out, stderr=errors, check=True, timeout=180 * part.minutes)
     table = part.read(*printed(output.read_text()))
-    table, off = marked(table.set_index(table.columns[0]), folder / f"{name}.md")
-    text = table.to_markdown(disable_numparse=True)
-    (folder / f"{name}.md").write_text(f"{line}\n\n{text}{NOTE if off else ''}\n")
+    there = re.search(PLACE.format(name), text := page.read_text())
+    table, off = marked(table.set_index(table.columns[0]), there[0] + "\n")
+    rows = table.to_markdown(disable_numparse=True)
+    page.write_text(f"{text[: there.start()]}{line}\n\n{rows}{NOTE if off else ''}{text[there.end() :]}")
     return off
 
 
-def marked(table: pd.DataFrame, path: Path) -> tuple[pd.DataFrame, bool]:
-    """Mark the rows of which a ratio is not that of the table in the file, and return whether there are any."""
-    if not (path.exists() and (known := printed(path.read_text()))):
+def marked(table: pd.DataFrame, text: str) -> tuple[pd.DataFrame, bool]:
+    """Mark the rows of which a ratio is not that of the table in a text, and return whether there are any."""
+    if not (known := printed(text)):
         return table, False
     before = known[0].set_index(known[0].columns[0]).rename(lambda row: row.removesuffix(MARK))
     now = table.filter(regex=" / (?!‖)").apply(pd.to_numeric, errors="coerce")
@@ -144,15 +148,14 @@ def main() -> None:
     about = machine(argparse.Namespace(device="cpu", threads=torch.get_num_threads()))
     print(*(f"{key}: {value}" for key, value in about.items()), f"date: {datetime.now():%Y-%m-%d %H:%M}", sep="\n")
     short = f"{about['cpu']}, threads: {about['threads']}, torch {about['torch']}"
-    folder, left, failed = HERE.parent / "docs/results/speed", 60 * arguments.wait, []
+    pages, left, failed = PAGES, 60 * arguments.wait, []
     if arguments.tiny:
-        folder, left, os.environ["NUFILT_DEMO"] = SCRATCH / "tiny", 0.0, "tiny"
-    folder.mkdir(parents=True, exist_ok=True)
+        pages, left, os.environ["NUFILT_DEMO"] = [Path(shutil.copy(page, SCRATCH)) for page in PAGES], 0.0, "tiny"
     for name in arguments.parts or PARTS:
         print(f"\n{name}, about {PARTS[name].minutes} minutes", flush=True)
         left, begin = wait_until_idle(left), time.monotonic()
         try:
-            off = measure(name, PARTS[name], arguments.tiny, folder, short)
+            off = measure(name, PARTS[name], arguments.tiny, pages, short)
             minutes = (time.monotonic() - begin) / 60
             print(f"{minutes:.1f} minutes" + (", some ratios MORE THAN 15 % OFF the table before" if off else ""))
         except Exception as error:  # whatever a benchmark does, the others are measured

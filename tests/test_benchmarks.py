@@ -219,18 +219,22 @@ def test_a_table_of_the_pages_has_what_was_printed_and_marks_ratios_that_moved(t
     monkeypatch.setenv("NUFILT_DEMO", "full")
     parts = {"bad": every.Part(1, "no_such_benchmark.py", "")}
     printed = "noise\n| layer | seconds |\n| --- | --- |\n| a | 2 |\n| b | {} |\nnoise\n"
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "bad.md").write_text("as it was")
+    page, marks = tmp_path / "page.md", "before\n\n<!-- measured: {} -->\n\n{}\n\n<!-- end -->\n\nafter\n"
+    bad = marks.format("bad", "as it was")
+    page.write_text(bad + marks.format("good", "nothing yet"))
+    monkeypatch.setattr(every, "PAGES", [page])
+    monkeypatch.setattr(every.shutil, "copy", lambda source, folder: source)
     for seconds, b in ((4, "b"), (4.4, "b"), (6, r"b \*")):
         (tmp_path / "good.py").write_text(f"print({printed.format(seconds)!r})")
         parts["good"] = every.Part(1, str(tmp_path / "good.py"), "", lambda table: every.ratios(table, 0, "a"))
         monkeypatch.setattr(every, "PARTS", parts)
         with pytest.raises(SystemExit, match="failed: bad"):
             every.main()
-        (table,) = every.printed(text := (tmp_path / "tiny" / "good.md").read_text())
+        (table,) = every.printed(text := page.read_text())
         assert table.to_numpy().tolist() == [["a", "2", "1.00"], [b, str(seconds), f"{seconds / 2:.2f}"]]
         assert (every.NOTE in text) == ("*" in b) == ("MORE THAN 15 % OFF" in capsys.readouterr().out)
-    assert (tmp_path / "tiny" / "bad.md").read_text() == "as it was"
+        assert text.startswith(bad + "before\n")
+        assert text.endswith("\n\nafter\n")
 
 
 def test_the_table_of_the_methods_has_a_row_for_each_that_was_timed():
