@@ -188,7 +188,7 @@ def test_the_gpu_script_measures_every_method(part, gpu_args):
     methods = {method for _, method, *_ in rows}
     assert methods == (set(METHODS) if part == "clip-b32" else LAYER_METHODS.keys() - {"nufilt"})
     assert all(seconds > 0 for _, _, seconds, *_ in rows)
-    difference = {"plain": r"differs from ours by ([\d.e-]+)", "tsv_stream": r"differs by ([\d.e-]+)"}
+    difference = {"plain": r"differs from ours by ([\d.e+-]+)", "tsv_stream": r"differs by ([\d.e+-]+)"}
     found = {method: re.search(difference[method], row) for _, method, *_, row in rows if method in difference}
     assert all(float(match[1]) < 1e-3 for match in found.values())
 

@@ -1,5 +1,6 @@
 """Top right singular vectors of task vectors, from Gram matrices, without a full SVD."""
 
+import math
 from typing import Optional, Tuple
 
 import torch
@@ -87,29 +88,37 @@ def split_eigenvectors(
     return vectors[..., n:], (vectors[..., :n], eigenvalues[..., :n])
 
 
-def block_iteration(gram: Tensor, rank: int, max_rounds: int = 24) -> Optional[Tensor]:
-    """Iterate ``2 * rank + 16`` vectors with Rayleigh-Ritz; None without convergence."""
-    # The start is random, so that no eigenvector is missed, and always the same, so that
-    # results repeat.
+def block_iteration(gram: Tensor, rank: int) -> Optional[Tensor]:
+    """
+    Iterate ``2 * rank + 16`` vectors with Rayleigh-Ritz; None without convergence.
+
+    Between two rounds, a Chebyshev polynomial of the matrix damps all eigenvalues below
+    those of the block (Zhou and Saad, 2007), to a degree at which rounding in the largest
+    wanted vector hides no smaller one.
+    """
+    shape = (gram.shape[-1], 2 * rank + 16)
+    # Random, so that no eigenvector is missed, and always the same, so that results repeat
     generator = torch.Generator("cpu").manual_seed(0)
-    start = torch.randn(
-        gram.shape[-1],
-        2 * rank + 16,
-        generator=generator,
-        dtype=torch.float64,
-        device="cpu",
-    )
-    X = torch.linalg.qr(start).Q.to(gram).expand(len(gram), -1, -1)
-    tolerance = 12 * torch.finfo(gram.dtype).eps
-    for _ in range(max_rounds):
+    start = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    X = torch.linalg.qr(gram @ torch.linalg.qr(start).Q.to(gram)).Q
+    tolerance, products = 12 * torch.finfo(gram.dtype).eps, 1
+    while products < 96:
         Y = gram @ X
         eigenvalues, Z = torch.linalg.eigh(X.mT @ Y)
-        X, Y = X @ Z, Y @ Z
-        residual = (Y - X * eigenvalues[:, None, :])[..., -rank:]
-        error = torch.linalg.vector_norm(residual, dim=-2).amax(dim=-1)
-        if (error <= tolerance * eigenvalues[:, -1]).all():
+        X, Y, eigenvalues = X @ Z, Y @ Z, eigenvalues[:, None, :]
+        wanted, smallest = eigenvalues[..., -rank:], tolerance * eigenvalues[..., -1:]
+        error = torch.linalg.vector_norm(Y - X * eigenvalues, dim=-2, keepdim=True)
+        if (error[..., -rank:] <= smallest).all():
             return X
-        X = torch.linalg.qr(gram @ Y).Q
+        damped = eigenvalues[..., :1].maximum(smallest).where(smallest > 0, 1)
+        growth = (2 * (wanted / damped).clamp_min(1) - 1).arccosh()
+        spread = float((growth[..., -1] - growth[..., 0]).max())
+        degree = max(2, min(8, int(math.log(1e6) / max(spread, 1e-3))))
+        before, X = X, (2 / damped) * Y - X
+        for _ in range(degree - 1):
+            before, X = X, (4 / damped) * (gram @ X) - 2 * X - before
+        X = torch.linalg.qr(X).Q
+        products += degree
     return None
 
 
