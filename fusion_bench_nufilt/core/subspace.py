@@ -177,11 +177,11 @@ def _chebyshev_degree(ratios: Tensor) -> int:
     """Return a degree at which rounding in the largest of the wanted vectors does not drown the smallest.
 
     ``ratios`` ``(..., 1, rank)``, ascending, are their Ritz values over the end of the damped interval. It is mapped to
-    [-1, 1], and beyond it the polynomial grows like exp(degree * arcosh(x)).
+    [-1, 1], and beyond it the polynomial grows like exp(degree * arcosh(x)), whose squares must not overflow float32.
     """
     growth = (2 * ratios.clamp_min(1) - 1).arccosh()
-    spread = float((growth[..., -1] - growth[..., 0]).max())
-    return max(2, min(8, int(math.log(1e6) / max(spread, 1e-3))))
+    largest, spread = float(growth.max()), float((growth[..., -1] - growth[..., 0]).max())
+    return int(max(2, min(8, math.log(1e6) / max(spread, 1e-3), math.log(1e15) / max(largest, 1e-3))))
 
 
 def subspace_affinity(V: Tensor, W: Tensor) -> Tensor:

@@ -112,6 +112,14 @@ def test_block_iteration_converges_on_nearly_flat_and_on_steep_spectra(decay):
     assert captured.item() == pytest.approx(spectrum[:24].norm().item(), rel=1e-6)
 
 
+def test_block_iteration_does_not_overflow_on_a_few_values_far_above_the_others():
+    spectrum = 0.81 ** torch.arange(100, dtype=torch.float64)
+    tau = matrix_with_spectrum(280, 280, spectrum, seed=8).float()
+    expected = torch.linalg.svd(tau.double()).Vh[:4].mT
+    actual = top_right_singular_vectors(tau, 4).double()
+    torch.testing.assert_close(projector(actual), projector(expected), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("clusters", [(3, 20), (20, 3), (8, 200)])
 def test_block_iteration_takes_clusters_and_ranks_below_the_block(clusters):
     high, low = clusters

@@ -94,7 +94,7 @@ def block_iteration(gram: Tensor, rank: int) -> Optional[Tensor]:
 
     Between two rounds, a Chebyshev polynomial of the matrix damps all eigenvalues below
     those of the block (Zhou and Saad, 2007), to a degree at which rounding in the largest
-    wanted vector hides no smaller one.
+    wanted vector hides no smaller one, and nothing overflows.
     """
     shape = (gram.shape[-1], 2 * rank + 16)
     # Random, so that no eigenvector is missed, and always the same, so that results repeat
@@ -112,8 +112,9 @@ def block_iteration(gram: Tensor, rank: int) -> Optional[Tensor]:
             return X
         damped = eigenvalues[..., :1].maximum(smallest).where(smallest > 0, 1)
         growth = (2 * (wanted / damped).clamp_min(1) - 1).arccosh()
-        spread = float((growth[..., -1] - growth[..., 0]).max())
-        degree = max(2, min(8, int(math.log(1e6) / max(spread, 1e-3))))
+        spread = max(1e-3, float((growth[..., -1] - growth[..., 0]).max()))
+        largest = max(1e-3, float(growth.max()))
+        degree = int(max(2, min(8, math.log(1e6) / spread, math.log(1e15) / largest)))
         before, X = X, (2 / damped) * Y - X
         for _ in range(degree - 1):
             before, X = X, (4 / damped) * (gram @ X) - 2 * X - before
