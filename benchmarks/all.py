@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -29,7 +30,7 @@ from merge_step import METHODS, machine
 HERE, SCRATCH = Path(__file__).parent, Path("outputs/all")
 PAGES = [HERE.parent / "docs" / page for page in ("results/speed.md", "scale.md")]
 PLACE = r"(?s)(?<=<!-- measured: {} -->\n\n).*?(?=\n\n<!-- end -->)"
-IDLE, TOLERANCE = 0.5, 0.15
+IDLE, TOLERANCE, WIDTH = 0.5, 0.15, 120
 LABELS = {
     "ours": "NUFILT",
     "closed form": "NUFILT, closed form",
@@ -112,7 +113,8 @@ def measure(name: str, part: Part, tiny: bool, pages: list[Path], about: str) ->
     """Run a part and write its table into the page that has its marks; return whether a row was marked."""
     page = next(page for page in pages if re.search(PLACE.format(name), page.read_text()))
     command, begin = f"{part.command} {part.tiny if tiny else ''}".strip(), f"{datetime.now():%Y-%m-%d %H:%M}"
-    line = f"`{command}`, {begin}, {about}, load {os.getloadavg()[0]:.2f} at the start."
+    about = f"`{command}`, {begin}, {about}, load {os.getloadavg()[0]:.2f} at the start."
+    line = textwrap.fill(about, WIDTH, break_long_words=False, break_on_hyphens=False)
     script, *options = shlex.split(command)
     output = SCRATCH / f"{name}.txt"
     with output.open("w") as out, output.with_suffix(".errors").open("w") as errors:

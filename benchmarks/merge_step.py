@@ -30,6 +30,7 @@ from plain import needed_flops, plain_step
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from fusion_bench_nufilt.compare.experiment import read_peak, reset_peak
 from fusion_bench_nufilt.core import FusionConfig, fuse_each
 from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, loop_gram
 from fusion_bench_nufilt.core.subspace import null_space_filter, top_right_singular_vectors
@@ -272,23 +273,14 @@ def measure_memory(method: str, layers: dict[Shape, int], device: str, threads: 
         peer(method, device)
     Steps.patience, config = 0.0, CONFIG if method in OURS else FusionConfig(max_steps=2)
     ctypes.CDLL(None).malloc_trim(0)  # give back what making the inputs freed, and count the peak from here
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
-    before, begin = _megabytes(device, "VmRSS"), now()
+    if not reset_peak(where := torch.device(device)):
+        raise OSError("the peak of the memory in use can't be reset here")
+    held = torch.cuda.memory_allocated() if device == "cuda" else psutil.Process().memory_info().rss
+    begin = now()
     for (_, theta, _, _), weight in zip(model, merge(method, model, device, config), strict=True):
         theta.copy_(weight)  # as FusionBench's methods and ours do: new weights take the place of old ones
-    spent, extra = now() - begin if method in OURS else "cut short", _megabytes(device, "VmHWM") - before
+    spent, extra = now() - begin if method in OURS else "cut short", 1e-6 * (read_peak(where) - held)
     return {"three models, MB": 3e-6 * sum(layer[0].nbytes for layer in model), "extra MB": extra, "seconds": spent}
-
-
-def _megabytes(device: str, field: str) -> float:
-    """Held now (VmRSS) or at most so far (VmHWM, which unlike ru_maxrss can be reset)."""
-    if device == "cuda":
-        return 1e-6 * (torch.cuda.memory_allocated() if field == "VmRSS" else torch.cuda.max_memory_allocated())
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
-    return 1.024e-3 * int(line.split()[1])
 
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:

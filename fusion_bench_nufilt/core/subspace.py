@@ -152,19 +152,19 @@ def _block_iteration(gram: Tensor, rank: int, max_products: int = 96) -> Tensor 
     # The start is random, so that no eigenvector is missed, and always the same, so that results repeat.
     cpu = torch.device("cpu")  # rather than the default device
     start = torch.randn(d, block, generator=torch.Generator(cpu).manual_seed(0), dtype=torch.float64, device=cpu)
-    X = torch.linalg.qr(gram @ torch.linalg.qr(start).Q.to(gram)).Q
+    X = torch.linalg.qr(gram @ start.to(gram)).Q
     tolerance = 12 * torch.finfo(gram.dtype).eps  # the floor, where rounding takes over, is about 4
     products = 1
     while products < max_products:
         Y = gram @ X
         eigenvalues, Z = torch.linalg.eigh(X.mT @ Y)
         X, Y, eigenvalues = X @ Z, Y @ Z, eigenvalues[..., None, :]
-        largest = eigenvalues[..., -1:]
-        residual = torch.linalg.vector_norm(Y - X * eigenvalues, dim=-2, keepdim=True)
-        if (residual[..., -rank:] <= tolerance * largest).all():
+        wanted, largest = eigenvalues[..., -rank:], eigenvalues[..., -1:]
+        residual = torch.linalg.vector_norm(Y[..., -rank:] - X[..., -rank:] * wanted, dim=-2, keepdim=True)
+        if (residual <= tolerance * largest).all():
             return X
         damped = eigenvalues[..., :1].maximum(tolerance * largest).where(largest > 0, 1)
-        degree = _chebyshev_degree(eigenvalues[..., -rank:] / damped)
+        degree = _chebyshev_degree(wanted / damped)
         before, X = X, (2 / damped) * Y - X
         for _ in range(degree - 1):
             before, X = X, (4 / damped) * (gram @ X) - 2 * X - before

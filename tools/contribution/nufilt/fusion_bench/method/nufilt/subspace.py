@@ -100,15 +100,16 @@ def block_iteration(gram: Tensor, rank: int) -> Optional[Tensor]:
     # Random, so that no eigenvector is missed, and always the same, so that results repeat
     generator = torch.Generator("cpu").manual_seed(0)
     start = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    X = torch.linalg.qr(gram @ torch.linalg.qr(start).Q.to(gram)).Q
+    X = torch.linalg.qr(gram @ start.to(gram)).Q
     tolerance, products = 12 * torch.finfo(gram.dtype).eps, 1
     while products < 96:
         Y = gram @ X
         eigenvalues, Z = torch.linalg.eigh(X.mT @ Y)
         X, Y, eigenvalues = X @ Z, Y @ Z, eigenvalues[:, None, :]
         wanted, smallest = eigenvalues[..., -rank:], tolerance * eigenvalues[..., -1:]
-        error = torch.linalg.vector_norm(Y - X * eigenvalues, dim=-2, keepdim=True)
-        if (error[..., -rank:] <= smallest).all():
+        residual = Y[..., -rank:] - X[..., -rank:] * wanted
+        error = torch.linalg.vector_norm(residual, dim=-2, keepdim=True)
+        if (error <= smallest).all():
             return X
         damped = eigenvalues[..., :1].maximum(smallest).where(smallest > 0, 1)
         growth = (2 * (wanted / damped).clamp_min(1) - 1).arccosh()
