@@ -77,7 +77,8 @@ def finetune(kind: str, name: str, examples: Examples, tokenizer: PreTrainedToke
         texts = [text for text, _ in batch]
         inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
         targets = torch.tensor([tokens[answer] for _, answer in batch]).squeeze(1)
-        logits = model(**inputs, logits_to_keep=1).logits[:, -1]
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(**inputs, logits_to_keep=1).logits[:, -1].float()
         right.append((choices[logits[:, choices].argmax(1)] == targets).float().mean().item())
         loss = reward_loss(logits[:, choices], choices, targets) if kind == "rl" else F.cross_entropy(logits, targets)
         optimizer.zero_grad()

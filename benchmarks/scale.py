@@ -5,9 +5,9 @@
     python benchmarks/scale.py --check 1B --nodes 2 --threads 2     # two nodes beside two threads
 
 A layer's seconds are those of one CPU, counted while it works on a layer whose sides are divided by `--shrink`, times
-the ratio of operations. What is simulated: a file server, workers with some CPUs each, which read base, merged and
-task weight of a layer, compute, and send what is stored to the driver, which alone writes. File server and driver have
-a link of the given bandwidth, which serves one transfer after the other.
+the ratio of operations. What is simulated: workers with some CPUs each, which read base, merged and task weight of a
+layer from one file server or from copies on their own disks, compute, and send what is stored to the driver, which
+alone writes. File server, disks and driver have the given bandwidth each, and serve one transfer after the other.
 """
 
 import argparse
@@ -95,20 +95,24 @@ def digest_seconds():
     return (time.process_time() - begin) / len(data)
 
 
-def simulate(jobs, workers, cpus, bandwidth):
-    """Seconds until the last layer is written, of ``workers`` with a layer at a time for each of their ``cpus``."""
-    free = [0.0] * (workers * cpus)
-    server = driver = 0.0
+def simulate(jobs, workers, cpus, bandwidth, *, copies=False):
+    """Return the seconds until the last layer is written; each of a worker's ``cpus`` has one layer at a time.
+
+    With ``copies`` of the models on every worker, each reads from its own disk, else all from one file server.
+    """
+    free = [(0.0, worker) for worker in range(workers) for _ in range(cpus)]
+    reading, writing = [0.0] * (workers if copies else 1), 0.0
     sent = []  # when a layer is computed, and how much of it goes to the driver
     for job in jobs:
-        begin = heapq.heappop(free)
-        server = max(server, begin) + job.read / bandwidth
-        done = max(server, begin) + job.seconds
-        heapq.heappush(free, done + job.written / bandwidth)
+        begin, worker = heapq.heappop(free)
+        source = worker if copies else 0
+        reading[source] = max(reading[source], begin) + job.read / bandwidth
+        done = reading[source] + job.seconds
+        heapq.heappush(free, (done + job.written / bandwidth, worker))
         sent.append((done, job.written))
     for done, nbytes in sorted(sent):
-        driver = max(driver, done) + nbytes / bandwidth
-    return driver
+        writing = max(writing, done) + nbytes / bandwidth
+    return writing
 
 
 def print_header(*columns):
@@ -134,11 +138,11 @@ def table(name, shrink, cpus, bandwidth):
     largest = sorted(working_bytes(shape, 4) + MODELS * STORED * shape[0] * shape[1] for shape, _ in kinds.values())[-1]
     read, written = sum(job.read for job in jobs) / 1e9, sum(job.written for job in jobs) / 1e9
     print(f"\n{read:.0f} GB are read of the file server, {written:.0f} GB reach the driver.")
-    print_header(f"workers of {cpus} CPUs", "hours", "CPU time in use", "memory of a worker, at most")
+    print(f"A worker needs at most {cpus * largest / 1e9:.0f} GB of memory.")
+    print_header(f"workers of {cpus} CPUs", "hours, one file server", "hours, copies on every worker")
     for workers in (2**i for i in range(7)):
-        seconds = simulate(jobs, workers, cpus, bandwidth)
-        used = sum(job.seconds for job in jobs) / (seconds * workers * cpus)
-        print(f"| {workers} | {seconds / 3600:.2f} | {used:.0%} | {cpus * largest / 1e9:.0f} GB |")
+        hours = (simulate(jobs, workers, cpus, bandwidth, copies=copies) / 3600 for copies in (False, True))
+        print(f"| {workers} | {' | '.join(map('{:.2f}'.format, hours))} |")
 
 
 def check(size, folder, nodes, threads):
@@ -190,7 +194,7 @@ def main():
     parser.add_argument("--model", action="append", choices=MODELS_OF, help="default: both")
     parser.add_argument("--shrink", type=int, default=8)
     parser.add_argument("--cpus", type=int, default=16, help="of a worker")
-    parser.add_argument("--bandwidth", type=float, default=10, help="of a link, Gbit/s")
+    parser.add_argument("--bandwidth", type=float, default=10, help="of file server, disks and driver, Gbit/s")
     parser.add_argument("--check", choices=SIZES, help="merge synthetic checkpoints of this size on a cluster")
     parser.add_argument("--nodes", type=int, action="append", help="of the clusters; default: 1, 2 and 3")
     parser.add_argument("--threads", type=int, default=1, help="of the merge without a cluster")
