@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion_bench_nufilt.core.subspace import gram_matrix
+from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
 
 from .base import State
 from .order_free import FAINTEST, OrderFree, ScaleConfig, map_spectrum, option
 from .spectral import Spectral
-
-_POWER = 3  # how strongly `sylvester` prefers a task's leading directions: they weigh (s / s_1)^(2 * 3)
 
 
 @dataclass(frozen=True)
@@ -116,8 +114,7 @@ class Sylvester(OrderFree):
         return {"left": (d_o, d_o), "right": (d_i, d_i), "targets": (d_o, d_i)}
 
     def gather(self, state: State, tau: Tensor) -> State:
-        unit = tau / torch.linalg.matrix_norm(tau, ord=2)
-        left, right = (torch.linalg.matrix_power(gram, _POWER) for gram in (unit @ unit.mT, unit.mT @ unit))
+        left, right = weights_of_directions(tau)
         new = {"left": left, "right": right, "targets": 2 * tau @ right}
         return {**state, **{name: state[name] + value for name, value in new.items()}}
 
@@ -126,6 +123,18 @@ class Sylvester(OrderFree):
         g, Q = torch.linalg.eigh(state["right"])
         denominators = c.clamp_min(0)[:, None] + g.clamp_min(0) + self.options.eps * (c.mean() + g.mean())
         return scale * (P @ (P.mT @ state["targets"] @ Q / denominators) @ Q.mT)
+
+
+def weights_of_directions(tau: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return :math:`U d U^\top` and :math:`V d V^\top` with :math:`d = (s / s_1)^6`, from the smaller Gram matrix."""
+    if tau.shape[0] < tau.shape[1]:
+        right, left = weights_of_directions(tau.mT)
+        return left, right
+    gram = gram_matrix(tau)
+    s_1 = torch.linalg.vector_norm(tau @ top_eigenvectors(gram, 1))
+    squares, unit = gram / s_1**2, tau / s_1
+    fourth = squares @ squares
+    return unit @ fourth @ unit.mT, fourth @ squares
 
 
 class TsvStream(OrderFree):
