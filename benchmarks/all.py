@@ -71,10 +71,8 @@ def steps(times: pd.DataFrame, _: pd.DataFrame, memory: pd.DataFrame) -> pd.Data
 
 def forecast(_: pd.DataFrame, small: pd.DataFrame, __: pd.DataFrame, large: pd.DataFrame) -> pd.DataFrame:
     """Return what both models take by the number of workers."""
-    sizes = (small.add_prefix("70B: "), large.add_prefix("671B: "))
-    hours = [size.iloc[:, 1:] for size in sizes]
-    both = pd.concat([small.iloc[:, :1], *hours], axis=1)
-    return ratios(both, 0, "one worker", *both.columns[1:])
+    hours = [size.iloc[:, 1:].add_prefix(f"{name}, ") for name, size in (("70B", small), ("671B", large))]
+    return pd.concat([small.iloc[:, :1], *hours], axis=1)
 
 
 class Part(NamedTuple):

@@ -139,7 +139,7 @@ def table(name, shrink, cpus, bandwidth):
     read, written = sum(job.read for job in jobs) / 1e9, sum(job.written for job in jobs) / 1e9
     print(f"\n{read:.0f} GB are read of the file server, {written:.0f} GB reach the driver.")
     print(f"A worker needs at most {cpus * largest / 1e9:.0f} GB of memory.")
-    print_header(f"workers of {cpus} CPUs", "hours, one file server", "hours, copies on every worker")
+    print_header(f"workers of {cpus} CPUs", "one file server (h)", "copies on every worker (h)")
     for workers in (2**i for i in range(7)):
         hours = (simulate(jobs, workers, cpus, bandwidth, copies=copies) / 3600 for copies in (False, True))
         print(f"| {workers} | {' | '.join(map('{:.2f}'.format, hours))} |")
