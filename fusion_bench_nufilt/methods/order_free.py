@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.options import check_choices, check_positive, is_number
-from fusion_bench_nufilt.core.subspace import gram_matrix
+from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
 from fusion_bench_nufilt.core.weights import wide_dtype
 
 from .base import LayerMethod, State
@@ -130,6 +130,11 @@ def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
     s = eigenvalues.clamp_min(0).sqrt()
     gain = torch.where(s > FAINTEST * s.amax(), f(s) / s, 0)
     return X @ (V * gain @ V.mT)
+
+
+def spectral_norm(tau: Tensor, gram: Tensor) -> Tensor:
+    r"""Return the largest singular value of a matrix whose :math:`\tau^\top\tau` is ``gram``."""
+    return torch.linalg.vector_norm(tau @ top_eigenvectors(gram, 1))
 
 
 def strengths(names: Sequence[str], kappa: float, ramp: float) -> dict[str, float]:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
+from fusion_bench_nufilt.core.subspace import gram_matrix
 
 from .base import State
-from .order_free import FAINTEST, OrderFree, RampConfig, map_spectrum, option
+from .order_free import FAINTEST, OrderFree, RampConfig, map_spectrum, option, spectral_norm
 
 SLOPE = 0.03  # the fall of q between no vote and one vote
 
@@ -71,7 +71,7 @@ def vote(tau: Tensor) -> tuple[Tensor, Tensor]:
         A, s_1 = vote(tau.mT)
         return A.mT, s_1
     gram = gram_matrix(tau)
-    s_1 = torch.linalg.vector_norm(tau @ top_eigenvectors(gram, 1))
+    s_1 = spectral_norm(tau, gram)
     return (tau @ (gram / s_1**3) if s_1 > 0 else tau), s_1
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
+from fusion_bench_nufilt.core.subspace import gram_matrix
 
 from .base import State
-from .order_free import FAINTEST, OrderFree, ScaleConfig, map_spectrum, option
+from .order_free import FAINTEST, OrderFree, ScaleConfig, map_spectrum, option, spectral_norm
 from .spectral import Spectral
 
 
@@ -131,7 +131,7 @@ def weights_of_directions(tau: Tensor) -> tuple[Tensor, Tensor]:
         right, left = weights_of_directions(tau.mT)
         return left, right
     gram = gram_matrix(tau)
-    s_1 = torch.linalg.vector_norm(tau @ top_eigenvectors(gram, 1))
+    s_1 = spectral_norm(tau, gram)
     squares, unit = gram / s_1**2, tau / s_1
     fourth = squares @ squares
     return unit @ fourth @ unit.mT, fourth @ squares
