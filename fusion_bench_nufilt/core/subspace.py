@@ -137,7 +137,8 @@ def _split_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, 
     if d >= 256 and 16 * rank <= d and (block := _block_iteration(gram, rank)) is not None:
         return block, None
     eigenvalues, vectors = torch.linalg.eigh(gram)
-    n = max(0, d - rank - 16)
+    more = max(16, rank // 2)  # in the flat tails of language models the gap behind fewer drowns in rounding
+    n = max(0, d - rank - more)
     return vectors[..., n:], (vectors[..., :n], eigenvalues[..., :n])
 
 

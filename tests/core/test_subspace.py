@@ -71,6 +71,14 @@ def test_float32_filters_as_an_exact_svd_does_on_spectra_of_task_vectors(shape, 
     assert error.norm() < 1e-5 * other.norm()
 
 
+def test_the_flat_tail_of_a_language_model_s_spectrum_needs_no_float64():
+    steep, flat = torch.arange(1, 65, dtype=torch.float64) ** -0.75, torch.linspace(0.022, 0.018, 512).double()
+    tau = matrix_with_spectrum(576, 576, torch.cat([steep, flat]), seed=1)
+    expected = torch.linalg.svd(tau).Vh[:192].mT
+    actual = top_right_singular_vectors(tau.float(), 192).double()
+    assert (tau @ (projector(actual) - projector(expected))).norm() < 1e-5 * tau.norm()
+
+
 def test_a_spectrum_too_steep_for_float32_is_refused_and_exact_in_float64():
     tau = matrix_with_spectrum(200, 200, torch.arange(1, 201, dtype=torch.float64) ** -2.0, seed=1).float()
     with pytest.raises(torch.linalg.LinAlgError, match="too inaccurate in float32"):
