@@ -166,7 +166,7 @@ def write_general(clones: Path, out: Path) -> None:
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     code = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     for name, text in (("wikitext", wikipedia), ("python", code)):
-        rows = [{"text": text[start : start + 1000]} for start in range(0, 200_000, 20_000)]
+        rows = [{"text": text[start : start + 1000]} for start in range(0, 200_000, 5_000)]
         kind = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
         write_lm_eval(out, name, rows, "byte_perplexity", **kind)
 

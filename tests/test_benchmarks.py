@@ -25,7 +25,6 @@ sys.path.insert(0, str(REPO / "benchmarks"))
 import gpu
 import llm_tasks
 import low_rank
-from chosen_mixtures import set_members
 from fast_dop import optimize_weight
 from merge_step import METHODS, MODELS, make_layer, measure_memory, merge, prepared, report, split
 from order_free_choice import GRIDS, choose, describe, settings
@@ -33,7 +32,7 @@ from plain import needed_flops, plain_step
 
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.methods import METHODS as LAYER_METHODS
-from fusion_bench_nufilt.methods.sums import Mix
+from fusion_bench_nufilt.methods.sums import MEMBERS
 
 
 @pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
@@ -130,26 +129,10 @@ def test_the_setting_with_the_best_mean_is_chosen():
     assert choose("sum", scores) == {"scale": 0.3, "ramp": 0.4}
 
 
-def test_a_mixture_is_the_mean_of_its_members_at_their_chosen_settings(monkeypatch):
-    scores = {describe(member, setting): {"a": 0.0} for member, setting in settings()}
-    scores |= {"tsv_stream:scale=1.5:ramp=0.4": {"a": 1.0}, "spectral:kappa=0.9:damp=1:ramp=0": {"a": 1.0}}
-    monkeypatch.setattr(Mix, "_members", None)
-    set_members(scores)
-    theta_0, *tasks, _ = make_layer((24, 32), 0, "cpu")
-    layers = [f"layers.{block}.fc" for block in range(3)]
-
-    def update(kind, **options):
-        method = kind(kind.Options(**options), layers)
-        state = method.start(layers[2], theta_0)
-        for task in tasks:
-            state = method.add(layers[2], state, theta_0, task - theta_0)
-        return method.weight(layers[2], state, theta_0) - theta_0
-
-    mixed = update(Mix, pair="tsv_stream+spectral", ramp=0.4)
-    members = update(LAYER_METHODS["tsv_stream"], scale=1.5, ramp=0.4) + update(
-        LAYER_METHODS["spectral"], damp=1.0, ramp=0.4
-    )
-    assert (mixed - members / 2).norm() < 1e-5 * mixed.norm()
+def test_the_members_of_a_mixture_have_the_chosen_settings():
+    scores = json.loads((REPO / "benchmarks/order_free_choice.json").read_text())
+    for member, (_, options) in MEMBERS.items():
+        assert choose(member, scores) == {**{key: vars(options)[key] for key in GRIDS[member]}, "ramp": 0.4}
 
 
 def test_a_split_task_is_never_trained_on_what_it_is_tested_on(tmp_path, monkeypatch):

@@ -164,6 +164,7 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
     for number, task in enumerate(plan.tasks, plan.first_step):
         kind = "LoRA adapter" if isinstance(task, LoraAdapter) else "model"
         yield f"step {number}", f"{task.checkpoint.name} ({kind})"
+    yield "method", str(plan.method)
     layers, averaged = plan.layers, len(plan.averaged)
     yield "merged", f"{len(layers)} layers, {layers[0].name} … {layers[-1].name} (known from {plan.origin})"
     yield "", f"{plan.coverage.merged[1]:.1%} of all elements"

@@ -80,6 +80,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             self._states = {layer: self.method.start(layer, W) for layer, W in self._read(pretrained).items()}
         self._mean_counts: defaultdict[str, int] = defaultdict(int)
         self._reports: list[dict[str, Any]] = []  # the rows of layers.csv
+        log.info("%s", self.method)
         log.info("%s", self._coverage)
         for warning in (self._coverage.warning, self.method.warning([view.shape for view in self._layers.values()])):
             if warning:

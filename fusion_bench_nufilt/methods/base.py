@@ -50,6 +50,10 @@ class LayerMethod(ABC):
     def __init__(self, options: Any, layers: Sequence[str], seed: int = 42) -> None:
         self.options, self.layers, self.seed = options, layers, seed
 
+    def __str__(self) -> str:
+        """The method's name and all its settings."""
+        return f"{self.label} ({', '.join(f'{key} {value}' for key, value in vars(self.options).items())})"
+
     @abstractmethod
     def start(self, layer: str, theta_0: Tensor) -> State:
         """Return the state of a layer before the first task, given its pretrained weight ``(d_o, d_i)``."""

@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 from fusion_bench_nufilt.core.subspace import gram_matrix
 
 from .base import State
-from .order_free import FAINTEST, OrderFree, ScaleConfig, map_spectrum, option, spectral_norm
-from .spectral import Spectral
+from .order_free import FAINTEST, OrderFree, RampConfig, ScaleConfig, map_spectrum, option, spectral_norm
+from .spectral import Spectral, SpectralConfig
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,17 @@ def leading_directions(tau: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     return torch.where(s > FAINTEST * s[:1], U / s, 0), s, V
 
 
-_MEMBERS: dict[str, type[OrderFree]] = {method.name: method for method in (Spectral, Sylvester, TsvStream)}
+MEMBERS: dict[str, tuple[type[OrderFree], RampConfig]] = {
+    "spectral": (Spectral, SpectralConfig(damp=1.0)),
+    "sylvester": (Sylvester, RidgeConfig(eps=0.001)),
+    "tsv_stream": (TsvStream, ScaleConfig(scale=1.5)),
+}
+"""The methods that are mixed, at the settings that were best on benchmarks (docs/notes/order_free_rule.md)."""
 
 
 @dataclass(frozen=True)
 class MixConfig(ScaleConfig):
-    """The settings of a mixture of two methods, each of which has its own defaults."""
+    """The settings of a mixture of two methods."""
 
     pair: Literal["spectral+sylvester", "tsv_stream+sylvester", "tsv_stream+spectral"] = option(
         "spectral+sylvester", "The two methods whose updates are averaged."
@@ -218,8 +223,8 @@ class Mix(OrderFree):
 
     @cached_property
     def _members(self) -> list[OrderFree]:
-        kinds = [_MEMBERS[name] for name in self.options.pair.split("+")]
-        return [kind(kind.Options(), self.layers, self.seed) for kind in kinds]
+        members = [MEMBERS[name] for name in self.options.pair.split("+")]
+        return [kind(options, self.layers, self.seed) for kind, options in members]
 
 
 def _part_of(member: OrderFree, state: State) -> State:

@@ -9,7 +9,7 @@ from fusion_bench.method.task_singular_vector.utils.TSVM_utils import compute_an
 
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.order_free import ScaleConfig
-from fusion_bench_nufilt.methods.spectral import Spectral
+from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig
 from fusion_bench_nufilt.methods.sums import Isotropic, Mix, MixConfig, RidgeConfig, Sum, Sylvester, TsvStream, WudiSums
 from tests.conftest import every_device
 from tests.methods.test_spectral import distance, task_vectors
@@ -145,10 +145,10 @@ def test_sum_is_task_arithmetic():
 def test_a_mixture_is_the_mean_of_its_two_methods():
     taus = task_vectors((12, 10), count=3)
     for pair, members in (
-        ("spectral+sylvester", (Spectral, Sylvester)),
-        ("tsv_stream+spectral", (TsvStream, Spectral)),
+        ("spectral+sylvester", {Spectral: SpectralConfig(damp=1.0), Sylvester: RidgeConfig(eps=0.001)}),
+        ("tsv_stream+spectral", {TsvStream: ScaleConfig(scale=1.5), Spectral: SpectralConfig(damp=1.0)}),
     ):
-        mean = sum(merge(kind, taus) for kind in members) / 2
+        mean = sum(merge(kind, taus, options) for kind, options in members.items()) / 2
         torch.testing.assert_close(merge(Mix, taus, MixConfig(pair=pair)), mean)
 
 
