@@ -13,6 +13,7 @@ from fusion_bench_nufilt.demo import demo_folder
 # same ratio to the width.
 SCALED = "null_rank=21:lora_rank=10"
 METHODS = f"""
+    TSV-M with spectral voting = best,
     spectral voting = spectral,
     NUFILT all-linear = nufilt/all_linear,
     NUFILT (ranks 21/10/8) = nufilt:{SCALED},
@@ -27,7 +28,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the tables and pictures.")] = Path("outputs/demo"),
     seed: Annotated[int, typer.Option(help="Seed of the task order.")] = 42,
 ) -> None:
-    """Merge the eight models of the demo by seven methods, and show what each of them keeps."""
+    """Merge the eight models of the demo by eight methods, and show what each of them keeps."""
     begin = time.perf_counter()
     demo_folder()  # made on first use, with a progress bar of its own
     compare(["fabric.accelerator=cpu"], METHODS, seeds=str(seed), out=out, overwrite=True)

@@ -191,8 +191,8 @@ MEMBERS: dict[str, tuple[type[OrderFree], RampConfig]] = {
 class MixConfig(ScaleConfig):
     """The settings of a mixture of two methods."""
 
-    pair: Literal["spectral+sylvester", "tsv_stream+sylvester", "tsv_stream+spectral"] = option(
-        "spectral+sylvester", "The two methods whose updates are averaged."
+    pair: Literal["tsv_stream+spectral", "spectral+sylvester", "tsv_stream+sylvester"] = option(
+        "tsv_stream+spectral", "The two methods whose updates are averaged."
     )
 
 
