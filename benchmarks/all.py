@@ -93,7 +93,9 @@ PARTS = {
     "stream": Part(4, f"{SCORE} --run", "", lambda t: ratios(t, -1, "whole run")),
     "folders": Part(42, f"folders.py{BLOCKS}", "--size tiny", lambda t: ratios(t, 0, t.iloc[0, 0], "CPU minutes")),
     "lora": Part(1, "low_rank.py", "--size 96 --rank 4 --repeats 1"),
-    "order_free": Part(6, "order_free.py", "--models tiny --repeats 1", lambda t: ratios(t, 0, "NUFILT").filter(regex="^method|/")),
+    "order_free": Part(
+        6, "order_free.py", "--models tiny --repeats 1", lambda t: ratios(t, 0, "NUFILT").filter(regex="^method|/")
+    ),
     "scoring": Part(3, f"{SCORE} --steps 3", "", lambda t: ratios(t, -1, "set up once", "all steps (s)")),
     "machines": Part(9, NODES, "--check tiny", lambda t: ratios(t, 0, "one process", "seconds")),
     "forecast": Part(2, "scale.py", "--shrink 64", forecast),
