@@ -84,7 +84,7 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
     assert expected <= changed
 
 
-LAYERWISE = ("nufilt", *(method.name for method in ORDER_FREE))  # compared in tests/methods
+LAYERWISE = ("nufilt", "best", *(method.name for method in ORDER_FREE))  # compared in tests/methods
 RULE = {field.name for field in fields(RuleConfig)}  # options that say how one method of FusionBench is run
 
 
