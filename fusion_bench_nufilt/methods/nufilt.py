@@ -51,9 +51,9 @@ class Nufilt(LayerMethod):
         if self.options.null_space is not True or 2 * covered <= len(shapes):
             return None
         return (
-            f"null_rank={rank} covers more than half of the inputs of {covered} of {len(shapes)} layers. Unless all linear "
-            "layers are merged, little of a later task gets in: null_rank=0.1667 lora_rank=0.0833 are the paper's ranks "
-            "as shares of the width"
+            f"null_rank={rank} covers more than half of the inputs of {covered} of {len(shapes)} layers. Unless all "
+            "linear layers are merged, little of a later task gets in: null_rank=0.1667 lora_rank=0.0833 are the "
+            "paper's ranks as shares of the width"
         )
 
     def flops(self, shape: tuple[int, ...], ranks: Sequence[int | None]) -> float:
