@@ -34,7 +34,7 @@ class LayerMethod(ABC):
     """The name on the command line and in YAML files."""
     label: ClassVar[str]
     """The name in titles and tables."""
-    citation: ClassVar[str]
+    citation: str
     """What the method is and where it was published, in Markdown, for model cards."""
     Options: ClassVar[type]
     """A frozen dataclass whose fields are made by :func:`fusion_bench_nufilt.core.options.option`."""

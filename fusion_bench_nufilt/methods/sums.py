@@ -1,7 +1,7 @@
 """Order-free methods that keep running sums or the tasks' leading directions, and the mean of two methods."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -201,10 +201,13 @@ class Mix(OrderFree):
 
     name = "mix"
     label = "mixture"
-    citation = "the mean of two order-free methods, an unpublished method of fusion-bench-nufilt"
     Options = MixConfig
 
-    options: MixConfig
+    def __init__(self, options: MixConfig, layers: Sequence[str], seed: int = 42) -> None:
+        super().__init__(options, layers, seed)
+        members = [MEMBERS[name] for name in options.pair.split("+")]
+        self._members = [kind(settings, layers, seed) for kind, settings in members]
+        self.citation = f"the mean of the updates by {' and by '.join(member.citation for member in self._members)}"
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         return {
@@ -220,11 +223,6 @@ class Mix(OrderFree):
     def update(self, state: State, scale: float) -> Tensor:
         updates = [member.update(_part_of(member, state), scale * member.scale) for member in self._members]
         return sum(updates[1:], updates[0]) / len(updates)
-
-    @cached_property
-    def _members(self) -> list[OrderFree]:
-        members = [MEMBERS[name] for name in self.options.pair.split("+")]
-        return [kind(options, self.layers, self.seed) for kind, options in members]
 
 
 def _part_of(member: OrderFree, state: State) -> State:
