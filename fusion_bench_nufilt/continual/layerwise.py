@@ -68,6 +68,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._drawn: dict[str, Sequence[str]] = {}  # weights that a checkpoint lacks
         self._lacking: dict[str, list[str]] = {}  # those of them that are outside heads
         self._choose(pretrained)
+        log.info("%s", self.method)
 
     def _choose(self, pretrained: nn.Module) -> None:
         """Choose the layers, without those of the heads that are known by now."""
@@ -80,7 +81,6 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             self._states = {layer: self.method.start(layer, W) for layer, W in self._read(pretrained).items()}
         self._mean_counts: defaultdict[str, int] = defaultdict(int)
         self._reports: list[dict[str, Any]] = []  # the rows of layers.csv
-        log.info("%s", self.method)
         log.info("%s", self._coverage)
         for warning in (self._coverage.warning, self.method.warning([view.shape for view in self._layers.values()])):
             if warning:
