@@ -54,7 +54,7 @@ def ratios(table: pd.DataFrame, row: int, label: str, *columns: str) -> pd.DataF
     """Add the ratios of columns, or of all, to what they have in one of the rows."""
     for column in columns or table.columns[1:]:
         values = table[column].astype(float)
-        table[f"{column} / {label}"] = (values / values.iloc[row]).map("{:.2f}".format)
+        table[f"{column} / {label}"] = (values / values.iloc[row]).map("{:.3g}".format)
     return table
 
 
@@ -85,13 +85,14 @@ class Part(NamedTuple):
 BLOCKS = "" if shutil.disk_usage(".").free > 58e9 else " --blocks 24"  # a whole 7B takes 57 GB
 TINY, SCORE = "--shapes tiny --repeats 1 --patience 0.1", "evaluation.py modelpool=nufilt_demo"
 BLOCK = "merge_step.py --shapes llama-7b-block --methods 'plain,closed form' --repeats 1 --no-memory"
+FOLDERS = f"folders.py --again solver=closed_form{BLOCKS}"
 NODES = "scale.py --check 1B --nodes 2 --threads 2"
 PARTS = {
-    "one_step": Part(12, "merge_step.py --shapes clip-b32,clip-l14,flan-t5-base --patience 2", TINY, steps),
-    "block": Part(13, BLOCK, TINY, steps),
+    "one_step": Part(8, "merge_step.py --shapes clip-b32,clip-l14,flan-t5-base --patience 2", TINY, steps),
+    "block": Part(8, BLOCK, TINY, steps),
     "accuracy": Part(3, "accuracy.py", "--shapes 64x48 --decays 0.7 --seeds 1"),
     "stream": Part(4, f"{SCORE} --run", "", lambda t: ratios(t, -1, "whole run")),
-    "folders": Part(42, f"folders.py{BLOCKS}", "--size tiny", lambda t: ratios(t, 0, t.iloc[0, 0], "CPU minutes")),
+    "folders": Part(50, FOLDERS, "--size tiny", lambda t: ratios(t, 0, t.iloc[0, 0], "CPU minutes")),
     "lora": Part(1, "low_rank.py", "--size 96 --rank 4 --repeats 1"),
     "order_free": Part(
         6, "order_free.py", "--models tiny --repeats 1", lambda t: ratios(t, 0, "NUFILT").filter(regex="^method|/")

@@ -140,6 +140,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", action="append", choices=SIZES, help="default: 1B and 7B")
     parser.add_argument("--blocks", type=int, help="at most so many, which leaves the peak of memory as it is")
+    parser.add_argument("--again", action="append", default=[], metavar="WORDS", help="merge once more with these")
     parser.add_argument("--folder", type=Path, default=Path("outputs/folders"))
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints, and use those that are there")
     arguments, options = parser.parse_known_args()
@@ -159,15 +160,17 @@ def main():
                 text.num_hidden_layers, title = blocks, f"{size}, {blocks} of {whole} blocks"
             about.write_text(json.dumps([title, *make_checkpoints(config, folder)]))
         title, parameters, layers = json.loads(about.read_text())
-        shutil.rmtree(folder / "out", ignore_errors=True)
         try:
-            result = measure(folder, options)
+            for words in (), *map(str.split, arguments.again):
+                shutil.rmtree(folder / "out", ignore_errors=True)
+                result = measure(folder, [*options, *words])
+                minutes = (f"{result[key] / 60:.1f}" for key in ("predicted", "seconds", "cpu"))
+                row = [*minutes, *(f"{result[key] / 1e9:.2f}" for key in ("rss", "read", "written"))]
+                merge = [", ".join([title, *words]), f"{parameters / 1e9:.2f}B", str(layers)]
+                print("|", " | ".join([*merge, *row]), "|", flush=True)
         finally:
             if not arguments.keep:
                 shutil.rmtree(folder)
-        minutes = (f"{result[key] / 60:.1f}" for key in ("predicted", "seconds", "cpu"))
-        row = [*minutes, *(f"{result[key] / 1e9:.2f}" for key in ("rss", "read", "written"))]
-        print("|", " | ".join([title, f"{parameters / 1e9:.2f}B", str(layers), *row]), "|", flush=True)
 
 
 if __name__ == "__main__":
