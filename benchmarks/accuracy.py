@@ -47,19 +47,21 @@ def step_error(shape: tuple[int, int], seed: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default="768x768,3072x768,768x2048,1024x1024")
+    parser.add_argument("--steps", default="4096x4096", help="shapes of which the step alone is measured")
     parser.add_argument("--decays", default="0.1,0.4,0.7,1.0")
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args()
     decays = [float(decay) for decay in args.decays.split(",")]
     print("| layer | " + " | ".join(f"filter, k^-{decay}" for decay in decays) + " | step |")
     print("| --- " * (len(decays) + 2) + "|")
-    for text in args.shapes.split(","):
+    shapes, seeds = args.shapes.split(","), range(args.seeds)
+    for text in [*shapes, *args.steps.split(",")]:
         d_o, d_i = (int(size) for size in text.split("x"))
-        columns = [
-            [filter_error(*task_vectors((d_o, d_i), decay, seed)) for seed in range(args.seeds)] for decay in decays
-        ]
-        columns.append([step_error((d_o, d_i), seed) for seed in range(args.seeds)])
-        print("|", " | ".join([text, *(f"{max(column):.1e}" for column in columns)]), "|", flush=True)
+        cells = ["" for _ in decays]
+        if text in shapes:
+            cells = [f"{max(filter_error(*task_vectors((d_o, d_i), d, seed)) for seed in seeds):.1e}" for d in decays]
+        cells.append(f"{max(step_error((d_o, d_i), seed) for seed in seeds):.1e}")
+        print("|", " | ".join([text, *cells]), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,8 @@ def steps(times: pd.DataFrame, _: pd.DataFrame, memory: pd.DataFrame) -> pd.Data
     models = {row[""].split(":")[0]: row for row in times.to_dict("records") if not row[""].startswith("one layer")}
     columns = {f"{name} (s)": [row.get(method) for method in METHODS] for name, row in models.items()}
     columns |= {f"{name} / NUFILT": [row.get(f"{m} / ours") for m in METHODS] for name, row in models.items()}
-    extra = {row[""].split(", ")[1]: row["extra MB"] for row in memory.to_dict("records")}
+    rows = memory.to_dict("records") if "extra MB" in memory else []
+    extra = {row[""].split(", ")[1]: row["extra MB"] for row in rows}
     columns |= {"memory of the first (MB)": list(map(extra.get, METHODS))} if extra else {}
     table = pd.DataFrame(columns, list(METHODS)).dropna(how="all").fillna("")
     return table.rename(LABELS).reset_index(names="method")
@@ -90,7 +91,7 @@ NODES = "scale.py --check 1B --nodes 2 --threads 2"
 PARTS = {
     "one_step": Part(8, "merge_step.py --shapes clip-b32,clip-l14,flan-t5-base --patience 2", TINY, steps),
     "block": Part(8, BLOCK, TINY, steps),
-    "accuracy": Part(3, "accuracy.py", "--shapes 64x48 --decays 0.7 --seeds 1"),
+    "accuracy": Part(3, "accuracy.py", "--shapes 64x48 --steps 48x48 --decays 0.7 --seeds 1"),
     "stream": Part(4, f"{SCORE} --run", "", lambda t: ratios(t, -1, "whole run")),
     "folders": Part(50, FOLDERS, "--size tiny", lambda t: ratios(t, 0, t.iloc[0, 0], "CPU minutes")),
     "lora": Part(1, "low_rank.py", "--size 96 --rank 4 --repeats 1"),
