@@ -140,7 +140,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", action="append", choices=SIZES, help="default: 1B and 7B")
     parser.add_argument("--blocks", type=int, help="at most so many, which leaves the peak of memory as it is")
-    parser.add_argument("--again", action="append", default=[], metavar="WORDS", help="merge once more with these")
+    parser.add_argument("--again", action="append", default=[], metavar="WORDS", help="merge again with these settings")
     parser.add_argument("--folder", type=Path, default=Path("outputs/folders"))
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints, and use those that are there")
     arguments, options = parser.parse_known_args()
@@ -164,10 +164,10 @@ def main():
             for words in (), *map(str.split, arguments.again):
                 shutil.rmtree(folder / "out", ignore_errors=True)
                 result = measure(folder, [*options, *words])
-                minutes = (f"{result[key] / 60:.1f}" for key in ("predicted", "seconds", "cpu"))
-                row = [*minutes, *(f"{result[key] / 1e9:.2f}" for key in ("rss", "read", "written"))]
-                merge = [", ".join([title, *words]), f"{parameters / 1e9:.2f}B", str(layers)]
-                print("|", " | ".join([*merge, *row]), "|", flush=True)
+                row = [", ".join([title, *words]), f"{parameters / 1e9:.2f}B", str(layers)]
+                row += (f"{result[key] / 60:.1f}" for key in ("predicted", "seconds", "cpu"))
+                row += (f"{result[key] / 1e9:.2f}" for key in ("rss", "read", "written"))
+                print("|", " | ".join(row), "|", flush=True)
         finally:
             if not arguments.keep:
                 shutil.rmtree(folder)
