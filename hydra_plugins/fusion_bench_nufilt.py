@@ -15,7 +15,7 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
             return
         import fusion_bench.constants
 
-        import fusion_bench_nufilt.clip
+        import fusion_bench_nufilt.compat
 
         package = Path(fusion_bench_nufilt.__file__).parent
         # A wheel carries the configs inside the package; a checkout has them beside it.

@@ -40,6 +40,7 @@ class PoolAnalysis:
         self, experiment: Experiment, name: str, config: AnalysisConfig, folder: Path, targets: str | Sequence[str]
     ) -> None:
         self.experiment, self.name, self.config, self.folder = experiment, name, config, folder
+        self.taskpool = experiment.evaluator.taskpool  # whose data are looked up before any model is loaded
         self.tasks = experiment.tasks
         self._pairs = config.named_pairs(self.tasks)
         self.pretrained: nn.Module = experiment.modelpool.load_pretrained_model()
@@ -106,8 +107,7 @@ class PoolAnalysis:
         return result
 
     def _draw_inputs(self, samples: int) -> dict[str, Loader]:
-        taskpool = self.experiment.evaluator.taskpool
-        return {task: task_inputs(taskpool, task, samples, self.config.seed) for task in self.tasks}
+        return {task: task_inputs(self.taskpool, task, samples, self.config.seed) for task in self.tasks}
 
     def _moments(self, task: str, model: nn.Module) -> Moments:
         """Return the second moments of a task's inputs, recorded now unless they were before."""

@@ -1,6 +1,6 @@
 """The methods with which NUFILT is compared, under the same protocol."""
 
-from fusion_bench_nufilt import clip as clip
+from fusion_bench_nufilt import compat as compat
 
 from .adamerging import NewTaskAdaMergingAlgorithm
 from .finetuning import SequentialFineTuning

@@ -31,6 +31,8 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         **kwargs: options of :class:`fusion_bench_nufilt.baselines.task_data.EntropyConfig`.
     """
 
+    uses_training_data = True  # of the model pool, where it has some
+
     init_values: float  # these are set by auto_register_config
     seed: int
 

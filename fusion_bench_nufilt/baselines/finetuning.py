@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
+from fusion_bench_nufilt.continual.data_sets import check_train_sets
 from fusion_bench_nufilt.core.options import option, options_of, split_options, takes_options
 
 from .task_data import classifier, clip_pool
@@ -43,6 +44,9 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**split_options([FineTuningConfig], kwargs)[1])
+
+    def check_data(self) -> None:
+        check_train_sets(self.modelpool)
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         self._options = options_of(FineTuningConfig, self)

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
+from fusion_bench_nufilt.continual.data_sets import check_train_sets
 from fusion_bench_nufilt.continual.models import MERGED, PRETRAINED
 from fusion_bench_nufilt.core.options import check_choices, is_number, option, options_of, split_options, takes_options
 from fusion_bench_nufilt.core.weights import wide_dtype
@@ -138,6 +139,10 @@ class BatchMethodBaseline(_Baseline):
 
     def __init__(self, base_method: DictConfig, **kwargs: Any) -> None:
         super().__init__(**split_options([RuleConfig], kwargs)[1])
+
+    def check_data(self) -> None:
+        if getattr(import_object(self.base_method._target_), "uses_training_data", False):
+            check_train_sets(self.modelpool)
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         self.how = options_of(RuleConfig, self)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
+from fusion_bench_nufilt.continual.data_sets import check_train_sets
 from fusion_bench_nufilt.continual.models import MERGED
 from fusion_bench_nufilt.core.options import check_choices, option, options_of, split_options, takes_options
 from fusion_bench_nufilt.core.subspace import right_singular_basis
@@ -188,6 +189,9 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**split_options([WEMoEConfig], kwargs)[1])
+
+    def check_data(self) -> None:
+        check_train_sets(self.modelpool)
 
     @property
     def _options(self) -> WEMoEConfig:

@@ -73,6 +73,7 @@ def compare(
     _check(specs, overrides, evaluate, jobs, engine)
     everywhere = [f"modelpool={modelpool}", *overrides]
     experiment = Experiment(compose_run(pools := tuple(without_method(everywhere))), validation)
+    experiment.evaluator  # noqa: B018 -- it looks up the test data before any model is loaded
     specs = [with_fitting_ranks(spec, experiment, overrides) for spec in specs]
     words = [f"++method.evaluate={evaluate}", *_PROTOCOL, *everywhere]
     configs, wrong = _configure(specs, words, experiment, keep_going)

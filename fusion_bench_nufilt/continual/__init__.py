@@ -1,6 +1,6 @@
 """What every continual merging method shares: the stream of tasks, its scores, its files."""
 
-from fusion_bench_nufilt import clip as clip
+from fusion_bench_nufilt import compat as compat
 from fusion_bench_nufilt.results.metrics import METRICS, AccuracyMatrix
 
 from .algorithm import ContinualMergingAlgorithm

@@ -84,6 +84,9 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         """The name of the method in tables and logs."""
         return type(self).__name__
 
+    def check_data(self) -> None:
+        """Raise a ValueError for data of the model pool that the method needs and can't load; nothing is loaded yet."""
+
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         """Prepare a run; called once, with the pretrained model and the names in merging order."""
 
@@ -158,6 +161,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         sources = {name: source_of(modelpool, name) for name in modelpool.all_model_names}
         self._inputs: dict[str, Input] = {name: {"name": name, "source": source} for name, source in sources.items()}
         self.scores = self._scores(taskpool)
+        self.check_data()
         pretrained, self.drawn = self._load(modelpool, PRETRAINED)
         self.start(pretrained, names)
         self._check(pretrained, pretrained, self.drawn, PRETRAINED)

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Subset
 from fusion_bench_nufilt.results.metrics import AccuracyMatrix, or_none
 from fusion_bench_nufilt.results.page import PAGE
 
+from .data_sets import check_test_sets
 from .protocol import Evaluate, tasks_to_score
 from .run_folder import RunFolder
 
@@ -56,10 +57,14 @@ class Evaluator:
 
     Args:
         taskpool: the task pool.
-        part: which items of each task are scored, by default all; a ValueError where the pool can't select items.
+        part: which items of each task are scored, by default all.
+
+    Raises:
+        ValueError: a data set of the task pool can't be loaded, or the pool can't select items.
     """
 
     def __init__(self, taskpool: Any, part: Part | None = None) -> None:
+        check_test_sets(taskpool)
         self.taskpool, self._part = taskpool, part
         self._score, self._names = _scorer(taskpool)
         self._warned: set[str] = set()
