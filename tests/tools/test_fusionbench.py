@@ -162,13 +162,15 @@ def test_with_plugin_and_contribution_each_name_has_one_meaning(checkout, elsewh
     assert (method("nufilt/filter_only")["_target_"], method("nufilt/filter_only")["lora_rank"]) == (ours, 0)
 
 
-PATCHES = sorted((REPO / "tools" / "patches").glob("*.patch"))
+PATCHES = sorted((REPO / "tools" / "patches").rglob("*.patch"))
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.name[:4])
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda path: f"{path.parent.name}-{path.name[:4]}")
 def test_a_patch_mends_what_its_test_shows(patch, distribution, elsewhere, tmp_path):
     """On top of those before it: OPCM can't even be made without the second where Ray is installed."""
     folder = shutil.copytree(distribution, tmp_path / "fusion_bench")
+    (folder / "fusion_bench_config").rename(folder / "config")  # as in its repository
+    (folder / "fusion_bench_config").symlink_to("config")
     changes = patch.read_text()
     (test,) = [line[6:] for line in changes.splitlines() if line.startswith("+++ b/tests/") and "/test_" in line[10:]]
     if "lm_eval" in test:

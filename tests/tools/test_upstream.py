@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import itertools
+import re
 import shutil
 import subprocess
 import sys
@@ -236,7 +237,8 @@ def package(tmp_path):
     for patch in upstream.PATCHES:
         for path in (line[6:] for line in patch.read_text().splitlines() if line.startswith("--- a/")):
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source.parent / path, tmp_path / path)
+            installed = source.parent / re.sub("^config/", "fusion_bench_config/", path)
+            shutil.copy(installed, tmp_path / path)
     git("init", "--quiet", where=tmp_path)
     git("add", "--all", where=tmp_path)
     git("commit", "--quiet", "--message", "FusionBench", where=tmp_path)
