@@ -142,7 +142,7 @@ def test_the_command_merges_all_linear_layers_and_its_result_is_a_recipe(stream)
     [
         (["--method", "spectral", "null_rank=6"], "'null_rank' is not an option of method=spectral"),
         (["--kappa", "0.8"], "'kappa' is not an option of method=nufilt"),
-        (["method=opcm"], "method must be one of nufilt, spectral"),
+        (["method=opcm"], "there is no layer-wise method 'opcm'; there are best"),
         (["--method", "spectral", "--damp", "0"], "damp must be a number > 0"),
     ],
 )
