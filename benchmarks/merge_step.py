@@ -169,7 +169,7 @@ def peer(method: str, device: str) -> tuple[Any, Callable[[Tensor, Tensor, Tenso
 
 
 def wudi_closed_form(theta_0: Tensor, *models: Tensor) -> Tensor:
-    """The minimum of WUDI's loss on the same task vectors, as ``continual/wudi_sums`` finds it."""
+    """The minimum of WUDI's loss on the same task vectors, as ``wudi_sums`` finds it."""
     sums = WudiSums(RidgeConfig(), ["layer"])
     state = sums.start("layer", theta_0)
     for model in models:

@@ -81,22 +81,6 @@ def test_fusionbenchs_own_methods_merge_score_and_save_likewise(fusion_bench, na
     CLIPVisionModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_7")
 
 
-PRESETS = {
-    "naive": {"null_space": False, "lora_rank": 0},
-    "filter_only": {"null_space": True, "lora_rank": 0},
-    "adapter_only": {"null_space": False, "lora_rank": 64},
-    "adapter_alone": {"null_space": "zero", "lora_rank": 64},
-    "release": {"first_task": "release"},
-    "all_linear": {"target_modules": "all-linear", "other_params": "mean", "null_rank": 0.3333},
-}
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_changes_what_it_says_and_nothing_else(preset):
-    default, changed = (compose_run([f"method={name}"]).method for name in ("nufilt", f"nufilt/{preset}"))
-    assert changed == {**default, **PRESETS[preset]}
-
-
 SIZES, TASK_SETS = ("base-patch32", "base-patch16", "large-patch14"), ("TA8", "TALL14", "TALL20")
 POOLS = [f"clip-vit-{size}_{tasks}" for size in SIZES for tasks in TASK_SETS]
 # Every size and every set of tasks is once in the fast suite.

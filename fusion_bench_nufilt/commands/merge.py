@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, NotRequired
 
 import typer
 from omegaconf.errors import OmegaConfBaseException
@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from yaml import YAMLError
 
 from fusion_bench_nufilt.compare.overrides import key_value
-from fusion_bench_nufilt.core.options import split_options, unknown_option
+from fusion_bench_nufilt.core.options import split_options, unknown
 from fusion_bench_nufilt.folders import Plan, Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.folders.changes import kept_from_base
 from fusion_bench_nufilt.folders.checkpoint import some
@@ -48,7 +48,7 @@ _TASK = re.compile(r"task (0|[1-9]\d{0,5})")
 _model_option = partial(typer.Option, rich_help_panel="Models")
 
 
-@takes_options(*KINDS)
+@takes_options(*KINDS, varied={name for method in METHODS.values() for name in method.defaults})
 def merge(
     context: typer.Context,
     words: Annotated[
@@ -68,10 +68,13 @@ def merge(
     ] = None,
     out: Annotated[str | None, _model_option(help="Folder of the result.")] = None,
     method: Annotated[
-        Literal[tuple(METHODS)],  # type: ignore[valid-type]
+        str,
         typer.Option(
-            help="All but nufilt keep sums over the tasks, so that their order does not matter; they merge all linear "
-            "layers and average the rest unless target_modules and other_params say otherwise.",
+            metavar="NAME",
+            help=f"One of {', '.join(METHODS)}. All but nufilt and nufilt/… keep sums over the tasks, so that their "
+            "order does not matter; they merge all linear layers and average the rest unless target_modules and "
+            "other_params say otherwise.",
+            autocompletion=lambda: list(METHODS),
             rich_help_panel="Method",
         ),
     ] = "nufilt",
@@ -111,7 +114,7 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
             raise ValueError(f"{name} must be a size such as 4GB, got '{recipe[name]}'") from None
     method = recipe.pop("method", "nufilt")
     kind = find_method(method)
-    options, models = split_options((kind.Options, TargetConfig, Settings), {**kind.targets, **recipe})
+    options, models = split_options((kind.Options, TargetConfig, Settings), {**kind.defaults, **recipe})
     if foreign := [name for name in models if name not in MODELS]:
         raise ValueError(f"'{foreign[0]}' is not an option of method={method}")
     plan = plan_merge(models["base"], models["tasks"], models.get("merged"), *options, method=method)
@@ -158,7 +161,7 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
         yield "merged so far", f"{plan.merged.checkpoint.name}{', layers in float32' if exact else ''}"
     if taken:
         kinds = (plan.method.Options, TargetConfig, Settings)
-        usual = {each.name: each.default for kind in kinds for each in fields(kind)} | {**plan.method.targets}
+        usual = {each.name: each.default for kind in kinds for each in fields(kind)} | {**plan.method.defaults}
         own = (f"{key} {value}" for key, value in taken.items() if key != "base" and value != usual.get(key))
         yield "taken over", ", ".join(own)
     for number, task in enumerate(plan.tasks, plan.first_step):
@@ -241,8 +244,8 @@ def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[
         gathered.pop("digests", None)  # they are of the tensors read then
     gathered.update(said)
     checked(gathered, _Recipe)
-    if unknown := [str(name) for name in gathered if name not in (*MODELS, *settings)]:
-        raise ValueError(unknown_option(unknown[0], [*MODELS, *settings]))
+    if strange := [str(name) for name in gathered if name not in (*MODELS, *settings)]:
+        raise ValueError(unknown("option", strange[0], [*MODELS, *settings]))
     if isinstance(gathered.get("tasks"), str):
         gathered["tasks"] = [gathered["tasks"]]
     needed = ("tasks", "out") if gathered.get("merged") else ("base", "tasks", "out")  # the manifest names the base

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import Parameter
 from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -22,8 +22,11 @@ SIZES = ("max_memory", "max_shard_size")
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
-def takes_options(*kinds: type) -> Callable[[_Command], _Command]:
-    """Return a decorator that gives a command with ``**options`` an option for each field name of the dataclasses."""
+def takes_options(*kinds: type, varied: Collection[str] = ()) -> Callable[[_Command], _Command]:
+    """Return a decorator that gives a command with ``**options`` an option for each field name of the dataclasses.
+
+    ``varied`` names the options whose defaults a method may change.
+    """
     fields = defaultdict(list)
     for each in chain(*map(dataclasses.fields, kinds)):
         fields[each.name].append(each)
@@ -32,7 +35,8 @@ def takes_options(*kinds: type) -> Callable[[_Command], _Command]:
         parameters = list(inspect.signature(command).parameters.values())[:-1]
         for name, (each, *others) in fields.items():
             kind, default = _as_typed(each)
-            shown = "depends on the method" if any(other.default != each.default for other in others) else True
+            depends = name in varied or any(other.default != each.default for other in others)
+            shown = "depends on the method" if depends else True
             info = typer.Option(help=each.metadata["help"], rich_help_panel=each.metadata["panel"], show_default=shown)
             annotation: Any = Annotated[kind, info]
             parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))

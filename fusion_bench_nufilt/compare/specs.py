@@ -1,6 +1,5 @@
 """Read the methods and seeds of a comparison from the words of the command line."""
 
-import difflib
 import inspect
 import json
 import re
@@ -12,8 +11,8 @@ from hydra.core.object_type import ObjectType
 from omegaconf import DictConfig
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
-from fusion_bench_nufilt.core.options import unknown_option
-from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.core.options import unknown
+from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.storage.files import file_name, printable
 
 from .configs import PROGRAM, compose_run, config_loader, plain
@@ -47,11 +46,9 @@ def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
         for row in methods.group(part) or [part]:
             head, *settings = _split(row, ":")
             label, _, name = (word.strip() for word in head.rpartition("="))
-            chosen = methods.resolve(name)
+            chosen = methods.resolve(name := name.removeprefix("continual/"))
             placed = (methods.place(chosen, setting) for setting in settings)
-            specs.append(
-                RunSpec(printable(label or row), (*chosen, *placed), name.removeprefix("continual/"), tuple(settings))
-            )
+            specs.append(RunSpec(printable(label or row), (*chosen, *placed), name, tuple(settings)))
     return specs
 
 
@@ -123,7 +120,7 @@ class _MethodConfigs:
         config, (key, _) = self.compose(overrides), key_value(setting)
         inside = config.get("base_method") or {}
         if key.split(".")[0] not in (known := {*config, *inside}):
-            raise ValueError(f"'{setting}': {unknown_option(key, known)}")
+            raise ValueError(f"'{setting}': {unknown('option', key, known)}")
         return f"method.base_method.{setting}" if key not in config and key in inside else f"method.{setting}"
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
@@ -133,8 +130,9 @@ class _MethodConfigs:
         """Return the methods that ``all`` (without those that need data) or ``order_free`` stands for, else none."""
         if word == "order_free":
             return [method.name for method in ORDER_FREE]
+        ours = [name for name in METHODS if not name.startswith("nufilt/")]
         data_free = [name for name in self._names("continual") if name not in {*_GENERIC, *NEED_DATA}]
-        return ["nufilt", *data_free] if word == "all" else []
+        return ours + data_free if word == "all" else []
 
     def _names(self, folder: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
         with config_loader() as loader:
@@ -148,13 +146,10 @@ class _MethodConfigs:
             yield from self._tree(prefix + group)
 
     def _unknown(self, name: str) -> str:
-        there_is = list(self._tree())
-        ours = [path for path in there_is if path.split("/")[0] in ("nufilt", "continual")]
-        ours = [short for path in ours if (short := path.removeprefix("continual/")) not in _GENERIC]
-        others = [path for path in there_is if path not in ours and not path.startswith("continual/")]
-        close = difflib.get_close_matches(name, [*ours, *others], n=3)
-        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
-        return (
-            f"there is no method '{name}'{hint}\ncontinual methods: {', '.join(sorted(ours))}"
+        ours = {*METHODS, *self._names("continual")} - {*_GENERIC}
+        others = {path for path in self._tree() if not path.startswith("continual/")} - ours
+        lists = (
+            f"continual methods: {', '.join(sorted(ours))}"
             f"\nbatch methods of FusionBench, run continually: {', '.join(sorted(others))}"
         )
+        return unknown("method", name, ours | others, lists)

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from fusion_bench_nufilt.core.options import split_options, takes_options, unknown_option
+from fusion_bench_nufilt.core.options import split_options, takes_options, unknown
 from fusion_bench_nufilt.layers import check_model
 from fusion_bench_nufilt.results.metrics import AccuracyMatrix
 from fusion_bench_nufilt.results.tables import print_matrix
@@ -73,8 +73,8 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
 
     def __init__(self, **kwargs: Any) -> None:
         _, others = split_options([ProtocolConfig], kwargs)
-        if unknown := others.keys() - set(known := self._config_mapping.values()):
-            raise ValueError(f"{type(self).__name__}: {unknown_option(min(unknown), known)}")
+        if strange := others.keys() - set(known := self._config_mapping.values()):
+            raise ValueError(f"{type(self).__name__}: {unknown('option', min(strange), known)}")
         super().__init__(**others)  # FusionBench would report the others as unused
 
     # --- what a method defines ---

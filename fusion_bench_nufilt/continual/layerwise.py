@@ -48,7 +48,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._kind = find_method(layer_method)
         plain = {key: list(value) if isinstance(value, ListConfig) else value for key, value in kwargs.items()}
         self._own: tuple[type[Any], ...] = (self._kind.Options, TargetConfig, DeviceConfig)
-        made, protocol = split_options(self._own, {**self._kind.targets, **plain})
+        made, protocol = split_options(self._own, {**self._kind.defaults, **plain})
         self._config_mapping = type(self)._config_mapping.copy()
         for options in ({"layer_method": layer_method}, *map(vars, made)):
             for key, value in options.items():

@@ -60,11 +60,15 @@ def options_of(kind: type[_Options], algorithm: object) -> _Options:
     return kind(**{each.name: getattr(algorithm, each.name) for each in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 
-def unknown_option(name: str, known: Iterable[str]) -> str:
-    """Return the message about an unknown option, with the option that was probably meant."""
+def unknown(what: str, name: str, known: Iterable[str], known_are: str = "") -> str:
+    """Return the message about an unknown name, with the one that was probably meant, or else with all known ones.
+
+    ``known_are`` replaces the list of the known ones.
+    """
     known = sorted(set(known))
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"there is no option '{name}'" + (f"; did you mean '{close[0]}'?" if close else f"; there are {known}")
+    close = difflib.get_close_matches(str(name), known, n=1)
+    rest = f"did you mean '{close[0]}'?" if close else known_are or f"there are {', '.join(known)}"
+    return f"there is no {what} '{name}'; {rest}"
 
 
 def choices(option: Field[Any]) -> tuple[Any, ...]:

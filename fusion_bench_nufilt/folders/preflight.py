@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fusion_bench_nufilt.core.options import split_options
 from fusion_bench_nufilt.layers import TargetConfig, coverage
 from fusion_bench_nufilt.layers.models import UNRELATED, leave_out, unrelated
 from fusion_bench_nufilt.methods import LayerMethod, find_method
@@ -56,7 +57,8 @@ def plan_merge(
         ValueError: there is no such method, or a model does not fit; the message names it and says what to do.
     """
     kind, settings = find_method(method), settings or Settings()
-    options, targets = options or kind.Options(), targets or TargetConfig(**kind.targets)
+    (own, usual), _ = split_options((kind.Options, TargetConfig), kind.defaults)
+    options, targets = options or own, targets or usual
     if not isinstance(options, kind.Options):
         raise ValueError(f"the options of method {method} are {kind.Options.__name__}, got {type(options).__name__}")
     if not tasks:
@@ -258,7 +260,7 @@ def _check_state(plan: Plan) -> Iterator[str]:
             yield f"'{name}' has the merged layers in float32; --accumulate float32 goes on from there"
         elif plan.keeps_state and missing and plan.before:
             yield f"'{name}' does not have all merged layers in float32: going on from the rounded ones"
-    elif missing or others or before.get("method", method.name) != method.name:
+    elif missing or others or plan.before.get("method", method.label) != method.label:  # a variant has its label
         what = f"no '{missing[0]}'" if missing else f"'{others[0]}'" if others else "that of another method"
         own = f"{method.label} goes on from its own merges of the same layers only"
         raise ValueError(f"the merged model '{name}' has {what} in {STATE_FILE}: {own}")

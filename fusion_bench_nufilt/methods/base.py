@@ -38,8 +38,9 @@ class LayerMethod(ABC):
     """What the method is and where it was published, in Markdown, for model cards."""
     Options: ClassVar[type]
     """A frozen dataclass whose fields are made by :func:`fusion_bench_nufilt.core.options.option`."""
-    targets: ClassVar[Mapping[str, Any]] = {}
-    """Options of :class:`fusion_bench_nufilt.layers.TargetConfig` whose defaults differ for this method."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Defaults of this method that differ from those of :attr:`Options` and of
+    :class:`fusion_bench_nufilt.layers.TargetConfig`."""
     state_is_weight: ClassVar[bool] = False
     """Whether the state is the merged weight alone, ``{"weight": W}``, so that nothing is kept beside the model."""
     itemsize: ClassVar[int] = 4
@@ -132,3 +133,8 @@ class LayerMethod(ABC):
     def takes_first_whole(self) -> bool:
         """Whether the first task is taken as it is, which costs next to nothing."""
         return False
+
+
+def variant(method: type[LayerMethod], name: str, **defaults: Any) -> type[LayerMethod]:
+    """Return a method under a name of its own, with other defaults."""
+    return type(name, (method,), {"name": name, "defaults": {**method.defaults, **defaults}})

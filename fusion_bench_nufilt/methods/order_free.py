@@ -57,7 +57,7 @@ class OrderFree(LayerMethod):
     """
 
     Options: ClassVar[type] = ScaleConfig
-    targets = {"target_modules": "all-linear", "other_params": "mean"}  # noqa: RUF012
+    defaults = {"target_modules": "all-linear", "other_params": "mean"}  # noqa: RUF012
     itemsize = 8
     strength: ClassVar[str] = "scale"
     """The name of the option that is the strength of the update, in the middle of the model."""

@@ -17,7 +17,7 @@ from fusion_bench_nufilt.compare.configs import plain as plain_config
 from fusion_bench_nufilt.compare.specs import NEED_DATA, parse_methods
 from fusion_bench_nufilt.demo import load_vision_model
 from fusion_bench_nufilt.layers import select_layers
-from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.methods import METHODS
 from tests.baselines.helpers import GLUE, configured, demo_images, on_cpu, unchanged
 from tests.continual.helpers import noting
 from tests.models import clip, finetuned, llama, t5
@@ -59,7 +59,7 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
         images = compose_run(["modelpool=nufilt_demo"]).modelpool.train_datasets
         pool = BaseModelPool(models, train_datasets=images)
     steps = [f"method.{STEPS[name]}=2"] if name in STEPS else []
-    algorithm = on_cpu(instantiate(configured(name if name == "nufilt" else f"continual/{name}", *steps)))
+    algorithm = on_cpu(instantiate(configured(name if name in METHODS else f"continual/{name}", *steps)))
     if why := REFUSED.get((name, family)):
         with pytest.raises(ValueError, match=why):
             algorithm.run(pool, taskpool)
@@ -84,11 +84,10 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
     assert expected <= changed
 
 
-LAYERWISE = ("nufilt", "best", *(method.name for method in ORDER_FREE))  # compared in tests/methods
 RULE = {field.name for field in fields(RuleConfig)}  # options that say how one method of FusionBench is run
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in LAYERWISE])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in METHODS])  # those are compared in tests/methods
 def test_a_baseline_made_in_python_has_the_options_of_its_yaml(name):
     written = plain_config(compose_run([f"method=continual/{name}"]).method)
     base = {key: written[key] for key in ("base_method",) if key in written}

@@ -66,8 +66,9 @@ def test_a_method_of_the_users_is_found_on_the_search_path(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("nufilt, opmc", ["there is no method 'opmc'", "did you mean opcm", "nufilt/naive", "weight_average"]),
-        ("nufilt, opmc", ["dare/task_arithmetic", "simple_average"]),
+        ("nufilt, opmc", ["there is no method 'opmc'; did you mean 'opcm'?"]),
+        ("nufilt, qqq", ["there is no method 'qqq'", "nufilt/naive", "weight_average"]),
+        ("nufilt, qqq", ["dare/task_arithmetic", "simple_average"]),
         ("nufilt:null_rank", ["'null_rank' is not of the form KEY=VALUE"]),
         ("nufilt, nufilt", ["need labels to tell them apart"]),
         ("a b=nufilt, a/b=opcm", ["need labels to tell them apart"]),

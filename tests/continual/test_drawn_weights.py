@@ -37,7 +37,7 @@ def folders(tmp_path, request):
 
 
 def from_folders(folder, **targets):
-    targets = TargetConfig(**{**METHODS["spectral"].targets, **targets})
+    targets = TargetConfig(**{**METHODS["spectral"].defaults, **targets})
     base, *tasks = (str(folder / name) for name in ("base", "one", "other"))
     plan = plan_merge(base, tasks, targets=targets, method="spectral")
     merge_folders(plan, folder / "out")

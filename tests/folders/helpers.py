@@ -41,7 +41,7 @@ def plan(
 ):
     """Plan a merge of tasks by the names of their folders, with options of the method and of the targets."""
     kind = METHODS[method]
-    options = {**kind.targets, **(RANKS if method == "nufilt" else {}), **options}
+    options = {**kind.defaults, **(RANKS if method == "nufilt" else {}), **options}
     (config, targets), left = split_options([kind.Options, TargetConfig], options)
     assert not left, left
     base, *tasks = (str(folder / name) for name in (base, *tasks))

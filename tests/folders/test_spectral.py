@@ -15,7 +15,7 @@ from fusion_bench_nufilt.folders import merge_folders
 from fusion_bench_nufilt.methods import ORDER_FREE
 from tests.commands.helpers import nufilt
 from tests.folders import helpers
-from tests.folders.helpers import RANKS, STATE, change_json, hashes, manifest, same, save_stream, tensors
+from tests.folders.helpers import RANKS, STATE, hashes, manifest, same, save_stream, tensors
 from tests.folders.test_adapters import save_all
 from tests.models import clip, llama, t5
 
@@ -113,10 +113,9 @@ def test_what_has_no_state_or_that_of_other_layers_or_of_another_method_is_refus
     merge(stream, ["task1"], "one")
     with pytest.raises(ValueError, match=r"one' has 'model\.layers\.0\.mlp.*of the same layers only"):
         plan(stream, ["task2"], "one", target_modules=["self_attn"])
-    settings = {**manifest(stream / "one")["settings"], "method": "average"}
-    change_json(stream / "one" / "nufilt.json", settings=settings)
-    with pytest.raises(ValueError, match="has that of another method in"):
-        plan(stream, ["task2"], "one", settings={"verify": False})
+    helpers.merge(stream, ["task1"], "sum", method="sum")
+    with pytest.raises(ValueError, match="has that of another method in"):  # whose tensors have the same names
+        plan(stream, ["task2"], "sum", method="isotropic")
 
 
 def test_nufilt_on_top_of_it_deserves_a_warning(stream):
@@ -142,7 +141,7 @@ def test_the_command_merges_all_linear_layers_and_its_result_is_a_recipe(stream)
     [
         (["--method", "spectral", "null_rank=6"], "'null_rank' is not an option of method=spectral"),
         (["--kappa", "0.8"], "'kappa' is not an option of method=nufilt"),
-        (["method=opcm"], "method must be one of nufilt, spectral"),
+        (["method=opcm"], "there is no layer-wise method 'opcm'; there are best"),
         (["--method", "spectral", "--damp", "0"], "damp must be a number > 0"),
     ],
 )

@@ -1,0 +1,120 @@
+"""A layer-wise method has one name, which every door takes, with the same settings and the same result."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from fusion_bench.utils import instantiate
+from safetensors.torch import load_file
+
+from fusion_bench_nufilt import LayerwiseMergingAlgorithm
+from fusion_bench_nufilt.compare.configs import compose_run, plain
+from fusion_bench_nufilt.compare.specs import parse_methods
+from fusion_bench_nufilt.methods import METHODS
+from tests.commands.helpers import nufilt
+from tests.continual.helpers import logging_to, pool, saved_pool
+from tests.folders.helpers import STATE, manifest, same, tensors
+
+CONFIG = Path(__file__).parents[2] / "config" / "method"
+
+
+def fusion_bench(folder, name, models):
+    """The folder that `fusion_bench method=NAME` saves after its last step."""
+    config = compose_run([f"method={name}", "method.shuffle_order=false"]).method
+    logging_to(folder, instantiate(config)).run(models)
+    return sorted((folder / "checkpoints").glob("merged_model_*"))[-1]
+
+
+def merge(folder, out, *words, tasks=("task1", "task2"), base=True):
+    """The folder that `nufilt merge` writes."""
+    models = ("--base", folder / "_pretrained_") if base else ()
+    models += tuple(word for task in tasks for word in ("--task", folder / task))
+    code, text = nufilt("merge", *words, *models, "--out", folder / out)
+    assert code == 0, text
+    return folder / out
+
+
+def test_every_method_has_a_file_of_its_name_and_the_other_files_are_of_fusion_bench_alone():
+    files = {str(file.relative_to(CONFIG).with_suffix("")) for file in CONFIG.rglob("*.yaml")}
+    assert {name for name in files if not name.startswith("continual/")} == {*METHODS}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_name_is_the_same_merge_at_every_door(name, tmp_path):
+    models = saved_pool(tmp_path, pool(tasks=2))
+    run = fusion_bench(tmp_path / "run", name, models)
+    out = merge(tmp_path, "out", "--method", name)
+    assert same(tensors(run), tensors(out))
+    if not METHODS[name].state_is_weight:
+        assert same(load_file(run / STATE), load_file(out / STATE))
+    (spec,) = parse_methods(name)
+    composed, compared = (plain(compose_run(words).method) for words in ([f"method={name}"], spec.overrides))
+    assert compared == composed
+    settings = manifest(out)["settings"]
+    assert settings["method"] == name
+    shared = composed.keys() & settings.keys()
+    assert {key: settings[key] for key in shared} == {key: composed[key] for key in shared}
+    assert METHODS[name].defaults.keys() <= shared
+
+
+def test_a_recipe_takes_the_name_too(tmp_path):
+    saved_pool(tmp_path, pool(tasks=2))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"settings": {"method": "best"}}))
+    out, again = merge(tmp_path, "out", recipe), tmp_path / "again"
+    assert manifest(out)["settings"]["ramp"] == 0.4
+    code, text = nufilt("merge", out / "nufilt.json", "--out", again)
+    assert code == 0, text
+    assert same(tensors(again), tensors(out))
+
+
+@pytest.mark.parametrize("words", [(), ("--method", "best")])
+def test_best_goes_on_from_a_merge_that_was_made_as_a_mixture(words, tmp_path):
+    saved_pool(tmp_path, pool(tasks=2))
+    merge(tmp_path, "one", "--method", "mix", "ramp=0.4", tasks=["task1"])
+    two = merge(tmp_path, "two", "--merged", tmp_path / "one", *words, tasks=["task2"], base=False)
+    whole = merge(tmp_path, "whole", "--method", "best")
+    assert same(tensors(two), tensors(whole))
+    assert same(load_file(two / STATE), load_file(whole / STATE))
+
+
+def test_a_run_of_best_goes_on_from_a_run_of_the_mixture(tmp_path):
+    models = pool(tasks=2)
+    first = saved_pool(tmp_path, {name: models[name] for name in ("_pretrained_", "task1")})
+    one = logging_to(tmp_path / "one", LayerwiseMergingAlgorithm("mix", ramp=0.4))
+    one.run(first)
+    second = {name: models[name] for name in ("_pretrained_", "task2")}
+    second = saved_pool(tmp_path, second, _merged_=tmp_path / "one" / "checkpoints" / "merged_model_0")
+    two = fusion_bench(tmp_path / "two", "best", second)
+    assert same(tensors(two), tensors(fusion_bench(tmp_path / "whole", "best", saved_pool(tmp_path, models))))
+
+
+def test_an_option_wins_over_the_setting_behind_a_name(tmp_path):
+    saved_pool(tmp_path, pool(tasks=2))
+    out = merge(tmp_path, "out", "--method", "nufilt/all_linear", "--null-rank", 5, "--other-params", "pretrained")
+    settings = manifest(out)["settings"]
+    assert [settings[key] for key in ("null_rank", "other_params", "target_modules")] == [5, "pretrained", "all-linear"]
+
+
+@pytest.mark.parametrize("door", ["merge", "compare", "recipe"])
+def test_a_misspelt_name_is_answered_with_the_one_that_was_meant_and_without_a_list(door, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("method: bst\nbase: b\ntasks: [t]\nout: o\n")
+    models = ("--base", "b", "--task", "t", "--out", tmp_path / "out")
+    words = {
+        "merge": ("merge", "--method", "bst", *models),
+        "compare": ("compare", "--methods", "bst", "--out", tmp_path / "out"),
+        "recipe": ("merge", tmp_path / "recipe.yaml"),
+    }
+    code, text = nufilt(*words[door])
+    assert (code, "'bst'; did you mean 'best'?" in text, "spectral" in text) == (1, True, False), text
+
+
+def test_a_name_that_is_like_no_other_is_answered_with_all_of_them():
+    code, text = nufilt("merge", "--method", "opcm", "--base", "b", "--task", "t", "--out", "o")
+    assert (code, [name for name in METHODS if name not in text]) == (1, []), text
+
+
+def test_the_help_says_that_a_default_depends_on_the_method():
+    _, text = nufilt("merge", "--help")
+    ramp = text.partition("--ramp")[2].partition("--kappa")[0]
+    assert "depends on the" in ramp
