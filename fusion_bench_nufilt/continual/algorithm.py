@@ -223,15 +223,11 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
     def finish_step(self, step: int, merged: nn.Module, seconds: float) -> None:
         """Save and score the model that step ``step`` took ``seconds`` to make."""
         self.merge_seconds.append(seconds)
-        tasks, done = self.matrix.tasks, self.matrix.tasks[: step - self.first_step + 1]
-        log.info("step %d: merged '%s' (%d of %d) in %.1f s", step, done[-1], len(done), len(tasks), seconds)
+        done, total = self.matrix.tasks[: step - self.first_step + 1], len(self.matrix.tasks)
+        log.info("step %d: merged '%s' (%d of %d) in %.1f s", step, done[-1], len(done), total, seconds)
         if self._kept is not None:
-            about = {
-                "step": step,
-                "tasks": [*self.before.get("tasks", []), *done],
-                "merge_seconds": self.merge_seconds,
-                **self.describe(),
-            }
+            tasks = [*self.before.get("tasks", []), *done]
+            about = {"step": step, "tasks": tasks, "merge_seconds": self.merge_seconds, **self.describe()}
             with self.profile("saving"):
                 self._kept.save_step(step, merged, {**self._description(), **about}, self.state(), self.files)
         if self.scores is not None:

@@ -133,11 +133,11 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             self._heads.keep(self.before.get("heads", {}).values())
             self._heads.add(name, shapes, config_of(pretrained), ())  # a head that its checkpoint lacks counts, too
         elif name != MERGED:
-            known = self._heads.of(pretrained.state_dict())
+            before = self._heads.of(pretrained.state_dict())
             own = {base_name: shapes[key] for base_name, key in names.items() if key not in drawn}
             self._heads.add(name, own, config_of(model))
             is_late = not self._checked_first and self.first_step + len(self.merge_seconds) > 1
-            if is_late and self._heads.of(pretrained.state_dict()) != known:
+            if is_late and self._heads.of(pretrained.state_dict()) != before:
                 heads = ", ".join(sorted(self._heads.modules))
                 said = f"model '{name}' has a head of its own ({heads}), which the models before it had not"
                 raise ValueError(f"{said}: set heads='{heads}', or leave check_models on")

@@ -41,8 +41,8 @@ class Heads:
     def add(self, name: str, task: Shapes, config: Mapping[str, Any], trained: Collection[str] | None = None) -> None:
         """Add the modules of a task's head, if it has one of its own.
 
-        ``trained`` names the modules that an adapter holds in full (peft's ``modules_to_save``); a task's model has None,
-        and the base, which need not have a head, has none of them.
+        ``trained`` names the modules that an adapter holds in full (peft's ``modules_to_save``); a task's model has
+        None, and the base, which need not have a head, has none of them.
         """
         if self.rule == "auto":
             whole = (key for key in self._matrices(task) if not {*(trained or ())}.isdisjoint(key.split(".")))
