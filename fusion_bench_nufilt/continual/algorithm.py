@@ -257,6 +257,9 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         folder, manifest = found
         step = manifest["step"]
         log.info("going on after step %d", step)
+        if unread := [name for name in self.matrix.tasks if "sha256" not in manifest["inputs"][name]]:
+            what = "had not read %s yet (check_models=false): whether its weights have changed since is not known"
+            log.warning(f"the run that made step %d {what}", step, ", ".join(unread))
         self.merge_seconds = manifest["merge_seconds"]
         if self.scores is not None:
             self.scores.restore(step, merged)

@@ -112,8 +112,8 @@ def content_digest(content: Mapping[str, Any]) -> str:
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder, which becomes ``target`` when the block ends without an error, or else is removed.
 
-    An earlier ``target`` is moved aside before that and deleted after it: :func:`restore_folder` finds it if the process
-    is killed in between.
+    An earlier ``target`` is moved aside before that and deleted after it. If the process is killed in between,
+    :func:`restore_folder` finds it.
     """
     restore_folder(target)
     # The caller holds a lock, so that these were left by processes that were killed.
