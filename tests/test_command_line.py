@@ -12,10 +12,10 @@ import pytest
 import torch
 from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from omegaconf import OmegaConf
-from transformers import AutoModelForSeq2SeqLM, CLIPVisionModel
+from transformers import CLIPVisionModel
 
 from fusion_bench_nufilt.compare.configs import compose_run
-from tests.conftest import REPO, shared_or_skip
+from tests.conftest import REPO
 
 DEMO = ("method=nufilt", "modelpool=nufilt_demo", "method.max_steps=3")
 TASKS = ["digits", "letters", "typefaces", "shapes", "textures", "colours", "counts", "arrows"]
@@ -182,52 +182,3 @@ def test_the_wheel_brings_its_configs_and_runs(fusion_bench, wheel_python):
     assert str(REPO) not in location
     fusion_bench(*DEMO, "method.evaluate=last", python=wheel_python)
     assert matrix_of(fusion_bench.logs)["ACC"] is not None
-
-
-# --- under the public names, against a stand-in for the model hub ---
-
-
-@pytest.fixture(scope="session")
-def hub(tmp_path_factory):
-    """Serve tiny checkpoints and data sets under their public names; gives the command that runs another inside."""
-    tools = shared_or_skip("tools/local_hub")
-    root = tmp_path_factory.mktemp("hub")
-    options = ["--size", "tiny", "--models", "clip-vit-base-patch32,flan-t5-base", "--tasks", "TA8,glue"]
-    build = [sys.executable, tools / "build_hub.py", "--root", root, *options, "--rows", "16", "--glue-rows", "4"]
-    subprocess.run(build, check=True, capture_output=True)
-    return (sys.executable, str(tools / "serve_hub.py"), "--root", str(root), "--")
-
-
-@pytest.mark.slow
-def test_clip_on_eight_tasks_with_the_command_of_the_readme(fusion_bench, hub):
-    fusion_bench("method=nufilt", "modelpool=clip-vit-base-patch32_TA8", launcher=hub)
-    result = matrix_of(fusion_bench.logs)
-    assert result["tasks"] == ["eurosat", "svhn", "mnist", "dtd", "resisc45", "gtsrb", "sun397", "stanford-cars"]
-    assert result["missing"] == []
-    assert result["BWT"] is not None
-    CLIPVisionModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_7")
-
-
-@pytest.mark.slow
-def test_flan_t5_on_glue_with_the_command_of_the_readme(fusion_bench, hub):
-    command = ("method=nufilt", "modelpool=flan-t5-base_glue", "method.shuffle_order=false")
-    fusion_bench(*command, launcher=hub)
-    result = matrix_of(fusion_bench.logs)
-    assert result["tasks"][0] == "glue-cola"
-    assert set(result["missing"]) <= {"glue-stsb"}  # random models predict a constant: no rank correlation
-    report = json.loads((fusion_bench.logs / "report_7.json").read_text())
-    assert "spearman_rho" in report["glue-stsb"]
-    saved = fusion_bench.logs / "checkpoints" / "merged_model_7"
-    assert (saved / "model.safetensors").exists()
-    AutoModelForSeq2SeqLM.from_pretrained(saved)
-
-
-@pytest.mark.slow
-def test_flan_t5_is_compared_beside_the_papers_numbers(hub, tmp_path):
-    options = ("--methods", "nufilt", "--modelpool", "flan-t5-base_glue", "--evaluate", "last", "--out", tmp_path)
-    nufilt = [sys.executable, "-m", "fusion_bench_nufilt.commands.app"]
-    command = [*hub, *nufilt, "compare", *options, "method.shuffle_order=false"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (row,) = (line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| nufilt"))
-    assert "83.7" in row

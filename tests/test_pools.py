@@ -1,6 +1,7 @@
 """FusionBench's pools for GPT-2, and those that need Python 3.12, on tiny checkpoints."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -65,22 +66,36 @@ COLUMNS = {
 }
 
 
-def build(folder):
-    """Write `gpt2`, `tanganke/gpt2_cola`, … and `glue`, each a folder under its public name."""
+def gpt2_checkpoints():
+    """Return by public name the functions that write tiny checkpoints of `gpt2` and `tanganke/gpt2_cola`, … ."""
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=257, n_embd=16, n_layer=2, n_head=2, n_positions=512, pad_token_id=256)
     base = GPT2ForSequenceClassification(config)
-    base.transformer.save_pretrained(folder / "gpt2")
-    letters = [*bytes_to_unicode().values(), "<|endoftext|>"]
-    (folder / "gpt2" / "vocab.json").write_text(json.dumps({letter: i for i, letter in enumerate(letters)}))
-    (folder / "gpt2" / "merges.txt").write_text("#version: 0.2\n")
-    (folder / "glue").mkdir()
-    card = ["---", "configs:"]
-    for seed, (task, columns) in enumerate(COLUMNS.items(), 1):
+
+    def write_base(folder):
+        base.transformer.save_pretrained(folder)
+        letters = [*bytes_to_unicode().values(), "<|endoftext|>"]
+        (folder / "vocab.json").write_text(json.dumps({letter: i for i, letter in enumerate(letters)}))
+        (folder / "merges.txt").write_text("#version: 0.2\n")
+
+    def write_task(task, seed, folder):
         model = finetuned(base, seed)
         model.config.num_labels = 3 if task == "mnli" else 2
         model.score = torch.nn.Linear(16, model.config.num_labels, bias=False)
-        model.save_pretrained(folder / "tanganke" / f"gpt2_{task}")
+        model.save_pretrained(folder)
+
+    tasks = {f"tanganke/gpt2_{task}": partial(write_task, task, seed) for seed, task in enumerate(COLUMNS, 1)}
+    return {"gpt2": write_base, **tasks}
+
+
+def build(folder):
+    """Write `gpt2`, `tanganke/gpt2_cola`, … and `glue`, each a folder under its public name."""
+    for name, write in gpt2_checkpoints().items():
+        (folder / name).mkdir(parents=True)
+        write(folder / name)
+    (folder / "glue").mkdir()
+    card = ["---", "configs:"]
+    for task, columns in COLUMNS.items():
         split = "validation_matched" if task == "mnli" else "validation"
         card += [f"- config_name: {task}", "  data_files:", f"  - {{split: {split}, path: {task}.jsonl}}"]
         rows = [{**dict.fromkeys(columns, f"Words {i}."), "label": i % 2, "idx": i} for i in range(4)]

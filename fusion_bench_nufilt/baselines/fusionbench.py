@@ -222,8 +222,14 @@ class ContinualMethodBaseline(_Baseline):
     def merge_stream(self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]) -> nn.Module:
         if MERGED in modelpool.all_model_names:
             raise ValueError(f"{self.name} starts from the pretrained model, not from '{MERGED}'")
-        pool: Any = copy(modelpool)
-        pool._models = deepcopy(modelpool._models)  # some methods write into the first model that they load
+        models: Any = copy(modelpool)
+        models._models = deepcopy(modelpool._models)  # some methods write into the first model that they load
+
+        def load(name: str, *args: Any, **kwargs: Any) -> nn.Module:
+            return self._load(models, name)[0]  # which notes the digest of what is merged
+
+        pool = copy(models)
+        pool.load_model = load
         merged, stand_ins = deepcopy(pretrained), defaultdict[str, nn.Module](lambda: nn.Sequential(nn.Linear(2, 2)))
         if done := self._resume(merged) if self.resume else 0:
             pool.load_model = lambda name, *args, **kwargs: stand_ins[name]
@@ -235,7 +241,7 @@ class ContinualMethodBaseline(_Baseline):
                 _become(current, merged)
                 _become(stand_ins[PRETRAINED], deepcopy(pretrained))
                 vars(self._method).update(self._memory)
-                del pool.load_model
+                pool.load_model = load
             elif index + 1 > done:
                 self.finish_step(index + 1, current, time.perf_counter() - begin)
             begin = time.perf_counter()

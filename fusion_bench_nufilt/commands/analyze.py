@@ -15,8 +15,9 @@ from fusion_bench_nufilt.analysis.settings import AnalysisConfig
 from fusion_bench_nufilt.compare.overrides import without_method
 from fusion_bench_nufilt.folders import Plan
 from fusion_bench_nufilt.folders.merge import refuse_inside
+from fusion_bench_nufilt.results.analysis import Content
 from fusion_bench_nufilt.results.write import write_results
-from fusion_bench_nufilt.storage.files import lock_folder, printable, refuse_foreign, shown
+from fusion_bench_nufilt.storage.files import lock_folder, printable, read_json, refuse_foreign, shown
 
 from .options import patterns, takes_options, was_typed
 from .terminal import AsJson, Quiet, terminal
@@ -72,6 +73,8 @@ def analyze(
         plan = None if base is None else _plan(console, base, task or [], merged, targets)
         if plan is not None:
             refuse_inside(plan, out)
+        # Another program's file of that name would be overwritten, with what lies beside it.
+        read_json(out / "analysis.json", Content, "name a new or an empty folder", sealed=True)
         runs = finished_runs([folder.expanduser() for folder in run or ()])
         lock = lock_folder(out)
         try:

@@ -29,9 +29,12 @@ def push(
         if not (token and token.isascii() and token.isprintable()):
             raise ValueError("no token of the hub is at hand: log in with `hf auth login`, or set HF_TOKEN")
         api = HfApi(token=token)
-        url = api.create_repo(repo, private=private, exist_ok=True)
         added = [CommitOperationAdd(name, path) for name, path in files.items()]
-        api.create_commit(url.repo_id, added, commit_message="A model merged with NUFILT")
+        try:
+            url = api.create_repo(repo, private=private, exist_ok=True)
+            api.create_commit(url.repo_id, added, commit_message="A model merged with NUFILT")
+        except (LookupError, TypeError, AttributeError) as error:  # huggingface_hub takes every answer for a hub's
+            raise ValueError(f"'{api.endpoint}' does not answer like a hub ({error!r}): look at HF_ENDPOINT") from error
         console.print(f"[bold]{url}[/bold]", highlight=False)
 
 

@@ -1,6 +1,7 @@
 """The terminal output of all commands: a log, and one-line errors."""
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -48,15 +49,12 @@ def interruptible(console: Console, kept: str) -> Iterator[None]:
         console.print(f"{what}: finished work is kept in {shown(kept)}; the same command goes on", highlight=False)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        restore()
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)  # the other one keeps its handler: it may have arrived already
+        if arrived:
+            os.kill(os.getpid(), number)
         arrived.append(number)
         say("stopping when the work at hand is done (once more: at once)")
         raise KeyboardInterrupt
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -66,4 +64,5 @@ def interruptible(console: Console, kept: str) -> Iterator[None]:
             say("interrupted")
         raise typer.Exit(128 + (arrived or [signal.SIGINT])[-1]) from None
     finally:
-        restore()
+        for number, handler in before.items():
+            signal.signal(number, handler)

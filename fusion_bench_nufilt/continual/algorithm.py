@@ -56,7 +56,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
     folder: RunFolder | None  # the log directory
     matrix: AccuracyMatrix
     merge_seconds: list[float]  # by step, without loading, saving and scoring
-    history: list[str]  # the names of the models in `_merged_`, as far as they are known
+    before: Manifest  # of `_merged_`, as far as it is known
     first_step: int  # the number of the first model of the stream: 1 without `_merged_`
     files: Mapping[str, bytes]  # further files saved with each step, by path
 
@@ -155,7 +155,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         if self.fabric.world_size > 1:
             raise ValueError("continual merging runs in one process: set fabric.devices=1")
         self.modelpool, self.files = modelpool, {}
-        self.history, self.first_step = merged_before(modelpool, self.num_merged, verify=self.verify)
+        self.before, self.first_step = merged_before(modelpool, self.num_merged, verify=self.verify)
         names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
         self.matrix, self.merge_seconds, self.on_step = AccuracyMatrix(names), [], on_step
         sources = {name: source_of(modelpool, name) for name in modelpool.all_model_names}
@@ -227,10 +227,11 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
     def finish_step(self, step: int, merged: nn.Module, seconds: float) -> None:
         """Save and score the model that step ``step`` took ``seconds`` to make."""
         self.merge_seconds.append(seconds)
-        tasks, done = self.matrix.tasks, self.matrix.tasks[: step - self.first_step + 1]
-        log.info("step %d: merged '%s' (%d of %d) in %.1f s", step, done[-1], len(done), len(tasks), seconds)
+        done, total = self.matrix.tasks[: step - self.first_step + 1], len(self.matrix.tasks)
+        log.info("step %d: merged '%s' (%d of %d) in %.1f s", step, done[-1], len(done), total, seconds)
         if self._kept is not None:
-            about = {"step": step, "tasks": self.history + done, "merge_seconds": self.merge_seconds, **self.describe()}
+            tasks = [*self.before.get("tasks", []), *done]
+            about = {"step": step, "tasks": tasks, "merge_seconds": self.merge_seconds, **self.describe()}
             with self.profile("saving"):
                 self._kept.save_step(step, merged, {**self._description(), **about}, self.state(), self.files)
         if self.scores is not None:
@@ -260,6 +261,9 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         folder, manifest = found
         step = manifest["step"]
         log.info("going on after step %d", step)
+        if unread := [name for name in self.matrix.tasks if "sha256" not in manifest["inputs"][name]]:
+            what = "had not read %s yet (check_models=false): whether its weights have changed since is not known"
+            log.warning(f"the run that made step %d {what}", step, ", ".join(unread))
         self.merge_seconds = manifest["merge_seconds"]
         if self.scores is not None:
             self.scores.restore(step, merged)

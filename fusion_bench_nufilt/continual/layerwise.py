@@ -130,13 +130,14 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             known = {key: shape for key, shape in shapes.items() if key not in drawn}
             backbone = getattr(pretrained, "base_model_prefix", "")
             self._heads = Heads(self.targets.heads, known, config_of(pretrained), backbone)
-        if name == PRETRAINED and self.targets.heads == "auto":  # a head that its checkpoint lacks counts, too
-            self._heads.add(name, shapes, config_of(pretrained))
-        elif name not in (PRETRAINED, MERGED):
-            before = len(self._heads.modules)
+            self._heads.keep(self.before.get("heads", {}).values())
+            self._heads.add(name, shapes, config_of(pretrained), ())  # a head that its checkpoint lacks counts, too
+        elif name != MERGED:
+            before = self._heads.of(pretrained.state_dict())
             own = {base_name: shapes[key] for base_name, key in names.items() if key not in drawn}
             self._heads.add(name, own, config_of(model))
-            if len(self._heads.modules) > before and self.merge_seconds:
+            is_late = not self._checked_first and self.first_step + len(self.merge_seconds) > 1
+            if is_late and self._heads.of(pretrained.state_dict()) != before:
                 heads = ", ".join(sorted(self._heads.modules))
                 said = f"model '{name}' has a head of its own ({heads}), which the models before it had not"
                 raise ValueError(f"{said}: set heads='{heads}', or leave check_models on")

@@ -120,16 +120,16 @@ def source_of(modelpool: BaseModelPool, name: str) -> Any:
     return OmegaConf.to_container(entry, resolve=True)
 
 
-def merged_before(modelpool: BaseModelPool, num_merged: int | None, *, verify: bool) -> tuple[list[str], int]:
-    """Return the names of the models in the pool's ``_merged_`` model, if there is one, and the next model's number.
+def merged_before(modelpool: BaseModelPool, num_merged: int | None, *, verify: bool) -> tuple[Manifest, int]:
+    """Return the manifest of the pool's ``_merged_`` model, empty if there is none, and the next model's number.
 
-    Both come from the manifest of its checkpoint; ``num_merged`` overrides the number.
+    The number comes from the manifest, too; ``num_merged`` overrides it.
     """
     check_pool(modelpool)
     if MERGED not in modelpool.all_model_names:
         if num_merged is not None:
             raise ValueError(f"num_merged={num_merged}, but the model pool has no '{MERGED}' model")
-        return [], 1
+        return Manifest(), 1
     folder, manifest = merged_checkpoint(modelpool, verify=verify)
     if folder is not None and verify:
         verify_files(folder, manifest, _CHANGED)
@@ -138,7 +138,7 @@ def merged_before(modelpool: BaseModelPool, num_merged: int | None, *, verify: b
     num_merged = num_merged or manifest.get("step")
     if num_merged is None:
         raise ValueError(f"how many models are in '{MERGED}'? Its checkpoint does not say: set num_merged")
-    return list(manifest.get("tasks", [])), num_merged + 1
+    return manifest, num_merged + 1
 
 
 def merged_checkpoint(

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.storage.checkpoint import Manifest, load_checkpoint, read_whole_checkpoint, save_checkpoint
-from fusion_bench_nufilt.storage.files import lock_folder, read_json, write_text
+from fusion_bench_nufilt.storage.files import lock_folder, read_json, restore_folder, write_text
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class RunFolder:
         """
         for step in range(last, first - 1, -1):
             folder = self.checkpoint(step)
+            restore_folder(folder)
             if not folder.exists():
                 continue
             try:

@@ -30,8 +30,7 @@ def take_heads(
 ) -> Heads:
     """Find the heads of the tasks, and take them out of the merge."""
     heads = Heads(rule, base.slots, base.checkpoint.config, architecture.backbone)
-    if rule != "none":
-        heads.modules.update(module for head in before.get("heads", {}).values() for module in head["modules"])
+    heads.keep(before.get("heads", {}).values())
     for task in tasks:
         trained = task.config.get("modules_to_save") or () if isinstance(task, LoraAdapter) else None
         shapes = {slot: task.slots[slot] for slot in _floats(task)}

@@ -56,13 +56,13 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
     Raises:
         ValueError: ``out`` exists, the disk has no room, or a tensor has NaN or infinite values; the message names it.
     """
-    there = out.exists()
     if check_output(plan, out):
         clear_work_folder(out)  # the run may have been killed before it cleaned up
         return out
-    if there:
-        out.rename(f"{out}.damaged")
     _fetch(plan)
+    check_disk(plan, out)
+    if out.exists():
+        out.rename(f"{out}.damaged")
     run, files = _run_identity(plan), plan.small_files | head_files(plan)
     layout = dict(plan.headers) | ({STATE_FILE: state_layout(plan)[0]} if plan.keeps_state else {})
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
@@ -70,8 +70,6 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         naming_full_disk(out, f" ({disk_bytes(plan) / 1e9:.1f} GB in all)"),
         closing(Output(out, run, headers, [*files, MANIFEST, CARD])) as output,
     ):
-        written = chain.from_iterable(record["written"] for record in output.done.values())
-        check_disk(plan, out, already=sum(stop - start for _, start, stop, _ in written))
         _merge(plan, output, progress or (lambda done, total: None))
         if changed := some(plan.changed()):
             raise ValueError(f"{changed} was changed during the run: run the same command again, it starts anew")
@@ -87,10 +85,11 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
     return out
 
 
-def check_disk(plan: Plan, out: Path, already: int = 0) -> None:
-    """Raise a ValueError if the disk has no room for the result, of which ``already`` bytes are written."""
+def check_disk(plan: Plan, out: Path) -> None:
+    """Raise a ValueError if the disk has no room for the result, besides what an interrupted run wrote of it."""
     folder, needed = _nearest(out), disk_bytes(plan)
-    if needed > (free := shutil.disk_usage(folder).free + already):
+    written = sum(512 * path.stat().st_blocks for path in work_folder(out).rglob("*.safetensors") if path.is_file())
+    if needed > (free := shutil.disk_usage(folder).free + written):
         raise ValueError(f"the result takes {needed / 1e9:.1f} GB and '{folder}' has {free / 1e9:.1f} GB left")
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Required
+from typing import Annotated, Any, Required, TypeVar
 
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -21,6 +21,7 @@ from .checkpoint import some
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _JOURNAL = "journal.jsonl"
 
 
@@ -42,6 +43,10 @@ class _Head(TypedDict):
 
     run: str  # identifies inputs and settings
     files: list[str]  # all files that the run makes
+
+
+#: Made once, since this takes a thousand times as long as reading a line.
+_HEAD, _RECORD = TypeAdapter(_Head), TypeAdapter(Record)
 
 
 class Output:
@@ -90,11 +95,13 @@ class Output:
 
     def _resume(self, head: _Head, headers: Mapping[str, tuple[bytes, int]]) -> dict[str, Record]:
         """Return by slot what an interrupted run with these inputs and settings finished and is still undamaged."""
-        before, records = _read_journal(self._journal)
-        if before != head:
-            records = []
-            if before:
-                log.info("starting anew: '%s' was begun with other inputs, settings or versions", self.out)
+        before, records = _read_head(self._journal), []
+        if before == head:
+            records = _read_records(self._journal)
+        else:
+            if self._journal.is_file():
+                why = "was begun with other inputs, settings or versions, or its journal is damaged"
+                log.info("starting anew: '%s' %s", self.out, why)
             shutil.rmtree(self.model, ignore_errors=True)
         write_text(self._journal, "".join(f"{_line(json.dumps(record))}\n" for record in [head, *records]))
         for file, (header, size) in headers.items():
@@ -110,7 +117,7 @@ class Output:
 
     def _refuse_foreign(self, head: _Head) -> None:
         """Refuse a work folder, which will be deleted, if it holds anything that this run and the last do not make."""
-        before, _ = _read_journal(self._journal)
+        before = _read_head(self._journal)
         made = [Path("model", file) for file in (*head["files"], *(before["files"] if before else ()))]
         known = {*made, *(folder for file in made for folder in file.parents), *map(Path, (LOCK, HOLDER, _JOURNAL))}
         there = {path.relative_to(self.work): path for path in self.work.rglob("*")}
@@ -178,16 +185,26 @@ def _line(text: str) -> str:
     return f"{hashlib.sha256(text.encode()).hexdigest()[:16]} {text}"
 
 
-def _read_journal(path: Path) -> tuple[_Head | None, list[Record]]:
-    """Return the head and records of a journal, without lines that are incomplete or damaged."""
-    there = path.is_file() and not path.is_symlink()
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if there else []
-    whole = [text for line in lines if line == _line(text := line.partition(" ")[2])]
-    head, records = None, []
-    for text in whole:
-        with suppress(ValidationError):
-            if head is None:
-                head = TypeAdapter(_Head).validate_json(text, strict=True)
-            else:
-                records.append(TypeAdapter(Record).validate_json(text, strict=True))
-    return head, records
+def _read_head(journal: Path) -> _Head | None:
+    """Return the first line of a journal, or None if there is none or it is damaged."""
+    if journal.is_symlink() or not journal.is_file():
+        return None
+    with journal.open(encoding="utf-8", errors="replace") as lines:
+        return _parse(lines.readline(), _HEAD)
+
+
+def _read_records(journal: Path) -> list[Record]:
+    """Return the records of a journal, without lines that are incomplete or damaged."""
+    with journal.open(encoding="utf-8", errors="replace") as lines:
+        next(lines)  # the head
+        found = [_parse(line, _RECORD) for line in lines]
+    return [record for record in found if record is not None]
+
+
+def _parse(line: str, kind: TypeAdapter[_T]) -> _T | None:
+    text = line.rstrip("\n").partition(" ")[2]
+    if line != f"{_line(text)}\n":
+        return None
+    with suppress(ValidationError):
+        return kind.validate_json(text, strict=True)
+    return None

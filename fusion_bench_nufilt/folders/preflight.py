@@ -203,7 +203,8 @@ def _check_task(plan: Plan, task: FullModel, architecture: Architecture) -> Iter
         raise ValueError(f"model '{name}' lacks layer '{first}' {base[first]} of the base, one of {len(lost)}{hint}")
     if len(lost) == len(chosen):
         raise ValueError(f"adapter '{name}' changes none of the {len(lost)} layers to merge, only {some(task.slots)}")
-    task.checkpoint.check_floats(key for slot, key in task.keys.items() if slot in chosen | plan.averaged)
+    changed = chosen | plan.averaged
+    task.checkpoint.check_floats(key for slot, key in task.keys.items() if slot in changed)
     if extra := [slot for slot in task.slots if slot not in base]:
         yield f"'{name}' has {len(extra)} tensors that the base lacks, ignored: {some(extra)}"
     if absent := sorted(slot for slot in plan.averaged if not task.has(slot)):

@@ -33,10 +33,16 @@ class Heads:
         within_backbone = any(name.startswith(f"{backbone}.") for name in base)
         self._backbone = f"{backbone}." if within_backbone else ""
 
+    def keep(self, heads: Iterable[Mapping[str, Any]]) -> None:
+        """Add the modules of the heads of an earlier merge, as its manifest lists them."""
+        if self.rule != "none":
+            self.modules.update(module for head in heads for module in head["modules"])
+
     def add(self, name: str, task: Shapes, config: Mapping[str, Any], trained: Collection[str] | None = None) -> None:
         """Add the modules of a task's head, if it has one of its own.
 
-        ``trained`` names the modules that an adapter holds in full (peft's ``modules_to_save``); a model has None.
+        ``trained`` names the modules that an adapter holds in full (peft's ``modules_to_save``); a task's model has
+        None, and the base, which need not have a head, has none of them.
         """
         if self.rule == "auto":
             whole = (key for key in self._matrices(task) if not {*(trained or ())}.isdisjoint(key.split(".")))

@@ -92,7 +92,7 @@ def _long_sides(tensor: Tensor) -> int:
 
 
 def _views_of(name: str, module: nn.Module) -> Iterator[View]:
-    own = dict(module.named_parameters(recurse=False))
+    own = {name: parameter for name, parameter in module.named_parameters(recurse=False) if parameter.numel()}
 
     def one(attribute: str, part: str = "", *, transposed: bool = False, linear: bool = True) -> Iterator[View]:
         parameter = own.get(attribute)

@@ -110,7 +110,12 @@ def content_digest(content: Mapping[str, Any]) -> str:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which becomes ``target`` when the block ends without an error, or else is removed."""
+    """Yield a temporary folder, which becomes ``target`` when the block ends without an error, or else is removed.
+
+    An earlier ``target`` is moved aside before that and deleted after it. If the process is killed in between,
+    :func:`restore_folder` finds it.
+    """
+    restore_folder(target)
     # The caller holds a lock, so that these were left by processes that were killed.
     for left in target.parent.glob(f".{without_wildcards(target.name)}-[0-9]*.new"):
         shutil.rmtree(left, ignore_errors=True)
@@ -122,11 +127,25 @@ def atomic_folder(target: Path) -> Iterator[Path]:
             for file in temporary.rglob("*"):
                 sync(file)
             if target.exists():
-                shutil.rmtree(target)
+                target.rename(_aside(target))
             temporary.rename(target)
             sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        restore_folder(target)
+
+
+def restore_folder(target: Path) -> None:
+    """Give a folder that was moved aside its name back, or delete it if another has the name; the caller has a lock."""
+    aside = _aside(target)
+    if aside.exists() and target.exists():
+        shutil.rmtree(aside)
+    elif aside.exists():
+        aside.rename(target)
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.old")
 
 
 def sync(path: Path) -> None:

@@ -242,6 +242,22 @@ def test_a_continual_method_of_fusionbench_goes_on_with_the_same_bits(tmp_path, 
     assert same(whole, resumed)
 
 
+@pytest.mark.parametrize("name", ["opcm", "task_arithmetic"])
+def test_a_model_that_was_merged_unchecked_and_changed_since_is_not_gone_on_with(tmp_path, name):
+    models = pool(3)
+
+    def run(*overrides, on_step=None):
+        algorithm = baseline(name, IN_ORDER, "method.check_models=false", *overrides)
+        logging_to(tmp_path, algorithm).run(models, on_step=on_step)
+
+    with pytest.raises(InterruptedRunError):
+        run(on_step=interrupt_after(2))
+    with torch.no_grad():
+        next(models["task1"].parameters()).add_(0.01)
+    with pytest.raises(ValueError, match="another model 'task1'"):
+        run("method.resume=true")
+
+
 def test_a_running_result_goes_on_with_the_same_bits(tmp_path):
     models = pool(4)
 

@@ -143,3 +143,15 @@ def test_pools_that_cannot_be_compared_are_one_line(demo, tmp_path, words, messa
 def test_a_disk_that_is_full_is_one_line_and_not_a_success(demo, full_disk):
     code, text = nufilt("compare", "--methods", "nufilt/naive", "--out", full_disk, *QUICK)
     assert (code, f"no room left on the disk for '{full_disk}" in text, "Traceback" in text) == (1, True, False), text
+
+
+def test_an_analysis_of_another_program_is_refused_and_stays(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for name, text in (("index.html", "mine"), ("analysis.json", '{"tasks": ["mine"]}')):
+        (mine / name).write_text(text)
+    before = {path.name: path.read_text() for path in mine.iterdir()}
+    code, text = nufilt("analyze", "--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", mine)
+    assert (code, "name a new or an empty folder" in text) == (1, True), text
+    assert {path.name: path.read_text() for path in mine.iterdir()} == before

@@ -157,3 +157,11 @@ def test_what_the_hub_refuses_is_one_line(hub, out, monkeypatch, token, repo):
     code, text = nufilt("push", out, repo)
     assert (code, "error: " in text, "Traceback" in text) == (1, True, False), text
     assert not hub.files
+
+
+@pytest.mark.parametrize("answer", [{}, [], "yes", None])
+def test_what_no_hub_would_answer_is_one_line(hub, out, monkeypatch, answer):
+    send = Hub._answer
+    monkeypatch.setattr(Hub, "_answer", lambda self, content, status=200: send(self, answer, status))
+    code, text = nufilt("push", out, "someone/merged")
+    assert (code, "does not answer like a hub" in text, "Traceback" in text) == (1, True, False), text

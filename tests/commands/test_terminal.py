@@ -3,12 +3,15 @@
 import io
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import typer
 from rich.console import Console
 
 from fusion_bench_nufilt.commands.terminal import interruptible, shown
+from tests.conftest import REPO
 
 
 def test_names_can_neither_control_the_terminal_nor_be_markup():
@@ -40,3 +43,26 @@ def test_where_nothing_happens_the_handlers_are_as_before():
     with interruptible(Console(), "x"):
         pass
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+BOTH_AT_ONCE = """
+import os, signal
+from rich.console import Console
+from fusion_bench_nufilt.commands.terminal import interruptible
+
+both = {signal.SIGINT, signal.SIGTERM}
+with interruptible(Console(stderr=True), "x"):
+    signal.pthread_sigmask(signal.SIG_BLOCK, both)
+    for number in both:
+        os.kill(os.getpid(), number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, both)  # both arrive before either is handled
+"""
+
+
+def test_two_signals_at_once_end_the_process_without_a_word_of_pythons():
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", BOTH_AT_ONCE]
+    ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    assert "race condition" not in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -98,3 +98,46 @@ def test_a_head_that_comes_after_the_first_step_unchecked_is_refused():
     checked.run({"_pretrained_": base, "one": one, "two": two})
     assert list(checked.task_heads) == ["one", "two"]
     assert "classifier" not in checked._layers
+
+
+def relabelled(base, seed):
+    """A model with the base's class and shapes, and a head for labels of its own."""
+    model = finetuned(base, seed)
+    model.config.id2label = {0: "no", 1: "yes"}
+    return model
+
+
+def in_two_parts(folder, algorithm, base, one, two, **later):
+    """Merge ``one``, and then ``two`` onto the checkpoint of that; ``later`` has options of the second run."""
+    options = {**algorithm, "shuffle_order": False, "target_modules": "all-linear"}
+    logging_to(folder / "log", LayerwiseMergingAlgorithm(**options)).run({"_pretrained_": base, "one": one})
+    for name, model in {"_pretrained_": base, "two": two}.items():
+        model.save_pretrained(folder / name)
+    (folder / "_merged_").symlink_to(step(folder / "log", 1))
+    second = logging_to(folder / "more", LayerwiseMergingAlgorithm(**options, **later))
+    return second.run(pool(folder, ["_merged_", "two"], "bert")), second
+
+
+ALGORITHMS = {"nufilt": {"layer_method": "nufilt", **RANKS}, "sum": {"layer_method": "sum"}}
+
+
+@pytest.mark.parametrize("algorithm", ["nufilt", "sum"])
+@pytest.mark.parametrize("check_models", [True, False])
+def test_a_head_that_was_set_aside_stays_aside_when_a_model_with_the_bases_labels_comes(
+    tmp_path, algorithm, check_models
+):
+    base = hf.BertForSequenceClassification(KINDS["bert"][1]).eval()
+    one, two = relabelled(base, 1), finetuned(base, 2)
+    parts, method = in_two_parts(tmp_path, ALGORITHMS[algorithm], base, one, two, check_models=check_models)
+    assert torch.equal(parts.classifier.weight, base.classifier.weight)
+    assert list(method.task_heads) == ["one", "two"]
+    whole = LayerwiseMergingAlgorithm(**ALGORITHMS[algorithm], shuffle_order=False, target_modules="all-linear")
+    expected = whole.run({"_pretrained_": base, "one": one, "two": two}).state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in parts.state_dict().items())
+
+
+@pytest.mark.parametrize("algorithm", ["nufilt", "sum"])
+def test_a_head_that_an_earlier_merge_took_for_a_layer_is_refused_unchecked(tmp_path, algorithm):
+    base = hf.BertForSequenceClassification(KINDS["bert"][1]).eval()
+    with pytest.raises(ValueError, match=r"model 'two' has a head of its own \(classifier\)"):
+        in_two_parts(tmp_path, ALGORITHMS[algorithm], base, finetuned(base, 1), relabelled(base, 2), check_models=False)

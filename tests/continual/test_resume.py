@@ -89,6 +89,13 @@ def test_other_models_and_other_weights_under_the_same_name_are_not_gone_on_with
         algorithm_in(tmp_path, resume=True).run(models)
 
 
+def test_of_a_model_that_an_unchecked_run_had_not_read_it_is_said_that_it_may_have_changed(tmp_path, caplog):
+    with pytest.raises(InterruptedRunError):
+        algorithm_in(tmp_path, check_models=False).run(pool(3), on_step=interrupt_after(2))
+    algorithm_in(tmp_path, resume=True).run(pool(3))
+    assert "the run that made step 2 had not read task3 yet" in caplog.text
+
+
 def test_the_same_weights_from_another_place_are_gone_on_with(tmp_path):
     models, steps = pool(3), []
     with pytest.raises(InterruptedRunError):

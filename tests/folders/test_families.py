@@ -171,3 +171,14 @@ def test_a_tensor_whose_name_no_module_can_have_is_kept_as_the_base_has_it(tmp_p
     for layer in ("a.weight", "a.b.weight"):  # the first of which comes second in the file
         assert not torch.equal(result[layer], base[layer])
     assert (f"tensor '{name}' is not merged as a layer" in caplog.text) == name.endswith(".weight")
+
+
+def test_a_packed_projection_without_rows_is_copied_where_no_configuration_tells_the_layers(tmp_path):
+    weights = {"attn.in_proj_weight": torch.empty(0, 8), "mlp.up.weight": torch.randn(8, 8)}
+    for name, scale in (("base", 1.0), ("task1", 1.01)):
+        (tmp_path / name).mkdir()
+        scaled = {key: scale * value for key, value in weights.items()}
+        save_file(scaled, tmp_path / name / "model.safetensors", {"format": "pt"})
+    merged = tensors(merge(tmp_path, ["task1"], target_modules="all-linear"))
+    assert merged["attn.in_proj_weight"].shape == (0, 8)
+    assert not torch.equal(merged["mlp.up.weight"], weights["mlp.up.weight"])

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import time
 from contextlib import closing
 
 import pytest
@@ -144,3 +145,27 @@ def test_why_a_run_starts_anew_is_said(tmp_path, caplog):
     begin(tmp_path, "two").close()
     assert "starting anew" in caplog.text
     assert "other inputs, settings or versions" in caplog.text
+
+
+def test_going_on_takes_a_fraction_of_a_millisecond_for_each_tensor_that_is_done(tmp_path):
+    with closing(begin(tmp_path)) as output:
+        digest = hashlib.sha256(b"12345678").hexdigest()
+        output.write("model.safetensors", memoryview(b"12345678"), 6)
+        for number in range(3000):
+            written = [("model.safetensors", 6, 14, digest)]
+            output.record({"slot": f"w{number}", "written": written, "read": {}, "reports": []})
+    start = time.process_time()
+    with closing(begin(tmp_path)) as output:
+        assert len(output.done) == 3000
+    assert time.process_time() - start < 3
+
+
+def test_a_journal_whose_first_line_is_damaged_is_said_to_be(tmp_path, caplog):
+    caplog.set_level("INFO")
+    with closing(begin(tmp_path)) as output:
+        write_tensor(output)
+    journal = work_folder(tmp_path / "out") / "journal.jsonl"
+    journal.write_text(f"x{journal.read_text()}")
+    with closing(begin(tmp_path)) as output:
+        assert output.done == {}
+    assert "its journal is damaged" in caplog.text

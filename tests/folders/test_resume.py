@@ -14,10 +14,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from fusion_bench_nufilt.folders.forecast import disk_bytes
 from fusion_bench_nufilt.folders.output import work_folder
 from fusion_bench_nufilt.methods import nufilt
 from tests.conftest import REPO
-from tests.folders.helpers import change, change_json, hashes, interrupt, merge, save_stream
+from tests.folders.helpers import change, change_json, hashes, interrupt, merge, plan, save_stream
 from tests.folders.test_adapters import save_adapter
 from tests.models import llama
 
@@ -181,6 +182,16 @@ def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
 def test_no_room_on_the_disk(stream, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     refuse_late(stream, r"the result takes 0\.0 GB and '.*' has 0\.0 GB left")
+    assert not work_folder(stream / "out").exists()
+
+
+def test_what_an_interrupted_run_wrote_needs_no_room_again(stream, monkeypatch):
+    interrupt(stream)
+    written = sum(512 * path.stat().st_blocks for path in work_folder(stream / "out").rglob("*.safetensors"))
+    needed = disk_bytes(plan(stream))
+    assert written > 0
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": max(0, needed - written)}))
+    merge(stream)
 
 
 def test_a_disk_that_fills_up_half_way_is_said_and_the_run_goes_on_from_there(stream, monkeypatch):

@@ -268,3 +268,11 @@ def test_heads_of_another_size_are_kept_for_each_task_or_refused_or_as_the_pretr
     name = "resnet.embedder.embedder.convolution.weight"  # outside the layers, of equal shape
     mean = (one.get_parameter(name) + two.get_parameter(name)) / 2
     torch.testing.assert_close(merged.get_parameter(name), mean)
+
+
+def test_a_parameter_without_elements_holds_no_matrix():
+    module = nn.Module()
+    module.register_parameter("in_proj_weight", nn.Parameter(torch.empty(0, 4)))
+    module.register_parameter("gate_up_proj", nn.Parameter(torch.empty(0, 4, 4)))
+    module.register_parameter("down_proj", nn.Parameter(torch.empty(0, 2, 4)))
+    assert views(module) == []

@@ -1,5 +1,8 @@
 """A file is whole or not there."""
 
+import os
+from contextlib import suppress
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -7,7 +10,7 @@ from torch import nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
 from fusion_bench_nufilt.storage.checkpoint import load_checkpoint, read_whole_checkpoint, save_checkpoint
-from fusion_bench_nufilt.storage.files import atomic_file, atomic_folder, write_text
+from fusion_bench_nufilt.storage.files import atomic_file, atomic_folder, restore_folder, write_text
 from tests.models import Shared, clip, llava, t5
 
 
@@ -62,6 +65,36 @@ def test_what_a_killed_process_left_gives_way_to_the_next_save(tmp_path):
     (tmp_path / ".step-123.new").mkdir()
     (tmp_path / ".step-123.new" / "half").touch()
     save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {}, {})
+    assert everything_in(tmp_path) == ["model.safetensors", "nufilt.json", "step"]
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("killed_at", range(8))
+def test_a_save_that_is_killed_at_any_moment_leaves_the_old_folder_or_the_new_one(tmp_path, monkeypatch, killed_at):
+    save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {"step": 1}, {})
+    moments = []
+
+    def unless_dead(function):
+        def call(*args, **kwargs):
+            moments.append(function)
+            if len(moments) > killed_at:  # a dead process does nothing any more
+                raise KilledError
+            return function(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("rename", "replace", "rmdir", "unlink"):
+            patch.setattr(os, name, unless_dead(getattr(os, name)))
+        with suppress(KilledError):
+            save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {"step": 2}, {})
+    assert len(moments) > killed_at or killed_at == 7
+    restore_folder(tmp_path / "step")
+    assert read_whole_checkpoint(tmp_path / "step")["step"] in (1, 2)
+    save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {"step": 3}, {})
     assert everything_in(tmp_path) == ["model.safetensors", "nufilt.json", "step"]
 
 

@@ -1,0 +1,121 @@
+"""The command lines of the README under the public names, against a stand-in for the model hub."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoModelForSeq2SeqLM, CLIPVisionModel
+
+from tests.conftest import shared_or_skip
+from tests.test_pools import gpt2_checkpoints
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def hub(tmp_path_factory):
+    """Serve tiny checkpoints and data sets under their public names; gives the command that runs another inside."""
+    tools = shared_or_skip("tools/local_hub")
+    root = tmp_path_factory.mktemp("hub")
+    options = ["--size", "tiny", "--models", "clip-vit-base-patch32,flan-t5-base", "--tasks", "TALL20,glue"]
+    build = [sys.executable, tools / "build_hub.py", "--root", root, *options, "--rows", "16", "--glue-rows", "4"]
+    subprocess.run(build, check=True, capture_output=True)
+    spec = importlib.util.spec_from_file_location("build_hub", tools / "build_hub.py")
+    sys.modules["build_hub"] = builder = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(builder)
+    for name, write in gpt2_checkpoints().items():
+        builder.Hub(root).build("model", name, write)
+    return (sys.executable, str(tools / "serve_hub.py"), "--root", str(root), "--")
+
+
+POOLS = {
+    "clip-vit-base-patch32_TA8": [],
+    "clip-vit-base-patch32_TALL14": [],
+    "clip-vit-base-patch32_TALL20": [],
+    "clip-vit-base-patch32_robustness_corrupted": ["modelpool.corruption=test"],
+    "clip-vit-base-patch16_MTIL11": [
+        *(f"~modelpool.taskpool.test_datasets.{task}" for task in ("aircraft", "caltech101")),
+        *(f"modelpool.models.{task}=none" for task in ("aircraft", "caltech101")),
+    ],
+    "flan-t5-base_glue": [],
+    "gpt-2_glue": ["taskpool=gpt-2_glue"],
+}
+
+#: Looks up, and then loads, the test and training data of pools.
+LOAD = """
+import json, sys
+from fusion_bench.compat.modelpool import load_modelpool_from_config
+from fusion_bench.compat.taskpool import load_taskpool_from_config
+from fusion_bench.utils import instantiate
+from lightning import Fabric
+from fusion_bench_nufilt.compare.configs import compose_run, make, taskpool_config
+from fusion_bench_nufilt.continual.data_sets import check_test_sets, check_train_sets
+fabric = Fabric(accelerator="cpu", devices=1)
+for name, overrides in json.loads(sys.argv[1]).items():
+    config = compose_run([f"modelpool={name}", *overrides])
+    taskpool = make(taskpool_config(config), fabric, load_taskpool_from_config)
+    modelpool = make(config.modelpool, fabric, load_modelpool_from_config)
+    check_test_sets(taskpool)
+    check_train_sets(modelpool)
+    tests = getattr(taskpool, "_test_datasets", None)
+    tested = {task: instantiate(one) for task, one in tests.items()} if tests else {
+        task: taskpool.load_task(task).test_dataset for task in taskpool.task_names
+    }
+    trained = {task: modelpool.load_train_dataset(task) for task in modelpool.train_dataset_names}
+    print(name, [len(found) for found in (tested, trained)], all(map(len, (*tested.values(), *trained.values()))))
+"""
+
+
+def test_every_pool_finds_the_data_of_its_tasks(hub, tmp_path):
+    command = [*hub, sys.executable, "-c", LOAD, json.dumps(POOLS)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = [line for line in done.stdout.splitlines() if line.startswith(tuple(POOLS))]
+    tests_and_training = ([8, 8], [14, 14], [20, 20], [4, 0], [9, 0], [8, 0], [7, 7])
+    assert found == [f"{name} {counts} True" for name, counts in zip(POOLS, tests_and_training, strict=True)]
+
+
+@pytest.mark.parametrize("word", ["mnis", "tanganke/none"])
+def test_a_data_set_that_is_not_there_is_told_before_anything_is_downloaded(fusion_bench, hub, word, tmp_path):
+    other = f"modelpool.taskpool.test_datasets.mnist.path={word}"
+    launcher = (*hub, "env", f"HF_HOME={tmp_path / 'home'}")
+    done = fusion_bench("method=nufilt", "modelpool=clip-vit-base-patch32_TA8", other, launcher=launcher, check=False)
+    assert done.returncode == 1
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith(f"task 'mnist': its data set '{word}': ")
+    assert ("name its owner" if "/" not in word else "correct its name") in said
+    assert not [file for file in (tmp_path / "home").rglob("*") if file.suffix in (".safetensors", ".parquet")]
+
+
+def test_clip_on_eight_tasks_with_the_command_of_the_readme(fusion_bench, hub):
+    fusion_bench("method=nufilt", "modelpool=clip-vit-base-patch32_TA8", launcher=hub)
+    result = json.loads((fusion_bench.logs / "accuracy_matrix.json").read_text())
+    assert result["tasks"] == ["eurosat", "svhn", "mnist", "dtd", "resisc45", "gtsrb", "sun397", "stanford-cars"]
+    assert result["missing"] == []
+    assert result["BWT"] is not None
+    CLIPVisionModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_7")
+
+
+def test_flan_t5_on_glue_with_the_command_of_the_readme(fusion_bench, hub):
+    command = ("method=nufilt", "modelpool=flan-t5-base_glue", "method.shuffle_order=false")
+    fusion_bench(*command, launcher=hub)
+    result = json.loads((fusion_bench.logs / "accuracy_matrix.json").read_text())
+    assert result["tasks"][0] == "glue-cola"
+    assert set(result["missing"]) <= {"glue-stsb"}  # random models predict a constant: no rank correlation
+    report = json.loads((fusion_bench.logs / "report_7.json").read_text())
+    assert "spearman_rho" in report["glue-stsb"]
+    saved = fusion_bench.logs / "checkpoints" / "merged_model_7"
+    assert (saved / "model.safetensors").exists()
+    AutoModelForSeq2SeqLM.from_pretrained(saved)
+
+
+def test_flan_t5_is_compared_beside_the_papers_numbers(hub, tmp_path):
+    options = ("--methods", "nufilt", "--modelpool", "flan-t5-base_glue", "--evaluate", "last", "--out", tmp_path)
+    nufilt = [sys.executable, "-m", "fusion_bench_nufilt.commands.app"]
+    command = [*hub, *nufilt, "compare", *options, "method.shuffle_order=false"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (row,) = (line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| nufilt"))
+    assert "83.7" in row
