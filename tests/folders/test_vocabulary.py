@@ -143,11 +143,11 @@ def test_a_token_with_two_rows_is_refused_by_its_name(grown):
     assert "<fim>" in loads(merge(grown, ["code", "chat", "other"], "out2"))
 
 
-@pytest.mark.parametrize("options", [{}, MEAN, {"method": "sum", "target_modules": ["lm_head", "mlp"], **MEAN}])
+@pytest.mark.parametrize("options", [{}, MEAN, {"method": "sum", "target_modules": ["lm_head", "up_proj"], **MEAN}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_going_on_keeps_the_earlier_tokens(grown, options, dtype):
     settings = {"accumulate": "float32"}
-    options = {"target_modules": ["lm_head", "mlp"], "settings": settings, **options}
+    options = {"target_modules": ["lm_head", "up_proj"], "settings": settings, **options}
     for name in ("base", "code", "chat", "padded"):
         AutoModelForCausalLM.from_pretrained(grown / name, dtype=dtype).save_pretrained(grown / name)
     at_once = merge(grown, ["code", "padded", "chat"], **options)
