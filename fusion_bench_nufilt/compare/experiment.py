@@ -223,7 +223,7 @@ class Experiment:
 
 
 def run_alone(overrides: tuple[str, ...], validation: bool | None, config: dict[str, Any]) -> Run:
-    """Run a method in a separate process, which keeps the models and data that the overrides choose."""
+    """Run a method in a separate process, which keeps the pools that the overrides choose, with data and heads."""
     with quiet():
         return _experiment(overrides, validation).run(config)
 

@@ -53,7 +53,14 @@ def test_the_manifest_of_a_result_is_a_recipe_that_reproduces_it(tmp_path, merge
 def test_the_last_word_wins_and_values_are_what_yaml_would_make_of_them(tmp_path):
     recipe = tmp_path / "recipe=1.yaml"
     recipe.write_text("{base: b, tasks: [one, two], out: o, settings: {null_rank: 1, lora_rank: 1, lr: 1e-3}}")
-    words = [str(recipe), "lora_rank=2", "lr=2e-3", "target_modules=[q_proj,up_proj]", "null_space=false", "tasks=three"]
+    words = [
+        str(recipe),
+        "lora_rank=2",
+        "lr=2e-3",
+        "target_modules=[q_proj,up_proj]",
+        "null_space=false",
+        "tasks=three",
+    ]
     models = {"base": "b", "tasks": ["three"], "out": "there"}
     ranks = {"null_rank": 1, "lora_rank": 2, "lr": 0.5}
     rest = {"target_modules": ["q_proj", "up_proj"], "null_space": False}
