@@ -49,7 +49,7 @@ def test_processes_that_grow_go_on():
     work = {str(number): (size,) for number, size in enumerate((1, 1, 400, 400, 1, 1))}
     program = begun(f"print(sorted(dict(run_locally({work}, test_cluster.grow, 2))))")
     try:
-        assert program.communicate(timeout=45)[0].strip() == str(list(work))
+        assert program.communicate(timeout=240)[0].strip() == str(list(work))
     finally:
         program.kill()
 
