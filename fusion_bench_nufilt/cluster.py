@@ -1,17 +1,19 @@
-"""Run pieces of work in parallel: in processes on this machine, by joblib, or on the nodes of a Ray cluster."""
+"""Run pieces of work in parallel: in processes on this machine, or on the nodes of a Ray cluster."""
 
 import logging
 import multiprocessing
 import os
 import re
+import signal
 import socket
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from joblib import Parallel, delayed, parallel_config
 
 from fusion_bench_nufilt.storage.checkpoint import package_versions
 
@@ -29,16 +31,21 @@ _TRIES = 3  # a piece of work that killed this many workers would kill the next 
 def run_locally(work: Work, do: Callable[..., Any], processes: int) -> Results:
     """Yield names and results as processes finish them; they share the cores, and each sees one GPU if there are any.
 
-    If a process is killed, the others end, too, and a ValueError is raised.
+    If a process is killed, the others end, too, and a ValueError is raised. All end when this generator is closed or
+    the program is killed.
     """
-    gpus = multiprocessing.get_context("spawn").SimpleQueue()
+    spawn = multiprocessing.get_context("spawn")
+    gpus = spawn.SimpleQueue()
     for gpu in assign_gpus(processes):
         gpus.put(gpu)
-    # Processes hold models in memory, so idle ones end soon.
-    with parallel_config("loky", initializer=_see_one_gpu, initargs=(gpus,), idle_worker_timeout=10):
-        run = Parallel(processes, batch_size=1, return_as="generator_unordered")
+    driver, lifeline = spawn.Pipe(duplex=False)
+    settings = gpus, driver, max(1, torch.get_num_threads() // processes)
+    pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_begin_process, initargs=settings)
+    with pool, lifeline:  # which is closed first, so that no process goes on after an error or an interrupt
         try:
-            yield from run(delayed(lambda name, piece: (name, do(*piece)))(*item) for item in work.items())
+            names = {pool.submit(do, *piece): name for name, piece in work.items()}
+            for done in as_completed(names):
+                yield names[done], done.result()
         except BrokenProcessPool:
             raise ValueError("a process was killed, perhaps for want of memory: run on with fewer --jobs") from None
 
@@ -50,9 +57,18 @@ def assign_gpus(processes: int) -> list[str | None]:
     return [names[i % count] if count else None for i in range(processes)]
 
 
-def _see_one_gpu(gpus: Any) -> None:
+def _begin_process(gpus: Any, driver: Any, threads: int) -> None:
+    """Prepare a new process, which ends once the other end of ``driver`` is closed."""
     if (gpu := gpus.get()) is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # CUDA reads it when it is first used
+    torch.set_num_threads(threads)
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches all processes of a terminal; the driver decides
+
+    def end_with_driver() -> None:
+        driver.poll(None)
+        os._exit(1)
+
+    threading.Thread(target=end_with_driver, daemon=True).start()
 
 
 class Node(NamedTuple):

@@ -1,13 +1,18 @@
 """Work side by side, in processes of this machine and with a stand-in for a Ray cluster."""
 
 import os
-from queue import SimpleQueue
+import signal
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from fusion_bench_nufilt import cluster
+from tests.conftest import REPO
 
 
 def double(number):
@@ -24,6 +29,79 @@ def test_local_processes_find_all_results_and_a_killed_one_is_said():
         list(cluster.run_locally({**work, "last": (-1,)}, double, 2))
 
 
+def grow(megabytes):
+    """Keep memory for longer than a second, the time after which some pools of processes measure it."""
+    grow.kept = [*getattr(grow, "kept", ()), b"x" * (megabytes * 2**20)]
+    time.sleep(1.2)
+    return megabytes
+
+
+def begun(code):
+    """Begin a program that imports this module, in a session of its own."""
+    program = f"from tests import test_cluster\nfrom fusion_bench_nufilt.cluster import run_locally\n{code}"
+    return subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.slow
+def test_processes_that_grow_go_on():
+    work = {str(number): (size,) for number, size in enumerate((1, 1, 400, 400, 1, 1))}
+    program = begun(f"print(sorted(dict(run_locally({work}, test_cluster.grow, 2))))")
+    try:
+        assert program.communicate(timeout=240)[0].strip() == str(list(work))
+    finally:
+        program.kill()
+
+
+def name_itself(seconds):
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def has_ended(number, within=20):
+    end = time.monotonic() + within
+    while alive := psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.1)
+    return not alive
+
+
+@pytest.mark.slow
+def test_processes_end_when_their_results_are_no_longer_wanted():
+    results = cluster.run_locally({"quick": (0,), "long": (600,)}, name_itself, 1)
+    _, process = next(results)
+    results.close()
+    assert has_ended(process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_processes_end_with_the_program_that_began_them(number):
+    work = {"quick": (0,), "long": (600,)}
+    program = begun(f"for _, pid in run_locally({work}, test_cluster.name_itself, 1): print(pid, flush=True)")
+    try:
+        process = int(program.stdout.readline())
+        program.send_signal(number)
+        program.wait(20)
+    finally:
+        program.kill()
+    assert has_ended(process)
+
+
+def visible_gpus():
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "expected"), [(2, "4"), (0, "4,7")])
+def test_a_process_sees_its_own_gpu_alone_and_without_gpus_leaves_things_as_they_are(monkeypatch, count, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert dict(cluster.run_locally({"a": ()}, visible_gpus, 1)) == {"a": expected}
+
+
 @pytest.mark.parametrize(
     ("visible", "count", "expected"),
     [("4,7", 2, ["4", "7", "4"]), (None, 2, ["0", "1", "0"]), ("GPU-a", 1, ["GPU-a"] * 3), (None, 0, [None] * 3)],
@@ -34,16 +112,6 @@ def test_process_i_takes_gpu_i_modulo_their_number(monkeypatch, visible, count, 
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert cluster.assign_gpus(3) == expected
-
-
-def test_a_process_sees_its_own_gpu_alone(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    gpus = SimpleQueue()
-    for gpu in ("7", None):
-        gpus.put(gpu)
-    for _ in range(2):  # the second has none of its own, and leaves things as they are
-        cluster._see_one_gpu(gpus)
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(False, [("a", 8)]), (True, [("b", 4), ("b", 4)])])

@@ -32,12 +32,13 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = la
     models = dict(zip(tasks, plan.tasks, strict=True))
     if plan.merged is not None:
         models["merged so far"] = plan.merged
-    shapes = {layer.name: plan.base.tensors[layer.keys[0]].shape for layer in plan.layers}
+    shapes = {layer.name: layer.view.shape for layer in plan.layers}
     result = Analysis({"base": plan.base.label, "tasks": tasks}, tasks, shapes, task_rank)
 
     def examine(layer: Layer) -> tuple[float, dict[str, TaskVector]]:
-        theta_0, rank = widened(plan.base.read(layer.keys[0])[0]), max(DIRECTIONS, task_rank)
-        found = {name: task_vector(_update(model, layer.slot, theta_0), rank) for name, model in models.items()}
+        stored, rank = widened(plan.base.read(layer.keys[0])[0]), max(DIRECTIONS, task_rank)
+        theta_0 = layer.view.matrix(stored)
+        found = {name: task_vector(_update(model, layer, stored), rank) for name, model in models.items()}
         return float(torch.linalg.vector_norm(theta_0)), found
 
     for layer, found in zip(plan.layers, map_layers(examine, plan.layers, torch.device("cpu")), strict=True):
@@ -46,9 +47,12 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = la
     return result
 
 
-def _update(model: FullModel, slot: str, theta_0: Tensor) -> Tensor:
-    """Return the update tau of a layer, which is zero where an adapter does not change it."""
-    if slot not in model.slots:
+def _update(model: FullModel, layer: Layer, stored: Tensor) -> Tensor:
+    """Return the update tau of a layer ``(d_o, d_i)``, given the base's tensor; zero where an adapter has none."""
+    theta_0 = layer.view.matrix(stored)
+    if layer.slot not in model.slots:
         return torch.zeros_like(theta_0)
-    weight, _ = model.weight(slot, theta_0)
-    return weight.product().to(theta_0) if isinstance(weight, LowRank) else weight.to(theta_0) - theta_0
+    weight, _ = model.weight(layer.slot, stored)
+    if isinstance(weight, LowRank):
+        return weight.product().to(theta_0)
+    return layer.view.matrix(weight).to(theta_0) - theta_0

@@ -25,11 +25,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fusion_bench_nufilt.continual.evaluation import Evaluator, Part, Report, score
 from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
-from fusion_bench_nufilt.continual.models import PRETRAINED, check_pool, load_model, reason
+from fusion_bench_nufilt.continual.models import PRETRAINED, check_pool, digest_of_stored, load_model, reason
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.results.content import References, Run
 from fusion_bench_nufilt.results.metrics import or_none
-from fusion_bench_nufilt.storage.checkpoint import model_digest, package_versions
+from fusion_bench_nufilt.storage.checkpoint import package_versions
 
 from .configs import compose_run, make, plain, quiet, taskpool_config
 
@@ -167,7 +167,7 @@ class Experiment:
 
     @property
     def digests(self) -> dict[str, str]:
-        """The :func:`~fusion_bench_nufilt.storage.checkpoint.model_digest` of every model's weights."""
+        """The :func:`~fusion_bench_nufilt.continual.models.digest_of_stored` of every model."""
         merged = ["_merged_"] if getattr(self.modelpool, "has_merged", False) else []
         for name in ["_pretrained_", *self.tasks, *merged]:
             if name not in self._digests:
@@ -175,8 +175,8 @@ class Experiment:
         return dict(sorted(self._digests.items()))
 
     def _load(self, name: str) -> nn.Module:
-        model, _ = load_model(self.modelpool, name)
-        self._digests[name] = model_digest(model)
+        model, drawn = load_model(self.modelpool, name)
+        self._digests[name] = digest_of_stored(model, drawn)
         return model
 
     def score_single_models(self, on_step: OnStep) -> References:
@@ -223,7 +223,7 @@ class Experiment:
 
 
 def run_alone(overrides: tuple[str, ...], validation: bool | None, config: dict[str, Any]) -> Run:
-    """Run a method in a separate process, which keeps the models and data that the overrides choose."""
+    """Run a method in a separate process, which keeps the pools that the overrides choose, with data and heads."""
     with quiet():
         return _experiment(overrides, validation).run(config)
 

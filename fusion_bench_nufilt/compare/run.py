@@ -62,7 +62,8 @@ def compare(
         keep_going: if a method cannot be built, report the reason and run the others.
         preset: the preset that the methods come from, if any; the pictures depend on it.
         validation: score a fifth of each task's test data, always the same; False: the rest; None: all.
-        jobs: runs at a time, each in a process with its own models and data; GPUs are shared out in turn.
+        jobs: runs at a time, each in a process with its own models and data; GPUs are shared out in turn. A script
+            that asks for several calls this below ``if __name__ == "__main__":``, since each process imports it.
         engine: local is this machine; ray is a Ray cluster, with a run on every GPU, or on every node if it has none.
         address: the address of the cluster; None: the one that this machine belongs to.
         console: shows progress if it is a terminal; it must hold on to its stream, since ``sys.stderr`` is silenced.

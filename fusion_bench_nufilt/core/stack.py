@@ -23,9 +23,9 @@ def fuse_stack(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Merge one more task into n layers; ``fresh`` says that nothing has been merged into them so far.
 
-    With ``exact_on``, singular vectors are computed in float64 on that device. At most five matrices of the layers'
-    shape and about three of d_i x d_i are held at a time, and each thread holds its own: a layer of a 7B model takes up
-    to 180 MB.
+    With ``exact_on``, singular vectors are computed in float64 on that device. What is held at a time is counted in
+    :func:`~fusion_bench_nufilt.core.workers.working_bytes`, for each thread by itself: the largest layers of a 7B model
+    (4096 x 11008) take up to 1.6 GB.
 
     Returns:
         The new weights ``(n, d_o, d_i)``, and measures ``(n,)`` by their names in ``LayerReport``; missing ones are

@@ -1,4 +1,7 @@
-"""The tensors outside the merged layers: copied or averaged, a bounded number of bytes at a time."""
+"""The tensors outside the merged layers: copied or averaged, a bounded number of bytes at a time.
+
+Only a tensor that changes and is stored in FP8 is held whole, since its scales need all of it.
+"""
 
 import hashlib
 import logging
@@ -73,7 +76,7 @@ def _new_tensors(
             yield after, plan.base.opened[before.file].chunks(before)
     elif kept and info.dtype == place.dtype and not isinstance(info, Quantised):
         yield place, _copied(plan, info, read)
-    elif isinstance(place, Quantised):  # its scales need the whole tensor
+    elif isinstance(place, Quantised):
         yield from ((info, [value]) for info, value in place.quantise(torch.cat(list(values)).reshape(place.shape)))
     else:
         yield place, _narrowed(values, key, FLOATS[place.dtype])

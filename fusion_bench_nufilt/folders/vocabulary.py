@@ -117,13 +117,31 @@ class _Tokens:
         )
         self.files = model.checkpoint.small_files(_TOKENIZER)
 
-    @cached_property
+    @property
     def tokenizer(self) -> Any:
-        """The tokenizer in the folder, or the base's if it has the same files; None if there is none."""
-        base = self._base
+        """The tokenizer in the folder, or the base's if it has the same files; None if it or the base's is unknown."""
+        return self._read[0]
+
+    @property
+    def why_unknown(self) -> str:
+        return self._read[1]
+
+    @cached_property
+    def _read(self) -> tuple[Any, str]:
+        import transformers
+
+        base, folder = self._base, self.model.checkpoint.folder
         if base and (base.tokenizer is None or self.files == base.files):
-            return base.tokenizer
-        return _load(self.model.checkpoint.folder) if self.files else None
+            return base._read
+        if not self.files:
+            return None, f"'{self.label}' has no tokenizer"
+        try:
+            load = transformers.AutoTokenizer.from_pretrained
+            return load(folder, local_files_only=True, trust_remote_code=False), ""
+        except Exception as error:  # damaged files, a package that is not installed, code of the model's own
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            remedy = "mend it, or install what it needs; if its tokens are those of the other models, copy their files"
+            return None, f"the tokenizer of '{self.label}' ({some(self.files)}) can't be read: {reason}; {remedy}"
 
     @cached_property
     def all(self) -> dict[str, int]:
@@ -149,16 +167,6 @@ class _Tokens:
         for token, row in base.ids.items():
             rows[row] = self.ids.get(token, -1)
         return rows
-
-
-def _load(folder: Path) -> Any:
-    """Return the tokenizer in a folder, or None if transformers can't load it without running the model's code."""
-    import transformers
-
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception:  # damaged files, a package that is not installed
-        return None
 
 
 def join_vocabularies(models: Models, slots: Sequence[str], choice: str, files: Mapping[str, bytes]) -> Vocabulary:
@@ -279,8 +287,8 @@ def _config(config: Any, own: Any, before: int, rows: int) -> Any:
 
 
 def _warnings(result: Vocabulary, base: _Tokens, tokens: _Tokens) -> Iterator[str]:
-    if tokens.rows != base.rows and not tokens.tokenizer:
-        why = "they do not both have a tokenizer that transformers can load"
-        yield f"the rows of '{tokens.label}' and the base are matched by their numbers: {why}"
+    alike = tokens.rows == base.rows and tokens.files in (base.files, {})
+    if not alike and tokens.tokenizer is None:
+        yield f"the rows of '{tokens.label}' and the base are matched by their numbers: {tokens.why_unknown}"
     if lost := sorted(tokens.all.keys() - base.all.keys() - set(result.tokens.values())):
         yield f"'{tokens.label}' has tokens that the result does not have (tokenizer={result.tokenizer}): {some(lost)}"

@@ -49,15 +49,14 @@ def select_layers(
     """Return the layers of a model to merge, by name; a weight that modules share comes once.
 
     Patterns follow peft's rules. One string is a regular expression that must match the whole module name. A list
-    names words of the dotted module path, one of which must be found (``q_proj``, ``self_attn``, ``layers.0``); words
-    end at dots and underscores, so that ``attn`` finds ``self_attn``. Where a module holds several layers, patterns
-    are also matched with the name of the part: ``attn.in_proj.q``, ``experts.3.down_proj``. Two strings are special:
+    has names of modules, whole or from a dot on: ``q_proj``, ``0.mlp.fc1``. Where a module holds several layers,
+    patterns are also matched with the name of the part: ``attn.in_proj.q``, ``3.down_proj``. Two strings are special:
     ``all-linear`` is every linear layer but the output head, and ``auto`` is the paper's layers for CLIP vision towers
     and T5, and all projections in numbered blocks for other models; it logs what it chose. What ``exclude_modules``
     matches in the same language is left out.
 
     Raises:
-        ValueError: nothing is left to merge, or a word of a list finds nothing (the message lists some of the names
+        ValueError: nothing is left to merge, or an entry of a list finds nothing (the message lists some of the names
             there); a named weight is quantised, or holds no matrix, such as a convolution in groups.
     """
     there, unknown = views(model), opaque(model)
@@ -103,11 +102,12 @@ def _rule(there: Sequence[View], unknown: Iterable[str], patterns: str | Sequenc
         return _auto(there, names)
     if isinstance(patterns, str):
         return _Rule(patterns)
-    words = [rf"(.*[._])?{re.escape(word)}([._].*)?" for word in patterns]
-    for word, pattern in zip(patterns, words, strict=True):
-        if not any(re.fullmatch(pattern, name) for name in names):
-            raise ValueError(f"'{word}' of {patterns!r} names no layer; {_some(there)}")
-    return _Rule("|".join(words))
+    names += [view.module for view in there]
+    for word in patterns:
+        if not any(f".{name}".endswith(f".{word}") for name in names):
+            how = f"must be a name or its end after a dot, or write the regular expression '.*{re.escape(word)}.*'"
+            raise ValueError(f"'{word}' of {patterns!r} names no layer; it {how}; {_some(there)}")
+    return _Rule(rf"(.*\.)?({'|'.join(map(re.escape, patterns))})")
 
 
 def _auto(there: Sequence[View], names: Sequence[str]) -> _Rule:

@@ -30,7 +30,7 @@ class TargetConfig:
         "auto",
         "What is merged. auto: the authors' layers of CLIP (attention and fc1) and T5 (attention and feed-forward), "
         "and all projections in the blocks of other models. all-linear: every linear layer but the output head. A list "
-        "has words of module names; a string is a regular expression for the whole name.",
+        "has names of modules, whole or from a dot on; a string is a regular expression for the whole name.",
     )
     exclude_modules: str | Sequence[str] | None = option(None, "What is left out, named in the same way.")
     other_params: OtherParams = option(

@@ -1,1 +1,1 @@
-"""Tables, pictures and pages, made from files alone: this package imports no torch, nor any package that computes."""
+"""Tables, pictures and pages, made from files alone, without torch, transformers or FusionBench."""

@@ -66,10 +66,12 @@ def _page(content: Merge) -> Page:
     covered = f"{len(content['layers'])} layers, {coverage['merged']['share']:.1%} of all elements"
     page = Page(f"{content['method']}: {len(tasks)} models merged", covered)
     page.heading("Steps")
-    if (first := rows["step"].min()) > 1:
+    last, first = content["step"], rows["step"].min()
+    if len(tasks) > last - first + 1:
         page.words(f"Made here from step {first} on; the steps before are on the page of the model it went on from.")
     steps = _summary(rows, "step")
-    cells = ([step, tasks[step - 1], *values] for step, *values in steps.itertuples())
+    # The last task is that of the last step; the first one's step may be any (--step).
+    cells = ([step, tasks[step - last - 1], *values] for step, *values in steps.itertuples())
     page.table(["step", "task", *steps.columns], cells, digits=3)
     page.heading("Layers by strength")
     layers = _summary(rows, "layer").sort_values(_NORM, ascending=False).head(_STRONGEST)

@@ -79,12 +79,16 @@ def write_results(folder: Path) -> list[str]:
         raise ValueError(f"'{folder / name}' is damaged or of another version: {error!r}") from error
     for file, text in {**files.texts, PAGE: page}.items():
         write_text(folder / file, text)
+    written = list(files.texts)
     for picture, chart in files.charts.items():
+        names = [f"{picture}.{suffix}" for suffix in kind.pictures]
         if chart is None:
-            (folder / f"{picture}.png").unlink(missing_ok=True)
+            for name in names:
+                (folder / name).unlink(missing_ok=True)
         else:
-            save_chart(chart, *(folder / f"{picture}.{suffix}" for suffix in kind.pictures))
-    return [*files.texts, *(f"{picture}.png" for picture, chart in files.charts.items() if chart is not None), PAGE]
+            save_chart(chart, *(folder / name for name in names))
+            written += names
+    return [*written, PAGE]
 
 
 def leave_results(folder: Path) -> list[str]:

@@ -151,8 +151,13 @@ def _task_manager(include_path: str | None, num_fewshot: int | None) -> Any:
     """Return an index of all tasks, which takes seconds to make; the tasks that it loads keep ``num_fewshot``."""
     kind = _lm_eval().tasks.TaskManager
     manager = kind(include_path=include_path)
-    load = cache(lambda names: kind.load(manager, list(names)))
-    manager.load = lambda names: load(tuple(names))
+
+    @cache
+    def load_once(name: str) -> list[Any]:
+        found = kind.load(manager, [name])
+        return [found["groups"][name]] if name in found["groups"] else list(found["tasks"].values())
+
+    manager.load = lambda names: kind.load(manager, [each for name in names for each in load_once(name)])
     return manager
 
 

@@ -9,7 +9,7 @@ from tests.continual.helpers import logging_to
 from tests.folders.helpers import RANKS, change_json, manifest, merge, same, save_stream, tensors
 from tests.models import llama
 
-BEFORE = {**RANKS, "target_modules": ["q_proj", "mlp"], "other_params": "mean"}
+BEFORE = {**RANKS, "target_modules": ["q_proj", "up_proj"], "other_params": "mean"}
 SETTINGS = {"seed": 7, "accumulate": "float32"}
 
 
@@ -27,7 +27,7 @@ def test_base_method_and_settings_are_those_of_the_model_that_it_goes_on_from(tm
     assert manifest(tmp_path / "new")["settings"] == manifest(expected)["settings"]
     assert "warning" not in text
     taken_over = text.partition("taken over")[2].partition("step 2")[0]
-    for words in ("null_rank 6", "target_modules ['q_proj', 'mlp']", "seed 7", "accumulate float32"):
+    for words in ("null_rank 6", "target_modules ['q_proj', 'up_proj']", "seed 7", "accumulate float32"):
         assert words in taken_over
     for words in ("lr 0.001", "solver"):  # which are at their defaults
         assert words not in taken_over

@@ -43,7 +43,7 @@ def test_the_manifest_of_a_result_is_a_recipe_that_reproduces_it(tmp_path, merge
         merge(tmp_path, ["task1"], "one", null_space=False)
         made = merge(tmp_path, ["task2"], "made", merged="one", null_space=False, settings={"seed": 7})
     else:
-        made = merge(tmp_path, ["task1", "task2"], "made", target_modules=["q_proj", "mlp"], other_params="mean")
+        made = merge(tmp_path, ["task1", "task2"], "made", target_modules=["q_proj", "up_proj"], other_params="mean")
     kept = shutil.move(made, tmp_path / "kept")
     code, text = nufilt("merge", kept / "nufilt.json", "--out", tmp_path / "made")
     assert code == 0, text
@@ -53,10 +53,17 @@ def test_the_manifest_of_a_result_is_a_recipe_that_reproduces_it(tmp_path, merge
 def test_the_last_word_wins_and_values_are_what_yaml_would_make_of_them(tmp_path):
     recipe = tmp_path / "recipe=1.yaml"
     recipe.write_text("{base: b, tasks: [one, two], out: o, settings: {null_rank: 1, lora_rank: 1, lr: 1e-3}}")
-    words = [str(recipe), "lora_rank=2", "lr=2e-3", "target_modules=[q_proj,mlp]", "null_space=false", "tasks=three"]
+    words = [
+        str(recipe),
+        "lora_rank=2",
+        "lr=2e-3",
+        "target_modules=[q_proj,up_proj]",
+        "null_space=false",
+        "tasks=three",
+    ]
     models = {"base": "b", "tasks": ["three"], "out": "there"}
     ranks = {"null_rank": 1, "lora_rank": 2, "lr": 0.5}
-    rest = {"target_modules": ["q_proj", "mlp"], "null_space": False}
+    rest = {"target_modules": ["q_proj", "up_proj"], "null_space": False}
     assert gather(words, {"lr": 0.5, "out": "there"}, SETTINGS) == models | ranks | rest
 
 
@@ -214,7 +221,7 @@ def test_the_name_of_a_folder_is_no_markup(tmp_path):
 def test_ranks_are_numbers_or_shares_of_the_width(tmp_path):
     save_stream(tmp_path, llama(), tasks=2)
     models = ("--base", tmp_path / "base", "--task", tmp_path / "task1", "--task", tmp_path / "task2")
-    attention, ranks = ("--target-modules", "self_attn"), {"numbers": (8, 4, 2), "shares": (0.25, 0.125, 0.0625)}
+    attention, ranks = ("--target-modules", "q_proj"), {"numbers": (8, 4, 2), "shares": (0.25, 0.125, 0.0625)}
     for out, (r_p, r_l, r_v) in ranks.items():  # of layers with 32 inputs
         flags = ("--null-rank", r_p, "--lora-rank", r_l, "--task-rank", r_v, "--max-steps", 3)
         code, text = nufilt("merge", *models, "--out", tmp_path / out, *attention, *flags)
@@ -225,6 +232,6 @@ def test_ranks_are_numbers_or_shares_of_the_width(tmp_path):
 def test_words_choose_layers_as_in_the_yaml(tmp_path):
     save_stream(tmp_path, llama(), tasks=1)
     arguments = ("--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", tmp_path / "out", "--dry-run")
-    words = ("--target-modules", "q_proj", "--target-modules", "mlp", "--exclude-modules", "layers.0")
-    assert "4 layers" in nufilt("merge", *arguments, *words)[1]
+    words = ("--target-modules", "q_proj", "--target-modules", "up_proj", "--exclude-modules", "0.self_attn.q_proj")
+    assert "3 layers" in nufilt("merge", *arguments, *words)[1]
     assert "2 layers" in nufilt("merge", *arguments, "--target-modules", r".*v_proj")[1]

@@ -2,10 +2,10 @@
 
 import logging
 import math
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 
-import joblib
 import pytest
 import torch
 from fusion_bench.models.hf_clip import HFCLIPClassifier
@@ -106,10 +106,10 @@ def test_a_cluster_finds_the_matrices_of_one_machine(tmp_path, monkeypatch):
 
 
 def test_a_killed_process_is_said_and_what_is_finished_is_kept(tmp_path, monkeypatch):
-    def die(pool, calls):
+    def die(pool, *call):
         raise BrokenProcessPool
 
-    monkeypatch.setattr(joblib.Parallel, "__call__", die)
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", die)
     with pytest.raises(ValueError, match=r"killed.*--jobs"):
         run(tmp_path, jobs=2, **CHEAP)
     assert (tmp_path / "references.json").exists()

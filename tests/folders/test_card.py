@@ -20,7 +20,7 @@ def block(folder, language):
 
 @pytest.mark.parametrize("merged", [None, "merged"])
 def test_its_recipe_makes_the_result_again(stream, monkeypatch, merged):
-    options = {"null_rank": 0.25, "target_modules": ["q_proj", "mlp"], "settings": {"seed": 7}}
+    options = {"null_rank": 0.25, "target_modules": ["q_proj", "up_proj"], "settings": {"seed": 7}}
     if merged:
         merge(stream, ["task1"], merged, **options)
     made = merge(stream, ["task2", "task3"], "made", merged=merged, **options)

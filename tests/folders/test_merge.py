@@ -211,7 +211,7 @@ def test_float32_layers_are_kept_beside_the_model_and_out_of_its_way(tmp_path):
 
 def test_float32_layers_go_on_where_they_are_and_rounded_ones_where_they_are_not(tmp_path):
     save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
-    merge(tmp_path, ["task1"], "one", settings={"accumulate": "float32"}, target_modules=["mlp"])
+    merge(tmp_path, ["task1"], "one", settings={"accumulate": "float32"}, target_modules=["up_proj"])
     out = merge(tmp_path, ["task2"], "two", merged="one", settings={"accumulate": "float32"})
     assert any("does not have all merged layers in float32" in text for text in manifest(out)["warnings"])
     assert len(load_file(out / STATE)) == 14

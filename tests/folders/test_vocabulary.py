@@ -1,5 +1,6 @@
 """Vocabularies that grew: rows are matched by token, and new tokens keep the rows of the model that brought them."""
 
+import re
 import shutil
 
 import pytest
@@ -143,11 +144,11 @@ def test_a_token_with_two_rows_is_refused_by_its_name(grown):
     assert "<fim>" in loads(merge(grown, ["code", "chat", "other"], "out2"))
 
 
-@pytest.mark.parametrize("options", [{}, MEAN, {"method": "sum", "target_modules": ["lm_head", "mlp"], **MEAN}])
+@pytest.mark.parametrize("options", [{}, MEAN, {"method": "sum", "target_modules": ["lm_head", "up_proj"], **MEAN}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_going_on_keeps_the_earlier_tokens(grown, options, dtype):
     settings = {"accumulate": "float32"}
-    options = {"target_modules": ["lm_head", "mlp"], "settings": settings, **options}
+    options = {"target_modules": ["lm_head", "up_proj"], "settings": settings, **options}
     for name in ("base", "code", "chat", "padded"):
         AutoModelForCausalLM.from_pretrained(grown / name, dtype=dtype).save_pretrained(grown / name)
     at_once = merge(grown, ["code", "padded", "chat"], **options)
@@ -228,3 +229,22 @@ def test_an_adapter_brings_its_tokens(grown):
     out = tensors(merge(grown, ["adapter"], method="sum", scale=1.0, **MEAN))
     assert torch.equal(out[EMBEDDING], whole.get_input_embeddings().weight)
     assert torch.equal(out[HEAD], whole.get_output_embeddings().weight)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_said_also_where_the_rows_are_as_many(grown):
+    save(grown / "other", finetuned(AutoModelForCausalLM.from_pretrained(grown / "base"), seed=4))
+    assert not plan(grown, ["other"]).vocabulary.slots
+    path = grown / "other" / "tokenizer.json"
+    path.write_text(path.read_text()[:-9])  # as an interrupted copy leaves it
+    (warning,) = (text for text in plan(grown, ["other"]).warnings if "matched by their numbers" in text)
+    assert "the rows of 'other' and the base" in warning
+    assert re.search(r"the tokenizer of 'other' \('tokenizer.json'.*\) can't be read: .*; mend it, or install", warning)
+
+
+def test_if_the_tokenizer_of_the_base_cannot_be_read_the_warning_is_of_the_base(grown):
+    for name, template in (("one", "a"), ("two", "b")):  # their files differ from the base's
+        save(grown / name, finetuned(AutoModelForCausalLM.from_pretrained(grown / "base"), seed=4), template=template)
+    (grown / "base" / "tokenizer.json").write_text("{")
+    warnings = [text for text in plan(grown, ["one", "two"]).warnings if "matched by their numbers" in text]
+    assert [text.partition("'")[2].partition("'")[0] for text in warnings] == ["one", "two"]
+    assert all("the tokenizer of 'base' (" in text for text in warnings)

@@ -5,6 +5,8 @@ from collections import defaultdict
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
 from fusion_bench_nufilt.layers import TargetConfig, check_model, merge_other_params, select_layers
@@ -29,16 +31,16 @@ T5 = "k o q v wi_0 wi_1 wo"
     ("make", "args", "count", "ends"),
     [
         (clip, [], 2 * 5, f"fc1 {ATTENTION}"),
-        (clip, [["attn", "fc1"]], 2 * 5, f"fc1 {ATTENTION}"),
+        (clip, [["q_proj", "mlp.fc1"]], 2 * 2, "fc1 q_proj"),
         (clip, ["all-linear"], 2 * 6, f"fc1 fc2 {ATTENTION}"),
-        (clip, [["layers.1", "fc1"]], 6 + 1, f"fc1 fc2 {ATTENTION}"),
-        (clip, [["layers.1.mlp"]], 2, "fc1 fc2"),
+        (clip, [["1.mlp.fc2", "fc1"]], 1 + 2, "fc1 fc2"),
         (clip, ["auto", ["fc1"]], 2 * 4, ATTENTION),
         (clip, ["auto", r".*layers\.0.*"], 5, f"fc1 {ATTENTION}"),
         (t5, [], 2 * (4 + 3) + 2 * (4 + 4 + 3), T5),
-        (t5, [["SelfAttention", "EncDecAttention", "DenseReluDense"]], 36, T5),
+        (t5, [r".*(SelfAttention|EncDecAttention|DenseReluDense).*"], 36, T5),
         (t5, ["all-linear"], 36, T5),  # without the head, as in peft
-        (t5, [["q"]], 2 + 2 * 2, "q"),  # words are whole words
+        (t5, [["q"]], 2 + 2 * 2, "q"),
+        (llama, ["auto", ["up_proj", "self_attn.o_proj"]], 2 * 5, "q_proj k_proj v_proj gate_proj down_proj"),
     ],
 )
 def test_what_is_chosen_by_name(make, args, count, ends):
@@ -77,9 +79,25 @@ def test_a_string_is_one_regular_expression_for_the_whole_name():
 
 
 @pytest.mark.parametrize(
+    "patterns", [["q_proj"], ["0.mlp.gate_proj", "v_proj"], ["proj"], ["self_attn"], ["layers.0"], r".*q_proj", "q"]
+)
+def test_patterns_match_the_names_that_they_match_in_peft(patterns):
+    """A part within a name, such as `proj` or `self_attn`, matches none; a list with such an entry is refused."""
+    config = LoraConfig(target_modules=patterns)
+    expected = [name for name in names(llama(), "all-linear") if check_target_module_exists(config, name)]
+    if expected:
+        assert names(llama(), patterns) == expected
+        rest = [name for name in names(llama()) if name not in expected]
+        assert names(llama(), "auto", patterns) == rest
+    else:
+        with pytest.raises(ValueError, match="no layer"):
+            names(llama(), patterns)
+
+
+@pytest.mark.parametrize(
     ("model", "target", "exclude", "message"),
     [
-        (clip(), ["q_proj", "gate"], None, "'gate' of .* names no layer; its layers: .*q_proj"),
+        (clip(), ["q_proj", "gate"], None, r"'gate' of .* names no layer; .* '\.\*gate\.\*'; its layers: .*q_proj"),
         (clip(), "nothing", None, "target_modules='nothing', .* leave no layer of CLIPVisionModel to merge"),
         (clip(), "auto", "all-linear", "leave no layer"),
         (clip(), "auto", ["typo"], "'typo' of .* names no layer"),

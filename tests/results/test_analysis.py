@@ -125,6 +125,5 @@ def test_every_picture_is_written_in_both_formats_and_named(folder, monkeypatch)
     monkeypatch.setattr(write, "save_chart", lambda chart, *paths: written.extend(path.name for path in paths))
     *pictures, page = write_results(folder)
     names = ["spectra", "overlap", "affinity", "affinity_by_rank", "losses", "data_free"]
-    assert pictures == [f"{name}.png" for name in names]
-    assert written == [f"{name}.{kind}" for name in names for kind in ("png", "pdf")]
+    assert pictures == written == [f"{name}.{kind}" for name in names for kind in ("png", "pdf")]
     assert "matched pairs have a mean affinity" in (folder / page).read_text()

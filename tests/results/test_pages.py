@@ -99,6 +99,22 @@ def test_the_page_of_a_merge_has_the_strongest_layers_first_over_all_its_steps(t
     assert coverage == [["merged", "4", "75.0"], ["kept", "6", "25.0"]]
 
 
+def test_the_page_of_a_merge_that_began_at_another_step_names_the_task_of_each(tmp_path):
+    merge_folder(tmp_path)
+    content = json.loads((tmp_path / "nufilt.json").read_text())
+    assert "the steps before are on the page" in body(page_of(tmp_path))
+    content |= {"tasks": content["tasks"][1:], "step": 12}
+    for reports in content["layers"].values():
+        for report in reports:
+            report["step"] += 9
+    (tmp_path / "nufilt.json").write_text(json.dumps(content))
+    text = body(page_of(tmp_path))
+    steps = re.search(r"<tbody>(.*?)</tbody>", text)[1].split("</tr>")[:-1]
+    found = [re.findall(r"<td[^>]*>(.*?)</td>", row)[:2] for row in steps]
+    assert found == [["11", "letters"], ["12", html.escape(TASKS[2])]]
+    assert "the steps before are on the page" not in text
+
+
 def test_a_step_of_a_run_is_not_the_folder_of_a_merge(tmp_path):
     merge_folder(tmp_path)
     content = json.loads((tmp_path / "nufilt.json").read_text())

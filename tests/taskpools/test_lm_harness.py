@@ -41,10 +41,12 @@ def folder(tmp_path_factory):
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="fog").save_pretrained(folder)
-    for name, label in (("cats", 0), ("dogs", 1)):
+    for name, label in (("cats", 0), ("dogs", 1), ("birds", 0)):
         lines = [json.dumps({"text": text, "label": label}) for text in ("the", "a mat on", "in the fog a")]
         (folder / f"{name}.json").write_text("\n".join(lines))
         (folder / f"{name}.yaml").write_text(TASK.format(name=f"nufilt_{name}", data=folder / f"{name}.json"))
+    group = "group: nufilt_pets\ntask: [nufilt_birds]\naggregate_metric_list: [{metric: acc_norm}]\n"
+    (folder / "pets.yaml").write_text(group)
     return folder
 
 
@@ -80,17 +82,23 @@ def test_a_model_scores_what_its_answers_are_worth(folder):
 
 
 def test_only_the_tasks_asked_for_are_scored_and_data_are_read_once(folder, monkeypatch):
-    import lm_eval.tasks
+    from lm_eval.api.task import ConfigurableTask
 
     reads = []
-    load = lm_eval.tasks.TaskManager.load
-    monkeypatch.setattr(lm_eval.tasks.TaskManager, "load", lambda self, names: reads.append(names) or load(self, names))
-    evaluator = Evaluator(pool(folder, ["nufilt_cats", "nufilt_dogs"], metric="acc_norm"))
-    for _ in range(2):
-        report = evaluator.report(likes("dog"), ["nufilt_dogs"])
-        assert report["nufilt_dogs"]["accuracy"] == 1
-        assert "nufilt_cats" not in report
-    assert len({*map(tuple, reads)}) == len(reads)
+    read = ConfigurableTask.download
+    monkeypatch.setattr(
+        ConfigurableTask, "download", lambda task, *args: reads.append(task.config.task) or read(task, *args)
+    )
+    names = ["nufilt_cats", "nufilt_dogs", "nufilt_pets"]  # the last one is a group
+    taskpool = pool(folder, names, metric="acc_norm", num_fewshot=0)  # of other tests' pools, none has this setting
+    taskpool.check()
+    evaluator = Evaluator(taskpool)
+    for asked in (names[1:2], names[:2], names[2:], names[1:2]):
+        report = evaluator.report(likes("dog"), asked)
+        assert set(report) >= set(asked)
+        assert not set(report) & (set(names) - set(asked))
+    assert report["nufilt_dogs"]["accuracy"] == 1
+    assert sorted(reads) == ["nufilt_birds", "nufilt_cats", "nufilt_dogs"]
 
 
 def test_a_stream_of_language_models_has_its_matrix(folder):

@@ -388,7 +388,7 @@ class TestLayers(unittest.TestCase):
 
     def test_what_can_not_be_merged_is_named(self):
         model = random_model(llama)
-        for target in (["q_prj"], ["q_proj", "x"]):
+        for target in (["q_prj"], ["q_proj", "x"], ["proj"], ["self_attn"]):
             with self.assertRaisesRegex(ValueError, "names no layer"):
                 select_layers(model, target)
         with self.assertRaisesRegex(ValueError, "leave no layer"):

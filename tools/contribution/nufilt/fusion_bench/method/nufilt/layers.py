@@ -164,12 +164,12 @@ def select_layers(
     Args:
         model: the pretrained model.
         target_modules: ``auto``; ``all-linear`` for every linear layer but the output head;
-            a list of words of module names (``q_proj``); or one regular expression for the
-            whole name.
+            a list of names of modules, whole or from a dot on (``q_proj``); or one regular
+            expression for the whole name.
         exclude_modules: what is left out, named in the same way.
 
     Raises:
-        ValueError: nothing is left, a word names no layer, or a weight is quantised.
+        ValueError: nothing is left, an entry of a list names no layer, or a weight is quantised.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not _is_float(module.weight):
@@ -223,9 +223,7 @@ def _rule(
         raise ValueError("target_modules=auto knows no layer of this model: name some")
     if isinstance(patterns, str):
         return matching(patterns)
-    found = {
-        word: matching(rf"(.*[._])?{re.escape(word)}([._].*)?") for word in patterns
-    }
+    found = {word: matching(rf"(.*\.)?{re.escape(word)}") for word in patterns}
     for word, layers in found.items():
         if not layers:
             raise ValueError(f"'{word}' of {list(patterns)} names no layer")

@@ -1,0 +1,72 @@
+"""Folders analysed layer by layer, whatever way their tensors hold the layers."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fusion_bench_nufilt.analysis.folders import analyze_folders
+from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+from fusion_bench_nufilt.folders import plan_merge
+from fusion_bench_nufilt.layers import TargetConfig, select_layers
+from tests.families import FAMILIES
+from tests.models import finetuned
+
+RANK = 4
+
+
+def analyse(folder, **targets):
+    plan = plan_merge(str(folder / "base"), [str(folder / "one"), str(folder / "two")], targets=TargetConfig(**targets))
+    return analyze_folders(plan, RANK)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_oss", "resnet"])
+def test_task_vectors_are_those_of_the_layers_matrices(tmp_path, family):
+    base = FAMILIES[family]()
+    models = {"base": base, "one": finetuned(base, 1), "two": finetuned(base, 2)}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    found = analyse(tmp_path)
+    views = select_layers(base)
+    assert {name: tuple(shape) for name, shape in found.layers.items()} == {n: v.shape for n, v in views.items()}
+    norms = {(row["task"], row["layer"]): row["norm"] for row in found.vectors}
+    overlaps = {(row["vector"], row["other_vector"], row["layer"]): row["overlap"] for row in found.overlaps}
+    for name, view in views.items():
+        one, two = (view.read(models[task]) - view.read(base) for task in ("one", "two"))
+        assert norms["one", name] == pytest.approx(float(one.norm()), rel=1e-4)
+        V, W = (top_right_singular_vectors(tau[None], min(RANK, *tau.shape))[0] for tau in (one, two))
+        assert overlaps["one", "two", name] == pytest.approx(float((V.mT @ W).square().sum()) / V.shape[1], abs=1e-3)
+
+
+def test_transposed_layers_that_read_the_same_directions_overlap_whatever_they_write(tmp_path):
+    base = FAMILIES["gpt2"]()
+    direction = torch.nn.functional.normalize(torch.randn(32, generator=torch.Generator().manual_seed(0)), dim=0)
+    for name, output in (("base", None), ("one", 0), ("two", 1)):
+        model = finetuned(base, 1, scale=0.0)
+        with torch.no_grad():
+            for view in select_layers(model, ["attn.c_attn"]).values():
+                W = view.read(model)
+                if output is not None:
+                    W[output] += direction
+        model.save_pretrained(tmp_path / name)
+    found = analyse(tmp_path, target_modules=["attn.c_attn"])
+    assert [row["overlap"] for row in found.overlaps] == pytest.approx([1.0] * 8, abs=1e-5)
+
+
+def test_an_adapter_of_transposed_layers_is_analysed_like_the_weights_that_it_makes(tmp_path):
+    base, generator = FAMILIES["gpt2"](), torch.Generator().manual_seed(0)
+    base.save_pretrained(tmp_path / "base")
+    A, B = (0.05 * torch.randn(*shape, generator=generator) for shape in ((2, 32), (96, 2)))
+    adapted = finetuned(base, 1, scale=0.0)
+    with torch.no_grad():
+        adapted.transformer.h[0].attn.c_attn.weight += (B @ A).T
+    adapted.save_pretrained(tmp_path / "two")
+    (tmp_path / "one").mkdir()
+    config = '{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "fan_in_fan_out": true}'
+    (tmp_path / "one" / "adapter_config.json").write_text(config)
+    prefix = "base_model.model.transformer.h.0.attn.c_attn"
+    factors = {f"{prefix}.lora_A.weight": A, f"{prefix}.lora_B.weight": B}
+    save_file(factors, tmp_path / "one" / "adapter_model.safetensors")
+    found = analyse(tmp_path, target_modules=["h.0.attn.c_attn"])
+    one, two = (row["norm"] for row in found.vectors)
+    assert one == pytest.approx(two, rel=1e-5)
+    assert [row["overlap"] for row in found.overlaps] == pytest.approx([1.0] * 4, abs=1e-4)
