@@ -214,6 +214,7 @@ def hub(tmp_path_factory):
     return (sys.executable, str(tools / "serve_hub.py"), "--root", str(root), "--")
 
 
+@pytest.mark.oldest
 @pytest.mark.slow
 def test_clip_on_eight_tasks_with_the_command_of_the_readme(fusion_bench, hub):
     fusion_bench("method=nufilt", "modelpool=clip-vit-base-patch32_TA8", launcher=hub)
@@ -224,6 +225,7 @@ def test_clip_on_eight_tasks_with_the_command_of_the_readme(fusion_bench, hub):
     CLIPVisionModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_7")
 
 
+@pytest.mark.oldest
 @pytest.mark.slow
 def test_flan_t5_on_glue_with_the_command_of_the_readme(fusion_bench, hub):
     command = ("method=nufilt", "modelpool=flan-t5-base_glue", "method.shuffle_order=false")
@@ -238,6 +240,7 @@ def test_flan_t5_on_glue_with_the_command_of_the_readme(fusion_bench, hub):
     AutoModelForSeq2SeqLM.from_pretrained(saved)
 
 
+@pytest.mark.oldest
 @pytest.mark.slow
 def test_flan_t5_is_compared_beside_the_papers_numbers(hub, tmp_path):
     options = ("--methods", "nufilt", "--modelpool", "flan-t5-base_glue", "--evaluate", "last", "--out", tmp_path)
