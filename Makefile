@@ -1,17 +1,17 @@
 # make demo       merge eight small models, with NUFILT and with FusionBench's own continual methods
 # make test       lint, types, the documentation and the tests
-# make test-compat  some of the tests, with transformers 5
+# make test-oldest  some of the tests, with the lowest versions that pyproject.toml allows
 # make test-slow  the tests that take minutes: kills, clusters, notebooks, a browser
 # make adversary  bad inputs, random corruptions and kills, and a table of what became of them; for every night
 # make docs       the documentation in outputs/site; a broken link or reference fails
-# Each sets up everything they need in .venv first.
+# make constraints  the versions in .venv, in constraints.txt
+# Each sets up everything they need in .venv first: torch, and otherwise what pip settles for on the day.
 
 PYTHON ?= python3
 VENV ?= .venv
 # The release that everything here was tested and measured with. On a machine without a GPU, install the CPU build
 # into $(VENV) beforehand to save a large download.
-TORCH ?= torch==2.13.0
-TRANSFORMERS ?= transformers>=4.57,<5
+export TORCH ?= torch==2.13.0
 
 # Processes of the fast tests, which take about 1 GB each. The slow ones start processes and clusters of their own.
 JOBS ?= 2
@@ -21,11 +21,9 @@ export OMP_WAIT_POLICY ?= passive
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-VENV5 := $(VENV)/transformers5
-BIN5 := $(VENV5)/bin
-SITE := import site; print(site.getsitepackages()[0])
+OLDEST := $(VENV)/oldest
 
-.PHONY: demo test test-compat test-slow adversary lint docs clean
+.PHONY: demo test test-oldest test-slow adversary lint docs constraints clean
 
 demo: $(READY)
 	$(BIN)/python -m fusion_bench_nufilt.demo
@@ -33,9 +31,9 @@ demo: $(READY)
 test: lint docs
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
-test-compat: $(VENV5)/.ready
-	PYTHONPATH=$(CURDIR) NUFILT_OTHER_PYTHON=$(abspath $(BIN)/python) \
-		$(BIN5)/python -m pytest -m "compat and not slow" --numprocesses $(JOBS) --dist worksteal
+test-oldest: $(OLDEST)/.ready
+	NUFILT_OTHER_PYTHON=$(abspath $(BIN)/python) \
+		$(OLDEST)/bin/python -m pytest -m oldest --numprocesses $(JOBS) --dist worksteal
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --ignore=tests/adversary
@@ -53,15 +51,19 @@ docs: $(READY)
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH) '$(TRANSFORMERS)' --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet $(TORCH) --editable '.[dev]'
 	touch $@
 
-# The packages of $(VENV) but for transformers.
-$(VENV5)/.ready: $(READY)
-	$(BIN)/python -m venv $(VENV5)
-	$(BIN)/python -c "$(SITE)" > "$$($(BIN5)/python -c "$(SITE)")/shared.pth"
-	$(BIN5)/python -m pip install --quiet 'transformers>=5,<6'
+# Not the lowest torch: earlier releases without gigabytes of CUDA are only on PyTorch's own index.
+$(OLDEST)/.ready: $(READY) tools/oldest.py
+	$(BIN)/python -m venv $(OLDEST)
+	$(BIN)/python tools/oldest.py > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt $(TORCH) --editable '.[dev]'
 	touch $@
+
+# Those of a green run, for whoever wants its figures; the build of torch is the user's choice.
+constraints: $(READY)
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean:
 	rm -rf $(VENV) build dist outputs

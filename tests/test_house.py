@@ -1,6 +1,10 @@
 """The rooms of the package: which reads which, and how long a file or a function may be."""
 
 import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -8,6 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "fusion_bench_nufilt"
 NAME = PACKAGE.name
 FILES = sorted(PACKAGE.rglob("*.py"))
+DISTRIBUTIONS = packages_distributions()
 
 #: What each room may import from the others.
 READS = {
@@ -82,3 +87,23 @@ def test_no_function_is_longer_than_60_lines():
             if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60:
                 found.append(f"{file.name}: {node.name} has {node.end_lineno - node.lineno + 1}")
     assert not found
+
+
+def test_every_package_that_is_imported_is_declared():
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = project["dependencies"] + extras["lm-eval"] + extras["ray"]
+    declared = {re.match(r"[\w-]+", line)[0].lower().replace("_", "-") for line in lines}
+    declared |= {
+        "fusion-bench-nufilt",
+        "timm",
+        "pycocoevalcap",
+    }  # the last two come with the models and the harness that need them
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names:
+                packages = {package.lower().replace("_", "-") for package in DISTRIBUTIONS.get(name, [name])}
+                assert packages & declared, f"{file} imports {name}, which pyproject.toml does not declare"

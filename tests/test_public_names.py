@@ -11,7 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, CLIPVisionModel
 from tests.conftest import shared_or_skip
 from tests.test_pools import gpt2_checkpoints
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.oldest]
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import TensorDataset
 from tqdm.auto import tqdm
-from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer, CLIPVisionModel
+from transformers import CLIPModel, CLIPProcessor, CLIPTokenizer, CLIPVisionModel
 
 from fusion_bench_nufilt.storage.files import atomic_folder
 from fusion_bench_nufilt.taskpools.local_tasks import register_task
@@ -28,6 +28,11 @@ from fusion_bench_nufilt.taskpools.local_tasks import register_task
 from .render import SIDE
 from .tasks import TASKS
 from .train import Recipe, Tick, active_recipe, draw_pictures, finetune, normalise, pretrain
+
+try:
+    from transformers import CLIPImageProcessorPil as ImageProcessor
+except ImportError:  # transformers 4, where it has the name that stands for torchvision's in transformers 5
+    from transformers import CLIPImageProcessor as ImageProcessor
 
 # FusionBench's task pool asks its registry for class names and prompts.
 for _name, _task in TASKS.items():
@@ -55,7 +60,8 @@ def load_clip() -> CLIPModel:
 
 def load_processor() -> CLIPProcessor:
     """Load the tokenizer and the image processor of the CLIP."""
-    return CLIPProcessor.from_pretrained(demo_folder() / "clip", use_fast=False)
+    clip = demo_folder() / "clip"
+    return CLIPProcessor(ImageProcessor.from_pretrained(clip), CLIPTokenizer.from_pretrained(clip))
 
 
 def load_test_dataset(task: str) -> Pictures:
@@ -135,7 +141,7 @@ def _make(recipe: Recipe, part: str, draft: Path, pretrained: Path, tick: Tick) 
     elif part == "clip":
         clip, tokenizer = pretrain(recipe, draft, tick)
         clip.save_pretrained(draft)
-        image_processor = CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+        image_processor = ImageProcessor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
         CLIPProcessor(image_processor, tokenizer).save_pretrained(draft)
     else:
         clip = CLIPModel.from_pretrained(pretrained)

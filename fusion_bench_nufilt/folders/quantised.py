@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
-from annotated_types import Len
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import TypedDict
@@ -31,7 +30,7 @@ _NAMES = {
 }
 
 
-_Sides = Annotated[list[PositiveInt], Len(2, 2)]
+_Sides = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 
 
 class _Weights(TypedDict, total=False):

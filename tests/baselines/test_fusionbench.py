@@ -28,7 +28,7 @@ from tests.baselines.test_knots import oracle_knots, oracle_ties
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting
 from tests.models import clip, finetuned, llama, tower
 
-pytestmark = pytest.mark.compat
+pytestmark = pytest.mark.oldest
 
 IN_ORDER = "method.shuffle_order=false"
 

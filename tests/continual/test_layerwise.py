@@ -19,7 +19,7 @@ from tests.continual.helpers import logging_to, pool
 from tests.core.test_parity import load_case
 from tests.models import TOWER, Shared, clip, llama, t5, tower
 
-pytestmark = pytest.mark.compat
+pytestmark = pytest.mark.oldest
 
 RANKS = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5}
 SMALL = {**RANKS, "shuffle_order": False, "evaluate": "last"}

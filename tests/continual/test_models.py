@@ -11,7 +11,7 @@ from tests.continual.helpers import pool, saved_pool
 from tests.continual.test_resume import algorithm_in
 from tests.models import TOWER
 
-pytestmark = pytest.mark.compat
+pytestmark = pytest.mark.oldest
 
 FC1 = f"{TOWER}encoder.layers.1.mlp.fc1.weight"
 NORM = f"{TOWER}post_layernorm.weight"

@@ -1,6 +1,8 @@
 """The demo as FusionBench sees it: its own pools, our YAML files, and no network."""
 
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.demo import TASKS, load_clip, load_processor, load_test_dataset, load_vision_model, to_pixels
 from tests.models import tower
 
-pytestmark = pytest.mark.compat
+pytestmark = pytest.mark.oldest
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,12 @@ def test_our_fast_pixels_are_the_processor_s(demo):
     image = load_test_dataset("arrows")[0]["image"]
     theirs = load_processor()(images=[image], return_tensors="pt")["pixel_values"][0]
     torch.testing.assert_close(to_pixels(image), theirs)
+
+
+def test_transformers_has_nothing_to_remark_on_the_processor(demo):
+    load = "from fusion_bench_nufilt.demo import load_processor; load_processor()"
+    done = subprocess.run([sys.executable, "-c", load], check=True, capture_output=True, text=True)
+    assert done.stdout + done.stderr == ""
 
 
 def test_the_tokenizer_has_one_token_for_a_word(demo):

@@ -16,7 +16,7 @@ from tests.models import finetuned
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.compat
+@pytest.mark.oldest
 def test_folders_give_the_algorithms_bits(tmp_path, family):
     if family in CONVERTED:
         pytest.skip("transformers 5 holds this family's layers in other ways than its checkpoints")

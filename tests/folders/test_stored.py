@@ -10,7 +10,7 @@ from tests.families import FAMILIES
 from tests.folders.helpers import manifest, merge, same, save_stream, tensors
 from tests.models import full_clip, llava
 
-pytestmark = pytest.mark.compat
+pytestmark = pytest.mark.oldest
 
 #: A layer that transformers 5 renames, or makes a part of another, and the number of layers in the blocks.
 LAYERS = {

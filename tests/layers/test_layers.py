@@ -12,7 +12,7 @@ from torch import nn
 from fusion_bench_nufilt.layers import TargetConfig, check_model, merge_other_params, select_layers
 from tests.models import TOWER, Shared, clip, finetuned, llama, llava, t5, tower
 
-pytestmark = pytest.mark.compat
+pytestmark = pytest.mark.oldest
 
 
 def names(model, *args):

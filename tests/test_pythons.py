@@ -1,0 +1,50 @@
+"""The package on the other versions of Python that it supports, where they are installed."""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from tests.conftest import REPO
+
+TORCH = os.environ.get("TORCH", "torch")
+
+
+def run(*command, check=True, **more):
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | more
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0 or not check, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_the_package_installs_and_its_demo_runs(version, tmp_path):
+    """Where torch comes with gigabytes of CUDA, all but torch is installed, and the demo is left out."""
+    interpreter = run(
+        "sh", "-c", f"python{version} -c 'import sys; print(sys.executable)'", check=False, PYENV_VERSION=version
+    )
+    if not interpreter:
+        pytest.skip(f"there is no python{version}")
+    run(interpreter, "-m", "venv", tmp_path)
+    python = tmp_path / "bin" / "python"
+    install = (python, "-m", "pip", "install", "--quiet")
+    run(*install, "--upgrade", "pip")
+    run(*install, "--dry-run", "--report", tmp_path / "report.json", TORCH, REPO)
+    found = [each["metadata"] for each in json.loads((tmp_path / "report.json").read_text())["install"]]
+    cuda = [each["name"] for each in found if each["name"].startswith(("nvidia-", "cuda-", "triton"))]
+    if cuda:
+        left_out = {"torch", "fusion-bench-nufilt", *cuda}
+        pins = [f"{each['name']}=={each['version']}" for each in found if each["name"] not in left_out]
+        run(*install, "--no-deps", *pins, REPO)
+    else:
+        run(*install, TORCH, REPO)
+    run(tmp_path / "bin" / "nufilt", "--help")
+    package = run(python, "-c", "import fusion_bench_nufilt; print(*fusion_bench_nufilt.__path__)")
+    run(python, "-W", "error", "-m", "compileall", "-q", "-f", package)
+    if cuda:
+        pytest.skip(f"without the demo: for Python {version}, pip has only a torch with CUDA")
+    demo = (python, "-m", "fusion_bench_nufilt.demo", "--out", tmp_path / "demo")
+    run(*demo, NUFILT_DEMO="tiny", NUFILT_CACHE=str(tmp_path / "cache"))
+    assert (tmp_path / "demo" / "table.md").is_file()
