@@ -219,7 +219,14 @@ class ContinualMethodBaseline(_Baseline):
             raise ValueError(f"{self.name} starts from the pretrained model, not from '{MERGED}'")
         pool: Any = copy(modelpool)
         pool._models = deepcopy(modelpool._models)  # some methods write into the first model that they load
-        merged, stand_ins = deepcopy(pretrained), defaultdict[str, nn.Module](lambda: nn.Sequential(nn.Linear(2, 2)))
+        # Models on a GPU are merged from the CPU: OPCM and others move layers by themselves, and use NumPy beside that.
+        home, base = next(pretrained.parameters()).device, deepcopy(pretrained).cpu()
+        merged, stand_ins = deepcopy(base), defaultdict[str, nn.Module](lambda: nn.Sequential(nn.Linear(2, 2)))
+
+        def load_on_cpu(*args: Any, **kwargs: Any) -> nn.Module:
+            return type(pool).load_model(pool, *args, **kwargs).cpu()
+
+        pool.load_model = load_on_cpu
         if done := self._resume(merged) if self.resume else 0:
             pool.load_model = lambda name, *args, **kwargs: stand_ins[name]
         begin = time.perf_counter()
@@ -228,16 +235,16 @@ class ContinualMethodBaseline(_Baseline):
             nonlocal begin
             if index + 1 == done:
                 _become(current, merged)
-                _become(stand_ins[PRETRAINED], deepcopy(pretrained))
+                _become(stand_ins[PRETRAINED], base)
                 vars(self._method).update(self._memory)
-                del pool.load_model
+                pool.load_model = load_on_cpu
             elif index + 1 > done:
                 self.finish_step(index + 1, current, time.perf_counter() - begin)
             begin = time.perf_counter()
 
         self._method.save_merged_model = observe
         with torch.enable_grad():
-            return self._method.run(pool)
+            return self._method.run(pool).to(home)
 
 
 def _is_numeric(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """The mathematics of one merging step on a stack of layers of equal shape: filter, adapt, fuse."""
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,13 +20,11 @@ def fuse_stack(
     config: FusionConfig,
     *,
     fresh: bool,
-    exact_on: torch.device | None,
+    exact: bool,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Merge one more task into n layers; ``fresh`` says that nothing has been merged into them so far.
 
-    With ``exact_on``, singular vectors are computed in float64 on that device. At most five matrices of the layers'
-    shape and about three of d_i x d_i are held at a time, and each thread holds its own: a layer of a 7B model takes up
-    to 180 MB.
+    With ``exact``, matrices are decomposed in float64. What is held at a time is in :func:`working_bytes`.
 
     Returns:
         The new weights ``(n, d_o, d_i)``, and measures ``(n,)`` by their names in ``LayerReport``; missing ones are
@@ -43,11 +42,11 @@ def fuse_stack(
     del theta_0, task
 
     gram, ranks = loop_gram(tau), config.ranks(tau.shape[-1])
-    V_t = top_right_singular_vectors(tau, ranks.task, gram, exact_on=exact_on)
+    V_t = top_right_singular_vectors(tau, ranks.task, gram, exact=exact)
     if fresh:
         V_p, A = first_coordinates(tau_merged, ranks.null), None
     else:
-        V_p = top_right_singular_vectors(tau_merged, ranks.null, exact_on=exact_on)
+        V_p = top_right_singular_vectors(tau_merged, ranks.null, exact=exact)
     tau_filtered = null_space_filter(tau, V_p, config.null_space)
     kept = _norm2(tau_filtered) / tau_norm2.clamp_min(torch.finfo(tau.dtype).tiny)
     # ||tau||^2 = ||tau P||^2 + ||tau (I - P)||^2
@@ -62,7 +61,7 @@ def fuse_stack(
     del theta, tau_filtered
     if A is not None:
         begin = _clock(tau.device)
-        A, B, losses = SOLVERS[config.solver](objective, A, config)
+        A, B, losses = SOLVERS[config.solver](objective, A, config, exact)
         seconds = (_clock(tau.device) - begin) / len(tau)
         measures["solving_seconds"] = torch.full_like(tau_norm2, seconds)
         measures["loss_after"] = losses[:, -1]
@@ -80,3 +79,13 @@ def _clock(where: torch.device) -> float:
     if where.type == "cuda":
         torch.cuda.synchronize(where)
     return time.perf_counter()
+
+
+def working_bytes(shape: Sequence[int], itemsize: int, config: FusionConfig) -> int:
+    """Return the most bytes that a layer ``(d_o, d_i)`` takes while it is solved, at ``itemsize`` an element."""
+    d_o, d_i = shape
+    # Held at once are theta, tau, tau_merged, and tau P with its temporary or a float64 copy of tau_merged; the Gram
+    # matrix of tau (twice, once stacked), and that of tau_merged with its eigenvectors and the solver's workspace, all
+    # in float64 if float32 is not enough.
+    gram = (2 * d_i**2 if d_i <= 2 * d_o else 0) + 8 * min(d_o, d_i) ** 2
+    return itemsize * (5 * d_o * d_i + gram)
