@@ -129,7 +129,7 @@ def merge(method: str, layers: list[Layer], device: str, config: FusionConfig = 
             strengths = {name: (W - theta_0[name]).norm() * _spectrum(min(W.shape))[0] for name, W in theta_t.items()}
             states = {n: {"votes": votes[n], "mean": strengths[n], "count": torch.tensor(3)} for n in votes}
             added = spectral.add_each(states, theta_0, theta_t, step=4)
-            yield from (spectral.weight(name, state, theta_0[name]) for name, state, _ in added)
+            yield from (spectral.weight(name, state, theta_0[name]) for name, state, *_ in added)
         else:
             config = dataclasses.replace(config, solver=SOLVERS[method])
             yield from (weight for _, weight, _ in fuse_each(*models, config, lora_A=lora_A))
@@ -207,9 +207,9 @@ def split(layers: list[Layer]) -> dict[str, float]:
     theta_0, theta, theta_t, A = (torch.stack(x) for x in zip(*layers, strict=True))
     tau, tau_merged = theta_t - theta_0, theta - theta_0
     times = [now()]
-    gram, exact_on = loop_gram(tau), tau.device if fast_in_float64(tau.device) else None
-    V_t = top_right_singular_vectors(tau, CONFIG.task_rank, gram, exact_on=exact_on)
-    V_p = top_right_singular_vectors(tau_merged, CONFIG.null_rank, exact_on=exact_on)
+    gram, exact = loop_gram(tau), fast_in_float64(tau.device)
+    V_t = top_right_singular_vectors(tau, CONFIG.task_rank, gram, exact=exact)
+    V_p = top_right_singular_vectors(tau_merged, CONFIG.null_rank, exact=exact)
     tau_filtered = null_space_filter(tau, V_p)
     times.append(now())
     objective = Objective.build(tau, tau_filtered, tau_merged, V_t, V_p, gram)

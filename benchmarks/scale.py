@@ -24,7 +24,6 @@ from folders import SIZES, make_checkpoints
 
 import fusion_bench_nufilt.cluster
 from fusion_bench_nufilt.core import FusionConfig, fuse_layers
-from fusion_bench_nufilt.core.workers import working_bytes
 from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.methods import Nufilt
 
@@ -128,14 +127,16 @@ def table(name, shrink, cpus, bandwidth):
     for kind, (shape, number) in kinds.items():
         nbytes = STORED * shape[0] * shape[1]
         seconds = measure(shape, shrink) + (MODELS + 1) * nbytes * per_byte
-        memory = working_bytes(shape, 4) + MODELS * nbytes
+        memory = METHOD.working_bytes(shape, 4) + MODELS * nbytes
         flops = METHOD.flops(shape, [None])
         print(
             f"| {kind} | {shape[0]} x {shape[1]} | {number} | {flops / 1e12:.2f} | {seconds:.1f} "
             f"| {MODELS * nbytes / 1e6:.0f} | {memory / 1e9:.1f} |"
         )
         jobs += number * [Job(seconds, MODELS * nbytes, nbytes)]
-    largest = sorted(working_bytes(shape, 4) + MODELS * STORED * shape[0] * shape[1] for shape, _ in kinds.values())[-1]
+    largest = sorted(
+        METHOD.working_bytes(shape, 4) + MODELS * STORED * shape[0] * shape[1] for shape, _ in kinds.values()
+    )[-1]
     read, written = sum(job.read for job in jobs) / 1e9, sum(job.written for job in jobs) / 1e9
     print(f"\n{read:.0f} GB are read of the file server, {written:.0f} GB reach the driver.")
     print(f"A worker needs at most {cpus * largest / 1e9:.0f} GB of memory.")

@@ -18,6 +18,9 @@ from fusion_bench_nufilt.demo import demo_folder
 settings.register_profile("nufilt", max_examples=30, deadline=None)  # A busy machine may pause any example.
 settings.load_profile("nufilt")
 
+# Fabric's own choice: a run is on the CPU also where there is a GPU, with the bits that tests compare it with.
+os.environ.setdefault("LT_ACCELERATOR", "cpu")
+
 REPO = Path(__file__).resolve().parent.parent
 #: Where a law holds: also on a GPU, where there is one.
 GPU = (pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))

@@ -118,7 +118,7 @@ def output_distance(a: nn.Module, b: nn.Module, batches: Iterable[Any], views: M
             forward(a, batch)
             forward(b, batch)
             for layer, view in views.items():
-                difference = of_a[view.module] - of_b[view.module]
+                difference = of_a[view.module] - of_b[view.module].to(of_a[view.module].device)
                 total[layer] += float(difference.square().sum())
             count += len(difference)
     return {layer: value / count for layer, value in total.items()}

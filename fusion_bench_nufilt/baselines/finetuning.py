@@ -57,7 +57,7 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
         self._taskpool = clip_pool(self.name, self.taskpool, names)
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
-        images = self.modelpool.load_train_dataset(name)
+        images, device = self.modelpool.load_train_dataset(name), next(merged.parameters()).device
         single = classifier(self._taskpool, merged.requires_grad_(), name)
         pool: Any = BaseModelPool({"_pretrained_": single.clip_model}, train_datasets=DictConfig({name: None}))
         pool.load_train_dataset = lambda task: images
@@ -68,7 +68,7 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
         method.zeroshot_weights = {name: single.zeroshot_weights}
         with torch.enable_grad(), TemporaryDirectory() as method.log_dir:
             method.run(pool)
-        return merged
+        return merged.to(device)
 
 
 class _OneTaskFineTuning(_FineTuning):

@@ -226,11 +226,13 @@ class ContinualMethodBaseline(_Baseline):
         models._models = deepcopy(modelpool._models)  # some methods write into the first model that they load
 
         def load(name: str, *args: Any, **kwargs: Any) -> nn.Module:
-            return self._load(models, name)[0]  # which notes the digest of what is merged
+            return self._load(models, name)[0].cpu()  # which notes the digest of what is merged
 
         pool = copy(models)
         pool.load_model = load
-        merged, stand_ins = deepcopy(pretrained), defaultdict[str, nn.Module](lambda: nn.Sequential(nn.Linear(2, 2)))
+        # Models on a GPU are merged from the CPU: OPCM and others move layers by themselves, and use NumPy beside that.
+        home, base = next(pretrained.parameters()).device, deepcopy(pretrained).cpu()
+        merged, stand_ins = deepcopy(base), defaultdict[str, nn.Module](lambda: nn.Sequential(nn.Linear(2, 2)))
         if done := self._resume(merged) if self.resume else 0:
             pool.load_model = lambda name, *args, **kwargs: stand_ins[name]
         begin = time.perf_counter()
@@ -239,7 +241,7 @@ class ContinualMethodBaseline(_Baseline):
             nonlocal begin
             if index + 1 == done:
                 _become(current, merged)
-                _become(stand_ins[PRETRAINED], deepcopy(pretrained))
+                _become(stand_ins[PRETRAINED], base)
                 vars(self._method).update(self._memory)
                 pool.load_model = load
             elif index + 1 > done:
@@ -248,7 +250,7 @@ class ContinualMethodBaseline(_Baseline):
 
         self._method.save_merged_model = observe
         with torch.enable_grad():
-            return self._method.run(pool)
+            return self._method.run(pool).to(home)
 
 
 def _is_numeric(value: Any) -> bool:

@@ -172,7 +172,8 @@ def mixture_of(model: Any, options: WEMoEConfig) -> MixtureOfExperts:
     marker = f".{mixture.mlp}."
     state = {key.replace(marker, f"{marker}base_model."): value for key, value in model.state_dict().items()}
     mixture.load_state_dict(state, strict=False)
-    return mixture.to(next(model.parameters()).dtype)
+    like = next(model.parameters())
+    return mixture.to(like.device, like.dtype)
 
 
 @auto_register_config

@@ -78,7 +78,7 @@ class Evaluator:
         the random number generator is left as it was.
         """
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
                 self._scores(model, self._with_further(tasks), lambda count: [0])
         except ValueError:
             raise

@@ -167,17 +167,15 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         task, method, theta_0 = _backbone(pretrained, task), self.method, self._read(pretrained)
         states = self._states or {layer: {"weight": W} for layer, W in self._read(merged).items()}
         devices = self.device_config.choose(self.fabric.device)
-        added = method.add_each(states, theta_0, self._read(task), step=step, device=devices)
+        weigh = method.state_is_weight or self.is_used(step)
+        added = method.add_each(states, theta_0, self._read(task), step=step, device=devices, weigh=weigh)
         bar = tqdm(added, total=len(self._layers), desc=f"Merging {name}", unit="layer", leave=False, disable=None)
         reports = {}
-        for layer, state, reports[layer] in bar:
-            if method.state_is_weight:
-                self._layers[layer].write(merged, state["weight"])
-            else:
+        for layer, state, reports[layer], weight in bar:
+            if not method.state_is_weight:
                 self._states[layer] = state
-        if not method.state_is_weight and self.is_used(step):
-            for layer, W in method.weigh_each(self._states, theta_0, device=devices):
-                self._layers[layer].write(merged, W)
+            if weight is not None:
+                self._layers[layer].write(merged, weight)
         if self.targets.changes_others(step):
             if lacking := self._lacking.get(name, []):
                 log.warning("'%s' is left out of the mean of %s, which its checkpoint lacks", name, ", ".join(lacking))

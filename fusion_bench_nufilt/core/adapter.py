@@ -120,7 +120,9 @@ def fit_adapter(objective: Objective, A: Tensor, *, lr: float, max_steps: int) -
     return A, B, losses
 
 
-def solve_adapter(objective: Objective, A: Tensor, *, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
+def solve_adapter(
+    objective: Objective, A: Tensor, *, ridge: float, exact: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     r"""Minimise :math:`L(A, B) + \lambda \|A\|^2` over A, with B fixed: a small linear system instead of Adam's steps.
 
     B is an orthonormal basis of the rows of the initial :math:`A G`, a sketch of the directions in which
@@ -128,6 +130,7 @@ def solve_adapter(objective: Objective, A: Tensor, *, ridge: float) -> tuple[Ten
     minimiser is :math:`A = [(B^\top H W) / (g s^\top + \lambda)]\, W^\top V^\top`, with its rows in span V. This
     solver is not in the paper; its ridge acts as stopping Adam early does (``docs/notes/closed_form.md``). The initial
     A is ``(n, r_l, d_i)``, and ``ridge`` is :math:`\lambda` over the mean eigenvalue :math:`\|\tau\|_F^2 / d_i` of G.
+    With ``exact``, matrices are decomposed in float64.
 
     Returns:
         A ``(n, r_l, d_i)``, B ``(n, d_i, r_l)`` and the losses ``(n, 2)`` before and after, without the ridge.
@@ -137,10 +140,13 @@ def solve_adapter(objective: Objective, A: Tensor, *, ridge: float) -> tuple[Ten
     def gram(X: Tensor) -> Tensor:
         return tau.mT @ (tau @ X) if objective.gram is None else objective.gram @ X
 
-    Q = torch.linalg.qr(gram(A.mT)).Q
-    g, F = torch.linalg.eigh(Q.mT @ gram(Q))
+    def wide(X: Tensor) -> Tensor:
+        return X.double() if exact else X
+
+    Q = torch.linalg.qr(wide(gram(A.mT))).Q.to(A)
+    g, F = (each.to(A) for each in torch.linalg.eigh(wide(Q.mT @ gram(Q))))
     B = Q @ F
-    s, W = torch.linalg.eigh(V.mT @ V)
+    s, W = (each.to(A) for each in torch.linalg.eigh(wide(V.mT @ V)))
     penalty = ridge * tau.square().sum(dim=(-2, -1), keepdim=True) / tau.shape[-1]
     target = B.mT @ H @ W[..., : H.shape[-1], :]  # in the coordinates where the system is diagonal
     D = target / (g[..., None] * s[..., None, :] + penalty.clamp_min(torch.finfo(A.dtype).tiny))
@@ -150,8 +156,11 @@ def solve_adapter(objective: Objective, A: Tensor, *, ridge: float) -> tuple[Ten
     return D @ (V @ W).mT, B, losses
 
 
-SOLVERS: dict[str, Callable[[Objective, Tensor, FusionConfig], tuple[Tensor, Tensor, Tensor]]] = {
-    "adam": lambda objective, A, config: fit_adapter(objective, A, lr=config.lr, max_steps=config.max_steps),
-    "closed_form": lambda objective, A, config: solve_adapter(objective, A, ridge=config.ridge),
+SOLVERS: dict[str, Callable[[Objective, Tensor, FusionConfig, bool], tuple[Tensor, Tensor, Tensor]]] = {
+    "adam": lambda objective, A, config, exact: fit_adapter(objective, A, lr=config.lr, max_steps=config.max_steps),
+    "closed_form": lambda objective, A, config, exact: solve_adapter(objective, A, ridge=config.ridge, exact=exact),
 }
-"""Functions of an objective and an initial A that return A, B and the losses, by their names in ``FusionConfig``."""
+"""Functions of an objective and an initial A that return A, B and the losses, by their names in ``FusionConfig``.
+
+The last argument says whether to decompose matrices in float64.
+"""

@@ -1,25 +1,21 @@
 """One merging step over the layers of a model: they are checked, grouped, solved side by side and reported."""
 
-import functools
 import hashlib
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .config import FusionConfig
-from .stack import fuse_stack
+from .failures import solve_alone, warn_once, why_it_failed
+from .stack import fuse_stack, working_bytes
 from .weights import Layers, LowRank, TaskLayers, check_layers, wide_dtype
-from .workers import DevicePool, Devices, check_devices, fast_in_float64, map_layers, stack_size
-
-log = logging.getLogger(__name__)
-_warn_once = functools.cache(log.warning)
+from .workers import Devices, check_devices, fast_in_float64, map_on_devices, stack_size
 
 
 @dataclass(frozen=True)
@@ -121,9 +117,8 @@ def fuse_each(
         _check_adapters(merged, lora_A, config)
     devices = check_devices(device or next((weight.device for weight in merged.values()), "cpu"))
     fresh = frozenset(name for name, W in merged.items() if not (pretrained[name].to(W.device) != W).any())
-    fusion = _FusionStep(pretrained, merged, task, config, seed, step, lora_A, fresh, DevicePool(devices))
-    stacks = fusion.stacks(devices[0], batch_bytes)
-    for solved in map_layers(fusion.solve, stacks, devices[0], len(devices) if len(devices) > 1 else None):
+    fusion = _FusionStep(pretrained, merged, task, config, seed, step, lora_A, fresh)
+    for solved in map_on_devices(fusion.solve, fusion.stacks(devices[0], batch_bytes), devices):
         yield from solved
 
 
@@ -143,7 +138,6 @@ class _FusionStep:
     step: int
     adapters: Layers | None  # initial A ``(lora_rank, d_i)`` by layer name
     fresh: frozenset[str]  # names of the layers into which nothing has been merged so far
-    devices: DevicePool
 
     def stacks(self, where: torch.device, batch_bytes: int) -> list[list[str]]:
         """Return the names of layers to solve together: one on a CPU, else as many of a kind as the memory holds."""
@@ -153,38 +147,34 @@ class _FusionStep:
             kinds[weight.shape, wide_dtype(weight), rank, name in self.fresh].append(name)
         stacks = []
         for (shape, dtype, *_), names in kinds.items():
-            size = stack_size(shape, dtype.itemsize, where, batch_bytes)
+            size = stack_size(working_bytes(shape, dtype.itemsize, self.config), where, batch_bytes)
             stacks += [names[i : i + size] for i in range(0, len(names), size)]
         return stacks
 
-    def solve(self, names: list[str]) -> list[Fused]:
-        """Solve a stack of layers on the next free device, or one by one if the stack fails as a whole."""
-        with self.devices.free() as where:
-            if len(names) > 1:
-                with suppress(RuntimeError):  # too little memory, or a solver that fails on a stack
-                    return self.compute(names, where)
-            return [self.solve_alone(name, where) for name in names]
-
-    def solve_alone(self, name: str, where: torch.device) -> Fused:
-        """Solve one layer, with singular vectors in float64 on the CPU if they fail otherwise."""
-        for exact_on in (None, torch.device("cpu")):
-            try:
-                return self.compute([name], where, exact_on)[0]
-            except torch.cuda.OutOfMemoryError as error:
-                raise ValueError(
-                    f"layer '{name}' {tuple(self.merged[name].shape)}: no room on device '{where}'; choose device=cpu, "
-                    f"or free memory there ({error})"
-                ) from error.with_traceback(None)  # a traceback would hold the matrices
-            except RuntimeError as error:
-                if not isinstance(error, torch.linalg.LinAlgError) and "cusolver" not in str(error).lower():
-                    raise
-                failure = error.with_traceback(None)
-            _warn_once("%s: float64 on the CPU takes over in such layers, which is slower", str(failure))
-        raise ValueError(f"layer '{name}': no singular vectors, in float64 on the CPU either: {failure}") from failure
+    def solve(self, names: list[str], where: torch.device) -> list[Fused]:
+        """Solve a stack of layers on a device, or its halves if they fail together; at last each layer alone."""
+        shape = tuple(self.merged[names[0]].shape)
+        if len(names) == 1:
+            attempts = (
+                partial(self.compute, names, where),
+                partial(self.compute, names, torch.device("cpu"), exact=True),
+            )
+            return solve_alone(f"'{names[0]}' {shape}", where, attempts)
+        try:
+            return self.compute(names, where)
+        except RuntimeError as error:
+            if (reason := why_it_failed(error)) is None:
+                raise
+        warn_once(
+            "device '%s', %d layers of shape %s together: %s; halves take over, which changes them by rounding",
+            *(where, len(names), shape, reason),
+        )
+        middle = len(names) // 2
+        return [*self.solve(names[:middle], where), *self.solve(names[middle:], where)]
 
     @torch.no_grad()
-    def compute(self, names: list[str], where: torch.device, exact_on: torch.device | None = None) -> list[Fused]:
-        """Solve a stack of layers on a device, with singular vectors in float64 on ``exact_on``."""
+    def compute(self, names: list[str], where: torch.device, exact: bool = False) -> list[Fused]:
+        """Solve a stack of layers on a device; matrices are decomposed in float64 if ``exact``, or if it is fast."""
         start = time.perf_counter()
         d_i, dtype = self.merged[names[0]].shape[1], wide_dtype(self.merged[names[0]])
         adapters = self.adapters or {name: _initial_A(name, d_i, self.config, self.seed, self.step) for name in names}
@@ -200,7 +190,7 @@ class _FusionStep:
             stack(adapters) if self.config.lora_rank > 0 else None,
             self.config,
             fresh=names[0] in self.fresh,
-            exact_on=exact_on or (where if fast_in_float64(where) else None),
+            exact=exact or fast_in_float64(where),
         )
         rows = torch.stack(list(measures.values()), dim=-1).tolist()  # waits for an accelerator
         seconds = (time.perf_counter() - start) / len(names)

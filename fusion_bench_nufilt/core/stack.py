@@ -1,6 +1,7 @@
 """The mathematics of one merging step on a stack of layers of equal shape: filter, adapt, fuse."""
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,13 +20,11 @@ def fuse_stack(
     config: FusionConfig,
     *,
     fresh: bool,
-    exact_on: torch.device | None,
+    exact: bool,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Merge one more task into n layers; ``fresh`` says that nothing has been merged into them so far.
 
-    With ``exact_on``, singular vectors are computed in float64 on that device. What is held at a time is counted in
-    :func:`~fusion_bench_nufilt.core.workers.working_bytes`, for each thread by itself: the largest layers of a 7B model
-    (4096 x 11008) take up to 1.6 GB.
+    With ``exact``, matrices are decomposed in float64. What is held at a time is in :func:`~fusion_bench_nufilt.core.workers.working_bytes`.
 
     Returns:
         The new weights ``(n, d_o, d_i)``, and measures ``(n,)`` by their names in ``LayerReport``; missing ones are
@@ -43,11 +42,11 @@ def fuse_stack(
     del theta_0, task
 
     gram, ranks = loop_gram(tau), config.ranks(tau.shape[-1])
-    V_t = top_right_singular_vectors(tau, ranks.task, gram, exact_on=exact_on)
+    V_t = top_right_singular_vectors(tau, ranks.task, gram, exact=exact)
     if fresh:
         V_p, A = first_coordinates(tau_merged, ranks.null), None
     else:
-        V_p = top_right_singular_vectors(tau_merged, ranks.null, exact_on=exact_on)
+        V_p = top_right_singular_vectors(tau_merged, ranks.null, exact=exact)
     tau_filtered = null_space_filter(tau, V_p, config.null_space)
     kept = _norm2(tau_filtered) / tau_norm2.clamp_min(torch.finfo(tau.dtype).tiny)
     # ||tau||^2 = ||tau P||^2 + ||tau (I - P)||^2
@@ -62,7 +61,7 @@ def fuse_stack(
     del theta, tau_filtered
     if A is not None:
         begin = _clock(tau.device)
-        A, B, losses = SOLVERS[config.solver](objective, A, config)
+        A, B, losses = SOLVERS[config.solver](objective, A, config, exact)
         seconds = (_clock(tau.device) - begin) / len(tau)
         measures["solving_seconds"] = torch.full_like(tau_norm2, seconds)
         measures["loss_after"] = losses[:, -1]
@@ -80,3 +79,24 @@ def _clock(where: torch.device) -> float:
     if where.type == "cuda":
         torch.cuda.synchronize(where)
     return time.perf_counter()
+
+
+def working_bytes(shape: Sequence[int], itemsize: int, config: FusionConfig) -> int:
+    """Return the most bytes that a layer ``(d_o, d_i)`` takes while it is solved, at ``itemsize`` an element."""
+    d_o, d_i = shape
+    shorter, longer = sorted(shape)
+    ranks = config.ranks(d_i)
+    protected = min(ranks.null, shorter)
+    block = min(shorter, 2 * protected + 16)
+    # The Gram matrix of tau is held twice, once stacked.
+    gram = 2 * d_i**2 if d_i <= 2 * d_o else 0
+    # While singular vectors are computed, these are theta, tau and tau_merged, and a copy of it in float64; then the
+    # Gram matrix of the latter with its eigenvectors and the solver's workspace, or the eigenvectors and thin matrices,
+    # all in float64, too. Afterwards there is tau P with its temporary.
+    solver = max(8 * shorter**2, 2 * shorter**2 + 3 * longer * (block + protected) + 8 * shorter * block)
+    subspaces = 5 * d_o * d_i + gram + solver
+    # While the adapter is fitted, these are tau, the new weights, and thin matrices: A and B with their gradients and
+    # what Adam keeps of them, and V and H.
+    columns = protected + min(ranks.task, shorter)
+    adapter = 2 * d_o * d_i + gram + d_i * (10 * ranks.lora + 4 * columns) + 4 * ranks.lora * (columns + ranks.lora)
+    return itemsize * max(subspaces, adapter)

@@ -16,9 +16,7 @@ from torch import Tensor
 _LARGEST_CHANGES = 2e-3, 2e-4
 
 
-def top_right_singular_vectors(
-    tau: Tensor, rank: int, gram: Tensor | None = None, *, exact_on: torch.device | None = None
-) -> Tensor:
+def top_right_singular_vectors(tau: Tensor, rank: int, gram: Tensor | None = None, *, exact: bool = False) -> Tensor:
     r"""Return an orthonormal basis of the span of the top right singular vectors.
 
     They come from the smaller Gram matrix: :math:`\tau^\top\tau` for a tall or square matrix, and
@@ -29,7 +27,7 @@ def top_right_singular_vectors(
         tau: matrices of shape ``(..., d_o, d_i)``, float32 or float64.
         rank: the number r of vectors, which is clipped to ``min(d_o, d_i)``.
         gram: :math:`\tau^\top\tau`, ``(..., d_i, d_i)``, if it is at hand already.
-        exact_on: compute in float64 on this device, whatever the dtype of ``tau``; ``gram`` is then not used.
+        exact: compute in float64, whatever the dtype of ``tau``; ``gram`` is then not used.
 
     Returns:
         ``(..., d_i, r)``. Columns beyond the numerical rank (singular value at most ``max(d_o, d_i) * eps`` times
@@ -44,8 +42,8 @@ def top_right_singular_vectors(
     if rank == 0:
         return tau.new_zeros(*tau.shape[:-2], d_i, 0)
     like, cutoff = tau, max(d_o, d_i) * torch.finfo(tau.dtype).eps
-    if exact_on is not None:
-        tau, gram = tau.to(exact_on, torch.float64), None
+    if exact:
+        tau, gram = tau.double(), None
     wide = gram is None and d_i > d_o
     X = tau.mT if wide else tau
     block, others = _split_eigenvectors(gram_matrix(X) if gram is None else gram, rank)
@@ -102,11 +100,11 @@ def _refine(
 
 
 def right_singular_basis(tau: Tensor, rank: int) -> Tensor:
-    """Return :func:`top_right_singular_vectors` of one matrix, in float64 where its spectrum needs that."""
+    """Return :func:`top_right_singular_vectors` of one matrix, in float64 on the CPU where its spectrum needs that."""
     try:
         return top_right_singular_vectors(tau, rank)
     except torch.linalg.LinAlgError:
-        return top_right_singular_vectors(tau, rank, exact_on=torch.device("cpu"))
+        return top_right_singular_vectors(tau.cpu(), rank, exact=True).to(tau.device)
 
 
 def gram_matrix(X: Tensor, block: int = 256) -> Tensor:

@@ -36,7 +36,8 @@ def _check_device(device: torch.device | str) -> torch.device:
         where = torch.device(device)
         if where.type not in ("cpu", "cuda"):
             raise ValueError(f"device '{where}': layers are computed on cpu or cuda only; choose device=cpu")
-        torch.zeros(1, device=where).item()
+        # PyTorch loads its solvers for GPUs at their first use, which fails if two threads come to it together.
+        torch.linalg.eigh(torch.eye(1, device=where))
     except (RuntimeError, AssertionError) as error:  # a PyTorch without CUDA, or no such device
         reason = str(error).splitlines()[0]
         raise ValueError(f"device '{device}': PyTorch can't compute there: {reason}; choose device=cpu") from error
@@ -87,12 +88,28 @@ def map_layers(
         if threads == 1:
             yield from map(function, items)
         else:
-            yield from _side_by_side(function, items, min(workers or threads, threads))
+            begin = _single_threaded if where.type == "cpu" else None
+            yield from _side_by_side(function, items, min(workers or threads, threads), begin)
 
 
-def _side_by_side(function: Callable[[_T], _R], items: Sequence[_T], workers: int) -> Iterator[_R]:
+def map_on_devices(
+    function: Callable[[_T, torch.device], _R], items: Sequence[_T], devices: Sequence[torch.device]
+) -> Iterator[_R]:
+    """Do the work of :func:`map_layers` on devices of one kind, each of which takes the next item when it is free."""
+    pool = DevicePool(devices)
+
+    def on_free_device(item: _T) -> _R:
+        with pool.free() as where:
+            return function(item, where)
+
+    yield from map_layers(on_free_device, items, devices[0], len(devices) if len(devices) > 1 else None)
+
+
+def _side_by_side(
+    function: Callable[[_T], _R], items: Sequence[_T], workers: int, begin: Callable[[], None] | None
+) -> Iterator[_R]:
     threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(workers, initializer=_single_threaded)
+    pool = ThreadPoolExecutor(workers, initializer=begin)
     ahead: deque[Future[_R]] = deque()
     try:
         for item in items:
@@ -151,16 +168,6 @@ def _make_products_exact(restore: ExitStack) -> None:
         products.fp32_precision = "ieee"
 
 
-def working_bytes(shape: Sequence[int], itemsize: int) -> int:
-    """Return the most bytes that a layer ``(d_o, d_i)`` takes while it is solved, at ``itemsize`` an element."""
-    d_o, d_i = shape
-    # Held at once are theta, tau, tau_merged, and tau P with its temporary or a float64 copy of tau_merged; the Gram
-    # matrix of tau (twice, once stacked), and that of tau_merged with its eigenvectors and the solver's workspace, all
-    # in float64 if float32 is not enough.
-    gram = (2 * d_i**2 if d_i <= 2 * d_o else 0) + 8 * min(d_o, d_i) ** 2
-    return itemsize * (5 * d_o * d_i + gram)
-
-
-def stack_size(shape: Sequence[int], itemsize: int, where: torch.device, batch_bytes: int) -> int:
-    """Return how many layers of a shape are solved together: one on a CPU, else as many as ``batch_bytes`` hold."""
-    return 1 if where.type == "cpu" else max(1, batch_bytes // working_bytes(shape, itemsize))
+def stack_size(layer_bytes: int, where: torch.device, batch_bytes: int) -> int:
+    """Return how many layers are solved together: one on a CPU, else as many as ``batch_bytes`` hold."""
+    return 1 if where.type == "cpu" else max(1, batch_bytes // layer_bytes)

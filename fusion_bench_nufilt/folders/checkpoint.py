@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import huggingface_hub
+import torch
 from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
 from pydantic import FiniteFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
@@ -205,13 +206,14 @@ class Checkpoint:
                 stored = f"model '{self.name}', tensor '{key}' is stored as {dtype}"
                 raise ValueError(f"{stored}: quantised weights can't be merged, {only}")
 
-    def read(self, key: str) -> tuple[Tensor, str]:
-        """Read a tensor, whose values must be finite; return it and the digest of its bytes."""
+    def read(self, key: str, where: torch.device | str = "cpu") -> tuple[Tensor, str]:
+        """Read a tensor, whose values must be finite, to a device; return it and the digest of its bytes."""
         info = self.tensors[key]
-        tensor = info.read(self.opened) if isinstance(info, Quantised) else self.file(key).read(info)
+        stored = info.read(self.opened) if isinstance(info, Quantised) else self.file(key).read(info)
+        tensor = stored.to(where)
         if not is_finite(tensor):
             raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")
-        return tensor, digest(tensor)
+        return tensor, digest(stored)
 
 
 def part(key: str, rows: tuple[int, int]) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.cluster import Node, connect, find_nodes, run_on_cluster
 from fusion_bench_nufilt.core import LowRank
+from fusion_bench_nufilt.core.failures import NoRoomError, room_for
 from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.core.workers import DevicePool, map_layers
 from fusion_bench_nufilt.methods import State
@@ -60,19 +61,39 @@ class LayerMerger:
     def merge(self, layers: list[Layer], write: Write) -> None:
         needed = sum(layer_memory(self.plan, layer) for layer in layers)
         with self._budget.reserve(needed), self._devices.free() as device:
-            works = {layer.name: self._start(layer) for layer in layers}
-            for number in range(len(self.plan.tasks)):
-                self._add_task(number, works, device)
+            self._merge_on(device, layers, write)
+
+    def _merge_on(self, device: torch.device, layers: list[Layer], write: Write) -> None:
+        """Merge layers on a device, or half of them at a time if it has no room for all."""
+        try:
+            works = self._solve(layers, device)
+        except NoRoomError:
+            if len(layers) == 1:
+                raise
+        else:
             for layer in layers:
                 work = works.pop(layer.name)
                 write(work.record, self._finish(work, device))
+            return
+        middle = len(layers) // 2
+        self._merge_on(device, layers[:middle], write)
+        self._merge_on(device, layers[middle:], write)
 
-    def _start(self, layer: Layer) -> _Work:
-        """Read a layer of the base, and its state before the first task of this merge."""
+    def _solve(self, layers: list[Layer], device: torch.device) -> dict[str, _Work]:
+        works: dict[str, _Work] = {}
+        for layer in layers:
+            with room_for(f"'{layer.name}' {layer.view.shape}", device):
+                works[layer.name] = self._start(layer, device)
+        for number in range(len(self.plan.tasks)):
+            self._add_task(number, works, device)
+        return works
+
+    def _start(self, layer: Layer, device: torch.device) -> _Work:
+        """Read a layer of the base, and its state before the first task of this merge, to the layer's device."""
         plan = self.plan
-        weight, sha = plan.base.read(key := layer.keys[0])
+        weight, sha = plan.base.read(key := layer.keys[0], device)
         weight = weight.to(plan.dtype(key))
-        theta_0, (state, digests) = layer.view.matrix(weight), _read_state(plan, layer)
+        theta_0, (state, digests) = layer.view.matrix(weight), _read_state(plan, layer, device)
         read = {"base": sha, "state": digests} if state else {"base": sha}
         if plan.method.state_is_weight:
             state = {"weight": self._weight_so_far(layer, theta_0, state, read)}
@@ -105,15 +126,16 @@ class LayerMerger:
         theta_t: dict[str, Tensor | LowRank] = {}
         for name, work in works.items():
             if work.layer.slot in task.slots:
-                theta_0 = work.layer.view.part(work.theta_0)
-                new, work.record["read"][f"task {number}"] = task.weight(work.layer.slot, theta_0)
-                new = task.at_strength(new, theta_0)
-                theta_t[name] = work.layer.view.matrix(new) if isinstance(new, Tensor) else new
+                with room_for(f"'{name}' {work.layer.view.shape}", device):
+                    theta_0 = work.layer.view.part(work.theta_0)
+                    new, work.record["read"][f"task {number}"] = task.weight(work.layer.slot, theta_0)
+                    new = task.at_strength(new, theta_0)
+                    theta_t[name] = work.layer.view.matrix(new) if isinstance(new, Tensor) else new
         if not theta_t:
             return
         states = {name: works[name].state for name in theta_t}
         pretrained = {name: works[name].theta_0 for name in theta_t}
-        for name, state, report in self.plan.method.add_each(states, pretrained, theta_t, step=step, device=device):
+        for name, state, report, _ in self.plan.method.add_each(states, pretrained, theta_t, step=step, device=device):
             if not all(map(is_finite, state.values())):
                 too_large = f"the result is too large for {pretrained[name].dtype}, or its squares are"
                 raise ValueError(f"model '{task.checkpoint.name}', layer '{name}': {too_large}")
@@ -128,23 +150,23 @@ class LayerMerger:
         plan, read = self.plan, work.record["read"]
         weight = plan.vocabulary.grown_layer(layer.slot, layer.view.part(matrix), read)
         kept = _state_to_keep(plan, layer, work.state) if self._kept else {}
-        stored: list[tuple[TensorInfo, Tensor]] = [(self._kept[key], value) for key, value in kept.items()]
+        stored: list[tuple[TensorInfo, Tensor]] = [(self._kept[key], value.cpu()) for key, value in kept.items()]
         for key in layer.keys:
             place = plan.places[key]
             new = place.quantise(weight) if isinstance(place, Quantised) else [(place, weight.to(FLOATS[place.dtype]))]
             if not is_finite(new[-1][1]):  # the scale, if there is one: FP8 values are clamped
                 raise ValueError(f"tensor '{key}': the merged weight is too large for {place.dtype}")
-            stored += new
+            stored += [(info, value.cpu()) for info, value in new]
         work.record["written"] = [(info.file, info.start, info.stop, digest(value)) for info, value in stored]
         return [raw(value) for _, value in stored]
 
 
-def _read_state(plan: Plan, layer: Layer) -> tuple[State, str]:
+def _read_state(plan: Plan, layer: Layer, device: torch.device) -> tuple[State, str]:
     """Read the state of a layer that an earlier merge kept, and its digest; both are empty if it kept none."""
     kept, state, digests = plan.state, {}, ""
     for name, (_, slot, _) in state_tensors(plan, layer).items():
         if kept is not None and slot in kept.keys:
-            state[name], found = kept.checkpoint.read(kept.keys[slot])
+            state[name], found = kept.checkpoint.read(kept.keys[slot], device)
             digests += found
     return state, digests
 

@@ -11,9 +11,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.workers import map_layers, stack_size
+from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.methods import LayerMethod
-from fusion_bench_nufilt.methods.nufilt import BATCH_BYTES
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Layer
@@ -52,7 +51,7 @@ def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
     for layer in layers:
         groups[layer.view.shape, plan.dtype(layer.keys[0])].append(layer)
     for (shape, dtype), group in groups.items():
-        size = stack_size(shape, max(4, dtype.itemsize), plan.settings.devices[0], BATCH_BYTES)
+        size = plan.method.solved_together(shape, max(4, dtype.itemsize), plan.settings.devices[0])
         if plan.settings.max_memory is not None:
             free = plan.settings.max_memory - process_memory(plan.settings.workers)
             size = max(1, min(size, free // layer_memory(plan, group[0])))
@@ -103,7 +102,7 @@ def _rates(method: LayerMethod, name: str, workers: int) -> tuple[float, float]:
         theta_0, *tasks = weights
         state = method.start(name, theta_0)
         for step, task in enumerate(tasks, 1):
-            ((_, state, _),) = method.add_each({name: state}, {name: theta_0}, {name: task}, step=step)
+            ((_, state, *_),) = method.add_each({name: state}, {name: theta_0}, {name: task}, step=step)
         method.weight(name, state, theta_0)
 
     def seconds(work: Callable[[Any], object], what: Any) -> float:

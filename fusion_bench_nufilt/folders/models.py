@@ -4,6 +4,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -106,7 +107,7 @@ class FullModel:
             pieces.append(theta_0[first - start : last - start])
             if shift is not None:
                 there = first + shift * width, last + shift * width
-                pieces[-1] = self.checkpoint.elements(self.keys[slot], *there)
+                pieces[-1] = self.checkpoint.elements(self.keys[slot], *there).to(theta_0.device)
         return torch.cat(pieces)
 
     def rank(self, slot: str) -> int | None:
@@ -116,17 +117,18 @@ class FullModel:
     def weight(self, slot: str, theta_0: Tensor) -> tuple[Tensor | LowRank, str]:
         """Read a whole tensor, or the factors of a layer's update; return it and the digest of what was read.
 
-        ``theta_0`` is the base's tensor, which provides the rows that the model lacks.
+        ``theta_0`` is the base's tensor, on whose device it is put, and which provides the rows that the model lacks.
         """
+        read = partial(self.checkpoint.read, where=theta_0.device)
         if slot in self._rows:
             value = self._shown(slot, 0, theta_0.numel(), theta_0.flatten()).reshape(theta_0.shape)
             if not is_finite(value):
                 raise ValueError(f"model '{self.checkpoint.name}', tensor '{slot}' has NaN or infinite values")
             return value, digest(value)
         if slot in self.keys:
-            return self.checkpoint.read(self.keys[slot])
+            return read(self.keys[slot])
         key_a, key_b, scaling = self.pairs[slot]
-        (a, digest_a), (b, digest_b) = self.checkpoint.read(key_a), self.checkpoint.read(key_b)
+        (a, digest_a), (b, digest_b) = read(key_a), read(key_b)
         wide = wide_dtype(a)
         if not is_finite(left := b.to(wide) * scaling):
             what = f"adapter '{self.checkpoint.name}', layer '{slot}'"
@@ -136,7 +138,7 @@ class FullModel:
             return LowRank(update.right.T, update.left.T), digests
         if slot not in self.magnitudes:
             return update, digests
-        lengths, digest_m = self.checkpoint.read(self.magnitudes[slot])
+        lengths, digest_m = read(self.magnitudes[slot])
         weight = (theta_0.T if slot in self._transposed else theta_0).to(wide) + update.product()
         weight *= (lengths.to(wide) / torch.linalg.vector_norm(weight, dim=1))[:, None]
         return (weight.T if slot in self._transposed else weight), digests + digest_m

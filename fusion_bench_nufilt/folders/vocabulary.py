@@ -102,7 +102,7 @@ class Vocabulary:
         if slot not in self.slots:
             return weight
         sha: defaultdict[str, Any] = defaultdict(hashlib.sha256)
-        pieces = list(self.grown(slot, [weight.flatten().clone()], weight.dtype, sha))
+        pieces = list(self.grown(slot, [weight.flatten().to("cpu", copy=True)], weight.dtype, sha))
         read |= {source: read.get(source, "") + found.hexdigest() for source, found in sha.items()}
         return torch.cat(pieces).reshape(-1, *weight.shape[1:])
 

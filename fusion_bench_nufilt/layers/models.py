@@ -75,8 +75,9 @@ def check_model(
 def check_related(pretrained: nn.Module, model: nn.Module, layers: Mapping[str, View], *, name: str) -> None:
     """Raise a ValueError for a layer that is unrelated to the pretrained model's; it names the layer and a remedy."""
     for layer, view in layers.items():
-        x, y = (view.read(each).flatten().float().cpu() for each in (pretrained, model))
-        if unrelated(float(x @ x), float(y @ y), float(x @ y)):
+        x = view.read(pretrained).flatten().float()
+        y = view.read(model).flatten().to(x)
+        if unrelated(*torch.stack([x @ x, y @ y, x @ y]).tolist()):
             raise ValueError(f"model '{name}', layer '{layer}' {tuple(view.shape)} {UNRELATED}{leave_out(layer)}")
 
 

@@ -1,15 +1,20 @@
 """The interface of layer-wise merging methods, all of which `fusion_bench` and `nufilt merge` run in the same way."""
 
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.core.failures import solve_alone
 from fusion_bench_nufilt.core.weights import Layers, LowRank, TaskLayers, check_layers, widened
-from fusion_bench_nufilt.core.workers import Devices, check_devices, map_layers, working_bytes
+from fusion_bench_nufilt.core.workers import Devices, check_devices, map_on_devices
+
+_R = TypeVar("_R")
 
 State = dict[str, Tensor]
 """What a method keeps for a layer between two tasks: tensors by name, numbers as tensors without dimensions."""
@@ -19,6 +24,9 @@ States = Mapping[str, State]
 
 Report = dict[str, Any]
 """What a step did to a layer, for ``layers.csv`` and the manifest."""
+
+Added = tuple[str, State, Report, Tensor | None]
+"""The name, the new state and a report of a layer, and its merged weight if that was asked for."""
 
 
 class LayerMethod(ABC):
@@ -68,50 +76,59 @@ class LayerMethod(ABC):
         raise NotImplementedError
 
     def add_each(
-        self, states: States, pretrained: Layers, task: TaskLayers, *, step: int, device: Devices | None = None
-    ) -> Iterator[tuple[str, State, Report]]:
+        self,
+        states: States,
+        pretrained: Layers,
+        task: TaskLayers,
+        *,
+        step: int,
+        device: Devices | None = None,
+        weigh: bool = False,
+    ) -> Iterator[Added]:
         """Add one task to many layers, side by side; a method that solves layers together overrides this.
 
         ``step`` is the number of the task in the stream, from 1. ``device`` says where to compute, by default on the
-        pretrained weights' device. Yield the name, the new state and a report of each layer as it is finished.
+        pretrained weights' device; of several devices, each takes the next layer when it is free. Yield the name, the
+        new state, a report and, with ``weigh``, the merged weight of each layer as it is finished.
 
         Raises:
-            ValueError: the models do not fit or hold non-finite values; the message names the layer.
+            ValueError: the models do not fit or hold non-finite values, or a layer can't be solved on its device; the
+                message names the layer.
         """
         check_layers(pretrained, pretrained, model="pretrained")
         check_layers(pretrained, task, model="task")
-        where = check_devices(device or next((weight.device for weight in pretrained.values()), "cpu"))[0]
 
-        @torch.no_grad()
-        def add(layer: str) -> tuple[str, State, Report]:
+        def add(layer: str, where: torch.device) -> Added:
             begin = time.perf_counter()
+            home = pretrained[layer].device
             theta_0, new = pretrained[layer].to(where), task[layer].to(where)
             tau = widened(new.product()) if isinstance(new, LowRank) else widened(new) - widened(theta_0)
-            before = {name: value.to(where) for name, value in states[layer].items()}
-            after = self.add(layer, before, theta_0, tau)
+            after = self.add(layer, _moved(states[layer], where), theta_0, tau)
             report = {
                 "shape": tuple(theta_0.shape),
                 "seconds": time.perf_counter() - begin,
                 "task_norm": torch.linalg.vector_norm(tau).item(),
                 **{name: value.item() for name, value in after.items() if value.ndim == 0},
             }
-            home = pretrained[layer].device
-            return layer, {name: value.to(home) for name, value in after.items()}, report
+            del new, tau
+            weight = self.weight(layer, after, theta_0).to(home) if weigh else None
+            return layer, _moved(after, home), report, weight
 
-        yield from map_layers(add, list(states), where)
+        yield from _solve_each(add, states, pretrained, device)
 
     def weigh_each(
         self, states: States, pretrained: Layers, *, device: Devices | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the merged weight of each layer, side by side; the arguments are those of :meth:`add_each`."""
-        where = check_devices(device or next((weight.device for weight in pretrained.values()), "cpu"))[0]
 
-        @torch.no_grad()
-        def weigh(layer: str) -> tuple[str, Tensor]:
-            theta_0, state = pretrained[layer], {name: value.to(where) for name, value in states[layer].items()}
-            return layer, self.weight(layer, state, theta_0.to(where)).to(theta_0.device)
+        def weigh(layer: str, where: torch.device) -> tuple[str, Tensor]:
+            theta_0 = pretrained[layer]
+            return layer, self.weight(layer, _moved(states[layer], where), theta_0.to(where)).to(theta_0.device)
 
-        yield from map_layers(weigh, list(states), where)
+        if self.state_is_weight:
+            yield from ((layer, state["weight"]) for layer, state in states.items())
+        else:
+            yield from _solve_each(weigh, states, pretrained, device)
 
     def warning(self, shapes: Sequence[tuple[int, int]]) -> str | None:
         """Return a warning if the options are doubtful for layers of these shapes ``(d_o, d_i)``."""
@@ -127,7 +144,11 @@ class LayerMethod(ABC):
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         """Return the most bytes that a layer takes while it is merged, beside its weights and its state."""
-        return working_bytes(shape, itemsize)
+        return itemsize * (5 * math.prod(shape) + 10 * min(shape) ** 2)
+
+    def solved_together(self, shape: tuple[int, ...], itemsize: int, where: torch.device) -> int:
+        """Return how many layers of a shape are solved together on a device."""
+        return 1
 
     @property
     def takes_first_whole(self) -> bool:
@@ -138,3 +159,22 @@ class LayerMethod(ABC):
 def variant(method: type[LayerMethod], name: str, **defaults: Any) -> type[LayerMethod]:
     """Return a method under a name of its own, with other defaults."""
     return type(name, (method,), {"name": name, "defaults": {**method.defaults, **defaults}})
+
+
+def _moved(state: State, where: torch.device) -> State:
+    return {name: value.to(where) for name, value in state.items()}
+
+
+def _solve_each(
+    solve: Callable[[str, torch.device], _R], states: States, pretrained: Layers, device: Devices | None
+) -> Iterator[_R]:
+    """Call a function of a layer and a device for all layers, and again with the CPU where a solver fails."""
+
+    @torch.no_grad()
+    def solve_on(layer: str, where: torch.device) -> _R:
+        places = dict.fromkeys((where, torch.device("cpu")))
+        attempts = [partial(solve, layer, place) for place in places]
+        return solve_alone(f"'{layer}' {tuple(pretrained[layer].shape)}", where, attempts)
+
+    devices = check_devices(device or next((weight.device for weight in pretrained.values()), "cpu"))
+    yield from map_on_devices(solve_on, list(states), devices)

@@ -3,14 +3,16 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core.config import FusionConfig
 from fusion_bench_nufilt.core.fusion import fuse_each
+from fusion_bench_nufilt.core.stack import working_bytes
 from fusion_bench_nufilt.core.weights import Layers, TaskLayers
-from fusion_bench_nufilt.core.workers import Devices
+from fusion_bench_nufilt.core.workers import Devices, stack_size
 
-from .base import LayerMethod, Report, State, States
+from .base import Added, LayerMethod, State, States
 
 #: On an accelerator, layers of equal shape are solved together within about this much memory.
 BATCH_BYTES = 4 * 2**30
@@ -35,15 +37,22 @@ class Nufilt(LayerMethod):
         return state["weight"]
 
     def add_each(
-        self, states: States, pretrained: Layers, task: TaskLayers, *, step: int, device: Devices | None = None
-    ) -> Iterator[tuple[str, State, Report]]:
+        self,
+        states: States,
+        pretrained: Layers,
+        task: TaskLayers,
+        *,
+        step: int,
+        device: Devices | None = None,
+        weigh: bool = False,
+    ) -> Iterator[Added]:
         """Solve layers of equal shape together, as :func:`fusion_bench_nufilt.core.fuse_each` does."""
         merged, seed = {layer: state["weight"] for layer, state in states.items()}, self.seed
         each = fuse_each(
             pretrained, merged, task, self.options, seed=seed, step=step, device=device, batch_bytes=BATCH_BYTES
         )
         for layer, weight, report in each:
-            yield layer, {"weight": weight}, dataclasses.asdict(report)
+            yield layer, {"weight": weight}, dataclasses.asdict(report), weight
 
     def warning(self, shapes: Sequence[tuple[int, int]]) -> str | None:
         rank = self.options.null_rank
@@ -55,6 +64,12 @@ class Nufilt(LayerMethod):
             "linear layers are merged, little of a later task gets in: null_rank=0.1667 lora_rank=0.0833 are the "
             "paper's ranks as shares of the width"
         )
+
+    def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        return working_bytes(shape, itemsize, self.options)
+
+    def solved_together(self, shape: tuple[int, ...], itemsize: int, where: torch.device) -> int:
+        return stack_size(self.working_bytes(shape, itemsize), where, BATCH_BYTES)
 
     def flops(self, shape: tuple[int, ...], ranks: Sequence[int | None]) -> float:
         d_o, d_i = shape

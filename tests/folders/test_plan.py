@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from fusion_bench_nufilt.core.workers import working_bytes
 from fusion_bench_nufilt.folders import forecast
 from fusion_bench_nufilt.folders.forecast import batches, layer_budget, layer_memory, peak_memory, predict_seconds
 from fusion_bench_nufilt.methods import METHODS
@@ -39,11 +38,11 @@ def test_the_state_counts_in_memory_and_on_the_disk(stream):
     sums, weights = plan(stream, method="spectral"), plan(stream, target_modules="all-linear")
     layer = sums.layers[0]
     elements = math.prod(layer.view.shape)
-    working = sums.method.working_bytes(layer.view.shape, 8) - working_bytes(layer.view.shape, 4)
+    working = sums.method.working_bytes(layer.view.shape, 8) - weights.method.working_bytes(layer.view.shape, 4)
     assert layer_memory(sums, layer) - layer_memory(weights, layer) == working + 16  # two numbers beside the votes
     more = forecast.disk_bytes(sums) - forecast.disk_bytes(weights)
     assert more == sum(4 * math.prod(each.view.shape) + 16 for each in sums.layers)
-    assert layer_memory(weights, layer) == 3 * 4 * elements + working_bytes(layer.view.shape, 4)
+    assert layer_memory(weights, layer) == 3 * 4 * elements + weights.method.working_bytes(layer.view.shape, 4)
 
 
 def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeypatch):

@@ -45,7 +45,7 @@ def test_every_device_gives_the_same_result(kind, device):
     method = kind(kind.Options(), ["layer"])
     states = {"layer": method.start("layer", theta_0["layer"])}
     for step, tau in enumerate(taus, 1):
-        ((_, states["layer"], _),) = method.add_each(states, theta_0, {"layer": tau.float()}, step=step, device=device)
+        ((_, states["layer"], *_),) = method.add_each(states, theta_0, {"layer": tau.float()}, step=step, device=device)
     ((_, weight),) = method.weigh_each(states, theta_0, device=device)
     assert weight.device == states["layer"]["count"].device == torch.device("cpu")
     assert distance(weight, merge(kind, taus, dtype=torch.float32)) < 1e-5

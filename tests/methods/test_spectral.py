@@ -104,8 +104,8 @@ def test_the_factors_of_an_update_are_as_good_as_the_weights():
     theta_0, left, right = torch.randn(12, 10), torch.randn(12, 2), torch.randn(2, 10)
     method, pretrained = method_with(), {"layer": theta_0}
     states = {"layer": method.start("layer", theta_0)}
-    ((_, by_weight, _),) = method.add_each(states, pretrained, {"layer": theta_0 + left @ right}, step=1)
-    ((_, by_factors, _),) = method.add_each(states, pretrained, {"layer": LowRank(left, right)}, step=1)
+    ((_, by_weight, *_),) = method.add_each(states, pretrained, {"layer": theta_0 + left @ right}, step=1)
+    ((_, by_factors, *_),) = method.add_each(states, pretrained, {"layer": LowRank(left, right)}, step=1)
     torch.testing.assert_close(by_weight, by_factors, rtol=0, atol=1e-5)
 
 

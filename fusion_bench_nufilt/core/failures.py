@@ -1,0 +1,63 @@
+"""What fails on a device while layers are solved, and what is done about it."""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, TypeVar
+
+import torch
+
+_R = TypeVar("_R")
+
+log = logging.getLogger(__name__)
+warn_once = functools.cache(log.warning)
+
+
+class NoRoomError(ValueError):
+    """A device has no room for a layer."""
+
+
+def why_it_failed(error: RuntimeError) -> Literal["too little memory", "a solver failed"] | None:
+    """Return which failure of a device an error reports, or None if it is another error."""
+    text = str(error).lower()
+    # PyTorch's allocator, the driver and CUDA's libraries each report the same in an error of their own.
+    if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text:
+        return "too little memory"
+    if isinstance(error, torch.linalg.LinAlgError) or "cusolver" in text:
+        return "a solver failed"
+    return None
+
+
+@contextmanager
+def room_for(layer: str, where: torch.device) -> Iterator[None]:
+    """Turn the error about too little memory on a device into a NoRoomError with the layer's name and shape."""
+    try:
+        yield
+    except RuntimeError as error:
+        if why_it_failed(error) != "too little memory":
+            raise
+        failure = error.with_traceback(None)  # a traceback would hold the matrices
+        remedy = "choose device=cpu, or free memory there"
+        raise NoRoomError(f"layer {layer}: no room on device '{where}'; {remedy} ({failure})") from failure
+
+
+def solve_alone(layer: str, where: torch.device, attempts: Sequence[Callable[[], _R]]) -> _R:
+    """Return what the first attempt to solve a layer on a device returns, or the next one if a solver fails in it.
+
+    ``layer`` is its name and shape, for messages. The last attempt is in float64 on the CPU.
+
+    Raises:
+        NoRoomError: the device has no room for the layer.
+        ValueError: a solver failed in all attempts.
+    """
+    for attempt in attempts:
+        try:
+            with room_for(layer, where):
+                return attempt()
+        except RuntimeError as error:
+            if why_it_failed(error) is None:
+                raise
+            failure = error.with_traceback(None)
+        warn_once("%s: float64 on the CPU takes over in such layers, which is slower", str(failure))
+    raise ValueError(f"layer {layer}: no singular vectors, in float64 on the CPU either: {failure}") from failure

@@ -1,0 +1,319 @@
+"""Laws of merges on GPUs, which are simulated here."""
+
+from copy import deepcopy
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers as hf
+from fusion_bench.taskpool import BaseTaskPool
+from torch import nn
+
+from fusion_bench_nufilt import FusionConfig, LayerwiseMergingAlgorithm
+from fusion_bench_nufilt.analysis.measure import output_distance
+from fusion_bench_nufilt.baselines import finetuning
+from fusion_bench_nufilt.baselines.wemoe import WEMoEConfig, mixture_of
+from fusion_bench_nufilt.continual import Evaluator
+from fusion_bench_nufilt.core import LowRank, adapter, failures, fuse_layers
+from fusion_bench_nufilt.core.stack import working_bytes
+from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
+from tests.baselines.helpers import baseline
+from tests.continual.helpers import pool
+from tests.core.matrices import random_layer
+from tests.folders.helpers import RANKS, merge, save_stream, tensors
+from tests.models import build, clip
+from tests.simulated_gpus import SOLVERS, LateLibrary, simulated
+
+CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, max_steps=5)
+SHAPES = [(20, 12), (12, 12), (8, 30), (20, 12), (20, 12), (40, 40), (20, 12)]
+DEVICES = ["cuda:0", "cuda:0,cuda:1"]
+BOTH = {"settings": {"device": "cuda:0,cuda:1"}}
+TASKS = ["task1", "task2"]
+ONE_BLOCK = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL_CLIP = build(hf.CLIPVisionModel, hf.CLIPVisionConfig(**ONE_BLOCK, image_size=16, patch_size=8), 0)
+SOLVED = [method.name for method in ORDER_FREE if method.name != "sum"]
+
+
+@pytest.fixture
+def gpus():
+    """Two GPUs; products have one thread, as in a worker on the CPU, and so the same bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    failures.warn_once.cache_clear()
+    with simulated() as ledger:
+        yield ledger
+    torch.set_num_threads(threads)
+
+
+def models(shapes=SHAPES, dtype=torch.float32):
+    drawn = {f"layer{i}": random_layer(*shape, i, dtype) for i, shape in enumerate(shapes)}
+    return [{name: layer[i] for name, layer in drawn.items()} for i in range(3)]
+
+
+def distance(found, expected, pretrained, task):
+    """The largest relative error of a layer."""
+    return max(((found[n] - expected[n]).norm() / (task[n] - pretrained[n]).norm()).item() for n in expected)
+
+
+def failing_solvers(name, tensors):
+    if name in SOLVERS and tensors[0].numel() > 1:
+        raise RuntimeError("cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED")
+
+
+def on_first_solve(error):
+    """A hook that fails the first solver of a stack of layers."""
+    failed = []
+
+    def fail(name, tensors):
+        if name in SOLVERS and tensors[0].ndim > 2 and len(tensors[0]) > 1 and not failed:
+            failed.append(name)
+            raise error
+
+    return fail
+
+
+# --- NUFILT ---
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("solver", ["adam", "closed_form"])
+def test_a_step_of_nufilt_is_the_cpu_s_to_rounding_and_each_weight_goes_up_once_and_down_once(gpus, solver, devices):
+    config, (pretrained, merged, task) = replace(CONFIG, solver=solver), models()
+    expected, _ = fuse_layers(pretrained, merged, task, config, device="cpu")
+    gpus.reset()
+    fused, _ = fuse_layers(pretrained, merged, task, config, device=devices)
+    assert distance(fused, expected, pretrained, task) < 1e-5
+    for shape in set(SHAPES):
+        assert (gpus.up[shape], gpus.down[shape]) == (3 * SHAPES.count(shape), SHAPES.count(shape))
+    assert len(gpus.gpus) == devices.count("cuda")
+
+
+def test_the_adam_loop_moves_nothing_and_waits_for_nothing(gpus, monkeypatch):
+    fit, seen = adapter.fit_adapter, []
+
+    def watched(*args, **kwargs):
+        before = [count.total() for count in (gpus.up, gpus.down, gpus.waits)]
+        result = fit(*args, **kwargs)
+        seen.append([count.total() for count in (gpus.up, gpus.down, gpus.waits)] == before)
+        return result
+
+    monkeypatch.setattr(adapter, "fit_adapter", watched)
+    fuse_layers(*models(), CONFIG, device="cuda:0")
+    assert seen == [True] * len(set(SHAPES))
+
+
+@pytest.mark.parametrize("solver", ["adam", "closed_form"])
+@pytest.mark.parametrize("ranks", [(128, 64, 8), (16, 8, 4)])
+@pytest.mark.parametrize("shape", [(192, 192), (768, 192), (192, 768), (320, 256)])
+def test_the_peak_is_at_most_the_forecast_and_at_least_half_of_it(gpus, shape, ranks, solver):
+    config = replace(CONFIG, **dict(zip(("null_rank", "lora_rank", "task_rank"), ranks, strict=True)), solver=solver)
+    steps = models([shape] * 3)
+    gpus.reset()
+    fuse_layers(*steps, config, device="cuda:0")
+    assert 0.4 < gpus.peak[0] / (3 * working_bytes(shape, 4, config)) <= 1
+
+
+OUT_OF_MEMORY = [
+    torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA driver error: out of memory"),
+]
+
+
+@pytest.mark.parametrize("error", [*OUT_OF_MEMORY, torch.linalg.LinAlgError("linalg.eigh: no convergence")])
+def test_a_stack_that_fails_is_halved_and_the_log_says_so_once(gpus, error, caplog):
+    shapes, config = [(20, 12)] * 5, CONFIG
+    expected, _ = fuse_layers(*models(shapes), config, device="cpu")
+    for _ in range(2):
+        gpus.before = on_first_solve(error)
+        gpus.reset()
+        fused, _ = fuse_layers(*models(shapes), config, device="cuda:0")
+        heights = {shape[0] for name, shape in gpus.operations if name == "baddbmm"}
+        assert heights == {2, 3}
+    assert distance(fused, expected, *models(shapes)[::2]) < 1e-5
+    (record,) = caplog.records
+    assert "5 layers of shape (20, 12) together" in record.getMessage()
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+def test_a_layer_for_which_a_gpu_has_no_room_is_named_whatever_said_so(gpus, error):
+    def fail(name, tensors):
+        raise error
+
+    gpus.before = lambda name, tensors: fail(name, tensors) if name == "baddbmm" else None
+    with pytest.raises(ValueError, match=r"layer 'layer0' \(20, 12\): no room on device 'cuda:0'; choose device=cpu"):
+        fuse_layers(*models([(20, 12)]), CONFIG, device="cuda:0")
+
+
+@pytest.mark.parametrize("low_rank", [False, True])
+@pytest.mark.parametrize("solver", ["adam", "closed_form"])
+def test_the_cpu_takes_over_whatever_solver_fails(gpus, solver, low_rank, caplog):
+    config, (pretrained, merged, task) = replace(CONFIG, solver=solver), models()
+    if low_rank:
+        task = {n: LowRank(torch.randn(len(W), 2), torch.randn(2, W.shape[1])) for n, W in pretrained.items()}
+    expected, _ = fuse_layers(pretrained, merged, task, config, device="cpu")
+    gpus.before = failing_solvers
+    fused, _ = fuse_layers(pretrained, merged, task, config, device=[torch.device("cuda:1")])
+    whole = {n: pretrained[n] + task[n].product() for n in task} if low_rank else task
+    assert distance(fused, expected, pretrained, whole) < 1e-5
+    assert "float64 on the CPU takes over" in caplog.text
+
+
+# --- every method, on models in memory and in folders ---
+
+
+def in_memory(name, models, **options):
+    options = {**(RANKS if name == "nufilt" else {}), **options}
+    merged = LayerwiseMergingAlgorithm(name, shuffle_order=False, evaluate="every_step", **options).run(models)
+    return {key: value.cpu() for key, value in merged.state_dict().items()}
+
+
+def assert_as_on_the_cpu(method, found, expected):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if method == "nufilt":
+            torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
+        else:
+            assert torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_models_in_memory_are_merged_on_gpus_as_on_the_cpu(gpus, method):
+    given = pool(2, SMALL_CLIP)
+    expected, on_gpu = in_memory(method, given), {name: deepcopy(model).to("cuda:1") for name, model in given.items()}
+    for models, devices in ((given, [0]), (on_gpu, "all")):
+        gpus.reset()
+        assert_as_on_the_cpu(method, in_memory(method, models, devices=devices), expected)
+        assert len(gpus.gpus) == (1 if devices == [0] else 2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_folders_are_merged_on_gpus_as_on_the_cpu(gpus, method, stream):
+    expected, layers = tensors(merge(stream, TASKS, out="cpu", method=method)), 7
+    shapes = [tuple(value.shape) for key, value in expected.items() if "proj" in key]
+    for devices in DEVICES:
+        gpus.reset()
+        out = merge(stream, TASKS, out=devices, method=method, settings={"device": devices})
+        assert_as_on_the_cpu(method, tensors(out), expected)
+        assert len(gpus.gpus) == devices.count("cuda")
+        assert len(shapes) == layers
+        assert sum(gpus.up[shape] for shape in set(shapes)) == 3 * layers  # the base and two tasks
+
+
+@pytest.mark.parametrize("method", [*SOLVED, "nufilt"])
+def test_the_cpu_takes_over_for_every_method_whose_solver_fails(gpus, method, caplog, stream):
+    given = pool(2, SMALL_CLIP)
+    expected, in_folders = in_memory(method, given), tensors(merge(stream, TASKS, out="cpu", method=method))
+    gpus.before = failing_solvers
+    assert_as_on_the_cpu(method, in_memory(method, given, devices="all"), expected)
+    out = merge(stream, TASKS, out="gpu", method=method, **BOTH)
+    assert_as_on_the_cpu(method, tensors(out), in_folders)
+    assert "float64 on the CPU takes over" in caplog.text
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_too_large_for_the_gpu_is_named_by_every_method(gpus, method, stream):
+    gpus.capacity = 3000  # a layer of 32 x 32 has 4096 bytes
+    with pytest.raises(ValueError, match=r"layer '.*' \(\d+, \d+\): no room on device 'cuda:\d'; choose device=cpu"):
+        in_memory(method, pool(2, SMALL_CLIP), devices="all")
+    with pytest.raises(ValueError, match=r"layer '.*' \(\d+, \d+\): no room on device 'cuda:1'; choose device=cpu"):
+        merge(stream, TASKS, method=method, settings={"device": "cuda:1"})
+    assert not (stream / "out").exists()
+
+
+def test_a_gpu_that_has_room_for_some_layers_merges_folders_in_smaller_batches(gpus, stream):
+    expected = tensors(merge(stream, TASKS, out="cpu"))
+    gpus.reset()
+    merge(stream, TASKS, out="whole", settings={"device": "cuda:0"})
+    gpus.capacity = gpus.peak[0] // 3
+    assert_as_on_the_cpu("nufilt", tensors(merge(stream, TASKS, settings={"device": "cuda:0"})), expected)
+
+
+@pytest.mark.parametrize("method", ["nufilt", "spectral"])
+def test_several_gpus_begin_with_a_solver_library_that_loads_late(gpus, method, stream):
+    for start in (
+        lambda: in_memory(method, pool(2, SMALL_CLIP), devices="all"),
+        lambda: merge(stream, TASKS, method=method, **BOTH),
+    ):
+        gpus.before = LateLibrary()
+        start()
+        assert gpus.before.loaded.is_set()
+
+
+def test_the_host_s_work_for_a_gpu_has_all_threads(gpus, monkeypatch, stream):
+    torch.set_num_threads(2)
+    seen, add = [], METHODS["sum"].add
+    monkeypatch.setattr(METHODS["sum"], "add", lambda *args: seen.append(torch.get_num_threads()) or add(*args))
+    merge(stream, ["task1"], method="sum", **BOTH)
+    assert set(seen) == {2}
+
+
+def test_a_weight_is_looked_at_where_it_is_computed(gpus, monkeypatch, stream):
+    """A pass over a weight takes the host longer than the GPU needs to merge it."""
+    passes = []
+    for module in ("core.weights", "folders.checkpoint", "folders.engine"):
+        name = f"fusion_bench_nufilt.{module}.is_finite"
+        monkeypatch.setattr(name, lambda x: passes.append((x.device.type, x.ndim)) or bool(torch.isfinite(x).all()))
+    merge(stream, TASKS, **BOTH)
+    assert {device for device, ndim in passes if ndim == 2} == {"cuda"}
+    assert passes
+
+
+# --- what runs beside layer-wise methods ---
+
+
+def test_opcm_merges_models_that_are_on_a_gpu(gpus):
+    given = pool(3)
+    expected = baseline("opcm").run(given)
+    merged = baseline("opcm").run({name: model.to("cuda:0") for name, model in given.items()})
+    assert {each.device for each in merged.parameters()} == {torch.device("cuda:0")}
+    for key, value in merged.state_dict().items():
+        torch.testing.assert_close(value.cpu(), expected.state_dict()[key])
+
+
+def test_experts_are_where_the_model_is(gpus):
+    mixture = mixture_of(clip().to("cuda:1"), WEMoEConfig())
+    assert {each.device for each in mixture.parameters()} == {torch.device("cuda:1")}
+
+
+def test_fine_tuning_leaves_the_model_where_it_was(gpus, monkeypatch):
+    trained = pool(1)["task1"]
+    algorithm = baseline("sequential_finetuning")
+    algorithm._options, algorithm._taskpool = finetuning.FineTuningConfig(), SimpleNamespace(data_processor=None)
+    algorithm.modelpool = SimpleNamespace(load_train_dataset=lambda name: [])
+    single = SimpleNamespace(clip_model=trained, zeroshot_weights=None)
+    monkeypatch.setattr(finetuning, "classifier", lambda *_: single)
+    monkeypatch.setattr(finetuning._OneTaskFineTuning, "run", lambda self, pool: trained.to("cuda:0"))
+    merged = algorithm.merge_step(1, "task1", trained, trained, trained)
+    assert {each.device for each in merged.parameters()} == {torch.device("cpu")}
+
+
+class DrawingPool(BaseTaskPool):
+    """Scores with random numbers of the GPU."""
+
+    def evaluate(self, model):
+        torch.cuda.set_rng_state(torch.ones(16, dtype=torch.uint8), 0)
+        return {"task": {"accuracy": 1.0}}
+
+
+def test_checking_a_task_pool_leaves_the_gpu_s_random_numbers(gpus, monkeypatch):
+    monkeypatch.setattr(DrawingPool, "__module__", "fusion_bench.taskpool")
+    Evaluator(DrawingPool()).check(nn.Linear(2, 2), ["task"])
+    assert not torch.cuda.get_rng_state(0).any()
+
+
+def test_models_on_different_devices_are_compared(gpus):
+    a, b = (nn.Sequential(nn.Linear(4, 3, bias=False)) for _ in range(2))
+    views, batches = select_layers(a, "all-linear"), [[torch.randn(5, 4)]]
+    expected = output_distance(a, b, batches, views)
+    assert output_distance(deepcopy(a).to("cuda:0"), b, batches, views) == pytest.approx(expected)
+
+
+@pytest.fixture
+def stream(tmp_path):
+    """A folder with a Llama of one block and two tasks."""
+    save_stream(tmp_path, build(hf.LlamaForCausalLM, hf.LlamaConfig(**ONE_BLOCK, vocab_size=50), 0), 2)
+    return tmp_path
