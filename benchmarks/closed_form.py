@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import CLIPModel, CLIPTokenizer, CLIPVisionModel
 
-from fusion_bench_nufilt.continual import AccuracyMatrix, task_order
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.adapter import Objective, fit_adapter
 from fusion_bench_nufilt.core.fusion import _initial_A
 from fusion_bench_nufilt.core.subspace import null_space_filter, top_right_singular_vectors
 from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.stream import AccuracyMatrix, task_order
 
 
 class Problem(NamedTuple):

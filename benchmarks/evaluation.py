@@ -25,8 +25,8 @@ from lightning.fabric.loggers import CSVLogger
 from omegaconf import DictConfig
 
 from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.demo.train import RECIPES, Recipe
+from fusion_bench_nufilt.stream import Evaluator
 
 RECIPES["b32"] = Recipe(
     train_pictures=64, test_pictures=64, width=768, layers=12, heads=12, patch=4, widening=4,

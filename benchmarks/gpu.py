@@ -169,7 +169,7 @@ PARTS: dict[str, tuple[Any, float]] = {  # what is done, and the seconds that it
     "llama-7b-block": (partial(steps, "llama-7b-block", "Llama-7B, one task: 32 times a block", 1, 32), 110),
     "clip-l14": (partial(steps, "clip-l14", "CLIP L/14, eight tasks", 7, 1), 60),
     "order-free": (order_free, 60),
-    "tests": (partial(tests, "other tests marked `cuda`", "core/test_fusion.py methods folders/test_merge.py"), 60),
+    "tests": (partial(tests, "other tests marked `cuda`", "core/test_fusion.py methods merge/test_merge.py"), 60),
 }
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run, quiet
 from fusion_bench_nufilt.compare.experiment import Experiment
-from fusion_bench_nufilt.continual.evaluation import score
-from fusion_bench_nufilt.continual.models import PRETRAINED, load_model
+from fusion_bench_nufilt.stream.evaluation import score
+from fusion_bench_nufilt.stream.models import PRETRAINED, load_model
 
 Setting = dict[str, float]
 Scores = dict[str, dict[str, float]]  # ACC by benchmark, and by the name and setting of a member

@@ -24,7 +24,7 @@ from folders import SIZES, make_checkpoints
 
 import fusion_bench_nufilt.cluster
 from fusion_bench_nufilt.core import FusionConfig, fuse_layers
-from fusion_bench_nufilt.folders import Settings, merge_folders, plan_merge
+from fusion_bench_nufilt.merge import Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.methods import Nufilt
 
 STORED = 2  # bytes of a parameter, bfloat16

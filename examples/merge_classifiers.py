@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from fusion_bench_nufilt import load_task
-from fusion_bench_nufilt.folders import merge_folders, plan_merge
+from fusion_bench_nufilt.merge import merge_folders, plan_merge
 
 
 def main() -> None:

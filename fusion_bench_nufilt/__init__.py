@@ -13,9 +13,9 @@ if TYPE_CHECKING:
         NewTaskAdaMergingAlgorithm,
         SequentialFineTuning,
     )
-    from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm
     from fusion_bench_nufilt.core import FusionConfig, fuse_layers
-    from fusion_bench_nufilt.folders.heads import load_task
+    from fusion_bench_nufilt.merge.heads import load_task
+    from fusion_bench_nufilt.stream.layerwise import LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm
 
     __version__: str
 
@@ -35,10 +35,10 @@ __all__ = [
 
 _HOMES = {
     "FusionConfig": "core",
-    "LayerwiseMergingAlgorithm": "continual.layerwise",
-    "NufiltContinualMergingAlgorithm": "continual.layerwise",
+    "LayerwiseMergingAlgorithm": "stream.layerwise",
+    "NufiltContinualMergingAlgorithm": "stream.layerwise",
     "fuse_layers": "core",
-    "load_task": "folders.heads",
+    "load_task": "merge.heads",
 }
 
 

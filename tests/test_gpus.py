@@ -2,7 +2,6 @@
 
 from copy import deepcopy
 from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -15,17 +14,17 @@ from fusion_bench_nufilt import FusionConfig, LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.analysis.measure import output_distance
 from fusion_bench_nufilt.baselines import finetuning
 from fusion_bench_nufilt.baselines.wemoe import WEMoEConfig, mixture_of
-from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.core import LowRank, adapter, failures, fuse_layers
 from fusion_bench_nufilt.core.stack import working_bytes
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
+from fusion_bench_nufilt.stream import Evaluator
 from tests.baselines.helpers import baseline
-from tests.continual.helpers import pool
 from tests.core.matrices import random_layer
-from tests.folders.helpers import RANKS, merge, save_stream, tensors
+from tests.merge.helpers import RANKS, merge, save_stream, tensors
 from tests.models import build, clip
 from tests.simulated_gpus import SOLVERS, LateLibrary, simulated
+from tests.stream.helpers import pool
 
 CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, max_steps=5)
 SHAPES = [(20, 12), (12, 12), (8, 30), (20, 12), (20, 12), (40, 40), (20, 12)]

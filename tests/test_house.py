@@ -18,17 +18,17 @@ DISTRIBUTIONS = packages_distributions()
 READS = {
     "core": set(),
     "storage": set(),
-    "results": {"storage"},
+    "pages": {"storage"},
     "layers": {"core"},
     "methods": {"core", "layers"},
     "cluster": {"storage"},
     "compat": set(),
-    "continual": {"compat", "core", "layers", "methods", "results", "storage"},
-    "taskpools": {"continual", "results", "storage"},
-    "baselines": {"compat", "continual", "core", "layers", "storage"},
-    "folders": {"cluster", "core", "layers", "methods", "storage"},
-    "compare": {"baselines", "cluster", "continual", "core", "layers", "methods", "results", "storage"},
-    "analysis": {"compare", "continual", "core", "folders", "layers", "methods", "results", "storage"},
+    "stream": {"compat", "core", "layers", "methods", "pages", "storage"},
+    "taskpools": {"stream", "pages", "storage"},
+    "baselines": {"compat", "stream", "core", "layers", "storage"},
+    "merge": {"cluster", "core", "layers", "methods", "storage"},
+    "compare": {"baselines", "cluster", "stream", "core", "layers", "methods", "pages", "storage"},
+    "analysis": {"compare", "stream", "core", "merge", "layers", "methods", "pages", "storage"},
 }
 
 

@@ -13,7 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.layers import TargetConfig, coverage, select_layers
 from tests.families import FAMILIES
-from tests.folders.helpers import RANKS
+from tests.merge.helpers import RANKS
 from tests.models import finetuned
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.core.weights import widened
 from fusion_bench_nufilt.core.workers import map_layers
-from fusion_bench_nufilt.folders import Plan
-from fusion_bench_nufilt.folders.architecture import Layer
-from fusion_bench_nufilt.folders.models import FullModel
+from fusion_bench_nufilt.merge import Plan
+from fusion_bench_nufilt.merge.architecture import Layer
+from fusion_bench_nufilt.merge.sources.models import FullModel
 
 from .subspaces import TaskVector, task_vector
 from .summary import Analysis

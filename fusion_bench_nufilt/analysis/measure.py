@@ -14,16 +14,16 @@ from fusion_bench_nufilt.compare.configs import compose_run, plain
 from fusion_bench_nufilt.compare.experiment import WatchingEvaluator
 from fusion_bench_nufilt.compare.paper import DATA_FREE, rank_for_width
 from fusion_bench_nufilt.compare.specs import RunSpec
-from fusion_bench_nufilt.continual.evaluation import Report
-from fusion_bench_nufilt.continual.run_folder import RunFolder, differences
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import is_number
 from fusion_bench_nufilt.core.subspace import right_singular_basis
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.layers.views import View
-from fusion_bench_nufilt.results.metrics import or_none
+from fusion_bench_nufilt.pages.metrics import or_none
 from fusion_bench_nufilt.storage.checkpoint import Manifest, load_checkpoint, read_whole_checkpoint
 from fusion_bench_nufilt.storage.files import Score, read_json
+from fusion_bench_nufilt.stream.evaluation import Report
+from fusion_bench_nufilt.stream.run_folder import RunFolder, differences
 
 from .pool import PoolAnalysis, layer_weight
 from .record import forward, watched_layers

@@ -17,7 +17,7 @@ from fusion_bench_nufilt.core.weights import widened
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.layers import check_model, select_layers
 from fusion_bench_nufilt.layers.views import View
-from fusion_bench_nufilt.results.names import kind
+from fusion_bench_nufilt.pages.names import kind
 from fusion_bench_nufilt.storage.files import file_name
 
 from .record import Loader, Moments, known_moments, memory_of, record_moments, shared_inputs, task_inputs

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.continual.evaluation import names_of
 from fusion_bench_nufilt.core.subspace import gram_matrix
 from fusion_bench_nufilt.core.weights import widened
 from fusion_bench_nufilt.storage.files import atomic_file, read_json, write_text
 from fusion_bench_nufilt.storage.tensors import TensorFile
+from fusion_bench_nufilt.stream.evaluation import names_of
 
 log = logging.getLogger(__name__)
 

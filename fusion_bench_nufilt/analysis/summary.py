@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from fusion_bench_nufilt.results.names import depth, kind
+from fusion_bench_nufilt.pages.names import depth, kind
 from fusion_bench_nufilt.storage.files import write_json, write_text
 
 from .reading import reading

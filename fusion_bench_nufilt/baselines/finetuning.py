@@ -11,9 +11,9 @@ from fusion_bench.method.classification import ContinualImageClassificationFineT
 from omegaconf import DictConfig
 from torch import nn
 
-from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
-from fusion_bench_nufilt.continual.data_sets import check_train_sets
 from fusion_bench_nufilt.core.options import option, options_of, split_options, takes_options
+from fusion_bench_nufilt.stream import ContinualMergingAlgorithm, ProtocolConfig
+from fusion_bench_nufilt.stream.data_sets import check_train_sets
 
 from .task_data import classifier, clip_pool
 
@@ -39,7 +39,7 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
     are the model pool's ``train_datasets``, named like the models; classes and prompts are the task pool's.
 
     Args:
-        **kwargs: options of :class:`FineTuningConfig` and :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
+        **kwargs: options of :class:`FineTuningConfig` and :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
     """
 
     def __init__(self, **kwargs: Any) -> None:

@@ -16,12 +16,12 @@ from fusion_bench.utils import import_object, instantiate
 from omegaconf import DictConfig
 from torch import nn
 
-from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
-from fusion_bench_nufilt.continual.data_sets import check_train_sets
-from fusion_bench_nufilt.continual.models import MERGED, PRETRAINED
 from fusion_bench_nufilt.core.options import check_choices, is_number, option, options_of, split_options, takes_options
 from fusion_bench_nufilt.core.weights import wide_dtype
 from fusion_bench_nufilt.storage.checkpoint import Manifest, load_state
+from fusion_bench_nufilt.stream import ContinualMergingAlgorithm, ProtocolConfig
+from fusion_bench_nufilt.stream.data_sets import check_train_sets
+from fusion_bench_nufilt.stream.models import MERGED, PRETRAINED
 
 RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
 
@@ -134,7 +134,7 @@ class BatchMethodBaseline(_Baseline):
 
     Args:
         base_method: config of the method, with ``_target_``.
-        **kwargs: options of :class:`RuleConfig` and :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
+        **kwargs: options of :class:`RuleConfig` and :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
     """
 
     def __init__(self, base_method: DictConfig, **kwargs: Any) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from transformers import default_data_collator
 
-from fusion_bench_nufilt.continual.evaluation import names_of
 from fusion_bench_nufilt.core.options import option
+from fusion_bench_nufilt.stream.evaluation import names_of
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from fusion_bench.models.we_moe import WeightEnsemblingMoE, construct_weight_ens
 from torch import Tensor, nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
-from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
-from fusion_bench_nufilt.continual.data_sets import check_train_sets
-from fusion_bench_nufilt.continual.models import MERGED
 from fusion_bench_nufilt.core.options import check_choices, option, options_of, split_options, takes_options
 from fusion_bench_nufilt.core.subspace import right_singular_basis
 from fusion_bench_nufilt.core.weights import widened
+from fusion_bench_nufilt.stream import ContinualMergingAlgorithm, ProtocolConfig
+from fusion_bench_nufilt.stream.data_sets import check_train_sets
+from fusion_bench_nufilt.stream.models import MERGED
 
 from .task_data import EntropyConfig, task_data
 
@@ -185,7 +185,7 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
     \tau`. Then all rows of the gates are trained to make predictions on data of the new task certain.
 
     Args:
-        **kwargs: options of :class:`WEMoEConfig` and :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
+        **kwargs: options of :class:`WEMoEConfig` and :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
     """
 
     def __init__(self, **kwargs: Any) -> None:

@@ -13,10 +13,10 @@ from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.analysis.settings import AnalysisConfig
 from fusion_bench_nufilt.compare.overrides import without_method
-from fusion_bench_nufilt.folders import Plan
-from fusion_bench_nufilt.folders.merge import refuse_inside
-from fusion_bench_nufilt.results.analysis import Content
-from fusion_bench_nufilt.results.write import write_results
+from fusion_bench_nufilt.merge import Plan
+from fusion_bench_nufilt.merge.folders import refuse_inside
+from fusion_bench_nufilt.pages.analysis import Content
+from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.storage.files import lock_folder, printable, read_json, refuse_foreign, shown
 
 from .options import patterns, takes_options, was_typed
@@ -104,8 +104,8 @@ def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
 
 
 def _plan(console: Console, base: str, tasks: list[str], merged: str | None, targets: str | list[str]) -> Plan:
-    from fusion_bench_nufilt.folders import Settings, plan_merge
     from fusion_bench_nufilt.layers import TargetConfig
+    from fusion_bench_nufilt.merge import Settings, plan_merge
 
     settings = Settings(step=2 if merged else None)  # the number matters only in a merge
     plan = plan_merge(base, tasks, merged, targets=TargetConfig(target_modules=targets), settings=settings)

@@ -77,7 +77,7 @@ def compare(
 
 
 def _print(found: Any, as_json: bool) -> None:
-    from fusion_bench_nufilt.results.comparison import print_comparison
+    from fusion_bench_nufilt.pages.comparison import print_comparison
 
     if as_json:
         print(json.dumps(found.as_json()))

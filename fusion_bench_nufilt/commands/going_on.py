@@ -5,8 +5,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_nufilt.folders.checkpoint import Checkpoint
 from fusion_bench_nufilt.layers import TargetConfig
+from fusion_bench_nufilt.merge.sources.checkpoint import Checkpoint
 from fusion_bench_nufilt.methods import find_method
 from fusion_bench_nufilt.storage.checkpoint import Manifest, read_manifest
 

@@ -21,15 +21,15 @@ from yaml import YAMLError
 
 from fusion_bench_nufilt.compare.overrides import key_value
 from fusion_bench_nufilt.core.options import split_options, unknown
-from fusion_bench_nufilt.folders import Plan, Settings, merge_folders, plan_merge
-from fusion_bench_nufilt.folders.changes import kept_from_base
-from fusion_bench_nufilt.folders.checkpoint import some
-from fusion_bench_nufilt.folders.engine import cluster_nodes
-from fusion_bench_nufilt.folders.forecast import disk_bytes, peak_memory, predict_seconds
-from fusion_bench_nufilt.folders.merge import check_disk, check_output
-from fusion_bench_nufilt.folders.models import LoraAdapter
-from fusion_bench_nufilt.folders.output import work_folder
 from fusion_bench_nufilt.layers import TargetConfig
+from fusion_bench_nufilt.merge import Plan, Settings, merge_folders, plan_merge
+from fusion_bench_nufilt.merge.changes import kept_from_base
+from fusion_bench_nufilt.merge.engine import cluster_nodes
+from fusion_bench_nufilt.merge.folders import check_disk, check_output
+from fusion_bench_nufilt.merge.forecast import disk_bytes, peak_memory, predict_seconds
+from fusion_bench_nufilt.merge.output import work_folder
+from fusion_bench_nufilt.merge.sources.checkpoint import some
+from fusion_bench_nufilt.merge.sources.models import LoraAdapter
 from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.storage.files import Count, checked, content_digest, parse_json, read_yaml, shown
 

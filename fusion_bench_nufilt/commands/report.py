@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fusion_bench_nufilt.results.write import write_results
+from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.storage.files import shown
 
 from .terminal import Quiet, terminal

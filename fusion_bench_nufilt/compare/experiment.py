@@ -23,13 +23,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fusion_bench_nufilt.continual.evaluation import Evaluator, Part, Report, score
-from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
-from fusion_bench_nufilt.continual.models import PRETRAINED, check_pool, digest_of_stored, load_model, reason
 from fusion_bench_nufilt.layers import select_layers
-from fusion_bench_nufilt.results.content import References, Run
-from fusion_bench_nufilt.results.metrics import or_none
+from fusion_bench_nufilt.pages.content import References, Run
+from fusion_bench_nufilt.pages.metrics import or_none
 from fusion_bench_nufilt.storage.checkpoint import package_versions
+from fusion_bench_nufilt.stream.evaluation import Evaluator, Part, Report, score
+from fusion_bench_nufilt.stream.layerwise import LayerwiseMergingAlgorithm
+from fusion_bench_nufilt.stream.models import PRETRAINED, check_pool, digest_of_stored, load_model, reason
 
 from .configs import compose_run, make, plain, quiet, taskpool_config
 
@@ -167,7 +167,7 @@ class Experiment:
 
     @property
     def digests(self) -> dict[str, str]:
-        """The :func:`~fusion_bench_nufilt.continual.models.digest_of_stored` of every model."""
+        """The :func:`~fusion_bench_nufilt.stream.models.digest_of_stored` of every model."""
         merged = ["_merged_"] if getattr(self.modelpool, "has_merged", False) else []
         for name in ["_pretrained_", *self.tasks, *merged]:
             if name not in self._digests:

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from fusion_bench_nufilt.results.content import Published
+from fusion_bench_nufilt.pages.content import Published
 
 from .configs import compose_run, quiet, taskpool_config
 from .experiment import Experiment

@@ -10,7 +10,7 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.results.content import References, Run, check_references
+from fusion_bench_nufilt.pages.content import References, Run, check_references
 from fusion_bench_nufilt.storage.files import file_name, lock_folder, read_json, write_json
 
 from .specs import RunSpec

@@ -7,12 +7,12 @@ from typing import Any
 
 import pandas as pd
 
-from fusion_bench_nufilt.continual import METRICS
-from fusion_bench_nufilt.continual.program import log_picture
-from fusion_bench_nufilt.results.content import Json, Method, References, Results, Run
-from fusion_bench_nufilt.results.metrics import or_none
-from fusion_bench_nufilt.results.write import write_results
+from fusion_bench_nufilt.pages.content import Json, Method, References, Results, Run
+from fusion_bench_nufilt.pages.metrics import or_none
+from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.storage.files import write_json
+from fusion_bench_nufilt.stream import METRICS
+from fusion_bench_nufilt.stream.program import log_picture
 
 from .paper import SENSITIVITY, printed_row, printed_tables, published
 from .specs import NEED_DATA, RunSpec

@@ -24,7 +24,8 @@ def fuse_stack(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Merge one more task into n layers; ``fresh`` says that nothing has been merged into them so far.
 
-    With ``exact``, matrices are decomposed in float64. What is held at a time is in :func:`~fusion_bench_nufilt.core.workers.working_bytes`.
+    With ``exact``, matrices are decomposed in float64. What is held at a time is in
+    :func:`~fusion_bench_nufilt.core.workers.working_bytes`.
 
     Returns:
         The new weights ``(n, d_o, d_i)``, and measures ``(n,)`` by their names in ``LayerReport``; missing ones are

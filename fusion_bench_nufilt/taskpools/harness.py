@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoProcessor, AutoTokenizer
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.continual.evaluation import TasksByName
 from fusion_bench_nufilt.storage.files import read_json
+from fusion_bench_nufilt.stream.evaluation import TasksByName
 
 #: Metrics by task, such as ``{"acc,none": 0.5, "acc_stderr,none": 0.01}``; the part after the comma is a filter.
 Results = dict[str, dict[str, Any]]

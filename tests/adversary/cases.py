@@ -21,14 +21,14 @@ from fusion_bench_nufilt.commands.compare import compare
 from fusion_bench_nufilt.commands.merge import KINDS, merge
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.compare.store import Store
-from fusion_bench_nufilt.continual.models import merged_before
-from fusion_bench_nufilt.continual.run_folder import RunFolder
 from fusion_bench_nufilt.methods import METHODS
 from fusion_bench_nufilt.storage.checkpoint import save_checkpoint
 from fusion_bench_nufilt.storage.files import content_digest
+from fusion_bench_nufilt.stream.models import merged_before
+from fusion_bench_nufilt.stream.run_folder import RunFolder
 from tests.adversary.doors import CODES, VALUES, Case, json_cases, nufilt, table_cases
 from tests.compare.helpers import TASKS, finished
-from tests.results.helpers import FOLDERS
+from tests.pages.helpers import FOLDERS
 
 WORDS = ("", "text", "-1", "0", "1.5", "nan", "1e400", "9" * 400, "[1]", "{a:1}", f"'{CODES}'", CODES, "../..", "null")
 

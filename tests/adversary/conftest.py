@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaForCausalLM
 
-from tests.folders.helpers import merge, save_stream, tensors
-from tests.folders.test_adapters import save_adapter
+from tests.merge.helpers import merge, save_stream, tensors
+from tests.merge.test_adapters import save_adapter
 from tests.models import llama
 
 GOOD = ("cases", "clean refusals", "merged as if nothing were wrong", "kills", "kills resumed")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fusion_bench_nufilt.folders.output import work_folder
+from fusion_bench_nufilt.merge.output import work_folder
 from tests.adversary.conftest import COUNTS, expect
-from tests.folders.helpers import interrupt, merge, same, tensors
+from tests.merge.helpers import interrupt, merge, same, tensors
 
 # Those whose every change must be found, or have no effect on the weights, and those that may mean something else then.
 FILES = [

@@ -14,20 +14,20 @@ from lightning import Fabric
 from lightning.fabric.loggers import TensorBoardLogger
 
 from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
-from fusion_bench_nufilt.folders.output import work_folder
+from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
+from fusion_bench_nufilt.stream import ContinualMergingAlgorithm, Evaluator
 from tests.adversary.conftest import COUNTS, expect
 from tests.conftest import REPO
-from tests.continual.test_resume import without_times
-from tests.folders.helpers import hashes, merge
+from tests.merge.helpers import hashes, merge
+from tests.stream.test_resume import without_times
 
 # One process imports everything, forks a merge that many times and kills it at a random moment; then once to the end.
 KILLER = """
 import os, pathlib, random, signal, sys, time
 from transformers import LlamaForCausalLM
 import fusion_bench_nufilt.methods.nufilt as module
-from tests.folders.helpers import merge
+from tests.merge.helpers import merge
 
 folder, kills = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 tasks = ["task1", "task2"]

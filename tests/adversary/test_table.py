@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fusion_bench_nufilt.commands.app import app
 from tests.adversary.conftest import COUNTS, contents, expect
 from tests.adversary.table import STREAM, Row, rows
-from tests.folders.helpers import RANKS, same, tensors
+from tests.merge.helpers import RANKS, same, tensors
 
 ROWS = rows()
 # The fast tests have the first row of each message; the others are for every night.

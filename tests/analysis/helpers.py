@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from fusion_bench_nufilt.results.names import kind
+from fusion_bench_nufilt.pages.names import kind
 
 LOSS_NAMES = ("{}", "relative_{}", "data_free_{}", "{}_bound", "propagated_{}")
 LOSS_COLUMNS = ["method", "step", "task", "layer"]

@@ -6,8 +6,8 @@ from safetensors.torch import save_file
 
 from fusion_bench_nufilt.analysis.folders import analyze_folders
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
-from fusion_bench_nufilt.folders import plan_merge
 from fusion_bench_nufilt.layers import TargetConfig, select_layers
+from fusion_bench_nufilt.merge import plan_merge
 from tests.families import FAMILIES
 from tests.models import finetuned
 

@@ -5,9 +5,9 @@ import shutil
 import pytest
 
 from fusion_bench_nufilt.analysis.measure import finished_runs
-from tests.continual.helpers import pool
-from tests.continual.test_resume import algorithm_in
 from tests.models import finetuned
+from tests.stream.helpers import pool
+from tests.stream.test_resume import algorithm_in
 
 
 @pytest.mark.parametrize("other", ["settings", "models", "number"])

@@ -19,8 +19,8 @@ from fusion_bench_nufilt.demo import load_vision_model
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.methods import METHODS
 from tests.baselines.helpers import GLUE, configured, demo_images, on_cpu, unchanged
-from tests.continual.helpers import noting
 from tests.models import clip, finetuned, llama, t5
+from tests.stream.helpers import noting
 
 
 def plain():

@@ -25,8 +25,8 @@ from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from tests.baselines.helpers import baseline, configured, on_cpu, same
 from tests.baselines.test_knots import oracle_knots, oracle_ties
-from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting
 from tests.models import clip, finetuned, llama, tower
+from tests.stream.helpers import InterruptedRunError, interrupt_after, logging_to, noting
 
 pytestmark = pytest.mark.oldest
 

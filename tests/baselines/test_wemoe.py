@@ -11,8 +11,8 @@ from fusion_bench_nufilt.baselines.task_data import TaskData
 from fusion_bench_nufilt.baselines.wemoe import CLIPVisionModelWithExperts, WEMoEConfig, mixture_of
 from fusion_bench_nufilt.demo import load_vision_model
 from tests.baselines.helpers import GLUE, demo_images, on_cpu, same, unchanged
-from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting
 from tests.models import clip, finetuned, llama, t5
+from tests.stream.helpers import InterruptedRunError, interrupt_after, logging_to, noting
 
 IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.arange(2, 20).reshape(3, 6)

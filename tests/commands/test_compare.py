@@ -3,7 +3,7 @@
 import pytest
 
 from tests.commands.helpers import nufilt
-from tests.folders.helpers import save_stream
+from tests.merge.helpers import save_stream
 from tests.models import llama
 
 QUICK = ("--evaluate", "last", "method.max_steps=1")

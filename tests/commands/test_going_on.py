@@ -5,9 +5,9 @@ import pytest
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.commands.going_on import inherited
 from tests.commands.helpers import nufilt
-from tests.continual.helpers import logging_to
-from tests.folders.helpers import RANKS, change_json, manifest, merge, same, save_stream, tensors
+from tests.merge.helpers import RANKS, change_json, manifest, merge, same, save_stream, tensors
 from tests.models import llama
+from tests.stream.helpers import logging_to
 
 BEFORE = {**RANKS, "target_modules": ["q_proj", "up_proj"], "other_params": "mean"}
 SETTINGS = {"seed": 7, "accumulate": "float32"}

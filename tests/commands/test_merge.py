@@ -7,7 +7,7 @@ import pytest
 
 from fusion_bench_nufilt.commands.merge import gather, read_recipe
 from tests.commands.helpers import nufilt
-from tests.folders.helpers import RANKS, change, hashes, merge, same, save_stream, tensors
+from tests.merge.helpers import RANKS, change, hashes, merge, same, save_stream, tensors
 from tests.models import llama
 
 RECIPE = """

@@ -5,7 +5,7 @@ import torch
 import yaml
 
 from tests.commands.helpers import nufilt
-from tests.folders.helpers import save_stream, tensors
+from tests.merge.helpers import save_stream, tensors
 from tests.models import llama
 
 ARITHMETIC = {

@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 
 from tests.commands.helpers import nufilt
-from tests.folders.helpers import change_json, merge, save_stream
+from tests.merge.helpers import change_json, merge, save_stream
 from tests.models import llama
 
 

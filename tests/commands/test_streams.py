@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fusion_bench_nufilt.commands.app import app
-from tests.folders.helpers import save_stream
+from tests.merge.helpers import save_stream
 from tests.models import llama
 
 

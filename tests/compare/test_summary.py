@@ -5,7 +5,7 @@ import math
 import pytest
 
 from fusion_bench_nufilt.compare.configs import is_tracker, make_trackers
-from fusion_bench_nufilt.results.metrics import Mean
+from fusion_bench_nufilt.pages.metrics import Mean
 from tests.compare.helpers import SCORES, comparison, failed, finished
 
 

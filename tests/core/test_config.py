@@ -9,13 +9,13 @@ from fusion_bench.utils import instantiate
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.continual import ProtocolConfig
-from fusion_bench_nufilt.continual.protocol import DeviceConfig
 from fusion_bench_nufilt.core import FusionConfig, fuse_layers
 from fusion_bench_nufilt.core.adapter import SOLVERS
 from fusion_bench_nufilt.core.options import choices
-from fusion_bench_nufilt.folders import Settings
 from fusion_bench_nufilt.layers import TargetConfig
+from fusion_bench_nufilt.merge import Settings
+from fusion_bench_nufilt.stream import ProtocolConfig
+from fusion_bench_nufilt.stream.protocol import DeviceConfig
 from tests.core.matrices import random_layer
 
 KINDS = (FusionConfig, TargetConfig, DeviceConfig, ProtocolConfig)

@@ -3,9 +3,9 @@
 import pytest
 
 from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.continual import layerwise
-from fusion_bench_nufilt.folders import plan_merge
-from tests.folders.helpers import save_stream
+from fusion_bench_nufilt.merge import plan_merge
+from fusion_bench_nufilt.stream import layerwise
+from tests.merge.helpers import save_stream
 from tests.models import llama
 
 

@@ -13,9 +13,9 @@ from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.methods.order_free import strengths
 from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig, flatten
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
-from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
 from tests.core.matrices import matrix_with_spectrum
 from tests.models import TOWER
+from tests.stream.helpers import InterruptedRunError, interrupt_after, logging_to, pool
 
 KAPPA, DAMP = 0.9, 0.5
 SHAPES = [(40, 12), (12, 40), (16, 16)]

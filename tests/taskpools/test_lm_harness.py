@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.analysis.pool import merged_layers
 from fusion_bench_nufilt.analysis.record import record_moments, shared_inputs, task_inputs
-from fusion_bench_nufilt.continual import Evaluator
+from fusion_bench_nufilt.stream import Evaluator
 from fusion_bench_nufilt.taskpools import LMEvalTaskPool
 from tests.analysis.helpers import second_moment
 from tests.models import finetuned, llama
@@ -111,7 +111,7 @@ def test_a_stream_of_language_models_has_its_matrix(folder):
 
 
 def test_what_lm_eval_lacks_is_named_before_any_model_is_loaded(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("fusion_bench_nufilt.continual.algorithm.load_model", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr("fusion_bench_nufilt.stream.algorithm.load_model", lambda *args: pytest.fail("loaded"))
     (tmp_path / "lost.yaml").write_text(TASK.format(name="nufilt_lost", data=tmp_path / "lost.json"))
     models = {"_pretrained_": llama(), "one": llama()}
     for task, message in (("no_such_task", "knows no task 'no_such_task'"), ("nufilt_lost", "can't load task")):

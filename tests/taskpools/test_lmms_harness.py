@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
 from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.continual import Evaluator
+from fusion_bench_nufilt.stream import Evaluator
 from fusion_bench_nufilt.taskpools import LMMSEvalTaskPool
 from fusion_bench_nufilt.taskpools.lmms_tasks import captions
 from tests.models import llava

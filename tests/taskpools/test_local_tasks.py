@@ -8,8 +8,8 @@ from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from lightning import Fabric
 from omegaconf import OmegaConf
 
-from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.demo import TASKS, demo_folder, load_test_dataset, load_vision_model
+from fusion_bench_nufilt.stream import Evaluator
 from fusion_bench_nufilt.taskpools.local_tasks import load_image_task
 
 

@@ -1,7 +1,0 @@
-"""Merging checkpoint folders of any size, without loading a model."""
-
-from .merge import merge_folders
-from .plan import Plan, Settings
-from .preflight import plan_merge
-
-__all__ = ["Plan", "Settings", "merge_folders", "plan_merge"]

@@ -1,0 +1,212 @@
+"""The architecture of a checkpoint: which tensors hold layers, and what the model calls them."""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fusion_bench_nufilt.layers import Heads, TargetConfig, select_layers
+from fusion_bench_nufilt.layers.models import leave_out
+from fusion_bench_nufilt.layers.views import View, views
+from fusion_bench_nufilt.storage.files import printable
+from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo
+
+from .sources.checkpoint import Checkpoint, Parts, part
+from .stored import as_stored, submodule
+
+log = logging.getLogger(__name__)
+
+# Words in the names of matrices that are not layers, for architectures that transformers does not know.
+_NOT_LINEAR = re.compile(r"(^|[._])(wte|wpe|shared|ln\w*|\w*embed\w*|\w*norm\w*|relative_attention_bias)([._]|$)")
+# Parameters that hold several layers, and their numbers of dimensions.
+_PACKED = {"in_proj_weight": 2, "gate_up_proj": 3, "down_proj": 3}
+_GPT2 = re.compile(r"(.*\.)?attn\.c_attn\.weight")  # (d, 3d) where the layers are transposed
+_NOT_TOGETHER = "weights and config do not belong together"
+_HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
+
+
+class Layer(NamedTuple):
+    name: str  # its name in the model, which seeds the adapter
+    slot: str
+    keys: tuple[str, ...]  # of the base checkpoint; more than one where a tied weight is stored more than once
+    view: View  # how the slot's tensor holds the layer's matrix
+
+
+class Architecture:
+    """The model's modules on PyTorch's meta device: names and shapes without numbers.
+
+    Keys of a checkpoint may differ from the model's names (older LLaVA checkpoints, a base model without its head)
+    and several names may share one weight. A *slot* is the first of the model's names for a weight; a key that the
+    model does not know is its own slot. Where a parameter holds several layers (packed attention projections, fused
+    experts), each part is a slot, and :meth:`split` makes each part a tensor of its own, which is read, merged or
+    copied, and written by itself. The architecture is that in the config.json of ``base``.
+    """
+
+    def __init__(self, base: Checkpoint) -> None:
+        built, self.origin = _on_meta(base)
+        self.model, self._rename = as_stored(built, base.tensors)
+        self.backbone = getattr(self.model, "base_model_prefix", "")
+        first: dict[int, str] = {}
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        self._slots = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
+        self.views: dict[str, View] = {}  # of all layers, by slot
+        self._parts: dict[str, Parts] = {}  # of parameters that hold several layers
+        for key, group in groupby(views(self.model), lambda view: view.key):
+            held, slot = list(group), self._slots[key]
+            if len(held) > 1:
+                self._parts[slot] = [view.rows for view in held]
+                parts = ((name, rows) for name in self.names(slot) for rows in self._parts[slot])
+                self._slots |= {part(name, rows): part(slot, rows) for name, rows in parts}
+            self.views |= {self.slot_of(view): view for view in held}
+
+    def slot_of(self, view: View) -> str:
+        slot = self._slots[view.key]
+        return part(slot, view.rows) if slot in self._parts else slot
+
+    def names(self, slot: str) -> list[str]:
+        """Return the model's names for the tensor of a slot; a tied tensor has several."""
+        return [name for name, its_slot in self._slots.items() if its_slot == slot]
+
+    def rows(self, slot: str) -> int:
+        """Return the number of rows of a tensor, zero for one that the model does not have."""
+        return self.shape(slot)[0] if slot in self._slots else 0
+
+    def parts(self, slot: str) -> list[str]:
+        return [part(slot, rows) for rows in self._parts.get(slot, ())]
+
+    def shape(self, slot: str) -> tuple[int, ...]:
+        return tuple(self.model.get_parameter(slot).shape)
+
+    def split(self, checkpoint: Checkpoint) -> None:
+        """Split the tensors of a checkpoint that hold several layers; those of another shape stay whole."""
+        slots = {key: slot for key in checkpoint.tensors if (slot := self.slot(key)) in self._parts}
+        whole = (key for key, slot in slots.items() if checkpoint.tensors[key].shape == self.shape(slot))
+        checkpoint.split({key: self._parts[slots[key]] for key in whole})
+
+    def slot(self, key: str) -> str:
+        """Return the model's first name for the tensor that a checkpoint stores under ``key``."""
+        return self._slots.get(name := self.module_name(key), name)
+
+    def by_slot(self, checkpoint: Checkpoint) -> dict[str, list[str]]:
+        """Return a checkpoint's keys by slot, in its own order."""
+        slots = defaultdict(list)
+        for key in checkpoint.tensors:
+            slots[self.slot(key)].append(key)
+        return slots
+
+    def module_name(self, key: str) -> str:
+        """Return the model's name for a checkpoint's key, renamed as transformers does when it loads one."""
+        return next((name for name in self._names(key) if name in self._slots), key)
+
+    def _names(self, key: str) -> tuple[str, ...]:
+        name = self._rename(key)
+        return name, f"{self.backbone}.{name}", name.removeprefix(f"{self.backbone}.")
+
+    def _unused(self, base: Checkpoint) -> list[str]:
+        """Return stored tensors of layers that the model lacks: their names differ from its own by a number alone."""
+        ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        unnumbered = partial(re.sub, r"\.\d+\.", ".#.")
+        known = set(map(unnumbered, self._slots))
+        unknown = (key for key in base.tensors if self.module_name(key) not in self._slots)
+        alike = (key for key in unknown if known.intersection(map(unnumbered, self._names(key))))
+        return [key for key in alike if not any(re.search(pattern, key) for pattern in ignored)]
+
+    def embeddings(self, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Return the slots of the tensors with a row for every token, given the stored tensors' shapes by slot."""
+        try:
+            first, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()  # type: ignore[operator]
+        except (AttributeError, NotImplementedError):  # not a transformers model, or one with two towers
+            return []
+        if not isinstance(first, nn.Embedding):
+            return []
+        both = [*first.parameters(), *(head.parameters() if isinstance(head, nn.Module) else ())]
+        held = {id(parameter) for parameter in both if len(parameter) == first.num_embeddings}
+        found = [name for name, parameter in self.model.named_parameters() if id(parameter) in held and name in stored]
+        return [slot for slot in found if stored[slot][0] == stored[found[0]][0]]
+
+    def layers(self, base: Checkpoint, targets: TargetConfig, heads: Heads) -> list[Layer]:
+        """Return the layers to merge, in the base's order; refuse a base whose weights and config do not match."""
+        selected = select_layers(self.model, targets.target_modules, targets.exclude_modules)
+        selected = {name: view for name, view in selected.items() if not heads.of([view.key])}
+        chosen = {self.slot_of(view): name for name, view in selected.items()}
+        stored, name = self.by_slot(base), base.name
+        for whole in (self._slots[view.key] for view in selected.values()):
+            for key in stored.get(whole, ()):
+                base.check_floats([key])
+                if (shape := base.tensors[key].shape) != (promised := self.shape(whole)):
+                    but = f"shape {shape} differs from {promised}, which its config.json promises"
+                    raise ValueError(f"model '{name}', tensor '{key}': {but}: {_NOT_TOGETHER}")
+        if lost := sorted(chosen.keys() - stored.keys()):
+            what = f"the weight of {len(lost)} layers that its config.json promises, '{lost[0]}' first"
+            raise ValueError(f"model '{name}' lacks {what}: {_NOT_TOGETHER}{leave_out(chosen[lost[0]])}")
+        if unused := self._unused(base):
+            what = f"{len(unused)} tensors of layers that its config.json does not have, '{unused[0]}' first"
+            raise ValueError(f"model '{name}' stores {what}: {_NOT_TOGETHER}")
+        merged = {slot: tuple(keys) for slot, keys in stored.items() if slot in chosen}
+        return [Layer(chosen[slot], slot, keys, self.views[slot]) for slot, keys in merged.items()]
+
+    def others(self, base: Checkpoint, layers: Iterable[Layer]) -> dict[str, tuple[str, ...]]:
+        """Return the base's keys of every tensor outside the layers, by slot."""
+        chosen = {layer.slot for layer in layers}
+        return {slot: tuple(keys) for slot, keys in self.by_slot(base).items() if slot not in chosen}
+
+
+def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
+    """Return the model on the meta device, and what its architecture is known from."""
+    config = base.config
+    if config.get("architectures"):
+        import transformers
+
+        name = config["architectures"][0]
+        try:
+            settings = transformers.AutoConfig.from_pretrained(base.folder, trust_remote_code=False)
+            with torch.device("meta"):
+                return getattr(transformers, name)._from_config(settings), name
+        except Exception as error:  # its own code, another version of transformers, a bad config
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            log.warning("transformers can't build '%s' of '%s' (%s): layers are told by name", name, base.name, reason)
+    return from_names(base.tensors), "names of the tensors"
+
+
+def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
+    """Return a model with a linear layer for every stored matrix that does not look like anything else.
+
+    Packed projections of an `nn.MultiheadAttention` and fused experts are recognised by the names of their parameters,
+    and GPT-2's transposed layers by the shape of `c_attn`. Convolutions are left alone: a shape hides their groups.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    root = nn.Module()
+    packing = [info.shape for key, info in tensors.items() if _GPT2.fullmatch(key)]
+    like_gpt2 = any(shape[1:] == (3 * shape[0],) for shape in packing)
+    for key, info in tensors.items():
+        path = key.removesuffix(".weight")
+        *parents, last = path.split(".")
+        plain = path != key and len(info.shape) == 2
+        packed = path == key and len(info.shape) == _PACKED.get(last)
+        if not (packed or plain) or info.dtype not in FLOATS or _NOT_LINEAR.search(path):
+            continue
+        try:
+            module = submodule(root, parents)
+            if packed:
+                module.register_parameter(last, nn.Parameter(torch.empty(info.shape, device="meta")))
+                continue
+            rows, columns = info.shape
+            transposed = like_gpt2 and last.startswith("c_")
+            with torch.device("meta"):
+                linear = Conv1D(columns, rows) if transposed else nn.Linear(columns, rows, bias=False)
+            for name, inner in (module._modules.get(last) or nn.Module()).named_children():  # a.b.weight came first
+                linear.add_module(name, inner)
+            module.add_module(last, linear)
+        except KeyError as error:
+            log.warning("tensor '%s' is not merged as a layer: %s", printable(key), error.args[0])
+            continue
+        if _HEAD.fullmatch(path):
+            root.get_output_embeddings = lambda head=linear: head  # type: ignore[assignment]
+    return root

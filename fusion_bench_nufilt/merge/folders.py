@@ -1,0 +1,226 @@
+"""Merge checkpoint folders tensor by tensor, and describe the result in a manifest."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusion_bench_nufilt.core.workers import map_layers
+from fusion_bench_nufilt.storage.checkpoint import (
+    STATE_FILE,
+    Input,
+    combined_digest,
+    package_versions,
+    read_manifest,
+    verify_files,
+    write_files,
+    write_manifest,
+)
+from fusion_bench_nufilt.storage.files import CARD, MANIFEST, naming_full_disk
+from fusion_bench_nufilt.storage.tensors import end_of_file
+
+from .card import model_card
+from .changes import account, changes, refuse_losses
+from .checks import check_relation, verify_merged
+from .engine import merge_layers
+from .forecast import batches, disk_bytes
+from .heads import head_files
+from .others import NOT_FINITE, write_other
+from .output import Output, Record, clear_work_folder, work_folder
+from .plan import Plan, state_layout
+from .sources.checkpoint import some
+
+log = logging.getLogger(__name__)
+
+
+def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] | None = None) -> Path:
+    """Carry out a plan, and return ``out``.
+
+    A tensor goes through all tasks before the next one is read, so that each input is read once, whatever the number
+    of tasks, and nothing in between is stored. A run that was interrupted goes on where it stopped.
+
+    Args:
+        plan: from :func:`fusion_bench_nufilt.merge.plan_merge`.
+        out: the folder to make.
+        progress: called with the number of finished tensors and the number of all tensors.
+
+    Raises:
+        ValueError: ``out`` exists, the disk has no room, or a tensor has NaN or infinite values; the message names it.
+    """
+    if check_output(plan, out):
+        clear_work_folder(out)  # the run may have been killed before it cleaned up
+        return out
+    _fetch(plan)
+    check_disk(plan, out)
+    if out.exists():
+        out.rename(f"{out}.damaged")
+    run, files = _run_identity(plan), plan.small_files | head_files(plan)
+    layout = dict(plan.headers) | ({STATE_FILE: state_layout(plan)[0]} if plan.keeps_state else {})
+    headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
+    with (
+        naming_full_disk(out, f" ({disk_bytes(plan) / 1e9:.1f} GB in all)"),
+        closing(Output(out, run, headers, [*files, MANIFEST, CARD])) as output,
+    ):
+        _merge(plan, output, progress or (lambda done, total: None))
+        if changed := some(plan.changed()):
+            raise ValueError(f"{changed} was changed during the run: run the same command again, it starts anew")
+        about = _about(plan, output.done, run)
+        _check_inputs(plan, about["inputs"])
+        found = account(plan, about["changes"])
+        write_files(output.model, files)
+        (output.model / CARD).write_text(model_card(plan, [*found, *about["warnings"]]))
+        write_manifest(output.model, about)
+        output.finish()
+        for sentence in (each for each in found if "Left out" in each):
+            log.warning("%s", sentence)
+    return out
+
+
+def check_disk(plan: Plan, out: Path) -> None:
+    """Raise a ValueError if the disk has no room for the result, besides what an interrupted run wrote of it."""
+    folder, needed = _nearest(out), disk_bytes(plan)
+    written = sum(512 * path.stat().st_blocks for path in work_folder(out).rglob("*.safetensors") if path.is_file())
+    if needed > (free := shutil.disk_usage(folder).free + written):
+        raise ValueError(f"the result takes {needed / 1e9:.1f} GB and '{folder}' has {free / 1e9:.1f} GB left")
+
+
+def check_output(plan: Plan, out: Path) -> bool:
+    """Return whether ``out`` is this very merge and undamaged; refuse a folder that holds anything else."""
+    refuse_inside(plan, out)
+    if out.exists() or out.is_symlink():
+        here = not any(checkpoint.remote for checkpoint in plan.checkpoints)
+        manifest = read_manifest(out, "remove it or name another folder") if here else None
+        if not manifest or manifest.get("run") != _run_identity(plan):
+            raise ValueError(f"'{out}' exists: remove it or name another folder")
+        kept = Path(f"{out}.damaged")
+        advice = f"remove '{kept}', and it is made again" if kept.exists() else f"it is made again ('{kept}' keeps it)"
+        try:
+            verify_files(out, manifest, advice, digests=plan.settings.verify)
+        except ValueError as error:
+            if kept.exists():
+                raise
+            log.warning("%s", error)
+            return False
+        return True
+    folder = _nearest(out)
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"'{out}' can't be made: '{folder}' is no folder that can be written to")
+    return False
+
+
+def refuse_inside(plan: Plan, out: Path) -> None:
+    """Refuse a folder for results that is or lies in a model that is read, or whose work folder holds such a model."""
+    place, work = out.resolve(), work_folder(out.resolve())
+    for checkpoint in plan.checkpoints:
+        # Weight files may be links to elsewhere.
+        for path in {checkpoint.folder.resolve(), *(file.path.resolve() for file in checkpoint.opened.values())}:
+            if path in (place, *place.parents):
+                raise ValueError(f"'{out}' is inside '{checkpoint.name}', which is not written to: name another folder")
+            if work in (path, *path.parents):
+                raise ValueError(f"'{checkpoint.name}' is inside '{work}', where '{out}' is to grow: move it elsewhere")
+
+
+def _nearest(out: Path) -> Path:
+    return next(parent for parent in out.absolute().parents if parent.exists())
+
+
+def _fetch(plan: Plan) -> None:
+    """Download the weights that are still on the hub, and give the warnings that only they can tell."""
+    for checkpoint in (remote := [checkpoint for checkpoint in plan.checkpoints if checkpoint.remote]):
+        checkpoint.fetch()
+    plan.vocabulary.check()
+    for text in chain(verify_merged(plan), check_relation(plan)) if remote else ():
+        if text not in plan.warnings:
+            plan.warnings.append(text)
+            log.warning("%s", text)
+
+
+def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -> None:
+    done, total = output.done, len(plan.layers) + len(plan.others)
+    if done:
+        log.info("going on: %d of %d tensors are done", len(done), total)
+    layers = list(batches(plan, [layer for layer in plan.layers if layer.slot not in done]))
+    others = [slot for slot in plan.others if slot not in done]
+    written = map_layers(lambda slot: write_other(plan, slot, output), others, torch.device("cpu"))
+    for _ in written if plan.settings.strict else ():
+        progress(len(done), total)
+    if plan.settings.strict:  # before the layers, which take most of the time
+        refuse_losses(plan, done.values())
+    for _ in chain(merge_layers(plan, layers, output.add), written):
+        progress(len(done), total)
+
+
+def _check_inputs(plan: Plan, inputs: Mapping[str, Input]) -> None:
+    """Raise a ValueError that names a model whose digest is not the one in the manifest."""
+    known, before = dict(plan.known), plan.before.get("settings", {})
+    if all(before.get(key) == value for key, value in dataclasses.asdict(plan.targets).items()):  # the same was read
+        known["base"] = plan.before.get("inputs", {}).get("base", {}).get("sha256", inputs["base"]["sha256"])
+    for source, found in inputs.items() if plan.settings.verify else ():
+        if known.get(source, found["sha256"]) != found["sha256"]:
+            other = f"'{plan.models[source].checkpoint.name}' has other weights than the {source} that {MANIFEST} names"
+            raise ValueError(f"{other}: name that one, or add --no-verify, and the finished work is gone on with")
+
+
+def _run_identity(plan: Plan) -> str:
+    """Return a digest of all that the result depends on: an interrupted run goes on only if none of it has changed."""
+    content = {
+        "models": [checkpoint.identity() for checkpoint in plan.checkpoints],
+        "mean counts": plan.before.get("mean_counts"),
+        "settings": {key: value for key, value in plan.options().items() if key != "device"},
+        "device": plan.settings.devices[0].type,
+        "first step": plan.first_step,
+        "vocabulary": plan.vocabulary.identity,
+        "layers": sorted(layer.name for layer in plan.layers),
+        "averaged": sorted(plan.averaged),
+        "heads": plan.heads,
+        "files": {name: hashlib.sha256(content).hexdigest() for name, content in plan.small_files.items()},
+        "versions": package_versions(),
+    }
+    return combined_digest((key, json.dumps(value)) for key, value in content.items())
+
+
+def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
+    """Return the manifest's content; its digests combine those of tensors by name, however files hold them."""
+    records = [done[slot] for slot in chain((layer.slot for layer in plan.layers), plan.others)]
+    inputs = {
+        source: {
+            "name": model.checkpoint.label,
+            **({"kind": type(model).__name__} if source.startswith("task") else {}),
+            "tensors_read": sum(source in record["read"] for record in records),
+            "sha256": combined_digest((record["slot"], record["read"].get(source)) for record in records),
+        }
+        for source, model in plan.models.items()
+    }
+    names = {layer.slot: layer.name for layer in plan.layers}
+    counts = {record["slot"]: record["mean_count"] for record in records if "mean_count" in record}
+    averaged, warnings = len(plan.averaged), plan.warnings
+    for checkpoint in plan.checkpoints:  # without the user's directories
+        warnings = [text.replace(f"'{checkpoint.name}'", f"'{checkpoint.label}'") for text in warnings]
+    return {
+        "method": plan.method.label,
+        "step": plan.last_step,
+        "tasks": plan.names,
+        "inputs": inputs,
+        "settings": plan.options(),
+        "coverage": plan.coverage.as_dict(),
+        "linear_layers_known_from": plan.origin,
+        "tensors": {"merged": len(plan.layers), "averaged": averaged, "copied": len(plan.others) - averaged},
+        "sha256": combined_digest((record["slot"], [entry[3] for entry in record["written"]]) for record in records),
+        "changes": changes(plan, records),
+        "run": run,
+        "versions": package_versions(),
+        "warnings": warnings + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],
+        "mean_counts": {slot: count for slot, count in counts.items() if count != plan.last_step},
+        "heads": plan.heads,
+        "vocabulary": plan.vocabulary.as_dict(),
+        "layers": {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names},
+    }

@@ -1,0 +1,124 @@
+"""Predict the memory, disk space and time that a merge will take."""
+
+import hashlib
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.core.workers import map_layers
+from fusion_bench_nufilt.methods import LayerMethod
+from fusion_bench_nufilt.storage.tensors import FLOATS
+
+from .architecture import Layer
+from .layout import as_written
+from .plan import Plan, state_layout, state_tensors
+from .sources.fp8 import Quantised
+
+# Each worker's stack, allocator arena and buffers for matrix products: measured, and rounded up.
+_WORKER_BYTES = 64 * 2**20
+# The width of the sample layer, at which the rate is about that of layers of any size.
+_SAMPLE_WIDTH = 1024
+
+
+def process_memory(workers: int) -> int:
+    """Return the bytes that the process takes besides the layers: its present size, and its workers' overhead."""
+    return int(psutil.Process().memory_info().rss) + workers * _WORKER_BYTES
+
+
+def layer_memory(plan: Plan, layer: Layer) -> int:
+    """Return the bytes held while a layer is merged: its weights and state as read, and working memory."""
+    dtype, shape = plan.dtype(layer.keys[0]), layer.view.shape
+    # The factors of a LoRA are too thin to count.
+    full = [task.checkpoint.tensors[task.keys[layer.slot]] for task in plan.tasks if layer.slot in task.keys]
+    stored = (dtype.itemsize + max((FLOATS[info.dtype].itemsize for info in full), default=0)) * math.prod(shape)
+    if plan.keeps_state:
+        stored += sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
+    else:
+        stored += dtype.itemsize * math.prod(shape)
+    wide = max(plan.method.itemsize, dtype.itemsize)
+    return stored + (plan.method.working_bytes(shape, wide) if plan.settings.on_cpu else 0)
+
+
+def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
+    """Yield the layers that are merged together: one on a CPU, else as many of one shape as are solved together."""
+    groups: dict[tuple[tuple[int, ...], torch.dtype], list[Layer]] = defaultdict(list)
+    for layer in layers:
+        groups[layer.view.shape, plan.dtype(layer.keys[0])].append(layer)
+    for (shape, dtype), group in groups.items():
+        size = plan.method.solved_together(shape, max(4, dtype.itemsize), plan.settings.devices[0])
+        if plan.settings.max_memory is not None:
+            free = plan.settings.max_memory - process_memory(plan.settings.workers)
+            size = max(1, min(size, free // layer_memory(plan, group[0])))
+        yield from (group[i : i + size] for i in range(0, len(group), size))
+
+
+def layer_budget(plan: Plan, workers: int | None = None) -> int:
+    """Return the bytes that all layers in progress may take together, by default with this process's workers."""
+    workers, bound = workers or plan.settings.workers, plan.settings.max_memory
+    held = sorted(sum(layer_memory(plan, layer) for layer in batch) for batch in batches(plan, plan.layers))
+    largest = sum(held[-workers:])
+    return largest if bound is None else min(largest, bound - process_memory(workers))
+
+
+def peak_memory(plan: Plan, workers: int | None = None) -> int:
+    """Predict the peak resident memory of a process in bytes, by default with this process's workers."""
+    count = workers or plan.settings.workers
+    return process_memory(count) + max(layer_budget(plan, workers), count * _quantising_memory(plan))
+
+
+def _quantising_memory(plan: Plan) -> int:
+    """Return the bytes held while a tensor outside the merged layers is quantised, for which all of it is read."""
+    keys = (key for slot, keys in plan.others.items() if plan.merged or slot in plan.averaged for key in keys)
+    written = (as_written(plan.base.tensors[key], plan.settings.dtype) for key in keys)
+    return 20 * max((math.prod(info.shape) for info in written if isinstance(info, Quantised)), default=0)
+
+
+def disk_bytes(plan: Plan) -> int:
+    held = [state_layout(plan)[1]] if plan.keeps_state else []
+    heads = sum(task.checkpoint.tensors[key].nbytes for task in plan.tasks for key in task.head.values())
+    return heads + sum(info.nbytes for tensors in (*plan.files.values(), *held) for info in tensors.values())
+
+
+def predict_seconds(plan: Plan, workers: int) -> float:
+    """Estimate how long the merge takes on this many CPUs like this machine's, at its present load."""
+    computed = plan.tasks[int(plan.merged is None and plan.method.takes_first_whole) :]
+    ranks = ([task.rank(layer.slot) for task in computed if layer.slot in task.slots] for layer in plan.layers)
+    flops = sum(map(plan.method.flops, (layer.view.shape for layer in plan.layers), ranks))
+    read = sum(checkpoint.nbytes for checkpoint in plan.checkpoints)
+    per_flop, per_byte = _rates(plan.method, plan.layers[0].name, plan.settings.workers)
+    return (flops * per_flop + (read + disk_bytes(plan)) * per_byte) * plan.settings.workers / workers
+
+
+def _rates(method: LayerMethod, name: str, workers: int) -> tuple[float, float]:
+    """Measure the seconds per operation and per byte, by a sample merge and a digest on all workers at once."""
+
+    def merge(weights: tuple[Tensor, Tensor, Tensor]) -> None:
+        theta_0, *tasks = weights
+        state = method.start(name, theta_0)
+        for step, task in enumerate(tasks, 1):
+            ((_, state, *_),) = method.add_each({name: state}, {name: theta_0}, {name: task}, step=step)
+        method.weight(name, state, theta_0)
+
+    def seconds(work: Callable[[Any], object], what: Any) -> float:
+        begin = time.perf_counter()
+        list(map_layers(work, [what] * workers, torch.device("cpu"), workers))
+        return (time.perf_counter() - begin) / workers
+
+    seconds(merge, _sample(64))  # first calls are slow
+    ranks = [None] if method.takes_first_whole else [None, None]
+    per_flop = seconds(merge, _sample(_SAMPLE_WIDTH)) / method.flops((_SAMPLE_WIDTH, _SAMPLE_WIDTH), ranks)
+    return per_flop, seconds(hashlib.sha256, bytes(2**24)) / 2**24
+
+
+def _sample(width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a base and two tasks ``(width, width)`` whose differences have the spectrum of task vectors."""
+    random = torch.Generator().manual_seed(0)
+    decay = torch.arange(1, width + 1.0) ** -0.7
+    theta_0, tau_1, tau_2 = (torch.randn(width, width, generator=random) for _ in range(3))
+    return theta_0, theta_0 + tau_1 * decay, theta_0 + tau_2 * decay

@@ -1,0 +1,144 @@
+"""The heads of classifiers: find them in the tasks, keep them beside the merged model, put them back on it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load, load_file, save
+from torch import nn
+
+from fusion_bench_nufilt.layers import Heads
+from fusion_bench_nufilt.layers.heads import labels
+from fusion_bench_nufilt.storage.checkpoint import Head, Manifest, add_head, read_heads, read_manifest
+from fusion_bench_nufilt.storage.tensors import FLOATS
+
+from .architecture import Architecture
+from .plan import Plan
+from .sources.checkpoint import Checkpoint, some
+from .sources.models import PREFIX, FullModel, LoraAdapter
+
+# The classes that peft trains for a type of task; for any other type, the adapter names the class.
+_CLASSES = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+}
+
+
+def take_heads(
+    rule: str, base: FullModel, tasks: Sequence[FullModel], architecture: Architecture, before: Manifest
+) -> Heads:
+    """Find the heads of the tasks, and take them out of the merge."""
+    heads = Heads(rule, base.slots, base.checkpoint.config, architecture.backbone)
+    heads.keep(before.get("heads", {}).values())
+    for task in tasks:
+        trained = task.config.get("modules_to_save") or () if isinstance(task, LoraAdapter) else None
+        shapes = {slot: task.slots[slot] for slot in _floats(task)}
+        heads.add(task.checkpoint.name, shapes, task.checkpoint.config, trained)
+    for task in tasks:
+        task.take_head(heads.of(_floats(task)))
+    return heads
+
+
+def _floats(task: FullModel) -> list[str]:
+    return [slot for slot, key in task.keys.items() if task.checkpoint.tensors[key].dtype in FLOATS]
+
+
+def describe_heads(heads: Heads, base: FullModel, tasks: Sequence[FullModel], before: Manifest) -> dict[str, Head]:
+    """Return the manifest's entries for the heads of earlier tasks and of these, by task."""
+    described = dict(before.get("heads", {}))
+    for task in tasks:
+        if task.head:
+            add_head(described, task.checkpoint.label, heads.modules_of(task.head), _config(task, base))
+    return described
+
+
+def _config(task: FullModel, base: FullModel) -> Mapping[str, Any]:
+    """Return the configuration of a task's model; an adapter has the base's, with the labels that it trained."""
+    config = task.checkpoint.config
+    if isinstance(task, LoraAdapter) and not config:
+        count = [task.checkpoint.tensors[key].shape for key in task.head.values()][-1][0]
+        kind = (task.config.get("auto_mapping") or {}).get("base_model_class")
+        config = {**base.checkpoint.config, "architectures": [kind or _CLASSES.get(str(task.config.get("task_type")))]}
+        if len(labels(config) or ()) != count:
+            names = {str(number): f"LABEL_{number}" for number in range(count)}
+            config |= {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
+    return config
+
+
+def head_files(plan: Plan) -> dict[str, bytes]:
+    """Return the files of all heads by path in the result; those of earlier tasks come from the merged model."""
+    files = {}
+    if plan.merged is not None and plan.before.get("heads"):
+        files = read_heads(plan.merged.checkpoint.folder_with("heads/*"), plan.before)
+    new = (head["file"] for name, head in plan.heads.items() if name not in plan.before.get("heads", {}))
+    for file, task in zip(new, filter(lambda task: task.head, plan.tasks), strict=True):
+        files[file] = save({key.removeprefix(PREFIX): task.checkpoint.read(key)[0] for key in task.head.values()})
+    return files
+
+
+def load_task(folder: str | Path, task: str) -> nn.Module:
+    """Return a merged model with the head of one of its tasks, in eval mode.
+
+    Args:
+        folder: a merged folder, a saved step of a run, or the hub name of either.
+        task: the name of the task, as in the manifest under ``heads``.
+
+    Raises:
+        ValueError: the task has no head, a file is damaged, or no installed package has the model's class.
+    """
+    checkpoint = Checkpoint.open(str(folder))
+    place = checkpoint.folder_with("*.safetensors")
+    manifest = read_manifest(place) or Manifest()
+    heads = manifest.get("heads", {})
+    if task not in heads:
+        known = f"there are those of {some(heads)}" if heads else "its tasks have no heads of their own"
+        raise ValueError(f"'{folder}' has no head of '{task}': {known}")
+    file, config = heads[task]["file"], heads[task]["config"]
+    tensors = load(read_heads(place, manifest, task)[file])
+    build = _by_transformers if config.get("architectures") else _by_timm
+    model, missing = build(place, config)
+    missing, unknown = missing - tensors.keys(), tensors.keys() - model.state_dict().keys()
+    if missing or unknown:
+        what = f"no {some(sorted(missing))}" if missing else f"{some(sorted(unknown))} more"
+        raise ValueError(f"'{folder}', head of '{task}': for {type(model).__name__} there is {what}")
+    model.load_state_dict(tensors, strict=False)
+    return model.eval()
+
+
+def _by_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, set[str]]:
+    """Return a model with the folder's weights, and the keys that it has no weights for."""
+    import transformers
+
+    name = config["architectures"][0]
+    kind: Any = getattr(transformers, str(name), None)
+    if not hasattr(kind, "from_pretrained"):
+        raise ValueError(f"'{folder}': transformers has no class '{name}' for the head")
+    settings = transformers.AutoConfig.for_model(**config)
+    if hasattr(settings, "vocab_size"):
+        settings.vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size
+    options = {"dtype": "auto", "ignore_mismatched_sizes": True, "output_loading_info": True}
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # it would advise training the head, which it does not know
+    try:
+        model, info = kind.from_pretrained(folder, config=settings, **options)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    other_shape = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}  # by version
+    return model, {*info["missing_keys"], *other_shape}
+
+
+def _by_timm(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, set[str]]:
+    if "architecture" not in config:
+        raise ValueError(f"'{folder}': neither transformers nor timm has a class for the head")
+    try:
+        import timm
+    except ImportError:
+        raise ValueError(f"'{folder}' has heads of timm's {config['architecture']}: pip install timm") from None
+    size = {"num_classes": len(labels(config) or ())}
+    model = timm.create_model(config["architecture"], **{**(config.get("model_args") or {}), **size})
+    weights = {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
+    own = model.state_dict()
+    fits = {key: value for key, value in weights.items() if key in own and value.shape == own[key].shape}
+    model.load_state_dict(fits, strict=False)
+    return model, own.keys() - fits.keys()

@@ -1,0 +1,122 @@
+"""The tensors outside the merged layers: copied or averaged, a bounded number of bytes at a time.
+
+Only a tensor that changes and is stored in FP8 is held whole, since its scales need all of it.
+"""
+
+import hashlib
+import logging
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.core.weights import is_finite
+from fusion_bench_nufilt.layers.models import running_mean
+from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, FLOATS, TensorInfo, raw
+
+from .changes import changed_by
+from .output import Output, Record
+from .plan import Plan
+from .sources.fp8 import Quantised
+from .sources.models import FullModel
+
+log = logging.getLogger(__name__)
+
+#: The warning about such a tensor, which is copied.
+NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the result"
+
+
+def write_other(plan: Plan, slot: str, output: Output) -> None:
+    """Write a tensor outside the merged layers, under every key that the result has for it."""
+    read: defaultdict[str, Any] = defaultdict(hashlib.sha256)  # digests by model
+    record: Record = {"slot": slot, "written": [], "read": {}, "reports": [], "changed": changed_by(plan, slot)}
+    for key in plan.others[slot]:
+        finite = True
+        for place, pieces in _new_tensors(plan, slot, key, read):
+            sha, offset = hashlib.sha256(), place.start
+            for piece in pieces:
+                data = raw(piece)
+                output.write(place.file, data, offset)
+                offset += len(data)
+                sha.update(data)
+                finite = finite and (place.dtype not in FLOATS or is_finite(piece.view(FLOATS[place.dtype])))
+            record["written"].append((place.file, place.start, place.stop, sha.hexdigest()))
+        if not finite:
+            record["not_finite"] = key
+            log.warning(NOT_FINITE, key)
+    record["read"] = {source: sha.hexdigest() for source, sha in read.items()}
+    if slot in plan.averaged:
+        count, tasks = _in_mean(plan, slot)
+        record["mean_count"] = count + len(tasks)
+    output.record(record)
+
+
+def _in_mean(plan: Plan, slot: str) -> tuple[int, dict[str, FullModel]]:
+    """Return the number of models in the mean before this merge, without the base, and the tasks that join it."""
+    tasks = ((number, task) for number, task in enumerate(plan.tasks) if slot in plan.averaged_of(task))
+    having = {f"task {number}": task for number, task in tasks if task.has(slot)}
+    return plan.before.get("mean_counts", {}).get(slot, plan.first_step - 1), having
+
+
+def _new_tensors(
+    plan: Plan, slot: str, key: str, read: defaultdict[str, Any]
+) -> Iterator[tuple[TensorInfo, Iterable[Tensor]]]:
+    """Yield what the result's files hold for a tensor of the base, in pieces; update the digests of what is read."""
+    info, place, values = plan.base.tensors[key], plan.places[key], _values(plan, slot, key, read)
+    grows = slot in plan.vocabulary.slots
+    kept = info.dtype not in FLOATS or not (slot in plan.averaged or plan.merged or grows)
+    if grows:
+        values = plan.vocabulary.grown(slot, values, plan.dtype(key), read)
+    if kept and isinstance(info, Quantised) and isinstance(place, Quantised):
+        deque(values, maxlen=0)  # digests are of the values, however they are stored
+        for before, after in zip(info.stored, place.stored, strict=True):
+            yield after, plan.base.opened[before.file].chunks(before)
+    elif kept and info.dtype == place.dtype and not isinstance(info, Quantised):
+        yield place, _copied(plan, info, read)
+    elif isinstance(place, Quantised):
+        yield from ((info, [value]) for info, value in place.quantise(torch.cat(list(values)).reshape(place.shape)))
+    else:
+        yield place, _narrowed(values, key, FLOATS[place.dtype])
+
+
+def _copied(plan: Plan, info: TensorInfo, read: defaultdict[str, Any]) -> Iterator[Tensor]:
+    for piece in plan.base.opened[info.file].chunks(info):
+        read["base"].update(raw(piece))
+        yield piece
+
+
+def _narrowed(values: Iterable[Tensor], key: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    for value in values:
+        narrow = value.to(dtype)
+        if not is_finite(narrow) and is_finite(value):
+            raise ValueError(f"tensor '{key}' has values that {dtype} can't hold: choose another --dtype")
+        yield narrow
+
+
+def _values(plan: Plan, slot: str, key: str, read: defaultdict[str, Any]) -> Iterator[Tensor]:
+    """Yield the new values, flattened, piece by piece, and update the digests of what is read."""
+    base, merged, dtype = plan.base, plan.merged, plan.dtype(key)
+    count, tasks = _in_mean(plan, slot)
+    averaged = slot in plan.averaged
+    for start in range(0, numel := math.prod(base.tensors[key].shape), CHUNK_BYTES // 8):
+        between = start, min(start + CHUNK_BYTES // 8, numel)
+        theta_0 = base.elements(key, *between)
+        read["base"].update(raw(theta_0))
+        value = theta_0 = theta_0.to(dtype)
+        if merged is not None:
+            so_far = merged.elements(slot, *between, theta_0)
+            read["merged"].update(raw(so_far))
+            value = so_far.to(dtype)
+        for number, (source, task) in enumerate(tasks.items() if averaged else (), count + 1):
+            new = task.elements(slot, *between, theta_0)
+            read[source].update(raw(new))
+            if not is_finite(new):
+                raise ValueError(f"model '{task.checkpoint.name}', tensor '{slot}' has NaN or infinite values")
+            value = running_mean(value, task.at_strength(new, theta_0), number)  # type: ignore[arg-type]
+        value = value.to(dtype)  # once, since rounding after every task would add up
+        if averaged and not is_finite(value):
+            raise ValueError(f"tensor '{slot}': the mean has values that {dtype} can't hold")
+        yield value

@@ -1,0 +1,210 @@
+"""The folder being written: it gets its name once it is complete, and an interrupted run resumes where it stopped."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Required, TypeVar
+
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from fusion_bench_nufilt.storage.files import HOLDER, LOCK, Count, lock_folder, sync, write_text
+from fusion_bench_nufilt.storage.tensors import file_digest, write_at
+
+from .sources.checkpoint import some
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_JOURNAL = "journal.jsonl"
+
+
+class Record(TypedDict, total=False):
+    """A journal's entry for a tensor that is written."""
+
+    slot: Required[str]
+    #: For each range of bytes: its file, the offsets of its start and end, and its digest.
+    written: Required[Annotated[list[tuple[str, NonNegativeInt, int, str]], Field(min_length=1)]]
+    read: Required[dict[str, str]]  # digests of what was read, by the model's role in the merge
+    reports: Required[list[dict[str, Any]]]
+    changed: list[str]  # the models whose tensor outside the merged layers is not the base's
+    mean_count: Count
+    not_finite: str
+
+
+class _Head(TypedDict):
+    """The first line of a journal."""
+
+    run: str  # identifies inputs and settings
+    files: list[str]  # all files that the run makes
+
+
+#: Made once, since this takes a thousand times as long as reading a line.
+_HEAD, _RECORD = TypeAdapter(_Head), TypeAdapter(Record)
+
+
+class Output:
+    """A folder beside ``out`` that takes its place when it is finished.
+
+    The ``headers`` of the weight files, given with the files' sizes in bytes, fix every tensor's place from the start,
+    so any thread may write tensors in any order. A journal lists which are done, with digests of their bytes. A folder
+    is refused if another process writes it, or if it holds anything but the program's own files, weights and
+    ``others``. Leftovers of a ``run`` with other inputs or settings are deleted.
+    """
+
+    def __init__(self, out: Path, run: str, headers: Mapping[str, tuple[bytes, int]], others: Collection[str]) -> None:
+        self.out, self.work = out, work_folder(out)
+        self.model, self._journal = self.work / "model", self.work / _JOURNAL
+        self._sizes = {file: size for file, (_, size) in headers.items()}
+        self._writing = threading.Lock()
+        head = _Head(run=run, files=[*headers, *others])
+        if self.work.is_dir() and not self.work.is_symlink():
+            self._refuse_foreign(head)  # before anything is changed there
+        self._claim()
+        self._lock = lock_folder(self.work)
+        try:
+            if out.exists():
+                clear_work_folder(out)
+                raise ValueError(f"'{out}' was made by another process meanwhile")
+            self._refuse_foreign(head)
+            self.done = self._resume(head, headers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _claim(self) -> None:
+        """Make or take over the work folder for this user alone: a link or another user could redirect its files."""
+        place = f"'{self.work}', where the merge is to grow,"
+        try:
+            self.work.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(self.work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except (FileExistsError, NotADirectoryError):
+            raise ValueError(f"{place} is a file or a link: remove it") from None
+        try:
+            if os.fstat(descriptor).st_uid != os.geteuid():
+                raise ValueError(f"{place} belongs to another user: name another folder")
+            os.fchmod(descriptor, 0o700)
+        finally:
+            os.close(descriptor)
+
+    def _resume(self, head: _Head, headers: Mapping[str, tuple[bytes, int]]) -> dict[str, Record]:
+        """Return by slot what an interrupted run with these inputs and settings finished and is still undamaged."""
+        before, records = _read_head(self._journal), []
+        if before == head:
+            records = _read_records(self._journal)
+        else:
+            if self._journal.is_file():
+                why = "was begun with other inputs, settings or versions, or its journal is damaged"
+                log.info("starting anew: '%s' %s", self.out, why)
+            shutil.rmtree(self.model, ignore_errors=True)
+        write_text(self._journal, "".join(f"{_line(json.dumps(record))}\n" for record in [head, *records]))
+        for file, (header, size) in headers.items():
+            path = self.model / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as stream:
+                stream.truncate(size)
+            self.write(file, memoryview(header), 0)
+        done = {record["slot"]: record for record in records if self._holds(record)}
+        if damaged := len(records) - len(done):
+            log.warning("%d tensors of '%s' were damaged since they were written: made again", damaged, self.work)
+        return done
+
+    def _refuse_foreign(self, head: _Head) -> None:
+        """Refuse a work folder, which will be deleted, if it holds anything that this run and the last do not make."""
+        before = _read_head(self._journal)
+        made = [Path("model", file) for file in (*head["files"], *(before["files"] if before else ()))]
+        known = {*made, *(folder for file in made for folder in file.parents), *map(Path, (LOCK, HOLDER, _JOURNAL))}
+        there = {path.relative_to(self.work): path for path in self.work.rglob("*")}
+        # Temporary files are left by a process that was killed.
+        known |= {name for name in there if name.name.startswith((f".{_JOURNAL}-", f".{HOLDER}-"))}
+        if foreign := [str(name) for name, path in there.items() if path.is_symlink() or name not in known]:
+            raise ValueError(f"'{self.work}' holds {some(sorted(foreign))}, which nufilt did not make: move it away")
+
+    def _holds(self, record: Record) -> bool:
+        return all(
+            stop <= self._sizes.get(file, -1) and file_digest(self.model / file, start, stop) == sha
+            for file, start, stop, sha in record["written"]
+        )
+
+    def add(self, record: Record, pieces: Sequence[memoryview]) -> None:
+        """Write a tensor, given the bytes for each range in its record's ``written``, and note that it is done."""
+        for (file, start, _, _), data in zip(record["written"], pieces, strict=True):
+            self.write(file, data, start)
+        self.record(record)
+
+    def write(self, file: str, data: memoryview, offset: int) -> None:
+        # Opened for this write only, since there may be more files than a process may have open.
+        with (self.model / file).open("r+b", buffering=0) as stream:
+            write_at(stream.fileno(), data, offset)
+
+    def record(self, record: Record) -> None:
+        """Note in the journal that a tensor is written."""
+        with self._writing, open(self._journal, "a", encoding="utf-8") as journal:
+            journal.write(f"{_line(json.dumps(record))}\n")
+            self.done[record["slot"]] = record
+
+    def finish(self) -> None:
+        """Give the folder its name, once everything is on the disk."""
+        for file in self.model.rglob("*"):
+            sync(file)
+        sync(self.model)
+        self.model.rename(self.out)
+        sync(self.out.parent)
+        self.close()
+        clear_work_folder(self.out)
+
+    def close(self) -> None:
+        """Release the lock; what is written stays for the next run."""
+        self._lock.release()
+
+
+def work_folder(out: Path) -> Path:
+    """Return the place where a folder grows before it gets its name."""
+    return out.parent / f".{out.name}.nufilt"
+
+
+def clear_work_folder(out: Path) -> None:
+    """Remove what is left of the work folder of a finished ``out``; what others put there stays."""
+    work = work_folder(out)
+    if work.is_symlink() or not work.is_dir():
+        return
+    for name in (_JOURNAL, HOLDER, LOCK):
+        (work / name).unlink(missing_ok=True)
+    with suppress(OSError):  # not empty
+        work.rmdir()
+
+
+def _line(text: str) -> str:
+    """Return a journal's line for a text: its digest, then the text."""
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:16]} {text}"
+
+
+def _read_head(journal: Path) -> _Head | None:
+    """Return the first line of a journal, or None if there is none or it is damaged."""
+    if journal.is_symlink() or not journal.is_file():
+        return None
+    with journal.open(encoding="utf-8", errors="replace") as lines:
+        return _parse(lines.readline(), _HEAD)
+
+
+def _read_records(journal: Path) -> list[Record]:
+    """Return the records of a journal, without lines that are incomplete or damaged."""
+    with journal.open(encoding="utf-8", errors="replace") as lines:
+        next(lines)  # the head
+        found = [_parse(line, _RECORD) for line in lines]
+    return [record for record in found if record is not None]
+
+
+def _parse(line: str, kind: TypeAdapter[_T]) -> _T | None:
+    text = line.rstrip("\n").partition(" ")[2]
+    if line != f"{_line(text)}\n":
+        return None
+    with suppress(ValidationError):
+        return kind.validate_json(text, strict=True)
+    return None

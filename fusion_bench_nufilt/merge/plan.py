@@ -1,0 +1,240 @@
+"""How folders are merged: the settings, and the plan of a merge."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.core.options import check_choices, check_seed, check_whole, is_number, option
+from fusion_bench_nufilt.core.workers import check_devices
+from fusion_bench_nufilt.layers import Coverage, TargetConfig
+from fusion_bench_nufilt.methods import LayerMethod
+from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, Head, Manifest
+from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, describe, make_header, read_header
+
+from .architecture import Layer
+from .layout import Files, arrange, as_written, find_places, make_headers
+from .sources.checkpoint import Checkpoint
+from .sources.fp8 import Quantised
+from .sources.models import FullModel
+from .vocabulary import Vocabulary
+
+_option = partial(option, panel="Machine")
+# The settings that a manifest keeps beside the method's options.
+_IN_MANIFEST = ("seed", "weights", "tokenizer", "accumulate", "dtype", "max_shard_size", "device")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How folders are merged, apart from the method's options; a ValueError for a value out of its range."""
+
+    seed: int = _option(42, "Seed of the adapters' initialisation.", panel="Method")
+    step: int | None = _option(
+        None,
+        "Number of the first task in the stream, from 1; by default, as the manifest of what is merged says.",
+    )
+    accumulate: Literal["stored", "float32"] = _option(
+        "stored",
+        "Precision of the merged layers between steps: the base's dtype, or float32, kept beside the model for the "
+        "next merge.",
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = _option(
+        "auto",
+        "Type of the result: auto is the base's, with FP8 as bfloat16; fp8 quantises the base's FP8 tensors again.",
+        panel="Files",
+    )
+    max_shard_size: int | None = _option(
+        None,
+        "The largest size of a weight file, such as 5GB; by default, the base's files.",
+        panel="Files",
+    )
+    device: str = _option(
+        "cpu",
+        "Where to compute: cpu, or cuda, or several such as cuda:0,cuda:1.",
+    )
+    verify: bool = _option(
+        True,
+        "Check by digests that earlier results and the models named in a manifest are unchanged.",
+    )
+    strict: bool = _option(
+        False, "Refuse a merge whose result would lack something that a task changed.", panel="Layers"
+    )
+    max_memory: int | None = _option(None, "The most memory to use, such as 4GB, with fewer layers at a time.")
+    engine: Literal["local", "ray"] = _option(
+        "local",
+        "What computes: this process, or workers on every node of a Ray cluster (with device=cuda, on every GPU).",
+    )
+    address: str | None = _option(
+        None,
+        "Address of the Ray cluster, such as 10.0.0.1:6379; by default this machine's, or a new one on it.",
+    )
+    tokenizer: str | None = _option(
+        None,
+        "Whose tokens the result has where models brought new ones: base, union or the name of a task. The default is "
+        "union, or base if on_shape_mismatch is keep-base.",
+        panel="Layers",
+    )
+    weights: Sequence[float] | None = _option(
+        None,
+        "Strength of each task's update, in the order of the tasks; 1 by default.",
+        panel="Method",
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_seed(self.seed)
+        numbers = self.weights if isinstance(self.weights, list | tuple) else ()
+        if self.weights is not None and not (numbers and all(map(is_number, numbers))):
+            raise ValueError(f"weights must be a list of numbers, got {self.weights!r}")
+        if self.step is not None:
+            check_whole(self, "step", least=1, most=10**6)
+        for size in ("max_memory", "max_shard_size"):
+            if getattr(self, size) is not None:
+                check_whole(self, size, least=1, most=2**62)
+        if self.engine == "local":  # a cluster's workers choose their own devices
+            check_devices(self.device)
+            if self.address is not None:
+                raise ValueError(f"address '{self.address}' is for engine=ray")
+        elif self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device '{self.device}': engine=ray gives every worker a GPU by itself; say cuda, or cpu")
+
+    @property
+    def devices(self) -> list[torch.device]:
+        return [torch.device(name) for name in self.device.split(",")]
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.devices[0].type == "cpu"
+
+    @property
+    def workers(self) -> int:
+        """The number of batches of layers that this process works on at a time."""
+        return torch.get_num_threads() if self.on_cpu else len(self.devices)
+
+
+@dataclass
+class Plan:
+    """A merge whose models have passed all checks that need no more than headers and samples."""
+
+    pretrained: FullModel
+    merged: FullModel | None  # the result to merge into; None means the base
+    state: FullModel | None  # the state of the layers that the method kept beside `merged`
+    tasks: list[FullModel]
+    layers: list[Layer]  # merged by the method, in the base's order
+    others: dict[str, tuple[str, ...]]  # the base's keys of every other tensor, by slot
+    coverage: Coverage  # how much of the model the layers cover
+    origin: str  # where the layers are known from
+    method: LayerMethod
+    targets: TargetConfig
+    settings: Settings
+    small_files: dict[str, bytes]  # by path: all of the result but weights, card and manifest
+    heads: dict[str, Head]  # of all tasks in the result that have their own, by task
+    head_slots: set[str]  # the base's tensors of such heads, which stay as they are
+    before: Manifest  # that of `merged`; empty if it has none
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    known: dict[str, str] = field(default_factory=dict)  # digests that models must have, by their role in the merge
+    warnings: list[str] = field(default_factory=list)
+
+    @cached_property
+    def averaged(self) -> set[str]:
+        """The slots of ``others`` that the tasks change."""
+        if not self.targets.changes_others(self.first_step):
+            return set()
+        floats = {slot for slot, keys in self.others.items() if self.base.tensors[keys[0]].dtype in FLOATS}
+        return floats - self.head_slots
+
+    def averaged_of(self, task: FullModel) -> set[str]:
+        """The slots of ``others`` that a task changes."""
+        return self.averaged if self.targets.other_params == "mean" or task is self.tasks[0] else set()
+
+    @property
+    def base(self) -> Checkpoint:
+        """The base's checkpoint; the result has its tensors, and by default in files of the same names."""
+        return self.pretrained.checkpoint
+
+    @cached_property
+    def files(self) -> Files:
+        """The tensors in each file of the result."""
+        slots = {**self.others, **{layer.slot: layer.keys for layer in self.layers}}
+        rows = {key: self.vocabulary.rows for slot in self.vocabulary.slots for key in slots[slot]}
+        return arrange(self.base, rows, self.settings.dtype, self.settings.max_shard_size)
+
+    @cached_property
+    def headers(self) -> dict[str, bytes]:
+        """The header of each file of the result, once the base is on this disk."""
+        return make_headers(self.base, self.files)
+
+    @cached_property
+    def places(self) -> dict[str, TensorInfo]:
+        """Where the result has each tensor, by its key in the base."""
+        return find_places(self.base, self.headers)
+
+    @property
+    def models(self) -> dict[str, FullModel]:
+        """All models by their role in the merge (base, merged, state, task 0, ...)."""
+        named = {"base": self.pretrained, "merged": self.merged, "state": self.state}
+        named |= {f"task {number}": task for number, task in enumerate(self.tasks)}
+        return {source: model for source, model in named.items() if model is not None}
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        return [model.checkpoint for model in self.models.values()]
+
+    def changed(self) -> list[str]:
+        """Return the names of the models whose weights were written to since they were opened."""
+        return [each.name for each in self.checkpoints if any(file.changed() for file in each.opened.values())]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all tasks in the result, in merging order."""
+        return [*self.before.get("tasks", []), *(task.checkpoint.label for task in self.tasks)]
+
+    @property
+    def first_step(self) -> int:
+        """The number of the first task in the stream, from 1."""
+        return self.settings.step or self.before.get("step", 0) + 1
+
+    @property
+    def last_step(self) -> int:
+        return self.first_step + len(self.tasks) - 1
+
+    @cached_property
+    def keeps_state(self) -> bool:
+        """Whether the result has a state file; a state of weights alone is kept where the model rounds float32."""
+        written = (as_written(self.base.tensors[layer.keys[0]], self.settings.dtype) for layer in self.layers)
+        rounded = any(isinstance(info, Quantised) or FLOATS[info.dtype].itemsize < 4 for info in written)
+        return (rounded and self.settings.accumulate == "float32") or not self.method.state_is_weight
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of a tensor between tasks: the wider one of the base's and the result's."""
+        info = self.base.tensors[key]
+        return torch.promote_types(FLOATS[info.dtype], FLOATS[as_written(info, self.settings.dtype).dtype])
+
+    def options(self) -> dict[str, Any]:
+        """Return all options of the merge by name, including the method's."""
+        return {
+            "method": self.method.name,
+            **dataclasses.asdict(self.method.options),
+            **dataclasses.asdict(self.targets),
+            **{key: getattr(self.settings, key) for key in _IN_MANIFEST},
+        }
+
+
+def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]]:
+    """Return for each tensor of a layer's state, by name, its key and slot in the file, and a meta tensor like it."""
+    if plan.method.state_is_weight:
+        shape = plan.base.tensors[layer.keys[0]].shape
+        return {"weight": (layer.keys[0], layer.slot, torch.empty(shape, dtype=torch.float32, device="meta"))}
+    theta_0 = torch.empty(layer.view.shape, dtype=plan.dtype(layer.keys[0]), device="meta")
+    state = plan.method.start(layer.name, theta_0)
+    return {name: (key := f"{layer.name}.{name}", key, value) for name, value in state.items()}
+
+
+def state_layout(plan: Plan) -> tuple[bytes, dict[str, TensorInfo]]:
+    kept = (tensor for layer in plan.layers for tensor in state_tensors(plan, layer).values())
+    header = make_header({key: describe(like) for key, _, like in kept})
+    return header, read_header(STATE_FILE, header)

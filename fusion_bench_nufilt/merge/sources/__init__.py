@@ -1,0 +1,1 @@
+"""The models of a merge: checkpoints as they are stored, and adapters."""

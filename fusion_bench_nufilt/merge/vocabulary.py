@@ -1,0 +1,294 @@
+"""The vocabulary of a result: which token has which row of the embeddings, where models brought new tokens.
+
+Rows are matched by token. The rows of the base's tokens are merged or averaged like any weight; the row of a new token
+is copied from the model that has it.
+"""
+
+import hashlib
+import json
+import math
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.core.weights import is_finite
+from fusion_bench_nufilt.storage.files import parse_json
+from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, raw
+
+from .sources.checkpoint import some
+from .sources.models import FullModel
+
+_TOKENIZER = r"(.*token.*|special_tokens_map|vocab|chat_template)\.json|(vocab|merges)\.txt|.*\.(model|tiktoken|jinja)"
+
+Models = Mapping[str, FullModel]
+"""Models by their role in the merge: base, merged, task 0, ..."""
+
+
+@dataclass
+class Vocabulary:
+    """The rows of a result's embeddings; without ``slots``, they are those of the base."""
+
+    models: Models = field(default_factory=dict)
+    slots: list[str] = field(default_factory=list)  # tensors with a row for every token
+    tokenizer: str = "base"  # base, union, or the name of the model whose tokenizer the result has
+    rows: int = 0
+    tokens: dict[int, str] = field(default_factory=dict)  # new ones, by their rows in the result
+    holders: dict[int, list[tuple[str, int]]] = field(default_factory=dict)  # the models that have them; their rows
+    files: dict[str, bytes] = field(default_factory=dict)  # all small files of the result
+    warnings: list[str] = field(default_factory=list)
+    identity: str = ""  # a digest of how rows are matched
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the manifest's entry."""
+        sources = {token: self.models[self.holders[row][0][0]].checkpoint.label for row, token in self.tokens.items()}
+        return {"tokenizer": self.tokenizer, "rows": self.rows, "new_tokens": sources} if self.slots else {}
+
+    def __str__(self) -> str:
+        new = f"{len(self.tokens)} new tokens" + (f": {some(self.tokens.values())}" if self.tokens else "")
+        return f"{self.tokenizer}, {self.rows} rows, {new}"
+
+    def check(self) -> None:
+        """Refuse a new token whose rows differ between models; models still on the hub are not compared."""
+        for row, held in self.holders.items():
+            near = [(source, own) for source, own in held if not self.models[source].checkpoint.remote]
+            for slot in self.slots if len(near) > 1 else ():
+                first, *others = (self._row(slot, source, own).double() for source, own in near)
+                if not all(torch.equal(first, other) for other in others):
+                    names = [self.models[source].checkpoint.label for source, _ in held]
+                    what = f"token '{self.tokens[row]}' is new in {some(names)} with different rows of '{slot}'"
+                    takes = f"--tokenizer {names[0]} takes that model's tokens alone, --tokenizer base none"
+                    raise ValueError(f"{what}: {takes}")
+
+    def _row(self, slot: str, source: str, own: int) -> Tensor:
+        return self.models[source].row(slot, own, self.models["base"])
+
+    def grown(
+        self, slot: str, pieces: Iterable[Tensor], dtype: torch.dtype, read: Mapping[str, Any]
+    ) -> Iterator[Tensor]:
+        """Yield a flattened tensor of ``slots`` with the rows of new tokens, given the pieces with the base's rows.
+
+        The digests in ``read``, by model, are updated.
+        """
+        count, *shape = self.models["base"].slots[slot]
+        width, step, offset = math.prod(shape), CHUNK_BYTES // 8, 0
+        more = (self.rows - count) * width
+        tail = (torch.zeros(min(step, more - start), dtype=dtype) for start in range(0, more, step))
+        for piece in chain(pieces, tail):
+            end = offset + len(piece)
+            for row in range(offset // width, -(-end // width)):
+                if row not in self.holders:
+                    continue
+                source, own = self.holders[row][0]
+                value = self._row(slot, source, own)
+                read[source].update(raw(value))
+                if not is_finite(value.to(dtype)):
+                    what = f"tensor '{slot}' has values for token '{self.tokens[row]}' that {dtype} can't hold"
+                    raise ValueError(f"model '{self.models[source].checkpoint.name}', {what}")
+                first, last = max(row * width, offset), min((row + 1) * width, end)
+                piece[first - offset : last - offset] = value[first - row * width : last - row * width]
+            offset = end
+            yield piece
+
+    def grown_layer(self, slot: str, weight: Tensor, read: dict[str, str]) -> Tensor:
+        """Return a layer with the rows of new tokens, and add digests of what is read to those of the models."""
+        if slot not in self.slots:
+            return weight
+        sha: defaultdict[str, Any] = defaultdict(hashlib.sha256)
+        pieces = list(self.grown(slot, [weight.flatten().to("cpu", copy=True)], weight.dtype, sha))
+        read |= {source: read.get(source, "") + found.hexdigest() for source, found in sha.items()}
+        return torch.cat(pieces).reshape(-1, *weight.shape[1:])
+
+
+class _Tokens:
+    """The tokens of a model and their rows. Rows whose tokens are unknown are named by their numbers."""
+
+    def __init__(self, model: FullModel, slots: Sequence[str], base: "_Tokens | None" = None) -> None:
+        self.model, self.label, self._base = model, model.checkpoint.label, base
+        self.rows: int = min(
+            model.slots[each][0] if base is None or each in model.keys else base.rows for each in slots
+        )
+        self.files = model.checkpoint.small_files(_TOKENIZER)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer in the folder, or the base's if it has the same files; None if it or the base's is unknown."""
+        return self._read[0]
+
+    @property
+    def why_unknown(self) -> str:
+        return self._read[1]
+
+    @cached_property
+    def _read(self) -> tuple[Any, str]:
+        import transformers
+
+        base, folder = self._base, self.model.checkpoint.folder
+        if base and (base.tokenizer is None or self.files == base.files):
+            return base._read
+        if not self.files:
+            return None, f"'{self.label}' has no tokenizer"
+        try:
+            load = transformers.AutoTokenizer.from_pretrained
+            return load(folder, local_files_only=True, trust_remote_code=False), ""
+        except Exception as error:  # damaged files, a package that is not installed, code of the model's own
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            remedy = "mend it, or install what it needs; if its tokens are those of the other models, copy their files"
+            return None, f"the tokenizer of '{self.label}' ({some(self.files)}) can't be read: {reason}; {remedy}"
+
+    @cached_property
+    def all(self) -> dict[str, int]:
+        """The numbers of all tokens, some of which may have no row."""
+        if self.tokenizer:
+            return dict(self.tokenizer.get_vocab())
+        known, first = (self._base.ids, self._base.rows) if self._base else ({}, 0)
+        return known | {f"row {row}": row for row in range(first, self.rows)}
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        return {token: row for token, row in self.all.items() if row < self.rows}
+
+    def fits(self, base: "_Tokens", slots: Sequence[str]) -> bool:
+        """Tell whether its embeddings differ from the base's in rows only, which can be matched if it has fewer."""
+        own, other = self.model.slots, base.model.slots
+        alike = all(own[slot][1:] == other[slot][1:] for slot in slots if slot in self.model.keys)
+        return alike and (self.rows >= base.rows or self.tokenizer is not None)
+
+    def rows_of(self, base: "_Tokens") -> list[int]:
+        """Return, for each row of the base, the row of its token here, or -1 if there is none."""
+        rows = [-1] * base.rows
+        for token, row in base.ids.items():
+            rows[row] = self.ids.get(token, -1)
+        return rows
+
+
+def join_vocabularies(models: Models, slots: Sequence[str], choice: str, files: Mapping[str, bytes]) -> Vocabulary:
+    """Match the rows of all models by token, and choose the result's; the models then present the base's rows.
+
+    A model whose rows can't be matched stays as it is.
+
+    Args:
+        models: the base, the model merged so far, and the tasks, including adapters.
+        slots: the tensors that have a row for every token.
+        choice: whose tokens the result has: base, union, or the name of a model.
+        files: the small files of the base.
+
+    Raises:
+        ValueError: ``choice`` names no model, or the tokens do not go together; the message names one.
+    """
+    if not slots and choice not in ("base", "union"):
+        raise ValueError(f"tokenizer '{choice}': the base has no embedding that can be told to be of tokens")
+    owner = _owner(models, choice)
+    name = models[owner].checkpoint.label if choice == models[owner].checkpoint.name else choice
+    if not slots:
+        return Vocabulary()
+    base = _Tokens(models["base"], slots)
+    known = {source: _Tokens(model, slots, base) for source, model in models.items() if source != "base"}
+    known = {"base": base, **{source: tokens for source, tokens in known.items() if tokens.fits(base, slots)}}
+    alike = all(tokens.rows == base.rows and tokens.files in (base.files, {}) for tokens in known.values())
+    if alike or owner not in known:
+        return Vocabulary(tokenizer=name)
+    others = [source for source in known if choice == "union" and source != owner]
+    result = Vocabulary(models, list(slots), name, files=dict(files))
+    added = _number_tokens(result, known, [owner, *others])
+    result.rows = max([base.rows, *(row + 1 for row in result.tokens)])
+    _set_files(result, base, known[owner], added)
+    matched: dict[str, list[int]] = {}
+    for tokens in known.values():
+        result.warnings += _warnings(result, base, tokens)
+        tokens.model.checkpoint.check_floats(key for slot, key in tokens.model.keys.items() if slot in slots)
+        rows = tokens.rows_of(base)
+        if tokens.rows != base.rows or rows != list(range(base.rows)):
+            for slot in tokens.model.keys.keys() & set(slots):
+                tokens.model.show_rows(slot, rows)
+            matched[tokens.label] = rows
+    result.check()
+    result.identity = hashlib.sha256(repr([result.rows, result.holders, matched]).encode()).hexdigest()
+    return result
+
+
+def _owner(models: Models, choice: str) -> str:
+    """Return the role of the model whose tokenizer the result has, or to which tokens are added."""
+    if choice in ("base", "union"):
+        return "merged" if choice == "union" and "merged" in models else "base"
+    named = {model.checkpoint.name: source for source, model in models.items()}
+    named |= {model.checkpoint.label: source for source, model in models.items()}
+    if choice not in named:
+        labels = some(model.checkpoint.label for source, model in models.items() if source != "base")
+        raise ValueError(f"tokenizer '{choice}' is neither base nor union nor one of {labels}")
+    return named[choice]
+
+
+def _number_tokens(result: Vocabulary, known: Mapping[str, _Tokens], sources: Sequence[str]) -> Any:
+    """Give new tokens their rows; return the first source's tokenizer if tokens of others were added to it."""
+    base, owner = known["base"], known[sources[0]]
+    for token, row in owner.ids.items():
+        if (before := base.ids.get(token, row)) != row:
+            numbers = f"token '{token}' has number {row} in '{owner.label}' and {before} in the base"
+            raise ValueError(f"{numbers}, which the result goes by: choose --tokenizer base or another model's")
+    tokenizer, added = owner.tokenizer, dict[str, Any]()
+    for tokens in (known[source] for source in sources[1:]):
+        new = tokens.ids.keys() - base.ids.keys() - owner.ids.keys()
+        for token in sorted(new, key=tokens.ids.__getitem__) if tokens.tokenizer else ():
+            if tokens.ids[token] not in (kinds := tokens.tokenizer.added_tokens_decoder):
+                what = f"'{tokens.label}' has token '{token}' in its vocabulary and not among its added tokens"
+                raise ValueError(f"{what}, which alone can be joined: choose --tokenizer {tokens.label} or base")
+            added.setdefault(token, kinds[tokens.ids[token]])
+    if added:
+        tokenizer.add_tokens(list(added.values()))
+        templates = (known[source].tokenizer.chat_template for source in sources if known[source].tokenizer)
+        tokenizer.chat_template = next(filter(None, templates), None)
+    numbers = tokenizer.get_vocab() if tokenizer else {}
+    for source in sources:
+        ids = known[source].ids
+        for token in sorted(ids.keys() - base.ids.keys(), key=ids.__getitem__):
+            number, row = numbers.get(token, ids[token]), ids[token]
+            result.tokens.setdefault(number, token)
+            result.holders.setdefault(number, []).append((source, row))
+    return tokenizer if added else None
+
+
+def _set_files(result: Vocabulary, base: _Tokens, owner: _Tokens, added: Any) -> None:
+    """Give the result a model's tokenizer, or the one with added tokens, and configurations that fit it."""
+    files = owner.files
+    if added:
+        with tempfile.TemporaryDirectory() as folder:
+            added.save_pretrained(folder)
+            saved = [path for path in Path(folder).rglob("*") if path.is_file()]
+            files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in saved}
+    if files and files != base.files:
+        result.files = {name: content for name, content in result.files.items() if name not in base.files} | files
+    own = {}
+    if owner is not base:
+        own = owner.model.checkpoint.config
+        result.files |= owner.model.checkpoint.small_files("generation_config.json")
+    if "config.json" in result.files:
+        before = parse_json(result.files["config.json"], dict[str, Any])
+        (before.get("text_config") or before).setdefault("vocab_size", base.rows)
+        after = _config(before, own, base.rows, result.rows)
+        if after != before:
+            result.files["config.json"] = json.dumps(after, indent=2).encode()
+
+
+def _config(config: Any, own: Any, before: int, rows: int) -> Any:
+    """Return a configuration for this many rows, with the special tokens' numbers of another one."""
+    if not isinstance(config, dict) or not isinstance(own, dict):
+        return config
+    inner = {key: _config(value, own.get(key, {}), before, rows) for key, value in config.items()}
+    size = {"vocab_size": rows} if config.get("vocab_size") == before else {}
+    return inner | {key: value for key, value in own.items() if key.endswith("_token_id")} | size
+
+
+def _warnings(result: Vocabulary, base: _Tokens, tokens: _Tokens) -> Iterator[str]:
+    alike = tokens.rows == base.rows and tokens.files in (base.files, {})
+    if not alike and tokens.tokenizer is None:
+        yield f"the rows of '{tokens.label}' and the base are matched by their numbers: {tokens.why_unknown}"
+    if lost := sorted(tokens.all.keys() - base.all.keys() - set(result.tokens.values())):
+        yield f"'{tokens.label}' has tokens that the result does not have (tokenizer={result.tokenizer}): {some(lost)}"

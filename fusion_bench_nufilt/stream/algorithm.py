@@ -1,0 +1,304 @@
+"""The protocol that every continual merging method runs under."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from fusion_bench import BaseAlgorithm, BaseModelPool, auto_register_config
+from fusion_bench.mixins import LightningFabricMixin, SimpleProfilerMixin
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from fusion_bench_nufilt.core.options import split_options, takes_options, unknown
+from fusion_bench_nufilt.layers import check_model
+from fusion_bench_nufilt.pages.metrics import AccuracyMatrix
+from fusion_bench_nufilt.pages.tables import print_matrix
+from fusion_bench_nufilt.pages.write import leave_results
+from fusion_bench_nufilt.storage.checkpoint import Input, Manifest, package_versions
+from fusion_bench_nufilt.storage.files import write_text
+
+from . import models as pools
+from .evaluation import RunScores, find_evaluator
+from .models import MERGED, PRETRAINED, digest_of_stored, load_model, merged_before, merged_checkpoint, source_of
+from .program import OneLineErrors, ReportedTaskPool, log_picture, one_line_errors, use_bundled_taskpool
+from .protocol import Evaluate, ProtocolConfig, task_order
+from .run_folder import RunFolder, open_run_folder
+
+log = logging.getLogger(__name__)
+
+OnStep = Callable[[int, nn.Module], Any]
+_NOT_IN_THE_RESULT = ("_target_", "save_on_every_step", "check_models", "check_taskpool", "resume", "devices", "verify")
+
+
+@auto_register_config
+@takes_options(ProtocolConfig)
+class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm):
+    """Merges a stream of models one after another, scores the result, saves every step.
+
+    A subclass says how one model is merged (:meth:`merge_step`) and which models it refuses (:meth:`check_model`).
+    At no time are more than three models held: the pretrained, the merged and the new one. A pool with a ``_merged_``
+    model goes on from there; step numbers count the models that it already holds.
+
+    Args:
+        **kwargs: the options of :class:`ProtocolConfig`.
+
+    Raises:
+        ValueError: a value is out of its range, or there is no such option; the message names it.
+    """
+
+    # These describe the last run.
+    folder: RunFolder | None  # the log directory
+    matrix: AccuracyMatrix
+    merge_seconds: list[float]  # by step, without loading, saving and scoring
+    before: Manifest  # of `_merged_`, as far as it is known
+    first_step: int  # the number of the first model of the stream: 1 without `_merged_`
+    files: Mapping[str, bytes]  # further files saved with each step, by path
+
+    # These are set by auto_register_config.
+    shuffle_order: bool
+    seed: int
+    evaluate: Evaluate
+    save_on_every_step: bool
+    check_models: bool
+    check_taskpool: bool
+    resume: bool
+    num_merged: int | None
+    verify: bool
+
+    def __init__(self, **kwargs: Any) -> None:
+        _, others = split_options([ProtocolConfig], kwargs)
+        if strange := others.keys() - set(known := self._config_mapping.values()):
+            raise ValueError(f"{type(self).__name__}: {unknown('option', min(strange), known)}")
+        super().__init__(**others)  # FusionBench would report the others as unused
+
+    # --- what a method defines ---
+
+    @property
+    def name(self) -> str:
+        """The name of the method in tables and logs."""
+        return type(self).__name__
+
+    def check_data(self) -> None:
+        """Raise a ValueError for data of the model pool that the method needs and can't load; nothing is loaded yet."""
+
+    def start(self, pretrained: nn.Module, names: list[str]) -> None:
+        """Prepare a run; called once, with the pretrained model and the names in merging order."""
+
+    def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
+        """Raise a ValueError, naming model and layer, if the model cannot be merged: other shapes, or NaN."""
+        check_model(pretrained, model, name=name)
+
+    def uses(self, key: str) -> bool:
+        """Return whether every model must bring its own values of a parameter, named as in the state dict."""
+        return True
+
+    def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
+        """Merge model ``name``, number ``step`` (from 1), and return the new merged model.
+
+        ``merged`` equals ``pretrained`` at step 1 and may be changed in place; the other two may not.
+        """
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors that are saved beside each step to go on from it."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the manifest of a step says about the merge, besides its order, inputs and settings."""
+        return {}
+
+    def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
+        """Take over what an earlier merge left, or raise ValueError; then a stream goes on from its model.
+
+        ``folder`` is the checkpoint of the model, or None where it is given by itself and ``manifest`` is empty.
+        """
+
+    def restore(self, step: int) -> None:
+        """Take over what the log directory has of the steps up to ``step`` when a run is resumed."""
+
+    # --- the run ---
+
+    @property
+    def taskpool(self) -> Any:
+        """The task pool that scores the run, if there is one."""
+        return None if self.scores is None else self.scores.evaluator.taskpool
+
+    def on_run_start(self) -> None:
+        """Use the task pool that the model pool brings along, unless the user named one."""
+        use_bundled_taskpool(self._program)
+
+    @torch.no_grad()
+    def run(
+        self, modelpool: BaseModelPool | Mapping[str, nn.Module], taskpool: Any = None, on_step: OnStep | None = None
+    ) -> nn.Module:
+        """Merge all models of a pool and return the merged model; :attr:`matrix` holds the scores.
+
+        Args:
+            modelpool: FusionBench model pool, or a dict of torch modules; ``_pretrained_`` is the pretrained one, and
+                ``_merged_``, if there is one, what was merged before.
+            taskpool: FusionBench task pool, or an evaluator that other runs share; by default, the program's task
+                pool. Without one, nothing is scored.
+            on_step: called after each step is saved and scored, with its number and the merged model, for scores of
+                your own; later steps change this model.
+        """
+        modelpool = pools.as_pool(modelpool)
+        with one_line_errors(), open_run_folder(self.log_dir) as self.folder:
+            return self._run(modelpool, taskpool, on_step)
+
+    def _run(self, modelpool: BaseModelPool, taskpool: Any, on_step: OnStep | None) -> nn.Module:
+        if self.fabric.world_size > 1:
+            raise ValueError("continual merging runs in one process: set fabric.devices=1")
+        self.modelpool, self.files = modelpool, {}
+        self.before, self.first_step = merged_before(modelpool, self.num_merged, verify=self.verify)
+        names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
+        self.matrix, self.merge_seconds, self.on_step = AccuracyMatrix(names), [], on_step
+        sources = {name: source_of(modelpool, name) for name in modelpool.all_model_names}
+        self._inputs: dict[str, Input] = {name: {"name": name, "source": source} for name, source in sources.items()}
+        self.scores = self._scores(taskpool)
+        self.check_data()
+        pretrained, self.drawn = self._load(modelpool, PRETRAINED)
+        self.start(pretrained, names)
+        self._check(pretrained, pretrained, self.drawn, PRETRAINED)
+        if self.scores is not None and self.check_taskpool:
+            self.scores.evaluator.check(pretrained, names)
+        self._checked_first = self.check_models or self.resume  # a resumed run must know all weights
+        if self._checked_first:
+            with self.profile("checking models"):
+                for name in tqdm(names, desc="Checking models", disable=None):
+                    self._check(pretrained, *self._load(modelpool, name), name)
+        if self.folder is not None:
+            write_text(self.folder.path / "model_names.json", json.dumps(names))
+        merged = self.merge_stream(modelpool, pretrained, names)
+        if self.scores is not None:
+            self._finish(self.scores, merged)
+        if self._program is not None:
+            self.print_profile_summary()
+        return merged
+
+    def _scores(self, taskpool: Any) -> RunScores | None:
+        """Return the scorer of this run, or None without a task pool."""
+        if (evaluator := find_evaluator(taskpool, self._program)) is None:
+            return None
+        log_dict = self.log_dict if self.fabric.loggers else None
+        return RunScores(evaluator, self.matrix, self.evaluate, self.first_step, self.folder, log_dict)
+
+    def merge_stream(self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]) -> nn.Module:
+        """Merge models one after another, calling :meth:`finish_step` after each; return the last merged model."""
+        merged = deepcopy(pretrained)
+        if MERGED in modelpool.all_model_names:
+            previous, drawn = self._load(modelpool, MERGED)
+            self._check(pretrained, previous, drawn, MERGED)
+            self.go_on_from(*merged_checkpoint(modelpool, pretrained, self.drawn, verify=self.verify))
+            merged.load_state_dict(previous.state_dict())
+            del previous
+        next_step = self._resume(merged) + 1 if self.resume else self.first_step
+        left = list(enumerate(names, self.first_step))[next_step - self.first_step :]
+        for step, name in tqdm(left, "Merging models", disable=None):
+            task, drawn = self._load(modelpool, name)
+            if not self._checked_first:
+                self._check(pretrained, task, drawn, name)
+            begin = time.perf_counter()
+            with self.profile("merging"):
+                merged = self.merge_step(step, name, pretrained, merged, task)
+            del task
+            self.finish_step(step, merged, time.perf_counter() - begin)
+        return merged
+
+    @property
+    def _last_step(self) -> int:
+        return self.first_step - 1 + len(self.matrix.tasks)
+
+    @property
+    def _kept(self) -> RunFolder | None:
+        """The folder that keeps every step, if one does."""
+        return self.folder if self.save_on_every_step else None
+
+    def is_used(self, step: int) -> bool:
+        """Return whether the model after a step is saved, scored, handed to ``on_step`` or returned."""
+        scored = self.scores is not None and bool(self.scores.tasks(step))
+        return self._kept is not None or scored or step == self._last_step or self.on_step is not None
+
+    def finish_step(self, step: int, merged: nn.Module, seconds: float) -> None:
+        """Save and score the model that step ``step`` took ``seconds`` to make."""
+        self.merge_seconds.append(seconds)
+        done, total = self.matrix.tasks[: step - self.first_step + 1], len(self.matrix.tasks)
+        log.info("step %d: merged '%s' (%d of %d) in %.1f s", step, done[-1], len(done), total, seconds)
+        if self._kept is not None:
+            tasks = [*self.before.get("tasks", []), *done]
+            about = {"step": step, "tasks": tasks, "merge_seconds": self.merge_seconds, **self.describe()}
+            with self.profile("saving"):
+                self._kept.save_step(step, merged, {**self._description(), **about}, self.state(), self.files)
+        if self.scores is not None:
+            with self.profile("evaluating"):
+                self.scores.take(step, merged)
+        if self.on_step is not None:
+            self.on_step(step, merged)
+
+    def _load(self, modelpool: BaseModelPool, name: str) -> tuple[nn.Module, Sequence[str]]:
+        """Load a model and, where steps are kept, note the digest of its weights."""
+        with self.profile("loading models"):
+            model, drawn = load_model(modelpool, name)
+            if self._kept is not None and "sha256" not in self._inputs[name]:
+                self._inputs[name]["sha256"] = digest_of_stored(model, drawn)
+        return model, drawn
+
+    def _check(self, pretrained: nn.Module, model: nn.Module, drawn: Sequence[str], name: str) -> None:
+        """Refuse a model that cannot be merged, or whose merged weights were drawn at random."""
+        pools.refuse_drawn(name, list(filter(self.uses, drawn)), can_exclude=hasattr(self, "exclude_modules"))
+        self.check_model(pretrained, model, name)
+
+    def _resume(self, merged: nn.Module) -> int:
+        """Give ``merged`` the weights of the newest complete step in the log directory; return that step's number."""
+        first, last = self.first_step, self._last_step
+        if self.folder is None or (found := self.folder.newest_step(first, last, self._description())) is None:
+            return first - 1
+        folder, manifest = found
+        step = manifest["step"]
+        log.info("going on after step %d", step)
+        if unread := [name for name in self.matrix.tasks if "sha256" not in manifest["inputs"][name]]:
+            what = "had not read %s yet (check_models=false): whether its weights have changed since is not known"
+            log.warning(f"the run that made step %d {what}", step, ", ".join(unread))
+        self.merge_seconds = manifest["merge_seconds"]
+        if self.scores is not None:
+            self.scores.restore(step, merged)
+        self.folder.load_step(step, merged)
+        self.go_on_from(folder, manifest)
+        self.restore(step)
+        return step
+
+    def _description(self) -> dict[str, Any]:
+        """Return all that the models after each step depend on: a run is resumed only if none of it has changed."""
+        config: Any = OmegaConf.to_container(self.config, resolve=True)
+        return {
+            "method": self.name,
+            "order": self.matrix.tasks,
+            "inputs": self._inputs,
+            "settings": {str(key): value for key, value in config.items() if key not in _NOT_IN_THE_RESULT},
+            "versions": package_versions(),
+        }
+
+    def _finish(self, scores: RunScores, merged: nn.Module) -> None:
+        """Print the accuracy matrix and save it in the log directory, with its page."""
+        if self._program is not None:
+            # FusionBench prints this report last, so that a run ends with its metrics and the page.
+            self._program.taskpool = ReportedTaskPool(self.taskpool, merged, scores.final_report())
+        print_matrix(self.matrix, title=f"{self.name}: score (%) of each task after each step")
+        if self.folder is None:
+            return
+        about = {
+            "method": self.name,
+            "config": OmegaConf.to_container(self.config, resolve=True),
+            "models": {name: model["source"] for name, model in self._inputs.items()},
+            "merge_seconds": self.merge_seconds,
+            "versions": package_versions(),
+        }
+        self.matrix.save(self.folder.path, about)
+        files = leave_results(self.folder.path)
+        log_picture(self.fabric.loggers, "accuracy_matrix", self.folder.path / "accuracy_matrix.png", self._last_step)
+        log.info("%s: accuracy_matrix.json, %s", self.folder.path, ", ".join(files))

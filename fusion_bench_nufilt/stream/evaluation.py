@@ -1,0 +1,289 @@
+"""Score merged models with FusionBench's own task pools, each set up once for a whole stream."""
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+from fusion_bench import RuntimeConstants
+from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
+from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import FlanT5GLUETextGenerationTaskPool
+from fusion_bench.models.hf_clip import HFCLIPClassifier
+from fusion_bench.taskpool import CLIPVisionModelTaskPool, DummyTaskPool
+from fusion_bench.tasks.clip_classification import get_classnames_and_templates
+from fusion_bench.utils.parameters import count_parameters
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+
+from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, or_none
+from fusion_bench_nufilt.pages.page import PAGE
+
+from .data_sets import check_test_sets
+from .protocol import Evaluate, tasks_to_score
+from .run_folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+Report = dict[str, Any]
+Results = dict[str, dict[str, float]]  # metrics by task
+Part = Callable[[int], Sequence[int]]  # which of a task's items, given how many there are
+Scorer = Callable[[nn.Module, Sequence[str], Part | None], Results]
+
+
+class TasksByName(ABC):
+    """A task pool that can score some of its tasks alone."""
+
+    task_names: list[str]  # all tasks
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None, limit: int | None = None) -> Results:
+        """Return the results by task, for ``tasks`` only and on ``limit`` items of each, where these are given."""
+
+    def check(self) -> None:  # noqa: B027
+        """Raise a ValueError for a package, a task or data that is missing; called before any model is loaded."""
+
+
+class Evaluator:
+    """Evaluates models on some tasks of any FusionBench task pool.
+
+    CLIP vision and v0.1 (Flan-T5) pools, and a :class:`TasksByName`, score only the tasks asked for; any other pool
+    evaluates all its tasks, and the rest is dropped.
+
+    Args:
+        taskpool: the task pool.
+        part: which items of each task are scored, by default all.
+
+    Raises:
+        ValueError: a data set of the task pool can't be loaded, or the pool can't select items.
+    """
+
+    def __init__(self, taskpool: Any, part: Part | None = None) -> None:
+        check_test_sets(taskpool)
+        self.taskpool, self._part = taskpool, part
+        self._score, self._names = _scorer(taskpool)
+        self._warned: set[str] = set()
+        if part is not None and not (_is_clip(taskpool) or isinstance(taskpool, FlanT5GLUETextGenerationTaskPool)):
+            raise ValueError(f"a part of the test data needs a CLIP or Flan-T5 pool, got {type(taskpool).__name__}")
+
+    def check(self, model: nn.Module, tasks: Sequence[str]) -> None:
+        """Score one item of each task, and raise a ValueError, before any work, for what can't be scored.
+
+        A FusionBench pool that can't be narrowed scores one batch; a pool from elsewhere is not checked. The state of
+        the random number generator is left as it was.
+        """
+        try:
+            with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
+                self._scores(model, self._with_further(tasks), lambda count: [0])
+        except ValueError:
+            raise
+        except Exception as error:  # whatever a task pool raises
+            raise ValueError(f"the task pool can't score a model: {type(error).__name__}: {error}") from error
+
+    def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
+        """Return FusionBench's report of a model.
+
+        A task that the pool lacks is left out, with a warning; ``others`` adds the tasks of the pool beyond ``tasks``.
+        """
+        trainable, total = count_parameters(model)
+        info = {"trainable_params": trainable, "all_params": total, "trainable_percentage": trainable / total}
+        results = self._scores(model, self._with_further(tasks) if others else tasks, self._part)
+        for task in tasks:
+            if task not in results and task not in self._warned:
+                self._warned.add(task)
+                log.warning("the task pool has no task '%s': its scores are missing", task)
+        # A constant prediction has no rank correlation: NaN, which JSON does not know, is a missing score.
+        cleaned = {task: {key: or_none(value) for key, value in result.items()} for task, result in results.items()}
+        average = {
+            metric: or_none(sum(values) / len(values))
+            for metric in ("accuracy", "loss")
+            if (values := [result[metric] for result in results.values() if metric in result])
+        }
+        return {"model_info": info, **cleaned, "average": average}
+
+    def _scores(self, model: nn.Module, tasks: Sequence[str], part: Part | None) -> Results:
+        device = next(model.parameters()).device
+        try:
+            return self._score(model, tasks, part)
+        finally:
+            model.to(device)  # the task pool may have moved it
+
+    def _with_further(self, tasks: Sequence[str]) -> list[str]:
+        return [*tasks, *(name for name in self._names if not set(names_of(name)) & set(tasks))]
+
+
+def find_evaluator(taskpool: Any, program: Any) -> Evaluator | None:
+    """Return the evaluator of a task pool, by default the program's, or None if nothing is to be scored."""
+    if taskpool is None and program is not None:
+        taskpool = program.taskpool
+    if taskpool is None or isinstance(taskpool, DummyTaskPool):
+        return None
+    return taskpool if isinstance(taskpool, Evaluator) else Evaluator(taskpool)
+
+
+def score(result: dict[str, float | None]) -> float:
+    """Return the score of a task: accuracy, or Spearman's rho for a regression task, or else NaN (missing)."""
+    value = result.get("accuracy", result.get("spearman_rho"))
+    return math.nan if value is None else float(value)
+
+
+def names_of(task: str) -> tuple[str, str]:
+    """Return both names of a task: FusionBench calls its Flan-T5 models glue-cola, and their tasks cola."""
+    return task, f"glue-{task}"
+
+
+def _is_clip(pool: Any) -> bool:
+    return type(pool).evaluate is CLIPVisionModelTaskPool.evaluate
+
+
+def _scorer(pool: Any) -> tuple[Scorer, Sequence[str]]:
+    """Return a function that scores a model on tasks of a pool, and the names of the tasks that it can score alone.
+
+    FusionBench's continual methods reset ``_is_setup`` before ``evaluate``, which then loads models and data and
+    encodes all prompts again, and takes most of a run's time. These functions keep what does not change.
+    """
+    if _is_clip(pool):
+        return partial(_score_clip, pool, {}), list(pool._test_datasets)
+    if isinstance(pool, V01TaskPool):
+        return partial(_score_v01, pool, cache(pool.load_task)), pool.task_names
+    if isinstance(pool, TasksByName):
+        pool.check()
+        return partial(_score_by_name, pool), pool.task_names
+    return partial(_score_whole, pool), []
+
+
+def _score_clip(pool: Any, heads: dict[str, Any], model: nn.Module, tasks: Sequence[str], part: Part | None) -> Results:
+    """Score a CLIP vision tower; ``heads`` keeps the encoded prompts (classes, projection_dim) of every task."""
+    if not pool._is_setup:
+        pool.setup()
+    pool.clip_model.vision_model = model
+    classifier = HFCLIPClassifier(pool.clip_model, processor=pool.processor)
+    if pool.move_to_device:
+        classifier = pool.fabric.to_device(classifier)
+    results = {}
+    for task in (task for task in tasks if task in pool.test_dataloaders):
+        classnames, templates = get_classnames_and_templates(task)
+        if task in heads:
+            classifier.zeroshot_weights = heads[task]
+        else:
+            classifier.set_classification_task(classnames, templates)
+            heads[task] = classifier.zeroshot_weights
+        pool.on_task_evaluation_begin(classifier, task)
+        images = pool.test_dataloaders[task]
+        if part is not None:
+            some = Subset(images.dataset, part(len(images.dataset)))
+            images = DataLoader(some, images.batch_size, collate_fn=images.collate_fn)
+            images = pool.fabric.setup_dataloaders(images, move_to_device=pool.move_to_device)
+        results[task] = pool._evaluate(classifier, images, num_classes=len(classnames), task_name=task)
+        pool.on_task_evaluation_end()
+    return results
+
+
+def _score_v01(
+    pool: V01TaskPool, load: Callable[[str], Any], model: nn.Module, tasks: Sequence[str], part: Part | None
+) -> Results:
+    """Score with FusionBench's v0.1 pools, such as Flan-T5 on GLUE; each task keeps its data."""
+    if (fabric := getattr(pool, "fabric", None)) is not None:
+        model = fabric.setup(model)
+    own = {name: task for task in pool.task_names for name in names_of(task)}
+    found = {task: load(own[task]) for task in tasks if task in own}
+    if part is not None:
+        found = {name: copy(task) for name, task in found.items() if hasattr(task, "test_dataset")}
+        for task in found.values():
+            task.test_dataset = task.test_dataset.select(part(len(task.test_dataset)))
+    return {name: task.evaluate(model) for name, task in found.items()}
+
+
+def _score_by_name(pool: TasksByName, model: nn.Module, tasks: Sequence[str], part: Part | None) -> Results:
+    """Score with an evaluation harness; the only part of a task that it can score is the first item."""
+    return pool.evaluate(model, tasks) if part is None else pool.evaluate(model, tasks, limit=1)
+
+
+def _score_whole(pool: Any, model: nn.Module, tasks: Sequence[str], part: Part | None) -> Results:
+    """Score with any other pool, which reports as it likes; of the parts, FusionBench's pools can score one batch."""
+    if part is not None and not type(pool).__module__.startswith("fusion_bench."):
+        return {}
+    if part is None:
+        report = pool.evaluate(model)
+    else:
+        with _one_batch(pool):
+            report = pool.evaluate(model)
+    if not isinstance(report, dict):
+        raise ValueError(
+            f"the task pool {type(pool).__name__} returned {report!r} in place of scores by task: merge with "
+            "taskpool=dummy and score the saved model by other means"
+        )
+    return {task: report[task] for task in tasks if isinstance(report.get(task), dict)}
+
+
+@contextmanager
+def _one_batch(pool: Any) -> Iterator[None]:
+    """Have a FusionBench pool score one batch of each task; some read their own setting, others the global one."""
+    before = getattr(pool, "fast_dev_run", False), RuntimeConstants.debug
+    pool.fast_dev_run = RuntimeConstants.debug = True
+    try:
+        yield
+    finally:
+        pool.fast_dev_run, RuntimeConstants.debug = before
+
+
+@dataclass
+class RunScores:
+    """Scores the steps of a run and enters them into its accuracy matrix."""
+
+    evaluator: Evaluator
+    matrix: AccuracyMatrix
+    evaluate: Evaluate
+    first_step: int  # the number of the first step of the stream
+    folder: RunFolder | None  # where reports are saved, if anywhere
+    log_dict: Callable[..., Any] | None  # sends numbers to the loggers, if there are any
+    last_report: Report = field(default_factory=dict)
+
+    def tasks(self, step: int) -> list[str]:
+        """Return the tasks that are scored after a step."""
+        return tasks_to_score(self.matrix.tasks, step - self.first_step + 1, self.evaluate)
+
+    def is_last(self, step: int) -> bool:
+        return step - self.first_step + 1 == len(self.matrix.tasks)
+
+    def take(self, step: int, merged: nn.Module) -> None:
+        """Score the model after a step."""
+        if not (tasks := self.tasks(step)):
+            return
+        report = self.evaluator.report(merged, tasks, others=self.is_last(step))
+        if self.folder is not None:
+            self.folder.save_report(step, report)
+        self.record(step, report)
+
+    def record(self, step: int, report: Report) -> None:
+        """Enter the scores of a report into the matrix."""
+        self.last_report = report
+        scores = {task: score(report[task]) for task in self.tasks(step) if task in report}
+        self.matrix.record(step - self.first_step + 1, scores)
+        if self.log_dict is not None:
+            self.log_dict({f"score/{task}": value for task, value in scores.items()}, step=step)
+            if self.is_last(step):
+                self.log_dict(self.matrix.metrics(), step=step)
+
+    def restore(self, step: int, merged: nn.Module) -> None:
+        """Enter the scores of an earlier process up to a step, and score again where a report was lost."""
+        assert self.folder is not None
+        for done in range(self.first_step, step + 1):
+            if report := self.folder.read_report(done):
+                self.record(done, report)
+            elif self.tasks(done):
+                self.folder.load_step(done, merged)
+                self.take(done, merged)
+
+    def final_report(self) -> Report:
+        """Return the last report, with the metrics of the run and the paths of its matrix and its page."""
+        metrics: dict[str, Any] = {name: x for name, x in self.matrix.metrics().items() if not math.isnan(x)}
+        if self.folder is not None:
+            metrics["accuracy_matrix"] = str(self.folder.path / "accuracy_matrix.json")
+            metrics["page"] = str(self.folder.path / PAGE)
+        return {**self.last_report, "continual": metrics}

@@ -1,0 +1,118 @@
+"""Folders of tiny checkpoints, and how they are merged and compared."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.core.options import split_options
+from fusion_bench_nufilt.layers import TargetConfig
+from fusion_bench_nufilt.merge import Settings, merge_folders, plan_merge
+from fusion_bench_nufilt.merge.output import work_folder
+from fusion_bench_nufilt.methods import METHODS
+from tests.models import finetuned
+
+RANKS = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5}
+SHARDED = "20KB"
+STATE = "nufilt_state/model.safetensors"
+
+
+def save_stream(folder, base, tasks=3, dtype=torch.float32, shards=SHARDED):
+    """Folders `base`, `task1`, `task2`, ...; the tasks in one file each, so that files do not correspond."""
+    base = base.to(dtype)
+    base.save_pretrained(folder / "base", max_shard_size=shards)
+    models = {"_pretrained_": base}
+    for i in range(1, tasks + 1):
+        models[f"task{i}"] = finetuned(base, seed=i, scale=0.002)
+        models[f"task{i}"].save_pretrained(folder / f"task{i}")
+    return models
+
+
+def algorithm(models, **options):
+    """The model that the algorithm makes of loaded models."""
+    return NufiltContinualMergingAlgorithm(**{**RANKS, "shuffle_order": False, **options}).run(models)
+
+
+def plan(
+    folder, tasks=("task1", "task2", "task3"), merged=None, settings=None, method="nufilt", base="base", **options
+):
+    """Plan a merge of tasks by the names of their folders, with options of the method and of the targets."""
+    kind = METHODS[method]
+    options = {**kind.defaults, **(RANKS if method == "nufilt" else {}), **options}
+    (config, targets), left = split_options([kind.Options, TargetConfig], options)
+    assert not left, left
+    base, *tasks = (str(folder / name) for name in (base, *tasks))
+    merged = None if merged is None else str(folder / merged)
+    return plan_merge(base, tasks, merged, config, targets, Settings(**(settings or {})), method=method)
+
+
+def interrupt(folder, after=8, out="out", **options):
+    """Leave a merge that stopped after some tensors; returns how many are in its journal."""
+
+    def stop(done, total):
+        if done >= after:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        merge_folders(plan(folder, **options), folder / out, stop)
+    assert not (folder / out).exists()
+    return len((work_folder(folder / out) / "journal.jsonl").read_text().splitlines()) - 1
+
+
+def merge(folder, tasks=("task1", "task2", "task3"), out="out", merged=None, **options):
+    """Merge tasks by the names of their folders, with the options of :func:`plan`."""
+    return merge_folders(plan(folder, tasks, merged, **options), folder / out)
+
+
+def tensors(folder):
+    """All tensors of a folder's weight files."""
+    return {key: value for path in sorted(folder.glob("*.safetensors")) for key, value in load_file(path).items()}
+
+
+def manifest(folder):
+    return json.loads((folder / "nufilt.json").read_text())
+
+
+def change_json(path, **fields):
+    """Set some fields of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def same(state, other):
+    """Same keys, dtypes and bits."""
+    return state.keys() == other.keys() and all(
+        value.dtype == other[key].dtype and torch.equal(value, other[key]) for key, value in state.items()
+    )
+
+
+def hashes(folder):
+    """Digest of every file; of the manifest without the seconds, which no two runs share."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        if path.name == "nufilt.json":
+            content = json.loads(data)
+            del content["digest"]  # which is over the seconds as well
+            for reports in content["layers"].values():
+                for report in reports:
+                    for key in {"seconds", "solving_seconds"} & report.keys():
+                        del report[key]
+            data = json.dumps(content).encode()
+        found[str(path.relative_to(folder))] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+def change(folder, key, function):
+    """Rewrite one tensor of a folder; None removes it."""
+    for path in folder.glob("*.safetensors"):
+        state = load_file(path)
+        if key in state:
+            value = function(state.pop(key))
+            if value is not None:
+                state[key] = value
+            save_file(state, path, metadata={"format": "pt"})
+            return
+    raise KeyError(key)

@@ -1,0 +1,194 @@
+"""A peft adapter folder is the model that peft makes of it."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from fusion_bench_nufilt.merge import plan_merge
+from tests.merge.helpers import change, merge, same, save_stream, tensors
+from tests.models import TOWER, clip, llama, llava
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+QUERY_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def save_adapter(folder, base, seed=5, **config):
+    """Folders `adapter` and `task9`, the same fine-tuned model as peft's adapter and merged by peft."""
+    model = get_peft_model(base, LoraConfig(**{**LORA, **config}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder / "adapter")
+    model.merge_and_unload().save_pretrained(folder / "task9")
+
+
+def save_all(folder, base, dtype=torch.float32, **config):
+    """A base, a task and an adapter."""
+    save_stream(folder, base, tasks=1, dtype=dtype)
+    save_adapter(folder, type(base).from_pretrained(folder / "base", dtype=dtype), **config)
+
+
+def test_an_adapter_whose_scaling_overflows_is_named(tmp_path):
+    save_all(tmp_path, llama())
+    change(tmp_path / "adapter", QUERY_A.replace("lora_A", "lora_B"), lambda value: value + 3e38)
+    with pytest.raises(ValueError, match=r"adapter '.*adapter', layer 'model\.layers\.0\.self_attn.*too large for"):
+        merge(tmp_path, ["adapter"])
+
+
+def plan_adapter(folder):
+    return plan_merge(str(folder / "base"), [str(folder / "adapter")])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"use_rslora": True},
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.self_attn.v_proj": 32}},
+        {
+            "rank_pattern": {r"^model\..*layers\.0\.self_attn\.q_proj": 2, r".*\.v_proj": 8},
+            "alpha_pattern": {r".*layers\.\d\.self_attn\.q_proj": 16, "down_proj": 4},
+            "layers_to_transform": [0],
+        },
+        {"modules_to_save": ["lm_head"]},
+        {"use_dora": True, "rank_pattern": {"q_proj": 2}},
+    ],
+    ids=["plain", "rslora", "patterns", "regular-expressions", "modules_to_save", "dora"],
+)
+@pytest.mark.parametrize("make", [llama, llava])
+def test_an_adapter_is_the_model_that_peft_merges_it_into(tmp_path, make, config):
+    """To the bit as the first task, which is taken whole; to rounding later, where its factors are worked on."""
+    save_all(tmp_path, llama(tie_word_embeddings=False) if make is llama else llava(), torch.float64, **config)
+    options = {"other_params": "mean"} if "modules_to_save" in config else {}
+    first, whole = (tensors(merge(tmp_path, [task], f"first_{task}", **options)) for task in ("adapter", "task9"))
+    torch.testing.assert_close(first, whole, rtol=0, atol=1e-15 if "use_dora" in config else 0)
+    expected = tensors(merge(tmp_path, ["task1", "task9"], "full", **options))
+    result = tensors(merge(tmp_path, ["task1", "adapter"], "out", **options))
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-9)
+    without = tensors(merge(tmp_path, ["task1"], "without", **options))
+    assert max((result[key] - without[key]).abs().max() for key in result) > 1e-4
+
+
+def test_layers_that_an_adapter_leaves_alone_stay_as_they_are(tmp_path):
+    save_all(tmp_path, llama())
+    before = tensors(merge(tmp_path, ["task1"], "one"))
+    after = tensors(merge(tmp_path, ["adapter"], "two", merged="one"))
+    changed = {key.split(".")[-2] for key in after if not torch.equal(after[key], before[key])}
+    assert changed == {"q_proj", "v_proj", "down_proj"}
+
+
+def widen_the_query(folder):
+    change(folder / "adapter", QUERY_A, lambda value: torch.zeros(4, 48))
+
+
+def swap_the_base(folder):
+    save_stream(folder / "other", llava(), tasks=1)
+    (folder / "base").rename(folder / "unused")
+    (folder / "other" / "base").rename(folder / "base")
+
+
+@pytest.mark.parametrize(
+    ("make", "modules", "spoil", "message"),
+    [
+        (llama, ["q_proj"], swap_the_base, "adapter '.*' is for another base: '.*base' has no '.*self_attn"),
+        (llama, ["q_proj"], widen_the_query, r"0\.self_attn\.q_proj\.weight': shape \(32, 48\) differs from \(32, 32"),
+        (llama, ["lm_head"], None, "changes none of the 14 layers"),
+        (clip, ["q_proj", "patch_embedding"], None, r"patch_embedding\.lora_A\.weight': no LoRA of a linear layer"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_by_name(tmp_path, make, modules, spoil, message):
+    save_all(tmp_path, make(), target_modules=modules)
+    if spoil:
+        spoil(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        plan_adapter(tmp_path)
+
+
+def test_what_an_adapter_changes_outside_the_merged_layers_is_said(tmp_path):
+    save_all(tmp_path, llama(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"])
+    assert any("also changes 'lm_head.weight': ignored" in text for text in plan_adapter(tmp_path).warnings)
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_trained_with_an_adapter_are_averaged_as_those_of_a_model(tmp_path, bias):
+    save_all(tmp_path, clip(), target_modules=["q_proj", "fc1"], bias=bias)
+    result, expected = (
+        tensors(merge(tmp_path, [task], f"out_{task}", other_params="mean")) for task in ("adapter", "task9")
+    )
+    assert same(result, expected)
+    key = f"{TOWER}encoder.layers.0.mlp.fc1.bias"
+    assert not torch.equal(result[key], tensors(tmp_path / "base")[key])
+
+
+def test_what_the_base_lacks_and_is_no_head_is_ignored_with_a_warning_as_in_a_model(tmp_path):
+    save_all(tmp_path, llama())
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({**load_file(path), "base_model.model.score.weight": torch.zeros(2, 32)}, path)
+    plan = plan_adapter(tmp_path)
+    assert plan.heads["adapter"]["modules"] == ["score"]
+    assert [text for text in plan.warnings if not text.startswith("null_rank")] == []
+    save_file({**load_file(path), "base_model.model.model.scale": torch.zeros(2)}, path)
+    change(tmp_path / "adapter", "base_model.model.score.weight", lambda value: None)
+    warnings = plan_adapter(tmp_path).warnings
+    assert any("1 tensors that the base lacks, ignored: 'model.scale'" in text for text in warnings)
+
+
+def test_an_update_of_the_head_for_another_vocabulary_is_left_out_whole(tmp_path):
+    save_all(tmp_path, llama(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"])
+    key = "base_model.model.lm_head.lora_B.weight"
+    change(tmp_path / "adapter", key, lambda value: torch.cat([value, value[:2]]))
+    out = merge(tmp_path, ["adapter"], on_shape_mismatch="keep-base", other_params="mean")
+    assert torch.equal(*(tensors(folder)["lm_head.weight"] for folder in (out, tmp_path / "base")))
+
+
+SAVED = {
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"target_modules": ["q_proj", "lm_head"], "use_rslora": True},
+    "tokens": {"trainable_token_indices": [3, 7]},
+    "tokens of both": {"trainable_token_indices": {"embed_tokens": [3, 7], "lm_head": [1]}},
+    "whole tensors": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "tied tensors": {"modules_to_save": ["embed_tokens", "model.embed_tokens"], "ensure_weight_tying": True},
+}
+REFUSED = {  # where the base ties head and embedding
+    "tokens of both": "'lm_head' too|rows for the tokens",
+    "whole tensors": "apart from what the base ties it to .*tie_word_embeddings=False",
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("what", SAVED)
+def test_embeddings_heads_and_tokens_are_what_peft_merges_them_into(tmp_path, what, tied):
+    if what == "tied tensors" and not tied:
+        pytest.skip("peft ties what the model ties")
+    save_all(tmp_path, llama(tie_word_embeddings=tied), torch.float64, **SAVED[what])
+    if tied and what in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[what]):
+            plan_adapter(tmp_path)
+        return
+    for order in (["adapter"], ["task1", "adapter"]):
+        whole = ["task9" if task == "adapter" else task for task in order]
+        options = {"method": "sum", "other_params": "mean"}
+        result, expected = (
+            merge(tmp_path, tasks, f"{name}{len(order)}", **options) for name, tasks in (("a", order), ("w", whole))
+        )
+        torch.testing.assert_close(tensors(result), tensors(expected), rtol=0, atol=1e-12)
+    base = tensors(tmp_path / "base")
+    moved = {key for key, value in tensors(tmp_path / "a1").items() if not torch.equal(value, base[key])}
+    assert moved & {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_half_of_a_tied_pair_is_refused(tmp_path, module):
+    save_all(tmp_path, llama(), modules_to_save=[module])
+    with pytest.raises(ValueError, match=rf"adapter .*{module}\.weight' apart from what the base ties it to"):
+        plan_adapter(tmp_path)
+
+
+def test_dora_outside_the_merged_layers_is_refused(tmp_path):
+    save_all(tmp_path, llama(tie_word_embeddings=False), use_dora=True, target_modules=["q_proj", "lm_head"])
+    with pytest.raises(ValueError, match=r"changes 'lm_head\.weight' by DoRA outside the merged layers"):
+        merge(tmp_path, ["adapter"], other_params="mean")
+    assert any("also changes 'lm_head.weight': ignored" in text for text in plan_adapter(tmp_path).warnings)

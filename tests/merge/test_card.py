@@ -1,0 +1,67 @@
+"""The model card: what the hub reads, what a person copies, and what is said of what is left out."""
+
+import re
+
+import pytest
+import torch
+from huggingface_hub.repocard import metadata_load
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from tests.commands.helpers import nufilt
+from tests.merge.helpers import change, hashes, manifest, merge, save_stream, tensors
+from tests.models import llama
+
+
+def block(folder, language):
+    return re.search(rf"```{language}\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1]
+
+
+@pytest.mark.parametrize("merged", [None, "merged"])
+def test_its_recipe_makes_the_result_again(stream, monkeypatch, merged):
+    options = {"null_rank": 0.25, "target_modules": ["q_proj", "up_proj"], "settings": {"seed": 7}}
+    if merged:
+        merge(stream, ["task1"], merged, **options)
+    made = merge(stream, ["task2", "task3"], "made", merged=merged, **options)
+    (stream / "recipe.yaml").write_text(block(made, "yaml"))
+    monkeypatch.chdir(stream)
+    code, text = nufilt("merge", "recipe.yaml")
+    assert code == 0, text
+    assert hashes(stream / "OUT") == hashes(made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_its_lines_load_the_model_as_it_was_written(tmp_path, dtype):
+    save_stream(tmp_path, llama(), dtype=dtype)
+    words = Tokenizer(WordLevel({"one": 0, "two": 1}, unk_token="one"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "base")
+    out = merge(tmp_path)
+    loaded = {}
+    exec(block(out, "python").replace("THIS_FOLDER", str(out)), loaded)
+    assert type(loaded["model"]) is type(llama())
+    assert loaded["tokenizer"].get_vocab() == {"one": 0, "two": 1}
+    state = loaded["model"].state_dict()
+    assert all(torch.equal(state[key], value) and value.dtype == dtype for key, value in tensors(out).items())
+
+
+def test_it_has_the_licence_and_the_task_of_the_base_and_no_name_of_a_folder(stream):
+    (stream / "base" / "README.md").write_text("---\nlicense: mit\npipeline_tag: text-generation\ntags: [x]\n---\n")
+    expected = {"license": "mit", "pipeline_tag": "text-generation", "library_name": "transformers"}
+    assert metadata_load(merge(stream) / "README.md") == {**expected, "tags": ["merge", "model-merging", "nufilt"]}
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"---\n[\n---\n", b"---\n- a\n---\n", b"---\nlicense: [a]\n---\n"])
+def test_a_damaged_card_of_the_base_is_passed_over(stream, content):
+    (stream / "base" / "README.md").write_bytes(content)
+    assert "license" not in metadata_load(merge(stream) / "README.md")
+
+
+def test_it_says_in_words_what_was_merged_and_what_was_left_out(stream):
+    change(stream / "task1", "model.norm.weight", lambda weight: weight[:-1])
+    out = merge(stream, target_modules=["q_proj"], on_shape_mismatch="keep-base")
+    card = (out / "README.md").read_text()
+    assert "Merged: 2 layers in 2 parameters, " in card
+    assert "model.layers.*.mlp.up_proj.weight (2)" in card
+    assert "'task1': kept from the base because of their shape: 'model.norm.weight'" in card
+    assert all(f"- {text}" in card for text in manifest(out)["warnings"])

@@ -1,0 +1,84 @@
+"""A merge goes on from what was saved, by the same method from the same base, or says what is another."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fusion_bench_nufilt.methods import ORDER_FREE
+from tests.merge.helpers import STATE, change, change_json, manifest, merge, plan, same, tensors
+
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+def change_state(folder, **tensors):
+    state = load_file(folder / STATE)
+    for name, function in tensors.items():
+        state[f"{LAYER}.{name}"] = function(state[f"{LAYER}.{name}"])
+    save_file(state, folder / STATE)
+
+
+CHANGES = {
+    "another step": lambda one: change_json(one / "nufilt.json", step=5),
+    "other tasks": lambda one: change_json(one / "nufilt.json", tasks=["nobody"]),
+    "other means": lambda one: change_json(one / "nufilt.json", mean_counts={"model.norm.weight": 7}),
+    "other files": lambda one: change_json(one / "nufilt.json", files={}),
+    "negative votes": lambda one: change_state(one, votes=torch.neg),
+    "a doubled count": lambda one: change_state(one, count=lambda count: 2 * count),
+    "a weight within rounding": lambda one: change(one, f"{LAYER}.weight", lambda weight: weight * (1 + 1e-7)),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_was_changed_since_it_was_saved_is_refused_unless_the_user_knows(stream, what):
+    one = merge(stream, ["task1"], "one", method="spectral")
+    plan(stream, ["task2"], "one", method="spectral")
+    CHANGES[what](one)
+    with pytest.raises(
+        ValueError, match=r"one.* is not what was saved \(its (digest|size|sha256) differs\).*--no-verify"
+    ):
+        plan(stream, ["task2"], "one", method="spectral")
+    plan(stream, ["task2"], "one", method="spectral", settings={"verify": False})
+
+
+def test_the_keys_of_a_manifest_may_stand_in_another_order_and_its_card_may_be_edited(stream):
+    one = merge(stream, ["task1"], "one")
+    (one / "nufilt.json").write_text(json.dumps(manifest(one), sort_keys=True))
+    (one / "README.md").write_text("# My model")
+    assert plan(stream, ["task2"], "one").warnings == []
+
+
+def test_a_manifest_of_an_earlier_version_is_gone_on_from_with_a_warning(stream):
+    one = merge(stream, ["task1"], "one")
+    old = {key: value for key, value in manifest(one).items() if key not in ("files", "digest")}
+    (one / "nufilt.json").write_text(json.dumps(old))
+    (warning,) = plan(stream, ["task2"], "one").warnings
+    assert "one' is of an earlier version" in warning
+
+
+def test_another_base_of_the_same_name_is_refused_and_loses_no_work(stream):
+    merge(stream, ["task1"], "one")
+    change(stream / "base", f"{LAYER}.weight", lambda weight: weight * (1 + 1e-6))
+    with pytest.raises(ValueError, match=r"base' has other weights than the base that nufilt.json names.*--no-verify"):
+        merge(stream, ["task2"], merged="one")
+    done = len((stream / ".out.nufilt" / "journal.jsonl").read_text().splitlines()) - 1
+    assert done == manifest(stream / "one")["tensors"]["merged"] + manifest(stream / "one")["tensors"]["copied"]
+    assert merge(stream, ["task2"], merged="one", settings={"verify": False}).is_dir()
+
+
+@pytest.mark.parametrize("kind", ORDER_FREE, ids=lambda kind: kind.name)
+def test_another_strength_from_the_middle_on_is_that_strength_for_all_tasks(stream, kind):
+    numbers = [each for each in dataclasses.fields(kind.Options) if each.type is float]
+    options = {each.name: each.default * 1.1 + 0.1 for each in numbers}
+    merge(stream, ["task1", "task2"], "two", method=kind.name)
+    on = merge(stream, ["task3"], "on", merged="two", method=kind.name, **options)
+    assert same(tensors(on), tensors(merge(stream, method=kind.name, **options)))
+
+
+def test_a_file_of_the_base_where_the_state_is_to_be_kept_is_refused_before_any_work(stream):
+    (stream / "base" / "nufilt_state").write_text("mine")
+    with pytest.raises(ValueError, match="base' has a file 'nufilt_state'"):
+        plan(stream, ["task1"], method="spectral")
+    merge(stream, ["task1"])

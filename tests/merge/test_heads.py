@@ -1,0 +1,218 @@
+"""Classifiers of one backbone with heads of their own: the backbone is merged, each task's head is kept."""
+
+import json
+import sys
+
+import pytest
+import torch
+import transformers as hf
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from fusion_bench_nufilt import load_task
+from tests.classifiers import KINDS, labels, logits_and_accuracy, train
+from tests.merge.helpers import change_json, manifest, merge, plan, same, tensors
+from tests.models import SMALL, build, finetuned
+
+VIT = {**SMALL, "image_size": 16, "patch_size": 8}
+
+
+def save(folder, kind, base=None):
+    """Save a backbone, or another base, and the classifiers that were trained from it."""
+    backbone, models = train(kind)
+    (base or backbone).save_pretrained(folder / "base")
+    for task, model in models.items():
+        model.save_pretrained(folder / task)
+    return models
+
+
+def imagenet():
+    """A classifier of 1000 classes with the backbone that the tasks start from."""
+    base = build(hf.ViTForImageClassification, hf.ViTConfig(**VIT, num_labels=1000), 0)
+    base.vit.load_state_dict(train("vit")[0].state_dict(), strict=False)
+    return base
+
+
+def by_hand(out, model, backbone):
+    """A trained classifier whose backbone is the one in a folder."""
+    whole = type(model)(model.config).eval()
+    whole.load_state_dict(model.state_dict())
+    whole.base_model.load_state_dict(backbone.from_pretrained(out).base_model.state_dict(), strict=False)
+    return whole
+
+
+@pytest.mark.parametrize(("kind", "base"), [("vit", None), ("vit", imagenet), ("bert", None)])
+def test_a_task_scores_as_the_merged_backbone_with_its_head_put_on_by_hand(tmp_path, kind, base):
+    models = save(tmp_path, kind, base and base())
+    out = merge(tmp_path, list(models))
+    backbone = hf.ViTForImageClassification if base else KINDS[kind][2]
+    for task, model in models.items():
+        loaded = load_task(out, task)
+        expected, accuracy = logits_and_accuracy(by_hand(out, model, backbone), kind, task)
+        found = logits_and_accuracy(loaded, kind, task)
+        assert torch.equal(found[0], expected)
+        assert found[1] == accuracy > 1 / len(model.config.id2label)
+        assert (type(loaded), loaded.config.id2label) == (type(model), model.config.id2label)
+        assert not loaded.training
+        assert not torch.equal(expected, logits_and_accuracy(model, kind, task)[0])  # the backbone was merged
+
+
+@pytest.mark.parametrize("options", [{}, {"target_modules": "all-linear", "other_params": "mean"}])
+def test_the_merged_folder_is_that_of_the_backbones_and_heads_are_kept_bit_by_bit(tmp_path, options):
+    models = save(tmp_path, "bert")
+    for task, model in models.items():
+        model.bert.save_pretrained(tmp_path / f"{task} bare")
+    out = merge(tmp_path, list(models), **options)
+    bare = merge(tmp_path, [f"{task} bare" for task in models], "bare", **options)
+    assert same(tensors(out), tensors(bare))
+    for task, model in models.items():
+        kept = load_file(out / "heads" / f"{task}.safetensors")
+        assert same(kept, {f"classifier.{key}": value for key, value in model.classifier.state_dict().items()})
+        about = manifest(out)["heads"][task]
+        assert about["modules"] == ["classifier"]
+        assert about["config"]["label2id"] == model.config.label2id
+        assert f"heads/{task}.safetensors" in manifest(out)["files"]
+    assert "load_task(" in (out / "README.md").read_text()
+
+
+def test_a_base_with_a_head_keeps_it_whatever_becomes_of_other_parameters(tmp_path):
+    save(tmp_path, "vit", imagenet())
+    out = merge(tmp_path, ["few", "ten"], target_modules="all-linear", other_params="mean")
+    before, after = tensors(tmp_path / "base"), tensors(out)
+    assert torch.equal(after["classifier.weight"], before["classifier.weight"])
+    assert not torch.equal(after["vit.layernorm.weight"], before["vit.layernorm.weight"])
+
+
+def test_a_task_that_is_added_leaves_the_earlier_heads_as_they_are(tmp_path):
+    save(tmp_path, "vit")
+    merge(tmp_path, ["few", "ten"], "first")
+    out = merge(tmp_path, ["letters"], "second", merged="first")
+    at_once = merge(tmp_path, ["few", "ten", "letters"])
+    assert list(manifest(out)["heads"]) == ["few", "ten", "letters"]
+    for task in ("few", "ten", "letters"):
+        file = f"heads/{task}.safetensors"
+        assert (out / file).read_bytes() == (at_once / file).read_bytes()
+    kept = tmp_path / "first" / "heads" / "ten.safetensors"
+    kept.write_bytes(kept.read_bytes()[:-1] + b"?")
+    with pytest.raises(ValueError, match=r"heads/ten.safetensors is not what was saved"):
+        merge(tmp_path, ["letters"], "third", merged="first")
+    with pytest.raises(ValueError, match=r"heads/ten.safetensors is not what was saved"):
+        load_task(tmp_path / "first", "ten")
+    assert len(load_task(tmp_path / "first", "few").config.id2label) == 5
+    assert not (tmp_path / "third").exists()
+
+
+def test_classifiers_of_the_same_labels_share_their_head_unless_the_user_names_it(tmp_path):
+    base = build(hf.ViTForImageClassification, hf.ViTConfig(**VIT, num_labels=3), 0)
+    base.save_pretrained(tmp_path / "base")
+    for seed, name in enumerate(("one", "two"), 1):
+        finetuned(base, seed, scale=0.002).save_pretrained(tmp_path / name)
+    assert not plan(tmp_path, ["one", "two"], target_modules="all-linear").heads
+    assert "classifier" in [layer.name for layer in plan(tmp_path, ["one"], target_modules="all-linear").layers]
+    named = plan(tmp_path, ["one", "two"], target_modules="all-linear", heads="classifier")
+    assert list(named.heads) == ["one", "two"]
+    assert "classifier" not in [layer.name for layer in named.layers]
+    change_json(tmp_path / "two" / "config.json", **labels(["cat", "dog", "cow"]))
+    assert list(plan(tmp_path, ["one", "two"]).heads) == ["one", "two"]  # one task's own head is every task's
+    with pytest.raises(ValueError, match=r"one': heads='clasifier' matches none of its modules"):
+        plan(tmp_path, ["one", "two"], heads="clasifier")
+
+
+def test_without_heads_another_number_of_labels_is_refused(tmp_path):
+    save(tmp_path, "vit", imagenet())
+    with pytest.raises(ValueError, match=r"few', tensor 'classifier.*: shape \(5.*a head that --heads can name"):
+        plan(tmp_path, ["few"], heads="none")
+
+
+def test_tasks_whose_folders_have_one_name_keep_their_heads_apart(tmp_path):
+    save(tmp_path, "vit")
+    folders = [tmp_path / task / "last" for task in ("few", "ten")]
+    for folder in folders:
+        files = list(folder.parent.iterdir())
+        folder.mkdir()
+        for file in files:
+            file.rename(folder / file.name)
+    out = merge(tmp_path, folders)
+    sizes = {task: len(load_task(out, task).config.id2label) for task in manifest(out)["heads"]}
+    assert sizes == {"last": 5, "last-2": 10}
+
+
+def test_an_adapters_trained_classifier_is_a_head(tmp_path):
+    train("bert")[0].save_pretrained(tmp_path / "base")
+    model = hf.BertForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=4)
+    lora = LoraConfig(r=4, target_modules=["query", "value"], task_type="SEQ_CLS")  # which saves the classifier
+    adapted = get_peft_model(model, lora)
+    for name, value in adapted.named_parameters():
+        if value.requires_grad:
+            value.data += 0.02 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name)))
+    adapted.save_pretrained(tmp_path / "adapter")
+    out = merge(tmp_path, ["adapter"])
+    merged = adapted.merge_and_unload().eval()
+    loaded = load_task(out, "adapter")
+    assert loaded.num_labels == 4
+    assert torch.equal(loaded.classifier.weight, merged.classifier.weight)
+    words = torch.arange(3, 19).reshape(2, 8)
+    torch.testing.assert_close(loaded(words).logits, merged(words).logits)
+
+
+def test_a_merge_is_made_again_when_the_names_of_labels_change(tmp_path):
+    save(tmp_path, "vit")
+    merge(tmp_path, ["few"])
+    assert merge(tmp_path, ["few"])  # finished
+    change_json(tmp_path / "few" / "config.json", **labels("abcde"))
+    with pytest.raises(ValueError, match="exists"):
+        merge(tmp_path, ["few"])
+
+
+def test_what_load_task_cannot_do_is_said(tmp_path):
+    save(tmp_path, "vit")
+    out = merge(tmp_path, ["few", "ten"])
+    with pytest.raises(ValueError, match="no head of 'birds': there are those of 'few', 'ten'"):
+        load_task(out, "birds")
+    with pytest.raises(ValueError, match="no head of 'few': its tasks have no heads of their own"):
+        load_task(tmp_path / "base", "few")
+    content = manifest(out)
+    content["heads"]["few"]["config"]["architectures"] = ["MyOwn"]
+    del content["digest"]
+    (out / "nufilt.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="transformers has no class 'MyOwn'"):
+        load_task(out, "few")
+
+
+def test_heads_of_timm_are_found_by_its_configuration(tmp_path):
+    """As `timm.models.save_for_hf` writes folders, with a norm in the head's module that the backbone has, too."""
+    torch.manual_seed(0)
+    body = {f"blocks.{i}.mlp.fc{j}.weight": torch.randn(32, 32) for i in range(2) for j in (1, 2)}
+    body["head.norm.weight"] = torch.ones(32)
+    for name, count in {"base": 0, "three": 3, "five": 5}.items():
+        (tmp_path / name).mkdir()
+        weights = {key: value + 0.01 * torch.randn_like(value) for key, value in body.items()}
+        head = {"head.fc.weight": torch.randn(count, 32), "head.fc.bias": torch.zeros(count)} if count else {}
+        save_file({**weights, **head}, tmp_path / name / "model.safetensors")
+        config = {"architecture": "convnext_atto", "num_classes": count, "pretrained_cfg": {"classifier": "head.fc"}}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    out = merge(tmp_path, ["three", "five"])
+    assert [head["modules"] for head in manifest(out)["heads"].values()] == [["head.fc"]] * 2
+    assert load_file(out / "heads" / "five.safetensors")["head.fc.weight"].shape == (5, 32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "timm", None)  # as if it were not installed
+        with pytest.raises(ValueError, match="heads of timm's convnext_atto: pip install timm"):
+            load_task(out, "five")
+
+
+def test_classifiers_of_timm_score_as_the_merged_backbone_with_their_heads(tmp_path):
+    timm = pytest.importorskip("timm", reason="timm is not installed")
+    shape = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    torch.manual_seed(0)
+    base, x = timm.create_model("vit_tiny_patch16_224", num_classes=1000, **shape), torch.randn(4, 3, 32, 32)
+    timm.models.save_for_hf(base, tmp_path / "base", model_args=shape, safe_serialization=True)
+    for seed, count in enumerate((5, 10, 26), 1):
+        task = finetuned(base, seed, scale=0.002)
+        task.reset_classifier(count)
+        timm.models.save_for_hf(task, tmp_path / f"task{count}", model_args=shape, safe_serialization=True)
+    out = merge(tmp_path, ["task5", "task10", "task26"])
+    for count in (5, 10, 26):
+        by_hand = timm.create_model("vit_tiny_patch16_224", num_classes=count, **shape)
+        head = {key: value for key, value in tensors(tmp_path / f"task{count}").items() if key.startswith("head.")}
+        by_hand.load_state_dict(tensors(out) | head)
+        assert torch.equal(load_task(out, f"task{count}")(x), by_hand.eval()(x))

@@ -1,0 +1,118 @@
+"""Hub names: headers first, weights when the plan stands. The hub is a stand-in; nothing is downloaded."""
+
+import fnmatch
+import shutil
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import NotASafetensorsRepoError
+from huggingface_hub.repocard import metadata_load
+from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
+
+from fusion_bench_nufilt import FusionConfig
+from fusion_bench_nufilt.merge import merge_folders, plan_merge
+from fusion_bench_nufilt.merge.forecast import disk_bytes
+from fusion_bench_nufilt.storage.tensors import TensorFile
+from tests.merge.helpers import RANKS, merge, same, save_stream, tensors
+from tests.merge.test_quantised import quantise
+from tests.models import llama
+
+COMMIT = "0" * 40
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Serves the folders of a stream as `owner/<folder>`; returns the names of downloaded files."""
+    save_stream(tmp_path / "remote", llama(), tasks=2)
+    (tmp_path / "remote" / "base" / "README.md").write_text("---\nlicense: mit\n---\n")
+    downloaded = []
+
+    def snapshot_download(name, revision=None, allow_patterns=()):
+        source, target = tmp_path / "remote" / name.split("/")[1], tmp_path / "cache" / name.replace("/", "--") / COMMIT
+        target.mkdir(parents=True, exist_ok=True)
+        for path in source.iterdir():
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns):
+                shutil.copyfile(path, target / path.name)
+                downloaded.append(f"{name}/{path.name}")
+        return str(target)
+
+    def get_safetensors_metadata(name, revision=None):
+        files = {}
+        for path in (tmp_path / "remote" / name.split("/")[1]).glob("*.safetensors"):
+            found = {
+                key: TensorInfo(dtype=info.dtype, shape=list(info.shape), data_offsets=(0, info.nbytes))
+                for key, info in TensorFile(path).tensors.items()
+            }
+            files[path.name] = SafetensorsFileMetadata(metadata={}, tensors=found)
+        if not files:
+            raise NotASafetensorsRepoError("no safetensors")
+        return SafetensorsRepoMetadata(metadata=None, sharded=True, weight_map={}, files_metadata=files)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", get_safetensors_metadata)
+    return downloaded
+
+
+def plan(*tasks):
+    return plan_merge("owner/base", [f"owner/{task}" for task in tasks], None, FusionConfig(**RANKS))
+
+
+def test_a_plan_downloads_no_weights_and_a_merge_gives_the_bits_of_the_folders(tmp_path, hub):
+    planned = plan("task1", "task2")
+    assert hub
+    assert not [name for name in hub if name.endswith(".safetensors")]
+    out = merge_folders(planned, tmp_path / "out")
+    assert same(tensors(out), tensors(merge(tmp_path / "remote", ["task1", "task2"])))
+    card = metadata_load(out / "README.md")
+    assert card["base_model"] == ["owner/base", "owner/task1", "owner/task2"]
+    assert (card["base_model_relation"], card["license"]) == ("merge", "mit")
+
+
+def test_a_base_in_fp8_is_planned_by_headers_alone(tmp_path, hub):
+    quantise(tmp_path / "remote" / "base")
+    planned = plan("task1")
+    assert planned.base.remote
+    held = disk_bytes(planned)
+    found = tensors(merge_folders(planned, tmp_path / "out"))
+    assert same(found, tensors(merge(tmp_path / "remote", ["task1"])))
+    assert held == sum(value.nbytes for value in found.values())
+
+
+def test_weights_that_are_here_already_need_no_headers_from_the_hub(tmp_path, hub, monkeypatch):
+    planned = plan("task1", "task2")
+    expected = tensors(merge_folders(planned, tmp_path / "out"))
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *args, **kwargs: 1 / 0)
+    again = plan("task1", "task2")
+    assert merge_folders(again, tmp_path / "out") == tmp_path / "out"  # known as the finished run
+    assert same(tensors(merge_folders(again, tmp_path / "out2")), expected)
+
+
+def test_a_whole_model_with_an_adapters_config_beside_it_is_a_whole_model(tmp_path, hub):
+    expected = tensors(merge(tmp_path / "remote", ["task1"]))
+    (tmp_path / "remote" / "task1" / "adapter_config.json").write_text("{}")
+    planned = plan("task1")
+    assert same(tensors(merge_folders(planned, tmp_path / "out")), expected)
+
+
+def test_an_output_that_exists_is_refused_before_any_download(tmp_path, hub):
+    planned = plan("task1")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="out' exists: remove it or name another folder"):
+        merge_folders(planned, tmp_path / "out")
+    assert not [name for name in hub if name.endswith(".safetensors")]
+
+
+def test_a_plan_refuses_what_does_not_fit_before_any_download(tmp_path, hub):
+    next((tmp_path / "remote" / "task2").glob("*.safetensors")).unlink()
+    with pytest.raises(ValueError, match=r"'owner/task2' on the hub holds no safetensors.*refused"):
+        plan("task1", "task2")
+    assert not [name for name in hub if name.endswith(".safetensors")]
+
+
+def test_without_a_network_the_cause_is_told(monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(ValueError, match="'owner/base' is no folder, and the hub can't give it: Network is unreach"):
+        plan("task1")

@@ -1,0 +1,104 @@
+"""The dtypes and the files of a result are the base's, or those that are asked for."""
+
+import json
+import shlex
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from fusion_bench_nufilt.merge.forecast import disk_bytes
+from tests.commands.helpers import nufilt
+from tests.merge.helpers import RANKS, change, hashes, merge, plan, same, save_stream, tensors
+from tests.models import llama
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_every_floating_point_tensor_has_the_dtype_that_is_asked_for(stream, dtype):
+    kind = getattr(torch, dtype)
+    out = merge(stream, settings={"dtype": dtype})
+    assert same(tensors(out), {key: value.to(kind) for key, value in tensors(merge(stream, out="as_it_is")).items()})
+    config = json.loads((out / "config.json").read_text())
+    assert {config.get(key, dtype) for key in ("dtype", "torch_dtype")} == {dtype}
+    assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == kind
+
+
+def test_a_float32_result_of_a_bfloat16_base_is_not_rounded_in_between(tmp_path):
+    save_stream(tmp_path, llama(), dtype=torch.bfloat16)
+    exact = merge(tmp_path, out="exact", settings={"dtype": "float32"})
+    kept = merge(tmp_path, out="kept", settings={"accumulate": "float32"})
+    state = load_file(kept / "nufilt_state" / "model.safetensors")
+    assert state
+    assert same(state, {key: tensors(exact)[key] for key in state})
+    merge(tmp_path, ["task1"], "one", settings={"dtype": "float32"})
+    two = merge(tmp_path, ["task2", "task3"], "two", merged="one", settings={"dtype": "float32"})
+    assert same(tensors(two), tensors(exact))
+
+
+def test_values_that_the_dtype_can_not_hold_are_refused_by_name(stream):
+    change(stream / "base", "model.norm.weight", lambda value: value.fill_(1e6))
+    with pytest.raises(ValueError, match=r"'model.norm.weight' has values that torch.float16 can't hold: choose"):
+        merge(stream, settings={"dtype": "float16"})
+    assert not (stream / "out").exists()
+
+
+def test_shards_hold_the_bytes_that_are_asked_for_and_the_bits_of_the_merge(stream):
+    whole = tensors(merge(stream, out="whole"))
+    for size, most, count in (("1GB", 10**9, 1), ("40KB", 40_000, 3), ("1", 1, len(whole))):
+        code, text = nufilt("merge", *words(stream), "--max-shard-size", size, "--out", out := stream / size)
+        assert code == 0, text
+        files = sorted(path.name for path in out.glob("*.safetensors"))
+        assert same(tensors(out), whole)
+        assert len(files) == count
+        for each in files:
+            state = load_file(out / each)
+            assert len(state) == 1 or sum(value.nbytes for value in state.values()) <= most
+        if count == 1:
+            assert files == ["model.safetensors"]
+            assert not (out / INDEX).exists()
+        else:
+            index = json.loads((out / INDEX).read_text())
+            assert index["weight_map"] == {key: file for file in files for key in load_file(out / file)}
+            assert index["metadata"]["total_size"] == disk_bytes(plan(stream))
+        assert same(AutoModelForCausalLM.from_pretrained(out).state_dict() | whole, loaded(stream))
+
+
+def words(folder):
+    ranks = [f"{key}={value}" for key, value in RANKS.items()]
+    tasks = [word for number in (1, 2, 3) for word in ("--task", folder / f"task{number}")]
+    return ["--base", folder / "base", *tasks, *ranks]
+
+
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "whole").state_dict()
+
+
+def test_a_result_in_other_shards_is_a_recipe_for_itself(stream):
+    out = merge(stream, settings={"max_shard_size": 30_000, "dtype": "bfloat16"})
+    kept = out.rename(stream / "kept")
+    code, text = nufilt("merge", kept / "nufilt.json", "--out", out)
+    assert code == 0, text
+    assert hashes(out) == hashes(kept)
+
+
+@pytest.mark.parametrize("size", ["0", "many"])
+def test_a_size_that_is_none_is_refused(stream, size):
+    code, text = nufilt("merge", *words(stream), "--max-shard-size", size, "--out", stream / "out")
+    assert code == 1
+    assert "max_shard_size must be" in text
+
+
+def test_pickled_weights_are_refused_with_the_command_that_converts_them(stream):
+    model = AutoModelForCausalLM.from_pretrained(stream / "task1")
+    (stream / "task1" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), stream / "task1" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"\('pytorch_model.bin'\), which run code when opened") as refused:
+        plan(stream)
+    program, option, code = shlex.split(str(refused.value).rpartition("convert them with: ")[2])
+    assert (program, option) == ("python", "-c")
+    exec(code, {})
+    assert same(tensors(stream / "task1"), {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"})
+    plan(stream)

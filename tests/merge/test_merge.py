@@ -1,0 +1,296 @@
+"""A folder merge gives what the algorithm gives on loaded models, and leaves the rest of a checkpoint as it was."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPVisionModel
+
+from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.merge import merge_folders
+from tests.conftest import every_device
+from tests.merge.helpers import (
+    STATE,
+    algorithm,
+    change,
+    change_json,
+    manifest,
+    merge,
+    plan,
+    same,
+    save_stream,
+    tensors,
+)
+from tests.models import clip, full_clip, llama, llava, t5
+
+FAMILIES = [clip, full_clip, t5, llama, llava]
+OPTIONS = [
+    {},
+    {"other_params": "mean"},
+    {"other_params": "first", "first_task": "release"},
+    {"target_modules": "all-linear", "null_space": "zero"},
+]
+
+
+def merged_keys(model):
+    return {view.key for view in select_layers(model).values()}
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())) or "default")
+def test_float32_folders_give_the_algorithms_bits(tmp_path, make, options):
+    models = save_stream(tmp_path, make())
+    out = merge(tmp_path, **options)
+    loaded = type(models["_pretrained_"]).from_pretrained(out)
+    assert same(loaded.state_dict(), algorithm(models, **options).state_dict())
+
+
+@every_device
+@pytest.mark.parametrize("method", ["nufilt", "spectral"])
+def test_every_device_gives_the_same_folder_to_rounding(tmp_path, method, device):
+    save_stream(tmp_path, llama(), dtype=torch.bfloat16)
+    results = [tensors(merge(tmp_path, out=out, method=method, settings={"device": out})) for out in ("cpu", device)]
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, rtol=2**-7, atol=1e-6)
+
+
+def test_a_full_clip_folder_gives_the_bits_of_its_vision_tower_merged_alone(tmp_path):
+    save_stream(tmp_path, full_clip())
+    names = {"_pretrained_": "base"} | {f"task{i}": f"task{i}" for i in (1, 2, 3)}
+    towers = {name: CLIPVisionModel.from_pretrained(tmp_path / folder) for name, folder in names.items()}
+    merged = CLIPVisionModel.from_pretrained(merge(tmp_path))
+    assert same(merged.state_dict(), algorithm(towers).state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [llama, clip])
+def test_half_precision_folders_give_the_algorithms_bits_and_keep_their_dtype(tmp_path, make, dtype):
+    models = save_stream(tmp_path, make(), dtype=dtype)
+    out = merge(tmp_path)
+    loaded = type(models["_pretrained_"]).from_pretrained(out, dtype=dtype)
+    assert same(loaded.state_dict(), algorithm(models).state_dict())
+    assert {value.dtype for value in tensors(out).values()} == {dtype}
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=["pretrained", "mean"])
+def test_a_stream_at_once_is_the_stream_one_by_one(tmp_path, make, options):
+    save_stream(tmp_path, make())
+    merge(tmp_path, ["task1"], "out1", **options)
+    merge(tmp_path, ["task2"], "out2", merged="out1", **options)
+    one_by_one = merge(tmp_path, ["task3"], "out3", merged="out2", **options)
+    assert same(tensors(one_by_one), tensors(merge(tmp_path, **options)))
+    made = manifest(one_by_one)
+    assert (made["step"], made["tasks"]) == (3, ["task1", "task2", "task3"])
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+def test_the_result_has_the_bases_keys_dtypes_files_and_untouched_bits(tmp_path, make):
+    models = save_stream(tmp_path, make())
+    (tmp_path / "base" / "tokenizer.model").write_bytes(b"a tokenizer")
+    (tmp_path / "base" / "pytorch_model.bin").write_bytes(b"an old copy")
+    out = merge(tmp_path)
+    base, result = tensors(tmp_path / "base"), tensors(out)
+    kinds, expected = ({key: (w.dtype, w.shape) for key, w in state.items()} for state in (result, base))
+    assert kinds == expected
+    changed = [key for key in base if not torch.equal(base[key], result[key])]
+    assert len(changed) == len(select_layers(models["_pretrained_"]))
+    before = {path.name for path in (tmp_path / "base").iterdir()} - {"pytorch_model.bin"}
+    assert {path.name for path in out.iterdir()} == before | {"nufilt.json", "README.md"}
+    for name in before:
+        if not name.endswith(".safetensors"):
+            assert (out / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
+
+
+@pytest.mark.parametrize(("make", "auto"), [(llama, AutoModelForCausalLM), (llava, AutoModelForImageTextToText)])
+def test_a_merged_folder_loads_through_auto_classes_and_runs(tmp_path, make, auto):
+    save_stream(tmp_path, make())
+    model, info = auto.from_pretrained(merge(tmp_path), output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert torch.isfinite(model(input_ids=torch.tensor([[1, 2, 3]])).logits).all()
+
+
+def test_tied_weights_stay_tied_and_are_written_once(tmp_path):
+    save_stream(tmp_path, llama(tie_word_embeddings=True))
+    out = merge(tmp_path, target_modules="all-linear", other_params="mean")
+    assert "lm_head.weight" not in tensors(out)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_task_that_unties_its_head_gives_its_embedding_to_the_tied_weight(tmp_path):
+    save_stream(tmp_path, llama(tie_word_embeddings=True), tasks=1)
+    expected = tensors(merge(tmp_path, ["task1"], "expected", other_params="mean"))
+    path = tmp_path / "task1" / "model.safetensors"
+    save_file({**load_file(path), "lm_head.weight": torch.ones(50, 32)}, path, metadata={"format": "pt"})
+    assert same(tensors(merge(tmp_path, ["task1"], other_params="mean")), expected)
+
+
+def test_a_tensor_that_a_task_lacks_is_left_out_of_its_mean_with_a_warning(stream):
+    change(stream / "task1", "model.norm.weight", lambda value: None)
+    out = merge(stream, ["task1"], other_params="mean")
+    assert "'task1' is left out of the mean of 'model.norm.weight'" in (out / "nufilt.json").read_text()
+    assert torch.equal(*(tensors(folder)["model.norm.weight"] for folder in (out, stream / "base")))
+
+
+def test_a_task_that_names_its_tensors_otherwise_is_the_same_task(tmp_path):
+    """Older LLaVA checkpoints say `language_model.model.…` where newer ones say `model.language_model.…`."""
+    models = save_stream(tmp_path, llava())
+    expected = tensors(merge(tmp_path))
+    for path in (tmp_path / "task2").glob("*.safetensors"):
+        path.unlink()
+    save_file(models["task2"].state_dict(), tmp_path / "task2" / "model.safetensors", metadata={"format": "pt"})
+    assert set(tensors(tmp_path / "task2")) != set(tensors(tmp_path / "task1"))
+    assert same(tensors(merge(tmp_path, out="again")), expected)
+
+
+def test_layers_are_told_by_name_where_transformers_does_not_know_the_model(stream):
+    expected = tensors(merge(stream))
+    own = {"architectures": ["TheirOwnForCausalLM"], "auto_map": {"AutoConfig": "x.y"}}
+    change_json(stream / "base" / "config.json", **own)
+    (stream / "base" / "x.py").write_text("raise RuntimeError('code of a checkpoint was run')")
+    out = merge(stream, out="by_name")
+    assert manifest(out)["linear_layers_known_from"] == "names of the tensors"
+    assert same(tensors(out), expected)
+
+
+@pytest.mark.slow
+def test_accumulating_in_float32_removes_the_drift_of_twenty_bfloat16_merges(tmp_path):
+    models = save_stream(tmp_path, llama(), tasks=20, dtype=torch.bfloat16)
+    exact = algorithm({name: model.float() for name, model in models.items()}, lora_rank=0, null_rank=2).state_dict()
+    errors = {}
+    for accumulate in ("stored", "float32"):
+        options, previous = {"settings": {"accumulate": accumulate}, "lora_rank": 0, "null_rank": 2}, None
+        for i in range(1, 21):
+            out = merge(tmp_path, [f"task{i}"], f"{accumulate}{i}", previous, **options)
+            previous = out.name
+        result = tensors(out)
+        keys = merged_keys(models["_pretrained_"])
+        errors[accumulate] = sum((result[key].float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
+        rounding = sum((exact[key].bfloat16().float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
+    assert errors["float32"] <= 1.1 * rounding
+    assert errors["stored"] > 2 * rounding
+
+
+def test_a_float32_merged_model_on_a_bfloat16_base_goes_on_unrounded(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
+    settings = {"accumulate": "float32", "step": 2}
+    first = merge(tmp_path, ["task1"], "first", settings={"accumulate": "float32"})
+    expected = load_file(merge(tmp_path, ["task2"], "expected", merged="first", settings=settings) / STATE)
+    wide = tmp_path / "wide"  # the same, as another program would have stored it: all in float32, no state beside it
+    AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32).save_pretrained(wide)
+    for key, value in load_file(first / STATE).items():
+        change(wide, key, lambda _, value=value: value.clone())
+    actual = load_file(merge(tmp_path, ["task2"], merged="wide", settings=settings) / STATE)
+    assert same(actual, expected)
+
+
+def test_a_mean_of_bfloat16_tensors_is_rounded_once(tmp_path):
+    models = save_stream(tmp_path, llama(), tasks=9, dtype=torch.bfloat16)
+    tasks = [f"task{i}" for i in range(1, 10)]
+    result = tensors(merge(tmp_path, tasks, other_params="mean", lora_rank=0))
+    key = "model.embed_tokens.weight"
+    mean = torch.stack([models[task].state_dict()[key].double() for task in tasks]).mean(0)
+    once = (mean.bfloat16().double() - mean).norm()
+    assert (result[key].double() - mean).norm() <= 1.01 * once
+
+
+def test_float32_layers_are_kept_beside_the_model_and_out_of_its_way(tmp_path):
+    models = save_stream(tmp_path, llama(), dtype=torch.bfloat16)
+    out = merge(tmp_path, settings={"accumulate": "float32"})
+    state = load_file(out / STATE)
+    assert set(state) == merged_keys(models["_pretrained_"])
+    weights = tensors(out)
+    assert all(torch.equal(value.bfloat16(), weights[key]) for key, value in state.items())
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_float32_layers_go_on_where_they_are_and_rounded_ones_where_they_are_not(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
+    merge(tmp_path, ["task1"], "one", settings={"accumulate": "float32"}, target_modules=["up_proj"])
+    out = merge(tmp_path, ["task2"], "two", merged="one", settings={"accumulate": "float32"})
+    assert any("does not have all merged layers in float32" in text for text in manifest(out)["warnings"])
+    assert len(load_file(out / STATE)) == 14
+
+
+def test_a_float32_base_needs_no_float32_layers_beside_it(stream):
+    settings = {"accumulate": "float32"}
+    merge(stream, ["task1"], "one", settings=settings)
+    assert manifest(merge(stream, ["task2"], merged="one", settings=settings))["warnings"] == []
+
+
+def test_a_task_stored_in_more_digits_is_computed_in_the_bases(stream):
+    expected = tensors(merge(stream, ["task1", "task2"], "expected"))
+    for key in merged_keys(llama()):
+        change(stream / "task2", key, lambda value: value.double())
+    assert same(tensors(merge(stream, ["task1", "task2"])), expected)
+
+
+def test_the_manifest_says_what_was_merged_and_the_card_names_no_folder(stream):
+    out = merge(stream)
+    made = manifest(out)
+    assert made["tensors"] == {"merged": 14, "averaged": 0, "copied": 6}
+    assert [report["step"] for report in made["layers"]["model.layers.0.mlp.up_proj"]] == [1, 2, 3]
+    assert set(made["inputs"]) == {"base", "task 0", "task 1", "task 2"}
+    assert len({entry["sha256"] for entry in made["inputs"].values()}) == 4
+    assert str(stream) not in (out / "nufilt.json").read_text() + (out / "README.md").read_text()
+    assert "base_model" not in (out / "README.md").read_text()  # which would have to be a name on the hub
+
+
+def test_the_manifest_has_size_and_digest_of_every_other_file_and_a_digest_of_itself(tmp_path):
+    save_stream(tmp_path, llama(), dtype=torch.bfloat16)
+    templates = tmp_path / "base" / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool.jinja").write_text("{{ tools }}")
+    out = merge(tmp_path, settings={"accumulate": "float32"})
+    made = manifest(out)
+    there = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    del there["nufilt.json"]
+    assert {STATE, "README.md", "additional_chat_templates/tool.jinja"} < there.keys()
+    assert made["files"] == {
+        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in there.items()
+    }
+    digest = made.pop("digest")
+    assert digest == hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
+
+
+def test_files_of_the_base_that_change_or_vanish_during_a_merge_are_those_that_it_began_with(stream):
+    before = (stream / "base" / "config.json").read_bytes()
+    planned = plan(stream)
+    change_json(stream / "base" / "config.json", vocab_size=7)
+    (stream / "base" / "generation_config.json").unlink()
+    out = merge_folders(planned, stream / "out")
+    assert (out / "config.json").read_bytes() == before
+    assert (out / "generation_config.json").is_file()
+
+
+def test_warnings_in_the_manifest_name_no_folder(stream):
+    llama(seed=9).save_pretrained(stream / "task1")
+    text = (merge(stream, ["task1"]) / "nufilt.json").read_text()
+    assert "'task1' looks as if it was made from another base than 'base'" in text
+    assert str(stream) not in text
+
+
+def test_digests_of_inputs_tell_averaged_tensors_too(stream):
+    digests = []
+    for out in ("one", "two"):
+        read = manifest(merge(stream, ["task1"], out, other_params="mean"))["inputs"]["task 0"]
+        assert read["tensors_read"] == 20
+        digests.append(read["sha256"])
+        change(stream / "task1", "model.norm.weight", lambda value: value + 1e-3)
+    assert digests[0] != digests[1]
+
+
+def test_the_inputs_are_not_written_to(stream):
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in stream.rglob("*") if path.is_file()}
+    merge(stream)
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in before} == before
+
+
+def test_two_devices_give_the_bits_of_one(stream):
+    two = merge(stream, out="two", settings={"device": "cpu,cpu"})
+    assert same(tensors(two), tensors(merge(stream)))

@@ -1,0 +1,55 @@
+"""A method that somebody else registers merges folders: its state, a resumed run, going on, the manifest."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fusion_bench_nufilt.methods import METHODS
+from fusion_bench_nufilt.storage.checkpoint import read_manifest
+from tests.merge.helpers import STATE, hashes, interrupt, merge, same, tensors
+from tests.methods.test_methods import RunningSum
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(METHODS, "running_sum", RunningSum)
+
+
+def test_its_weights_are_rendered_once_from_the_state_of_all_tasks(stream, monkeypatch):
+    rendered = []
+    weight = RunningSum.weight
+    monkeypatch.setattr(RunningSum, "weight", lambda *args: rendered.append(args[1]) or weight(*args))
+    out = merge(stream, method="running_sum", scale=0.3)
+    assert len(rendered) == len(set(rendered)) == 14
+    base, *tasks = (tensors(stream / name)[f"{UP}.weight"] for name in ("base", "task1", "task2", "task3"))
+    expected = base + 0.3 * sum(task - base for task in tasks)
+    torch.testing.assert_close(tensors(out)[f"{UP}.weight"], expected, rtol=0, atol=1e-6)
+    assert load_file(out / STATE)[f"{UP}.count"] == 3
+
+
+def test_one_by_one_or_interrupted_it_is_the_same(stream):
+    whole = merge(stream, method="running_sum")
+    merge(stream, ["task1", "task2"], "two", method="running_sum")
+    last = merge(stream, ["task3"], "last", merged="two", method="running_sum")
+    assert same(tensors(last), tensors(whole))
+    assert same(load_file(last / STATE), load_file(whole / STATE))
+    interrupt(stream, out="resumed", method="running_sum")
+    assert hashes(merge(stream, out="resumed", method="running_sum")) == hashes(whole)
+
+
+def test_its_manifest_names_it_its_options_and_the_digests_of_its_state(stream):
+    out = merge(stream, method="running_sum", scale=0.3)
+    manifest = read_manifest(out)
+    assert (manifest["method"], manifest["settings"]["method"]) == ("running sum", "running_sum")
+    assert manifest["settings"]["scale"] == 0.3
+    assert STATE in manifest["files"]
+    assert "task arithmetic" in (out / "README.md").read_text()
+
+
+def test_a_state_that_changes_its_shape_is_refused_by_name(stream, monkeypatch):
+    monkeypatch.setattr(RunningSum, "add", lambda *args: {"sum": torch.zeros(1), "count": torch.tensor(0)})
+    monkeypatch.setattr(RunningSum, "weight", lambda self, layer, state, theta_0: theta_0)
+    with pytest.raises(ValueError, match=r"method running_sum, layer 'model\.layers.*'sum' of its state is .* \(1,\)"):
+        merge(stream, method="running_sum")

@@ -1,0 +1,171 @@
+"""The work folder beside the result holds what this program made and nothing else: no link, no file of another."""
+
+import hashlib
+import json
+import os
+import time
+from contextlib import closing
+
+import pytest
+
+from fusion_bench_nufilt.merge.output import Output, clear_work_folder, work_folder
+
+HEADERS = {"model.safetensors": (b"header", 14)}
+
+
+def begin(folder, run="run"):
+    return Output(folder / "out", run, HEADERS, ["config.json"])
+
+
+def write_tensor(output):
+    output.write("model.safetensors", memoryview(b"12345678"), 6)
+    digest = "ef797c8118f02dfb649607dd5d3f8c7623048c9c063d532cc95c5ed7a898a64f"
+    output.record({"slot": "w", "written": [("model.safetensors", 6, 14, digest)], "read": {}, "reports": []})
+
+
+def test_a_link_in_place_of_the_work_folder_is_not_followed(tmp_path):
+    precious = tmp_path / "victim" / "model" / "model.safetensors"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("precious")
+    (tmp_path / ".out.nufilt").symlink_to(tmp_path / "victim")
+    with pytest.raises(ValueError, match="is a file or a link: remove it"):
+        begin(tmp_path)
+    clear_work_folder(tmp_path / "out")
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.parametrize("place", ["notes.txt", "model/notes.txt", "model/config.json/deep"])
+def test_foreign_files_stop_the_merge_and_stay(tmp_path, place):
+    path = work_folder(tmp_path / "out") / place
+    path.parent.mkdir(parents=True)
+    path.write_text("precious")
+    before = work_folder(tmp_path / "out").stat().st_mode
+    with pytest.raises(ValueError, match=r"which nufilt did not make: move it away"):
+        begin(tmp_path)
+    clear_work_folder(tmp_path / "out")
+    assert path.read_text() == "precious"
+    work = work_folder(tmp_path / "out")
+    assert work.stat().st_mode == before
+    assert [found for found in work.rglob("*") if found.is_file()] == [path]
+
+
+@pytest.mark.parametrize("name", ["model/model.safetensors", "model/config.json", "journal.jsonl", "model"])
+def test_links_in_the_work_folder_stop_the_merge(tmp_path, name):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    path = work_folder(tmp_path / "out") / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(victim)
+    with pytest.raises(ValueError, match="which nufilt did not make"):
+        begin(tmp_path)
+    assert victim.read_text() == "precious"
+
+
+def test_a_work_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    work_folder(tmp_path / "out").mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ValueError, match="belongs to another user"):
+        begin(tmp_path)
+
+
+def test_nobody_else_can_write_into_the_work_folder(tmp_path):
+    work_folder(tmp_path / "out").mkdir(mode=0o777)
+    with closing(begin(tmp_path)) as output:
+        assert output.work.stat().st_mode & 0o777 == 0o700
+
+
+def test_files_of_a_run_with_another_base_are_known_by_its_journal(tmp_path):
+    with closing(Output(tmp_path / "out", "one", {"other.safetensors": (b"header", 6)}, ["vocab.txt"])) as output:
+        (output.model / "vocab.txt").touch()  # killed before it took its name
+    with closing(begin(tmp_path, "two")) as output:
+        assert sorted(path.name for path in output.model.iterdir()) == ["model.safetensors"]
+
+
+def test_a_second_process_is_told_which_one_is_writing(tmp_path):
+    with closing(begin(tmp_path)), pytest.raises(ValueError, match=rf"process {os.getpid()} on .* is writing"):
+        begin(tmp_path)
+
+
+def test_a_result_that_another_process_finished_meanwhile_is_left_alone(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="was made by another process meanwhile"):
+        begin(tmp_path)
+    assert not work_folder(tmp_path / "out").exists()
+
+
+def test_what_is_done_is_known_again_and_a_journal_whose_words_were_changed_is_not_believed(tmp_path):
+    with closing(begin(tmp_path)) as output:
+        write_tensor(output)
+    with closing(begin(tmp_path)) as output:
+        assert list(output.done) == ["w"]
+    journal = work_folder(tmp_path / "out") / "journal.jsonl"
+    journal.write_text(journal.read_text().replace('"slot": "w"', '"slot": "x"'))
+    with closing(begin(tmp_path)) as output:
+        assert output.done == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"written": []},
+        {"written": [["model.safetensors", 6, 14]]},
+        {"written": [["model.safetensors", -6, 14, "0"]]},
+        {"written": [["model.safetensors", 6, 2**70, "0"]]},
+        {"written": [["../../secret", 0, 1, "0"]]},
+        {"slot": None},
+        {"read": []},
+        {"reports": [3]},
+        {"mean_count": 2.7},
+    ],
+    ids=str,
+)
+def test_a_journal_of_another_form_is_not_believed(tmp_path, change):
+    with closing(begin(tmp_path)) as output:
+        write_tensor(output)
+    journal = work_folder(tmp_path / "out") / "journal.jsonl"
+    head, line = journal.read_text().splitlines()
+    text = json.dumps({**json.loads(line.partition(" ")[2]), **change})
+    journal.write_text(f"{head}\n{hashlib.sha256(text.encode()).hexdigest()[:16]} {text}\n")
+    with closing(begin(tmp_path)) as output:
+        assert output.done == {}
+
+
+def test_finishing_leaves_what_others_put_there(tmp_path):
+    with closing(begin(tmp_path)) as output:
+        write_tensor(output)
+        (output.work / "notes.txt").write_text("precious")  # while it ran
+        output.finish()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"header12345678"
+    assert [path.name for path in work_folder(tmp_path / "out").iterdir()] == ["notes.txt"]
+
+
+def test_why_a_run_starts_anew_is_said(tmp_path, caplog):
+    caplog.set_level("INFO")
+    begin(tmp_path, "one").close()
+    begin(tmp_path, "two").close()
+    assert "starting anew" in caplog.text
+    assert "other inputs, settings or versions" in caplog.text
+
+
+def test_going_on_takes_a_fraction_of_a_millisecond_for_each_tensor_that_is_done(tmp_path):
+    with closing(begin(tmp_path)) as output:
+        digest = hashlib.sha256(b"12345678").hexdigest()
+        output.write("model.safetensors", memoryview(b"12345678"), 6)
+        for number in range(3000):
+            written = [("model.safetensors", 6, 14, digest)]
+            output.record({"slot": f"w{number}", "written": written, "read": {}, "reports": []})
+    start = time.process_time()
+    with closing(begin(tmp_path)) as output:
+        assert len(output.done) == 3000
+    assert time.process_time() - start < 3
+
+
+def test_a_journal_whose_first_line_is_damaged_is_said_to_be(tmp_path, caplog):
+    caplog.set_level("INFO")
+    with closing(begin(tmp_path)) as output:
+        write_tensor(output)
+    journal = work_folder(tmp_path / "out") / "journal.jsonl"
+    journal.write_text(f"x{journal.read_text()}")
+    with closing(begin(tmp_path)) as output:
+        assert output.done == {}
+    assert "its journal is damaged" in caplog.text

@@ -1,0 +1,185 @@
+"""A merge on a cluster gives the local bits, whatever dies on the way, or says which node is in the way of it."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fusion_bench_nufilt.merge import Settings
+from fusion_bench_nufilt.merge.output import Output, work_folder
+from tests.conftest import REPO
+from tests.merge.helpers import hashes, merge
+
+TASKS = ["task1", "task2"]
+LARGE = {"null_rank": 64, "lora_rank": 32, "max_steps": 30}  # a layer takes long enough to be killed in
+
+
+def save_matrices(folder, shape, number):
+    """A base and two tasks of plain matrices."""
+    random = torch.Generator().manual_seed(0)
+    base = {f"layers.{i}.up_proj.weight": torch.randn(shape, generator=random) for i in range(number)}
+    for name, scale in [("base", 0), ("task1", 0.01), ("task2", 0.01)]:
+        (folder / name).mkdir()
+        state = {key: value + scale * torch.randn(shape, generator=random) for key, value in base.items()}
+        save_file(state, folder / name / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_without_ray_the_error_names_the_extra(tmp_path, monkeypatch):
+    save_matrices(tmp_path, (8, 8), 1)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"engine 'ray' needs Ray .* pip install 'fusion-bench-nufilt\[ray\]'"):
+        merge(tmp_path, TASKS, settings={"engine": "ray"})
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_address_is_for_a_cluster():
+    with pytest.raises(ValueError, match="address 'auto' is for engine=ray"):
+        Settings(address="auto")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes with a CPU each, and a store for objects that is smaller than the largest layer."""
+    ray = pytest.importorskip("ray", reason="needs the extra [ray]")
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # else other processes starve the workers of a busy machine
+        cluster = Cluster(initialize_head=True, head_node_args=node())
+        cluster.add_node(**node())
+        ray.init(cluster.address, log_to_driver=False)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def node(**options):
+    return {"num_cpus": 1, "object_store_memory": 80 * 2**20, **options}
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory):
+    """Ten layers, and what they are merged to on this machine."""
+    folder = tmp_path_factory.mktemp("stream")
+    save_matrices(folder, (512, 512), 10)
+    return folder, hashes(merge(folder, TASKS, "local", **LARGE))
+
+
+def on_cluster(folder, out, address=None, **options):
+    return hashes(merge(folder, TASKS, out, settings={"engine": "ray", "address": address}, **(options or LARGE)))
+
+
+def when_computing(do):
+    """Call a function with the process of a worker that is at work on a layer, from a thread."""
+
+    def watch():
+        while not (found := [each for each in psutil.Process().children(recursive=True) if is_computing(each)]):
+            time.sleep(0.1)
+        do(found[0])
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def is_computing(process):
+    try:
+        return process.name().startswith("ray::Worker.wo")
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", ["worker", "node"])
+def test_layers_of_a_worker_or_a_node_that_dies_are_given_to_others(cluster, stream, caplog, dies):
+    folder, expected = stream
+    third = cluster.add_node(**node()) if dies == "node" else None
+    killer = when_computing(
+        lambda process: cluster.remove_node(third, allow_graceful=False) if third else process.kill()
+    )
+    assert on_cluster(folder, dies) == expected
+    killer.join()
+    assert "worker lost, others take its work" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_killed_driver_goes_on_where_it_stopped_and_two_do_not_write_one_folder(cluster, stream, caplog):
+    folder, expected = stream
+    code = (
+        "import pathlib, sys; from tests.merge import test_ray_engine\n"
+        "test_ray_engine.on_cluster(pathlib.Path(sys.argv[1]), 'resumed', sys.argv[2])\n"
+    )
+    command = [sys.executable, "-c", code, str(folder), cluster.address]
+    driver = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(REPO)})
+    journal = work_folder(folder / "resumed") / "journal.jsonl"
+    while not (journal.exists() and len(journal.read_text().splitlines()) > 2):
+        assert driver.poll() is None
+        time.sleep(0.02)
+    with pytest.raises(ValueError, match="is writing"):
+        on_cluster(folder, "resumed")
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    with caplog.at_level("INFO"):
+        assert on_cluster(folder, "resumed") == expected
+    assert "going on: " in caplog.text
+
+
+@pytest.mark.slow
+def test_an_output_that_can_no_longer_be_written_ends_the_run_and_the_next_one_goes_on(cluster, stream, monkeypatch):
+    folder, expected = stream
+    write = Output.write
+
+    def read_only(output, file, data, offset):
+        if offset > 0 and len(output.done) > 3:  # a tensor's, not a header's
+            raise OSError(errno.EROFS, "Read-only file system", file)
+        write(output, file, data, offset)
+
+    monkeypatch.setattr(Output, "write", read_only)
+    with pytest.raises(OSError, match=r"Read-only file system: 'model.safetensors'"):
+        on_cluster(folder, "read_only")
+    monkeypatch.undo()
+    assert not (folder / "read_only").exists()
+    assert on_cluster(folder, "read_only") == expected
+
+
+@pytest.mark.slow
+def test_a_node_with_another_version_is_refused_by_name(cluster, stream, tmp_path):
+    folder, _ = stream
+    other = tmp_path / "fusion_bench_nufilt-9.9.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: fusion-bench-nufilt\nVersion: 9.9\n")
+    third = cluster.add_node(**node(env_vars={"PYTHONPATH": str(tmp_path)}))
+    try:
+        with pytest.raises(ValueError, match=rf"node .* \({third.node_id[:8]}\): it has fusion-bench-nufilt 9.9 where"):
+            on_cluster(folder, "version")
+    finally:
+        cluster.remove_node(third)
+    assert not (folder / "version").exists()
+
+
+@pytest.mark.slow
+def test_a_node_that_lacks_the_files_says_so_by_name(cluster, tmp_path, monkeypatch):
+    save_matrices(tmp_path, (8, 8), 1)
+    monkeypatch.chdir(tmp_path)
+    for name in ("base", *TASKS):  # each process has a folder of its own behind this
+        (tmp_path / name).rename(tmp_path / f"real_{name}")
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").symlink_to(f"/proc/self/cwd/real_{name}/model.safetensors")
+    with pytest.raises(ValueError, match=r"node .*: .*No such file or directory: '.*base/model.safetensors'"):
+        on_cluster(tmp_path, "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_layer_larger_than_the_store_for_objects_arrives_whole(cluster, tmp_path):
+    save_matrices(tmp_path, (2**19, 48), 1)
+    small = {"null_rank": 4, "lora_rank": 2, "max_steps": 2}
+    assert on_cluster(tmp_path, "out", **small) == hashes(merge(tmp_path, TASKS, "local", **small))

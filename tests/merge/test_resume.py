@@ -1,0 +1,235 @@
+"""A run that is killed or disturbed leaves nothing that looks finished, and goes on where it stopped."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from fusion_bench_nufilt.merge.forecast import disk_bytes
+from fusion_bench_nufilt.merge.output import work_folder
+from fusion_bench_nufilt.methods import nufilt
+from tests.conftest import REPO
+from tests.merge.helpers import change, change_json, hashes, interrupt, merge, plan, save_stream
+from tests.merge.test_adapters import save_adapter
+from tests.models import llama
+
+
+def count_layers(monkeypatch):
+    """Names of the layers that are computed from now on."""
+    computed = []
+    fuse = nufilt.fuse_each
+    monkeypatch.setattr(nufilt, "fuse_each", lambda *a, **k: computed.extend(a[0]) or fuse(*a, **k))
+    return computed
+
+
+def test_what_is_finished_is_not_computed_again(stream, monkeypatch):
+    done = interrupt(stream)
+    assert done >= 8
+    computed = count_layers(monkeypatch)
+    merge(stream)
+    assert len(set(computed)) == 14 - min(done, 14)
+
+
+def test_what_is_finished_but_damaged_is_computed_again(stream, monkeypatch):
+    expected = hashes(merge(stream, out="expected"))
+    done = interrupt(stream)
+    journal = (work_folder(stream / "out") / "journal.jsonl").read_text().splitlines()
+    file, start, _, _ = json.loads(journal[1].partition(" ")[2])["written"][0]
+    with open(work_folder(stream / "out") / "model" / file, "r+b") as damaged:
+        damaged.seek(start)
+        damaged.write(b"\xff" * 8)
+    computed = count_layers(monkeypatch)
+    assert hashes(merge(stream)) == expected
+    assert len(set(computed)) == 14 - min(done, 14) + 1
+
+
+def test_a_disk_too_full_for_the_journal_loses_nothing(stream, monkeypatch):
+    done = interrupt(stream)
+    write_text = Path.write_text
+
+    def full(path, text, **options):
+        write_text(path, text[:100], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ValueError, match=r"no room left on the disk for '.*out'"):
+        merge(stream)
+    monkeypatch.setattr(Path, "write_text", write_text)
+    computed = count_layers(monkeypatch)
+    merge(stream)
+    assert len(set(computed)) == 14 - min(done, 14)
+
+
+def test_an_adapter_scaled_otherwise_starts_anew(stream, monkeypatch):
+    save_adapter(stream, LlamaForCausalLM.from_pretrained(stream / "base"))
+    (stream / "task3").rename(stream / "unused")
+    (stream / "adapter").rename(stream / "task3")
+    interrupt(stream)
+    path = stream / "task3" / "adapter_config.json"
+    change_json(path, lora_alpha=64)
+    assert hashes(merge(stream)) == hashes(merge(stream, out="expected"))
+    change_json(path, lora_alpha=32)
+    with pytest.raises(ValueError, match="out' exists"):  # it is not what is asked for now
+        merge(stream)
+
+
+@pytest.mark.parametrize("what", ["settings", "input"])
+def test_changed_settings_or_inputs_start_anew(stream, monkeypatch, what):
+    interrupt(stream)
+    options = {"null_rank": 5} if what == "settings" else {}
+    if what == "input":
+        change(stream / "task3", "model.layers.0.mlp.up_proj.weight", lambda value: torch.zeros_like(value))
+    computed = count_layers(monkeypatch)
+    result = hashes(merge(stream, **options))
+    assert len(set(computed)) == 14
+    assert result == hashes(merge(stream, out="expected", **options))
+
+
+def test_a_finished_run_asked_for_again_is_finished(stream, monkeypatch):
+    expected = hashes(merge(stream))
+    work_folder(stream / "out").mkdir()  # killed after the rename, before it cleaned up
+    computed = count_layers(monkeypatch)
+    assert hashes(merge(stream)) == expected
+    assert computed == []
+    assert not work_folder(stream / "out").exists()
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut, flip_a_bit, Path.unlink])
+@pytest.mark.parametrize("file", ["model-00003-of-", "config.json"])
+def test_a_finished_result_that_is_not_whole_is_made_again_and_kept(stream, damage, file, caplog):
+    expected = hashes(merge(stream))
+    (damaged,) = (path for path in (stream / "out").iterdir() if path.name.startswith(file))
+    damage(damaged)
+    assert hashes(merge(stream)) == expected
+    assert damaged.name in caplog.text
+    assert (stream / "out.damaged" / "nufilt.json").is_file()
+
+
+def test_without_digests_a_finished_result_is_verified_by_sizes(stream):
+    out = merge(stream)
+    flip_a_bit(out / "config.json")
+    assert merge(stream, settings={"verify": False}) == out
+    assert not (stream / "out.damaged").exists()
+    cut(out / "config.json")
+    merge(stream, settings={"verify": False})
+    assert (stream / "out.damaged").exists()
+
+
+def test_a_damaged_result_does_not_replace_an_earlier_one(stream):
+    for _ in range(2):
+        cut(merge(stream) / "config.json")
+    with pytest.raises(ValueError, match=r"config.json is not what was saved .*; remove '.*out.damaged', and it is"):
+        merge(stream)
+    assert (stream / "out").exists()
+
+
+def test_a_card_that_was_edited_stays(stream):
+    (merge(stream) / "README.md").write_text("# Mine")
+    assert (merge(stream) / "README.md").read_text() == "# Mine"
+
+
+def test_more_files_than_a_process_may_have_open_are_merged(tmp_path):
+    save_stream(tmp_path, llama(), shards="1KB")
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) == 16
+    merge(tmp_path, out="warm")  # what is opened once and for all
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now_open = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (now_open + 12, limits[1]))
+        merge(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def refuse_late(stream, message):
+    with pytest.raises(ValueError, match=message):
+        merge(stream)
+    assert not (stream / "out").exists()
+
+
+def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
+    fuse = nufilt.fuse_each
+
+    def overwrite_and_fuse(*args, **kwargs):
+        with (stream / "task2" / "model.safetensors").open("r+b") as file:  # in place: another thread may be reading
+            file.seek(-64, os.SEEK_END)
+            file.write(bytes(64))
+        return fuse(*args, **kwargs)
+
+    monkeypatch.setattr(nufilt, "fuse_each", overwrite_and_fuse)
+    refuse_late(stream, "task2' was changed during the run")
+
+
+def test_no_room_on_the_disk(stream, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    refuse_late(stream, r"the result takes 0\.0 GB and '.*' has 0\.0 GB left")
+    assert not work_folder(stream / "out").exists()
+
+
+def test_what_an_interrupted_run_wrote_needs_no_room_again(stream, monkeypatch):
+    interrupt(stream)
+    written = sum(512 * path.stat().st_blocks for path in work_folder(stream / "out").rglob("*.safetensors"))
+    needed = disk_bytes(plan(stream))
+    assert written > 0
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": max(0, needed - written)}))
+    merge(stream)
+
+
+def test_a_disk_that_fills_up_half_way_is_said_and_the_run_goes_on_from_there(stream, monkeypatch):
+    expected = hashes(merge(stream, out="expected"))
+    written, pwrite = [], os.pwrite
+
+    def full_after_ten(descriptor, data, offset):
+        written.append(offset)
+        if len(written) > 10:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full_after_ten)
+    refuse_late(stream, "no room left on the disk.*run the same command again")
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    assert hashes(merge(stream)) == expected
+
+
+@pytest.mark.slow
+def test_control_c_stops_early_and_keeps_what_is_done(stream):
+    code = (
+        # A shell's background jobs are born deaf to Ctrl-C.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import sys, pathlib; from tests.merge import helpers\n"
+        "from fusion_bench_nufilt.methods import nufilt as m; import time\n"
+        "fuse = m.fuse_each\n"
+        "m.fuse_each = lambda *a, **k: (time.sleep(0.2), fuse(*a, **k))[1]\n"
+        "print('ready', flush=True)\n"
+        "helpers.merge(pathlib.Path(sys.argv[1]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(stream)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    process.stdout.readline()
+    journal = work_folder(stream / "out") / "journal.jsonl"
+    while not (journal.exists() and len(journal.read_text().splitlines()) > 2):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) != 0
+    assert not (stream / "out").exists()

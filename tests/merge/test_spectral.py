@@ -1,0 +1,150 @@
+"""A method that keeps sums merges folders as it merges loaded models, and goes on from its state alone."""
+
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from lightning import Fabric
+from lightning.fabric.loggers import TensorBoardLogger
+from safetensors.torch import load_file, save_file
+from transformers import CLIPVisionModel
+
+from fusion_bench_nufilt import LayerwiseMergingAlgorithm
+from fusion_bench_nufilt.merge import merge_folders
+from fusion_bench_nufilt.methods import ORDER_FREE
+from tests.commands.helpers import nufilt
+from tests.merge import helpers
+from tests.merge.helpers import RANKS, STATE, hashes, manifest, same, save_stream, tensors
+from tests.merge.test_adapters import save_all
+from tests.models import clip, llama, t5
+
+plan, merge = (partial(function, method="spectral") for function in (helpers.plan, helpers.merge))
+
+
+def algorithm(method="spectral", **config):
+    targets = {"target_modules": "all-linear", "other_params": "mean"}
+    return LayerwiseMergingAlgorithm(method, **targets, shuffle_order=False, **config)
+
+
+@pytest.mark.parametrize("make", [clip, t5, llama])
+def test_float32_folders_give_the_algorithms_bits(tmp_path, make):
+    models = save_stream(tmp_path, make())
+    loaded = type(models["_pretrained_"]).from_pretrained(merge(tmp_path, ramp=0.4))
+    assert same(loaded.state_dict(), algorithm(ramp=0.4).run(models).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [("spectral", torch.bfloat16), *((kind.name, torch.float32) for kind in ORDER_FREE)],
+)
+def test_a_stream_at_once_is_the_stream_one_by_one(tmp_path, method, dtype):
+    def merge(*args, **options):
+        return helpers.merge(tmp_path, *args, method=method, **options)
+
+    save_stream(tmp_path, llama(), dtype=dtype)
+    whole = merge()
+    merge(["task1"], "one")
+    merge(["task2"], "two", merged="one")
+    last = merge(["task3"], "three", merged="two")
+    layers = {key for key, value in tensors(whole).items() if "proj" in key}
+    assert same(*({key: tensors(folder)[key] for key in layers} for folder in (last, whole)))
+    assert same(load_file(last / STATE), load_file(whole / STATE))
+    assert manifest(last)["files"][STATE] == manifest(whole)["files"][STATE]
+    assert manifest(last)["warnings"] == []
+
+
+@pytest.mark.parametrize(("method", "options"), [("spectral", {}), ("nufilt", RANKS)])
+def test_a_step_that_fusion_bench_saved_goes_on_as_a_folder(tmp_path, method, options):
+    models = save_stream(tmp_path, clip())
+    first = algorithm(method, **options)
+    first._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(tmp_path / "run", "", ""))
+    first.run({name: models[name] for name in ("_pretrained_", "task1", "task2")})
+    targets = {"target_modules": "all-linear", "other_params": "mean"}
+    saved = "run/checkpoints/merged_model_1"
+    out = helpers.merge(tmp_path, ["task3"], merged=saved, method=method, **targets, **options)
+    expected = algorithm(method, **options).run(models).state_dict()
+    assert same(CLIPVisionModel.from_pretrained(out).state_dict(), expected)
+    assert (manifest(out)["step"], manifest(out)["tasks"]) == (3, ["task1", "task2", "task3"])
+
+
+def test_a_plan_that_went_to_another_machine_knows_the_state(stream):
+    merge(stream, ["task1"], "one")
+    sent = pickle.loads(pickle.dumps(plan(stream, ["task2"], merged="one")))
+    expected = merge(stream, ["task2"], "expected", merged="one")
+    assert hashes(merge_folders(sent, stream / "out")) == hashes(expected)
+
+
+def test_an_adapter_counts_where_it_changes_a_layer(tmp_path):
+    save_all(tmp_path, llama(tie_word_embeddings=False))
+    out = merge(tmp_path, ["task1", "adapter"])
+    expected = tensors(merge(tmp_path, ["task1", "task9"], "full"))
+    torch.testing.assert_close(tensors(out), expected, rtol=0, atol=1e-4)
+    state = load_file(out / STATE)
+    assert state["model.layers.0.self_attn.q_proj.count"] == 2
+    assert state["model.layers.0.self_attn.k_proj.count"] == 1
+
+
+VOTES = "model.layers.0.mlp.up_proj.votes"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda state: {**state, VOTES: 2 * state[VOTES]},
+            "nufilt_state/.* is not what was saved",
+        ),
+        (lambda state: {key: state[key] for key in state if key != VOTES}, f"has no '{VOTES}' in {STATE}"),
+        (lambda state: {**state, VOTES: torch.zeros(3, 3)}, r"F32 \(3, 3\) is not float32 \(\d+, \d+\)"),
+    ],
+)
+def test_a_state_that_was_changed_is_refused(stream, change, message):
+    one = merge(stream, ["task1"], "one")
+    save_file(change(load_file(one / STATE)), one / STATE)
+    with pytest.raises(ValueError, match=message):
+        merge(stream, ["task2"], merged="one")
+
+
+def test_what_has_no_state_or_that_of_other_layers_or_of_another_method_is_refused(stream):
+    helpers.merge(stream, ["task1"], "other", target_modules="all-linear")
+    with pytest.raises(ValueError, match=r"other' has no 'model\.layers\.0.*goes on from its own merges of the same"):
+        plan(stream, ["task2"], "other")
+    merge(stream, ["task1"], "one")
+    with pytest.raises(ValueError, match=r"one' has 'model\.layers\.0\.mlp.*of the same layers only"):
+        plan(stream, ["task2"], "one", target_modules=r".*self_attn.*")
+    helpers.merge(stream, ["task1"], "sum", method="sum")
+    with pytest.raises(ValueError, match="has that of another method in"):  # whose tensors have the same names
+        plan(stream, ["task2"], "sum", method="isotropic")
+
+
+def test_nufilt_on_top_of_it_deserves_a_warning(stream):
+    merge(stream, ["task1"], "one")
+    planned = helpers.plan(stream, ["task2"], "one", target_modules="all-linear")
+    assert any("method was 'spectral', is 'nufilt'" in text for text in planned.warnings)
+
+
+def test_the_command_merges_all_linear_layers_and_its_result_is_a_recipe(stream):
+    models = ("--base", stream / "base", "--task", stream / "task1", "--task", stream / "task2")
+    code, text = nufilt("merge", "--method", "spectral", *models, "--out", stream / "out", "kappa=0.8")
+    assert (code, "step 2, 14 layers merged" in text) == (0, True), text
+    assert same(tensors(stream / "out"), tensors(merge(stream, ["task1", "task2"], "expected", kappa=0.8)))
+    assert "spectral voting" in (stream / "out" / "README.md").read_text()
+    code, text = nufilt("merge", stream / "out" / "nufilt.json", "--out", stream / "again")
+    assert code == 0, text
+    assert hashes(stream / "again")[STATE] == hashes(stream / "out")[STATE]
+    assert same(tensors(stream / "again"), tensors(stream / "out"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--method", "spectral", "null_rank=6"], "'null_rank' is not an option of method=spectral"),
+        (["--kappa", "0.8"], "'kappa' is not an option of method=nufilt"),
+        (["method=opcm"], "there is no layer-wise method 'opcm'; there are best"),
+        (["--method", "spectral", "--damp", "0"], "damp must be a number > 0"),
+    ],
+)
+def test_options_of_another_method_are_refused(tmp_path, words, message):
+    code, text = nufilt("merge", "--base", "base", "--task", "task1", "--out", tmp_path / "out", *words)
+    assert (code, message in text) == (1, True), text

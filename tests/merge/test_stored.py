@@ -1,0 +1,78 @@
+"""Folders under transformers 4 and 5, which have layers in other ways in the models that they make of them."""
+
+import os
+import subprocess
+
+import pytest
+
+from tests.conftest import REPO
+from tests.families import FAMILIES
+from tests.merge.helpers import manifest, merge, same, save_stream, tensors
+from tests.models import full_clip, llava
+
+pytestmark = pytest.mark.oldest
+
+#: A layer that transformers 5 renames, or makes a part of another, and the number of layers in the blocks.
+LAYERS = {
+    "mixtral": ("model.layers.0.block_sparse_moe.experts.0.w1", 2 * (4 + 1 + 3 * 3)),
+    "granitemoe": ("model.layers.0.block_sparse_moe.input_linear.0", 2 * (4 + 1 + 2 * 3)),
+    "deepseek_v2": ("model.layers.1.mlp.experts.0.gate_proj", 2 * 4 + 3 + 3 * 3 + 3),
+    "vit": ("vit.encoder.layer.0.attention.attention.query", 2 * 6),
+    "dinov2": ("dinov2.encoder.layer.0.attention.attention.query", 2 * 6),
+    "llava": ("model.language_model.layers.0.self_attn.q_proj", 2 * 7),
+    "clip": ("encoder.layers.0.self_attn.q_proj", 2 * 5),
+}
+MAKE = {**FAMILIES, "llava": llava, "clip": full_clip}
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_layers_have_the_names_and_shapes_of_transformers_4(tmp_path, family):
+    models = save_stream(tmp_path, MAKE[family](), tasks=2)
+    out = merge(tmp_path, ["task1", "task2"], other_params="mean")
+    layer, count = LAYERS[family]
+    assert layer in manifest(out)["layers"]
+    assert len(manifest(out)["layers"]) == count
+    result, base = tensors(out), tensors(tmp_path / "base")
+    assert {key: value.shape for key, value in result.items()} == {key: value.shape for key, value in base.items()}
+    loaded, info = type(models["_pretrained_"]).from_pretrained(out, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    loaded.save_pretrained(tmp_path / "again")
+    assert same(tensors(tmp_path / "again"), result)
+
+
+# A LLaVA that transformers 5 saves without having loaded it lacks a prefix that transformers 4 looks for.
+BOTH = [*sorted(LAYERS.keys() - {"llava"}), "gpt_oss", "gpt2", "bert"]
+MERGES = """
+import sys
+from pathlib import Path
+from tests.merge.helpers import merge
+
+for folder in map(Path, sys.argv[1:]):
+    merge(folder, ["task1", "task2"], "there", other_params="mean")
+    merge(folder, ["task2"], "second", merged="first", other_params="mean")
+"""
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """Folders by family, merged here and with the other version of transformers."""
+    python = os.environ.get("NUFILT_OTHER_PYTHON")
+    if not python:
+        pytest.skip("NUFILT_OTHER_PYTHON names no interpreter with another version of transformers")
+    folders = {family: tmp_path_factory.mktemp(family) for family in BOTH}
+    for family, folder in folders.items():
+        save_stream(folder, MAKE[family](), tasks=2)
+        merge(folder, ["task1", "task2"], "here", other_params="mean")
+        merge(folder, ["task1"], "first", other_params="mean")
+    command = [python, "-c", MERGES, *map(str, folders.values())]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return folders
+
+
+@pytest.mark.parametrize("family", BOTH)
+def test_both_versions_give_the_same_bits_also_where_one_goes_on_from_the_other(family, both):
+    here = tensors(both[family] / "here")
+    assert same(tensors(both[family] / "there"), here)
+    assert same(tensors(both[family] / "second"), here)

@@ -1,0 +1,164 @@
+"""Pages in a real browser: no error, the rows and charts are there, tables sort, and a phone shows all of it."""
+
+import csv
+import json
+import shutil
+
+import pytest
+
+from fusion_bench_nufilt.pages.write import write_results
+from tests.pages.helpers import FOLDERS, LAYERS, TASKS
+from tests.pages.test_charts import luminance
+
+pytestmark = pytest.mark.slow
+WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
+FLAGS = (
+    "--headless=new --no-sandbox --disable-gpu --disable-background-networking --disable-component-update "
+    "--disable-sync --no-first-run --window-size=1200,900"
+)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    webdriver = pytest.importorskip("selenium.webdriver")
+    driver = shutil.which("chromedriver")
+    if driver is None or not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+        pytest.skip("there is no Chromium with its chromedriver on this machine")
+    options = webdriver.ChromeOptions()
+    for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield browser
+    browser.quit()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    for kind, make in FOLDERS.items():
+        write_results(make(folder / kind))
+    return {kind: folder / kind / "index.html" for kind in FOLDERS}
+
+
+def show(browser, page, width=1200):
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700},
+    )
+    browser.get_log("browser")
+    browser.get(page.as_uri())
+    charts = browser.find_elements("css selector", ".chart")
+    WebDriverWait(browser, 20).until(lambda _: all(chart.find_elements("css selector", "svg") for chart in charts))
+    return charts
+
+
+@pytest.mark.parametrize("width", [1200, 375])
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_every_chart_is_drawn_without_an_error_and_fits(browser, pages, kind, width):
+    charts = show(browser, pages[kind], width)
+    assert len(charts) >= 2
+    for chart in charts:
+        assert chart.find_elements("css selector", "svg.marks [role='graphics-symbol']")
+        assert chart.size["width"] <= width
+    assert browser.get_log("browser") == []
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_words_and_charts_can_be_read_in_both_modes_and_nothing_is_cut_at_1280_pixels(browser, pages, kind, mode):
+    feature = {"name": "prefers-color-scheme", "value": mode}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    show(browser, pages[kind], 1280)
+    script = """
+        const colour = (text) => text.match(/[\\d.]+/g).map(Number);
+        const look = (key) => (element) => colour(getComputedStyle(element)[key]);
+        const all = (selector) => [...document.querySelectorAll(selector)];
+        const words = all("h1, p, th, td, summary").map(look("color"));
+        const labels = all(".role-axis-label text, .role-axis-title text, .role-legend-label text").map(look("fill"));
+        const cut = all(".wide").filter((part) => part.scrollWidth > part.clientWidth);
+        return [look("backgroundColor")(document.body), [...words, ...labels], cut.length];
+    """
+    paper, inks, cut = browser.execute_script(script)
+    assert (sum(paper[:3]) < 150) == (mode == "dark")
+    for ink in inks:
+        light, dark = sorted((luminance(ink[:3]), luminance(paper[:3])), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5
+    assert cut == 0
+
+
+def test_a_click_on_a_header_sorts_and_another_turns_it_round(browser, pages):
+    show(browser, pages["comparison"])
+    table = browser.find_element("css selector", "table")
+
+    def column():
+        return [cell.text.partition(" ")[0] for cell in table.find_elements("css selector", "tbody td:nth-child(2)")]
+
+    header = table.find_elements("css selector", "th")[1]  # ACC
+    header.click()
+    assert column() == ["95.0", "50.0", "40.0", "25.0"]
+    header.click()
+    assert column() == ["25.0", "40.0", "50.0", "95.0"]
+
+
+def labels(chart, mark):
+    """What the marks of a chart say to those who do not see it."""
+    found = chart.find_elements("css selector", f"[aria-roledescription='{mark}']")
+    return [element.get_attribute("aria-label") for element in found]
+
+
+def choose(browser, chart, control, value):
+    """Set a slider or a menu and wait for the chart."""
+    element = chart.find_element("css selector", control)
+    script = (
+        "const [element, value, done] = arguments; element.value = value;"
+        "element.dispatchEvent(new Event(element.tagName === 'SELECT' ? 'change' : 'input', { bubbles: true }));"
+        "setTimeout(done, 200);"
+    )
+    browser.execute_async_script(script, element, value)
+
+
+def test_the_step_slider_changes_the_bars(browser, pages):
+    chart = show(browser, pages["run"])[1]
+    assert [label.split("; ")[1] for label in labels(chart, "bar")] == ["score (%): 75", "score (%): 65"]
+    choose(browser, chart, "input[type=range]", "1")
+    assert [label.split("; ")[1] for label in labels(chart, "bar")] == ["score (%): 90"]
+
+
+def test_the_layer_explorer_shows_another_quantity_and_step(browser, pages):
+    chart = show(browser, pages["run"])[2]
+    choose(browser, chart, "select", "data-free loss after it")
+    choose(browser, chart, "input[type=range]", "1")
+    assert {label.partition("value: ")[2] for label in labels(chart, "point")} == {"1.500"}
+
+
+HOSTILE = '</ScRiPt ><svg onload="document.title=1"><script>document.title=1</script>'
+#: Names of tasks, methods, tensors and kinds of layers in the folders.
+NAMES = {*TASKS, *LAYERS, "a", "b", "c", "NUFILT", "sum", "some_pool", "attention", "mlp"}
+
+
+def hostile(content):
+    """Return a content whose names end in something that a page must not run."""
+    if isinstance(content, dict):
+        return {hostile(key): hostile(value) for key, value in content.items() if key != "digest"}
+    if isinstance(content, list):
+        return list(map(hostile, content))
+    return content + HOSTILE if content in NAMES else content
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_names_of_tasks_methods_and_tensors_run_nothing(browser, tmp_path, kind):
+    folder = FOLDERS[kind](tmp_path)
+    for file in folder.glob("*.json"):
+        file.write_text(json.dumps(hostile(json.loads(file.read_text()))))
+    for file in folder.glob("*.csv"):
+        rows = list(csv.reader(file.read_text().splitlines()))
+        with file.open("w", newline="") as stream:
+            csv.writer(stream).writerows([rows[0], *map(hostile, rows[1:])])
+    write_results(folder)
+    show(browser, folder / "index.html")
+    assert "onload" in browser.find_element("css selector", "body").text
+    assert browser.title not in ("", "1")
+    assert browser.find_elements("css selector", "svg[onload]") == []
+    assert browser.get_log("browser") == []

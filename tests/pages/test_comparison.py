@@ -1,0 +1,157 @@
+"""The files at the end of a comparison, and what its charts say."""
+
+import csv
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from fusion_bench_nufilt.compare.paper import SENSITIVITY, panel_specs
+from fusion_bench_nufilt.pages.comparison import charts_of
+from fusion_bench_nufilt.pages.content import Method
+from fusion_bench_nufilt.pages.theme import COLOURS
+from fusion_bench_nufilt.pages.write import write_results
+from tests.compare.helpers import CONFIG, comparison, failed, finished
+from tests.pages.charts import legend, parts, rows_of, titles
+
+SEEDS = (42, 43)
+B32 = "clip-vit-base-patch32_TA8"
+TEXTS = {"table.md", "table.tex", "table.csv", "per_task.md", "per_task.tex", "per_task.csv", "results.json"}
+PICTURES = {"accuracy_matrices.png", "stability_plasticity.png", "accuracy_per_step.png"}
+charts = partial(charts_of, panels=True)
+
+
+def two(**options):
+    return comparison({"m": [finished(s, -0.1) for s in SEEDS], "n": [finished(42), failed(43)]}, **options)
+
+
+def rows(file):
+    return {row["method"]: row for row in csv.DictReader(file.read_text().splitlines())}
+
+
+def test_tables_pictures_and_the_page_are_made_and_made_again_from_the_numbers_alone(tmp_path):
+    files = two().save(tmp_path)
+    assert set(files) == TEXTS | PICTURES | {"index.html"} == {path.name for path in tmp_path.iterdir()}
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in PICTURES)
+    before = {name: (tmp_path / name).read_bytes() for name in files}
+    for name in set(files) - {"results.json"}:
+        (tmp_path / name).unlink()
+    assert set(write_results(tmp_path)) == set(files) - {"results.json"}
+    assert {name: (tmp_path / name).read_bytes() for name in files} == before
+
+
+def test_csv_holds_fractions_and_nothing_where_there_is_none(tmp_path):
+    two(modelpool=B32).save(tmp_path)
+    table = rows(tmp_path / "table.csv")
+    assert float(table["m"]["ACC_mean"]) == pytest.approx(0.5)
+    assert float(table["m"]["ACC_std"]) == pytest.approx(0)
+    assert (table["n"]["ACC_std"], table["n"]["finished"], table["n"]["failed"]) == ("", "42", "ValueError: no")
+    assert float(table["individual"]["paper_ACC"]) == pytest.approx(0.904)
+    assert float(rows(tmp_path / "per_task.csv")["individual"]["a_mean"]) == 0.95
+
+
+def test_a_number_that_is_printed_for_the_same_is_on_the_page_and_in_the_csv_with_its_note(tmp_path):
+    method = {"task_arithmetic": [finished(42)]}
+    comparison(method, modelpool="flan-t5-base_glue", overrides=["method.shuffle_order=false"]).save(tmp_path)
+    row = rows(tmp_path / "table.csv")["task_arithmetic"]
+    assert float(row["paper_ACC"]) == pytest.approx(0.776)
+    assert row["paper_note"].startswith("not comparable")
+    page = (tmp_path / "index.html").read_text()
+    assert "77.6" in page
+    assert "task_arithmetic: not comparable" in page
+
+
+def test_json_holds_every_matrix_and_no_nan(tmp_path):
+    two().save(tmp_path)
+    text = (tmp_path / "results.json").read_text()
+    methods = json.loads(text, parse_constant=lambda word: pytest.fail(word))["methods"]
+    assert methods["m"]["ACC"]["mean"] == pytest.approx(0.5)
+    assert methods["m"]["runs"]["42"]["accuracy_matrix"] == finished(42, -0.1).matrix.rows()
+    assert methods["n"]["runs"]["43"]["error"] == "ValueError: no"
+
+
+def test_a_picture_without_numbers_is_left_out_and_an_older_one_removed(tmp_path):
+    two().save(tmp_path)
+    assert "accuracy_per_step.png" not in two(evaluate="diagonal").save(tmp_path)
+    assert not (tmp_path / "accuracy_per_step.png").exists()
+    assert set(comparison({"m": [failed(42)]}).save(tmp_path)) == TEXTS | {"index.html"}
+
+
+def test_the_curve_of_a_method_is_its_mean_over_the_seeds_with_a_band_of_one_deviation():
+    chart = charts(comparison({"m": [finished(42), finished(43)]}))["accuracy_per_step"]
+    first, _, last = rows_of(chart, name="m")
+    assert last == {"set": "", "x": 3, "name": "m", "y": 60.0, "low": 60.0, "high": 60.0}
+    # The two orders begin with other tasks, whose scores are those of tests/compare/helpers.py.
+    begins = [100 * run.matrix.values[0, 0] for run in (finished(42), finished(43))]
+    assert first["y"] == pytest.approx(sum(begins) / 2)
+    assert first["high"] - first["y"] == pytest.approx(abs(begins[0] - begins[1]) / 2**0.5, rel=1e-5)
+    levels = {row["words"]: row["level"] for row in rows_of(chart) if "level" in row}
+    assert levels == {"individual models, all tasks": 95.0}
+
+
+def test_one_order_names_the_models_below_the_curve_and_the_best_method_comes_first_in_the_legend():
+    chart = charts_of(comparison({"worse": [finished(42, -0.1)], "better": [finished(42)]}), panels=True)[
+        "accuracy_per_step"
+    ]
+    assert [row["x"] for row in rows_of(chart, name="worse")] == finished(42).matrix.steps
+    assert legend(chart) == ["better", "worse"]
+
+
+def test_what_is_learned_and_kept_stands_beside_every_name_with_the_best_method_first():
+    runs = {f"m{number}": [finished(42, -0.01 * number), finished(43)] for number in (5, *range(12))}
+    chart = charts(comparison(runs))["stability_plasticity"]
+    acc, learned, kept = parts(chart)
+    assert [row["name"] for row in rows_of(acc)] == [f"m{number}" for number in range(12)]
+    texts = [{row["name"]: row["text"] for row in rows_of(part)}["m10"] for part in (acc, learned, kept)]
+    assert texts == ["55.0 ± 7.1", "60.0 ± 0.0", "-7.5 ± 10.6"]
+    row = rows_of(kept, name="m10")[0]
+    assert (row["low"], row["high"]) == (pytest.approx(-7.5 - 15 / 2**0.5), pytest.approx(-7.5 + 15 / 2**0.5))
+    assert {layer["mark"].get("color") for layer in kept["layer"]} == {COLOURS[0], COLOURS[-1]}  # seen on a dark page
+    one = parts(charts(comparison({"m": [finished(42)]}))["stability_plasticity"])[0]
+    assert not {"low", "high"} & {*rows_of(one)[0]}  # one seed has no deviation
+
+
+def test_matrices_of_the_first_seed_stand_side_by_side_in_a_picture_and_in_a_menu_on_a_page():
+    picture, page = (charts_of(two(), panels=panels)["accuracy_matrices"] for panels in (True, False))
+    assert [title[0] for title in titles(picture)] == ["m", "n"]
+    assert titles(picture)[0][1].startswith("ACC 50.0")
+    assert len(parts(picture)) == 2
+    assert page.to_dict()["params"][0]["bind"]["options"] == ["m", "n"]
+    values = [100 * value for row in finished(42, -0.1).matrix.rows() for value in row if value is not None]
+    assert [row["value"] for row in rows_of(page, set="m")] == pytest.approx(values)
+
+
+def test_the_ablation_ends_in_dots_beside_the_papers_numbers():
+    ten = [finished(seed) for seed in range(42, 52)]
+    chart = charts_of(
+        comparison({"nufilt": ten, "mine": ten, "gone": []}, modelpool=B32, preset="ablation"), panels=True
+    )["ablation"]
+    acc, bwt = parts(chart)
+    numbers = {row["name"]: (row.get("value"), row["text"], row.get("paper")) for row in rows_of(acc)}
+    ours = (60.0, "60.0 ± 0.0")
+    assert numbers == {"nufilt": (*ours, 83.6), "mine": (*ours, None), "gone": (None, "failed", None)}
+    assert not any("paper" in row for row in rows_of(bwt))
+
+
+def sensitivity():
+    methods = {}
+    for panel in SENSITIVITY:
+        for spec in panel_specs(panel, width=768):
+            config = {**CONFIG, **{key: int(value) for key, value in (each.split("=") for each in spec.settings)}}
+            config = {"max_steps": 50, "lora_rank": 64, "null_rank": 128, "task_rank": 8} | config
+            methods[spec.label] = Method(list(spec.overrides), {s: finished(s, config=config) for s in SEEDS})
+    return replace(two(preset="sensitivity"), methods=methods)
+
+
+def test_the_sensitivity_ends_in_a_curve_for_each_panel(tmp_path):
+    result = sensitivity()
+    acc, bwt = parts(charts(result)["sensitivity"])
+    drawn = [[row["x"] for row in rows_of(panel, name="ACC")] for panel in parts(acc)]
+    assert drawn == [[str(value) for value in panel.values] for panel in SENSITIVITY]
+    fixed = [title[0] for title in titles(acc)][:3]
+    assert fixed == ["r_l = 0, r_v = 0", "r_p = 128, r_v = 8", "r_p = 128, r_l = 16"]
+    marked = [[row["mark"] for row in rows_of(panel) if "mark" in row] for panel in parts(bwt)]
+    assert marked == [["128"], ["64"], ["8"], ["50"]]
+    result = replace(result, methods=dict(list(result.methods.items())[:3]))  # the others failed
+    assert "sensitivity.png" in result.save(tmp_path)

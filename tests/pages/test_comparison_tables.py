@@ -1,0 +1,172 @@
+"""What the tables say, and how they mark it."""
+
+import io
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from fusion_bench_nufilt.pages.comparison_tables import main_table, task_table
+from tests.compare.helpers import comparison, failed, finished
+
+SEEDS = (42, 43, 44)
+B32 = "clip-vit-base-patch32_TA8"
+
+
+def runs(change, **options):
+    return [finished(seed, change, **options) for seed in SEEDS]
+
+
+def cells(table):
+    """By the name of the row, then of the column: the words, and their rank as ``best``, ``second`` or nothing."""
+    marks = {1: "best", 2: "second"}
+    ranks = table.ranks.reindex_like(table.texts)
+    return {
+        table.texts["method"][row]: {
+            name: SimpleNamespace(text=table.texts[name][row], mark=marks.get(ranks[name][row], ""))
+            for name in table.texts.columns[1:]
+        }
+        for row in table.texts.index
+    }
+
+
+@pytest.fixture
+def three():
+    return comparison({"worst": runs(-0.2), "best_one": runs(-0.1), "good": runs(-0.15)})
+
+
+def test_methods_have_mean_and_deviation_of_which_the_best_two_are_marked_and_single_models_their_mean(three):
+    table = cells(main_table(three))
+    for column, text in (("ACC %", "50.0 ± 0.0"), ("BWT %", "-15.0 ± 0.0")):
+        assert [table[name][column].mark for name in ("worst", "good", "best_one")] == ["", "second", "best"]
+        assert table["best_one"][column].text == text
+    assert (table["pretrained"]["ACC %"].text, table["individual"]["ACC %"].text) == ("25.0", "95.0")
+
+
+def test_what_is_shown_as_equal_is_marked_as_equal():
+    table = cells(main_table(comparison({"one": runs(-0.1), "two": runs(-0.10001), "three": runs(-0.2)})))
+    assert [table[name]["ACC %"].mark for name in ("one", "two", "three")] == ["best", "best", "second"]
+
+
+def test_a_failed_method_says_so_with_its_reason_and_is_never_the_best():
+    partly = [finished(42), failed(43, "ValueError: no"), failed(44, "ValueError: no")]
+    table = main_table(comparison({"good": runs(-0.1), "partly": partly, "never": [failed(s, "gone") for s in SEEDS]}))
+    row = cells(table)
+    assert (row["partly"]["ACC %"].text, row["partly"]["ACC %"].mark, row["partly"]["runs"].text) == ("60.0", "", "1/3")
+    assert row["never"]["ACC %"].text == "failed"
+    assert row["good"]["ACC %"].mark == "best"
+    assert table.notes[-2:] == ["partly failed on seeds 43-44: ValueError: no", "never failed on seeds 42-44: gone"]
+
+
+def test_every_row_says_which_data_and_which_extra_parameters_a_method_needs():
+    measured = {
+        "sequential_finetuning": runs(-0.1, extra_parameters=0),
+        "lora_wemoe": runs(-0.1, extra_parameters=47_259_648),
+        "nufilt": runs(-0.1, extra_parameters=0),
+        "of an earlier version": runs(-0.1),
+    }
+    table = cells(main_table(comparison(measured)))
+    assert [table[name]["ACC %"].mark for name in measured] == ["", "", "best", "best"]  # references are none of these
+    needs = [(row["extra params"].text, row["data"].text) for row in table.values()]
+    assert needs == [
+        ("", ""),
+        ("", ""),
+        ("none", "training"),
+        ("47.3 M", "unlabelled"),
+        ("none", "none"),
+        ("-", "none"),
+    ]
+
+
+def test_the_papers_numbers_stand_beside_ours_where_they_are_for_the_same():
+    ten = [finished(seed, -0.1) for seed in range(42, 52)]
+    measured = {"nufilt": ten, "opcm": ten, "mine": ten}
+    table = cells(main_table(comparison(measured, modelpool=B32)))
+    printed = {name: row["paper ACC"].text for name, row in table.items()}
+    measured_too = {"nufilt": "83.6 ± 0.2", "opcm": "75.5 ± 0.5", "mine": ""}
+    assert printed == {"pretrained": "48.1", "individual": "90.4"} | measured_too
+    assert table["nufilt"]["paper BWT"].text == "-2.7 ± 0.7"
+    changed = cells(main_table(comparison(measured, modelpool=B32, settings=("null_rank=1",))))
+    assert [changed[name]["paper ACC"].text for name in measured] == ["", "", ""]
+    assert "paper ACC" not in main_table(comparison(measured)).texts.columns
+
+
+def test_a_printed_number_that_can_not_be_compared_is_marked_and_says_why():
+    overrides = ["method.shuffle_order=false"]
+    measured = {"task_arithmetic": [finished(42)], "wudi": [finished(42)], "adamerging": [finished(42)]}
+    table = main_table(comparison(measured, modelpool="flan-t5-base_glue", overrides=overrides))
+    printed = {name: row["paper ACC"].text for name, row in cells(table).items()}
+    assert (printed["task_arithmetic"], printed["adamerging"], printed["wudi"]) == ("77.6†", "77.6†", "82.2")
+    assert [note[:52] for note in table.notes if note.startswith("†")] == [
+        "† the paper's task_arithmetic: not comparable but wi",
+        "† the paper's adamerging: not comparable but with fo",
+    ]
+    assert "77.6$^\\dagger$" in table.as_latex()
+
+
+@pytest.mark.parametrize(
+    ("method", "setting", "printed"),
+    [
+        ("magmax", (), "70.7 ± 0.0†"),
+        ("magmax", ("form=released",), "70.7 ± 0.0†"),  # it stands beside both forms
+        ("nufilt", ("max_steps=25",), "83.3 ± 0.3"),
+    ],
+)
+def test_a_printed_number_stands_beside_a_method_with_the_same_settings(method, setting, printed):
+    ten = [finished(seed) for seed in range(42, 52)]
+    table = cells(main_table(comparison({method: ten}, modelpool=B32, settings=setting)))
+    assert table[method]["paper ACC"].text == printed
+
+
+def test_each_tasks_score_is_in_its_own_column(three):
+    table = cells(task_table(three))
+    assert list(table["good"]) == ["a", "b", "c"]
+    assert table["individual"]["a"].text == "95.0"
+    assert table["best_one"]["b"].text == three.methods["best_one"].final("b").percent()
+
+
+def test_notes_say_what_the_numbers_are_of(three):
+    assert main_table(three).notes[0] == "some_pool: 3 tasks; mean ± standard deviation over seeds 42-44"
+    assert "torch 2.13.0, device cpu" in main_table(three).notes
+    one = main_table(comparison({"m": [finished(7)]}, overrides=["taskpool=x"]))
+    assert one.notes[:2] == ["some_pool: 3 tasks; seed 7", "with taskpool=x"]
+    assert cells(one)["m"]["ACC %"].text == "60.0"
+
+
+def test_a_missing_task_is_a_dash_and_named():
+    table = task_table(comparison({"m": runs(0, scores={"a": 0.9, "b": float("nan"), "c": 0.3})}))
+    assert cells(table)["m"]["b"].text == "-"
+    assert "no score, and not in the means: b" in table.notes
+
+
+def test_markdown(three):
+    text = main_table(three).as_markdown()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert rows[0][:3] == ["method", "ACC %", "BWT %"]
+    assert rows[1][1].endswith(":")  # numbers are on the right
+    assert ["best_one", "**50.0 ± 0.0**"] in [row[:2] for row in rows]
+    assert ["good", "<ins>45.0 ± 0.0</ins>"] in [row[:2] for row in rows]
+
+
+def test_latex_is_escaped_and_marked(three):
+    text = main_table(three).as_latex()
+    assert r"best\_one & \textbf{50.0 $\pm$ 0.0} & \textbf{$-$15.0 $\pm$ 0.0}" in text
+    assert r"\underline{45.0 $\pm$ 0.0}" in text
+    assert r"some\_pool: 3 tasks; mean $\pm$ standard deviation over seeds 42-44" in text
+    rows = [line for line in text.splitlines() if line.endswith(r"\\")]
+    assert len({line.count(" & ") for line in rows}) == 1
+
+
+def test_the_terminal_shows_labels_as_they_are():
+    console = Console(file=io.StringIO(), width=120)
+    console.print(main_table(comparison({"[bold]x": runs(0)})).as_rich())
+    assert "[bold]x" in console.file.getvalue()
+
+
+def test_a_task_that_nobody_has_a_score_of_is_no_column():
+    missing = {"a": 0.9, "b": float("nan"), "c": 0.3}
+    reference = {"a": 0.2, "b": None, "c": 0.1}
+    references = {"pretrained": reference, "individual": reference}
+    found = replace(comparison({"m": runs(0, scores=missing)}), references=references)
+    assert list(task_table(found).texts.columns) == ["method", "a", "c"]

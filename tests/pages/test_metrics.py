@@ -1,0 +1,66 @@
+"""ACC, BWT and the others against matrices worked out by hand."""
+
+import math
+
+import pytest
+
+from fusion_bench_nufilt.stream import AccuracyMatrix
+
+NAN = math.nan
+FULL = [[0.9], [0.8, 0.7], [0.6, 0.65, 0.5]]
+DIAGONAL = [[0.9], [NAN, 0.7], [0.6, 0.65, 0.5]]
+
+
+def matrix(rows, tasks="abc"):
+    result = AccuracyMatrix(tasks)
+    for step, row in enumerate(rows, 1):
+        result.record(step, dict(zip(tasks, row, strict=False)))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("rows", "acc", "bwt", "plasticity"),
+    [
+        (FULL, (0.6 + 0.65 + 0.5) / 3, ((0.6 - 0.9) + (0.65 - 0.7)) / 2, 0.7),
+        (DIAGONAL, (0.6 + 0.65 + 0.5) / 3, ((0.6 - 0.9) + (0.65 - 0.7)) / 2, 0.7),  # which is all that is needed
+        ([[], [], [0.6, 0.65, 0.5]], (0.6 + 0.65 + 0.5) / 3, NAN, 0.5),
+        ([[0.9], [NAN, NAN], [0.6, 0.65, 0.5]], (0.6 + 0.65 + 0.5) / 3, -0.3, 0.7),
+        ([[0.9], [0.8], [0.6, NAN, 0.5]], 0.55, -0.3, 0.7),
+        ([[0.9]], 0.9, NAN, 0.9),
+        ([[], []], NAN, NAN, NAN),
+    ],
+)
+def test_means_are_of_what_was_measured(rows, acc, bwt, plasticity):
+    found = matrix(rows, tasks="abc"[: len(rows)])
+    assert (found.acc, found.bwt, found.plasticity) == pytest.approx((acc, bwt, plasticity), nan_ok=True)
+
+
+def test_tasks_without_a_final_score_are_named():
+    assert matrix([[0.9], [0.8], [0.6, NAN, 0.5]]).missing == ["b"]
+    assert AccuracyMatrix("ab").missing == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "means"),
+    [
+        (FULL, [0.9, 0.75, 0.58333333]),
+        (DIAGONAL, [0.9, NAN, 0.58333333]),
+        ([[0.9], [0.8, NAN], [0.6, NAN, 0.5]], [0.9, 0.8, 0.55]),  # one that never gets a score is not waited for
+        ([[NAN], [NAN, 0.7], [NAN, 0.6, 0.5]], [NAN, 0.7, 0.55]),
+    ],
+)
+def test_the_mean_of_the_tasks_seen_needs_them_all(rows, means):
+    assert matrix(rows).mean_seen == pytest.approx(means, nan_ok=True)
+
+
+def test_rows_and_back_are_the_same():
+    filled = matrix(DIAGONAL)
+    assert filled.rows()[1] == [None, 0.7, None]
+    assert AccuracyMatrix.from_rows(filled.tasks, filled.rows()).rows() == filled.rows()
+
+
+def test_fwt_is_the_mean_score_of_the_tasks_still_to_come():
+    filled = matrix([[0.9, 0.2, 0.4], [0.8, 0.7, 0.1], [0.6, 0.65, 0.5]])
+    assert filled.fwt == pytest.approx(((0.2 + 0.4) / 2 + 0.1) / 2)
+    assert math.isnan(matrix(FULL).fwt)
+    assert math.isnan(matrix([[0.9]], tasks="a").fwt)

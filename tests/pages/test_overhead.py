@@ -1,0 +1,92 @@
+"""The table of costs, and what it is read from."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fusion_bench_nufilt.compare.experiment import WatchingEvaluator, read_peak, reset_peak, solver_seconds
+from fusion_bench_nufilt.compare.paper import preset_specs
+from fusion_bench_nufilt.compare.run import compare
+from fusion_bench_nufilt.compare.specs import parse_methods
+from fusion_bench_nufilt.pages.comparison_tables import overhead_tables
+from fusion_bench_nufilt.stream.evaluation import TasksByName
+from tests.compare.helpers import CONFIG, comparison, finished
+
+
+def numbers(table):
+    return {label: words for label, *words in table.texts.to_numpy().tolist()}
+
+
+def tables(runs):
+    """Ours, and the paper's."""
+    return map(numbers, overhead_tables(comparison(runs, preset="overhead")))
+
+
+def test_the_total_is_the_solver_and_the_rest_and_iterations_are_those_of_the_method_that_is_run():
+    run = replace(finished(42), solving_seconds=0.5, memory=3 * 10**9, parameters=87_500_000)
+    without = finished(42, config={**CONFIG, "lora_rank": 0})
+    wudi = finished(42, config={"base_method": {"iter_num": 50}})
+    table, _ = tables({"nufilt": [run], "filter": [without], "wudi": [wudi]})
+    assert table["nufilt"] == ["6", "0.5", "2.5", "3.0", "3.0", "87.5", "60.0"]
+    assert table["filter"] == ["-", "-", "-", "3.0", "-", "-", "60.0"]
+    assert table["wudi"][0] == "50"
+
+
+def test_the_printed_table_is_the_papers():
+    _, table = tables({"nufilt": [finished(42)]})
+    assert table["nufilt:max_steps=50"] == ["50", "18.4", "120.5", "138.9", "1.8", "87.5", "83.6 ± 0.2"]
+    assert table["task_arithmetic"] == ["-", "-", "-", "8.3", "-", "87.5", "67.5 ± 0.0"]
+    assert table["wudi"][:4] == ["50", "28.9", "-", "37.7"]
+
+
+def test_a_run_says_what_it_cost(tmp_path, demo):
+    specs = parse_methods("nufilt:max_steps=3, task_arithmetic")
+    result = compare("nufilt_demo", specs, [42], tmp_path, evaluate="last", preset="overhead")
+    ours, other = (method.runs[42] for method in result.methods.values())
+    assert other.solving_seconds is None
+    assert 0 < ours.solving_seconds < sum(ours.merge_seconds)
+    assert ours.parameters == other.parameters > 0
+    assert {"overhead.md", "overhead.tex"} <= set(result.save(tmp_path))
+    assert "GPU that it does not name" in (tmp_path / "overhead.md").read_text()
+
+
+def test_the_preset_has_the_data_free_rows_of_the_papers_table():
+    rows = {spec.label for spec in preset_specs("overhead", "nufilt_demo", [])}
+    _, printed = tables({"nufilt": [finished(42)]})
+    assert rows == printed.keys() - {"adamerging", "lora_wemoe"}
+
+
+def test_solving_is_from_the_making_of_an_optimizer_to_its_last_step(monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    with solver_seconds() as seconds:
+        one, other = (torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]) for _ in range(2))  # at 0 and 1
+        for optimizer in (one, other, one):  # at 2, 3 and 4
+            optimizer.step()
+    one.step()
+    assert sum(seconds) == (4 - 0) + (3 - 1)
+
+
+class Hungry(TasksByName):
+    """Scoring takes more memory than what comes before."""
+
+    task_names = ("a",)
+
+    def evaluate(self, model, tasks=None, limit=None):
+        torch.ones(2**26).sum()
+        return {"a": {"accuracy": 1.0}}
+
+
+def test_the_memory_of_scoring_is_not_that_of_merging():
+    if not reset_peak(torch.device("cpu")):
+        pytest.skip("this system does not tell a process's peak")
+    evaluator = WatchingEvaluator(Hungry(), torch.device("cpu"))
+    model = torch.nn.Linear(1, 1)
+    evaluator.report(model, ["a"])  # what it loads stays
+    evaluator.watch()
+    before = read_peak(torch.device("cpu"))
+    torch.ones(2**25).sum()
+    for _ in range(2):
+        evaluator.report(model, ["a"])
+    assert before + 2**26 < evaluator.peak < before + 2**27 + 2**26

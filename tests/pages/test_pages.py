@@ -1,0 +1,159 @@
+"""Pages hold what their folder holds, need nothing else, and never stand in the way of a run."""
+
+import html
+import json
+import logging
+import re
+import subprocess
+import sys
+from base64 import b64encode
+from hashlib import sha256
+
+import pytest
+
+from fusion_bench_nufilt.pages.charts import heat_maps
+from fusion_bench_nufilt.pages.page import Page
+from fusion_bench_nufilt.pages.write import leave_results, write_results
+from tests.pages.helpers import FOLDERS, LAYERS, TASKS, merge_folder, run_folder
+
+
+def page_of(folder):
+    assert "index.html" in write_results(folder)
+    return folder / "index.html"
+
+
+def body(page):
+    """The page without the scripts that come with it."""
+    return page.read_text().partition("</main>")[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("run", ["NUFILT: 3 models merged", "ACC 70.0", "encoder.layers.1.mlp.fc1", "2.13.0", "null_rank"]),
+        (
+            "comparison",
+            ["some_pool: 2 methods", "NUFILT", "sum", "pretrained", "What is learned, and what is kept of it"],
+        ),
+        ("analysis", ["some_pool: why it merges", "matched pairs have a mean affinity", "Theorem 1", "rho stability"]),
+        ("merge", ["NUFILT: 3 models merged", "4 layers, 75.0% of all", "layers.*.mlp.fc2 (2)", "&lt;i&gt;twice"]),
+    ],
+)
+def test_a_page_has_the_numbers_of_its_folder_loads_nothing_from_elsewhere_and_weighs_a_megabyte(tmp_path, kind, words):
+    page = page_of(FOLDERS[kind](tmp_path / kind))
+    for word in words:
+        assert word in body(page)
+    assert len(re.findall('class="chart"', body(page))) >= 2
+    assert not re.search(r"""(src|href)=["'](?!data:)""", body(page))
+    assert "://" not in body(page)
+    assert len(page.read_bytes()) < 1_200_000
+
+
+def test_names_are_words_and_never_markup(tmp_path):
+    text = body(page_of(run_folder(tmp_path)))  # one of its tasks would like to run a script
+    assert "&lt;/ScRiPt &gt;&lt;svg onload=" in text
+    assert "<svg" not in text
+    for script in re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL):
+        assert not set(script) & set("<>&\u2028\u2029")
+        assert json.loads(script)
+    page = Page("<b>", "<i>")
+    page.chart(heat_maps({"\u2028&": [[1.0]]}, ["<"], [">"], ("row", "column")))
+    assert not set(page.parts[0].partition('json">')[2].partition("</script>")[0]) & set("<>&\u2028\u2029")
+
+
+def test_a_page_runs_its_own_two_scripts_and_no_others(tmp_path):
+    text = page_of(run_folder(tmp_path)).read_text()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-eval" not in policy
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    digests = [f"sha256-{b64encode(sha256(script.encode()).digest()).decode()}" for script in scripts]
+    assert re.findall(r"'(sha256-[^']*)'", policy) == digests
+    assert len(scripts) == 2
+
+
+def test_missing_numbers_sort_last_and_small_ones_stay_visible():
+    page = Page("title", "subtitle")
+    page.table(["name", "value"], [["a", None], ["b", 0.00001], ["c", 2]])
+    assert 'data-value="">-</td>' in page.parts[0]
+    assert "1.00e-05" in page.parts[0]
+    assert ">2</td>" in page.parts[0]
+
+
+def test_a_column_without_a_value_is_left_out_and_per_cents_have_one_decimal():
+    page = Page("title", "subtitle")
+    page.table(["name", "empty", "ACC %", "share"], [["a", None, 70.04, 0.126], ["b", float("nan"), None, 1.0]])
+    assert re.findall(r"<th>(.*?)</th>", page.parts[0]) == ["name", "ACC %", "share"]
+    assert re.findall(r"<td[^>]*>(.*?)</td>", page.parts[0]) == ["a", "70.0", "0.13", "b", "-", "1.00"]
+
+
+def test_the_page_of_a_merge_has_the_strongest_layers_first_over_all_its_steps(tmp_path):
+    tables = re.findall(r"<tbody>(.*?)</tbody>", body(page_of(merge_folder(tmp_path))))
+    rows = [[re.findall(r"<td[^>]*>(.*?)</td>", row) for row in table.split("</tr>")[:-1]] for table in tables]
+    steps, layers, coverage = rows
+    assert [row[:2] for row in steps] == [["2", "letters"], ["3", html.escape(TASKS[2])]]
+    assert [float(row[2]) for row in steps] == pytest.approx([30**0.5, 160**0.5], abs=1e-3)
+    norms = {LAYERS[2]: 153**0.5, LAYERS[0]: 17**0.5, LAYERS[3]: 4, LAYERS[1]: 2}
+    assert [row[0] for row in layers] == list(norms)
+    assert [float(row[2]) for row in layers] == pytest.approx(list(norms.values()), abs=1e-3)
+    assert coverage == [["merged", "4", "75.0"], ["kept", "6", "25.0"]]
+
+
+def test_the_page_of_a_merge_that_began_at_another_step_names_the_task_of_each(tmp_path):
+    merge_folder(tmp_path)
+    content = json.loads((tmp_path / "nufilt.json").read_text())
+    assert "the steps before are on the page" in body(page_of(tmp_path))
+    content |= {"tasks": content["tasks"][1:], "step": 12}
+    for reports in content["layers"].values():
+        for report in reports:
+            report["step"] += 9
+    (tmp_path / "nufilt.json").write_text(json.dumps(content))
+    text = body(page_of(tmp_path))
+    steps = re.search(r"<tbody>(.*?)</tbody>", text)[1].split("</tr>")[:-1]
+    found = [re.findall(r"<td[^>]*>(.*?)</td>", row)[:2] for row in steps]
+    assert found == [["11", "letters"], ["12", html.escape(TASKS[2])]]
+    assert "the steps before are on the page" not in text
+
+
+def test_a_step_of_a_run_is_not_the_folder_of_a_merge(tmp_path):
+    merge_folder(tmp_path)
+    content = json.loads((tmp_path / "nufilt.json").read_text())
+    del content["layers"]
+    (tmp_path / "nufilt.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="is one step of a run: name the log directory of the run"):
+        write_results(tmp_path)
+
+
+def test_a_folder_of_no_kind_is_named(tmp_path):
+    with pytest.raises(ValueError, match="is the folder of no run, comparison, analysis or merge"):
+        write_results(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("results.json", "{", "it is no JSON"),
+        ("results.json", "[]", "input should be an object"),
+        ("results.json", "{}", "field 'settings': field required"),
+        ("analysis.json", "{}", "field 'about': field required"),
+        ("accuracy_matrix.json", '{"method": "m", "tasks": "a"}', "field 'config': field required"),
+    ],
+)
+def test_a_damaged_file_is_one_line_that_names_file_and_field(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{name}' is damaged, {message}") as error:
+        write_results(tmp_path)
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_what_can_not_be_made_is_a_warning(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert leave_results(tmp_path) == []
+    assert "there are no tables, pictures and page" in caplog.text
+    assert leave_results(run_folder(tmp_path)) == ["accuracy_matrix.csv", "accuracy_matrix.png", "index.html"]
+
+
+def test_making_results_needs_neither_torch_nor_fusion_bench():
+    code = "import fusion_bench_nufilt.pages.write, sys; assert not {'torch', 'fusion_bench'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

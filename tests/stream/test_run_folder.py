@@ -1,0 +1,76 @@
+"""A log directory belongs to one run at a time, and what is damaged in it is made again."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from torch import nn
+
+from fusion_bench_nufilt.storage.files import MANIFEST
+from fusion_bench_nufilt.stream.run_folder import RunFolder
+from tests.conftest import REPO
+from tests.stream.helpers import pool
+from tests.stream.test_resume import algorithm_in
+
+RUN = {"method": "NUFILT", "order": ["a", "b"], "inputs": {"a": {"sha256": "1f"}}, "settings": {"seed": 42}}
+ABOUT = {"step": 1, "tasks": ["a"], "merge_seconds": [0.1], **RUN}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = RunFolder(tmp_path / "logs")
+    folder.save_step(1, nn.Linear(2, 2), ABOUT, {}, {})
+    return folder
+
+
+def test_a_second_run_in_a_log_directory_is_refused_and_told_which_process_is_writing(tmp_path):
+    code = (
+        "import sys, pathlib; from fusion_bench_nufilt.storage.files import lock_folder\n"
+        "lock = lock_folder(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=rf"process {other.pid} on .* is writing '.*'"):
+            algorithm_in(tmp_path).run(pool(2))
+        other.kill()
+    algorithm_in(tmp_path).run(pool(2))  # the lock of a killed process is none
+
+
+def test_files_of_the_user_in_the_log_directory_stay(tmp_path):
+    (tmp_path / "write_test").write_text("precious")
+    algorithm_in(tmp_path).run(pool(1))
+    assert (tmp_path / "write_test").read_text() == "precious"
+
+
+def test_a_step_of_an_earlier_version_is_refused_and_not_overwritten(folder):
+    path = folder.path / "checkpoints" / "merged_model_0" / MANIFEST
+    old = {key: value for key, value in json.loads(path.read_text()).items() if key not in (*RUN, "digest")}
+    path.write_text(json.dumps({**old, "run": {"seed": 42}}))
+    with pytest.raises(ValueError, match="another version of this package"):
+        folder.newest_step(1, 1, RUN)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": 3}', '{"a": {', "\x00", "[" * 100_000])
+def test_a_damaged_report_is_none(folder, content, caplog):
+    (folder.path / "report_0.json").write_text(content)
+    assert folder.read_report(1) is None
+    assert "report_0.json" in caplog.text
+    assert "scoring step 1 again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("step", "1"), ("step", 0), ("files", None), ("files", {"x": 3}), ("inputs", []), ("merge_seconds", [None])],
+)
+def test_a_damaged_manifest_makes_the_step_again(folder, field, value, caplog):
+    path = folder.path / "checkpoints" / "merged_model_0" / MANIFEST
+    assert folder.newest_step(1, 1, RUN)
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    assert folder.newest_step(1, 1, RUN) is None
+    assert f"field '{field}" in caplog.text
+    assert "step 1: '" in caplog.text  # whose folder has the number 0
