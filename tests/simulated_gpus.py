@@ -1,7 +1,7 @@
 """GPUs that are simulated: tensors in main memory that say they lie on a GPU, under the rules of one.
 
-A tensor of another device beside one on a GPU is an error, a GPU has a capacity, and a ledger notes transfers, waits and
-memory. The arithmetic is the CPU's, so that methods which add up in the same order give the CPU's bits.
+A tensor of another device beside one on a GPU is an error, a GPU has a capacity, and a ledger notes transfers, waits
+and memory. The arithmetic is the CPU's, so that methods which add up in the same order give the CPU's bits.
 """
 
 import gc

@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import REPO
 
 TORCH = os.environ.get("TORCH", "torch")
+NEWEST = "3.13"
 
 
 def run(*command, check=True, **more):
@@ -20,13 +21,13 @@ def run(*command, check=True, **more):
 
 
 @pytest.mark.slow
-def test_the_package_installs_and_its_demo_runs(tmp_path, version="3.13"):
+def test_the_package_installs_and_its_demo_runs(tmp_path):
     """Where torch comes with gigabytes of CUDA, all but torch is installed, and the demo is left out."""
     interpreter = run(
-        "sh", "-c", f"python{version} -c 'import sys; print(sys.executable)'", check=False, PYENV_VERSION=version
+        "sh", "-c", f"python{NEWEST} -c 'import sys; print(sys.executable)'", check=False, PYENV_VERSION=NEWEST
     )
     if not interpreter:
-        pytest.skip(f"there is no python{version}")
+        pytest.skip(f"there is no python{NEWEST}")
     run(interpreter, "-m", "venv", tmp_path)
     python = tmp_path / "bin" / "python"
     install = (python, "-m", "pip", "install", "--quiet")
@@ -44,7 +45,7 @@ def test_the_package_installs_and_its_demo_runs(tmp_path, version="3.13"):
     package = run(python, "-c", "import fusion_bench_nufilt; print(*fusion_bench_nufilt.__path__)")
     run(python, "-W", "error", "-m", "compileall", "-q", "-f", package)
     if cuda:
-        warnings.warn(f"without the demo: for Python {version}, pip has only a torch with CUDA", stacklevel=1)
+        warnings.warn(f"without the demo: for Python {NEWEST}, pip has only a torch with CUDA", stacklevel=1)
         return
     demo = (python, "-m", "fusion_bench_nufilt.demo", "--out", tmp_path / "demo")
     run(*demo, NUFILT_DEMO="tiny", NUFILT_CACHE=str(tmp_path / "cache"))
