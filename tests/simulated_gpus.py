@@ -1,7 +1,7 @@
 """GPUs that are simulated: tensors in main memory that say they lie on a GPU, under the rules of one.
 
-A tensor of another device beside one on a GPU is an error, a GPU has a capacity, and a ledger notes transfers, waits and
-memory. The arithmetic is the CPU's, so that methods which add up in the same order give the CPU's bits.
+A tensor of another device beside one on a GPU is an error, a GPU has a capacity, and a ledger notes transfers, waits
+and memory. The arithmetic is the CPU's, so that methods which add up in the same order give the CPU's bits.
 """
 
 import gc
@@ -17,7 +17,7 @@ import torch._dynamo  # it takes stock of functions that are replaced below
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-CPU = torch.device("cpu")
+CPU, TO = torch.device("cpu"), torch.Tensor.to
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "_linalg_eigh", "_linalg_svd", "_linalg_check_errors"}
 SOLVERS = {"_linalg_eigh", "_linalg_svd", "linalg_qr", "linalg_cholesky_ex"}
 
@@ -99,12 +99,7 @@ class OnGPU(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {})
 
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.to and isinstance(args[-1], OnGPU) and len(args) == 2:  # `x.to(like)`
-            args = args[0], args[1].device, args[1].dtype
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
 
 class Rules(TorchDispatchMode):
@@ -116,12 +111,15 @@ class Rules(TorchDispatchMode):
 
 def run(func, args, kwargs):
     """Do an operation on the CPU, and put its results where they belong."""
-    name, tensors = func.overloadpacket.__name__, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    name, tensors = (
+        func.overloadpacket.__name__,
+        [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)],
+    )
     places = {x.device for x in tensors if x.device.type == "cuda"}
     target = kwargs.get("device") or torch.device("meta")
     if target.type == "meta" and places:
         target = next(iter(places))
-    target = torch.device("cuda", 0) if target == torch.device("cuda") else target
+    target = numbered(target)
     if name == "scalar_tensor" and target.type == "meta":
         target, kwargs = CPU, {**kwargs, "device": CPU}  # PyTorch's own code made it for an operation on a GPU
     if target.type not in ("cpu", "cuda") or (not places and target.type == "cpu"):
@@ -150,6 +148,19 @@ def run(func, args, kwargs):
         return own.get(id(x)) if id(x) in own else OnGPU(x, target)
 
     return tree_map(place, func(*values, **options))
+
+
+def numbered(device):
+    """Return the first GPU for one without a number, which a PyTorch without CUDA can't find."""
+    without = isinstance(device, str | torch.device) and str(device) == "cuda"
+    return torch.device("cuda", 0) if without else device
+
+
+def to(tensor, *args, **kwargs):
+    """Do the work of ``Tensor.to``, also for a tensor on a GPU in place of a device and a dtype."""
+    if args and isinstance(args[0], OnGPU):
+        args = args[0].device, args[0].dtype, *args[1:]
+    return TO(tensor, *map(numbered, args), **kwargs)
 
 
 def note_transfer(source, target):
@@ -197,6 +208,7 @@ def simulated(count=2, capability=(8, 0)):
     with pytest.MonkeyPatch.context() as patch, Rules():
         patch.delenv("LT_ACCELERATOR", raising=False)
         patch.setattr(threading.Thread, "_bootstrap_inner", under_rules)
+        patch.setattr(torch.Tensor, "to", to)
         for names, value in (
             ("is_available is_initialized", lambda: True),
             ("device_count", lambda: count),
@@ -211,3 +223,11 @@ def simulated(count=2, capability=(8, 0)):
             for name in names.split():
                 patch.setattr(torch.cuda, name, value)
         yield ledger
+
+
+_whole_run = simulated()
+
+
+def pytest_load_initial_conftests():
+    """Simulate GPUs for a whole run of ``pytest -p tests.simulated_gpus``."""
+    _whole_run.__enter__()
