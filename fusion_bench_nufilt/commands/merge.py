@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from yaml import YAMLError
 
 from fusion_bench_nufilt.compare.overrides import key_value
-from fusion_bench_nufilt.core.options import split_options, unknown
+from fusion_bench_nufilt.core.options import split_options, unknown, with_scope
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.merge import Plan, Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.merge.changes import kept_from_base
@@ -42,8 +42,8 @@ KINDS = (*dict.fromkeys(method.Options for method in METHODS.values()), TargetCo
 MODELS = ("base", "tasks", "merged", "out", "digests")
 # The options that determine which tensors of the models are read.
 _READ = {"base", "tasks", "merged", "step", "method", *(each.name for each in fields(TargetConfig))}
-# The settings that a manifest may not choose: where to compute, where to connect, and what to write.
-_OF_THE_USER = {"engine", "address", "device", "max_memory", "step", "verify", *MODELS}
+# What a manifest may not choose: where to compute, where to connect, and what to write.
+_OF_THE_USER = {*with_scope(KINDS, "machine", "run"), *MODELS}
 _TASK = re.compile(r"task (0|[1-9]\d{0,5})")
 _model_option = partial(typer.Option, rich_help_panel="Models")
 
