@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_nufilt.core.options import split_options
+from fusion_bench_nufilt.core.options import split_options, with_scope
 from fusion_bench_nufilt.layers import TargetConfig, coverage
 from fusion_bench_nufilt.layers.models import UNRELATED, leave_out, unrelated
 from fusion_bench_nufilt.layers.names import block_of
@@ -177,8 +177,9 @@ def _check_merged(plan: Plan, merged: FullModel) -> Iterator[str]:
     floats = (slot for slot, key in base.keys.items() if plan.base.tensors[key].dtype in FLOATS)
     merged.checkpoint.check_floats(merged.keys[slot] for slot in floats)
     now, before = json.loads(json.dumps(plan.options())), plan.before.get("settings", {})
-    compared = [key for key in now if key in before and key not in ("accumulate", "device", "tokenizer", "weights")]
-    if changed := [f"{key} was {before[key]!r}, is {now[key]!r}" for key in compared if before[key] != now[key]]:
+    lasting = ("method", *with_scope((type(plan.method.options), TargetConfig, Settings), "stream"))
+    differing = [key for key in lasting if key in now and key in before and before[key] != now[key]]
+    if changed := [f"{key} was {before[key]!r}, is {now[key]!r}" for key in differing]:
         yield f"settings differ from those that '{name}' was made with: {'; '.join(changed)}"
 
 

@@ -109,12 +109,6 @@ class OrderFree(LayerMethod):
         state = sum(math.prod(each) for each in self.sums(d_o, d_i).values())
         return itemsize * (4 * state + 4 * d_o * d_i + 8 * min(d_o, d_i) ** 2)
 
-    def flops(self, shape: tuple[int, ...], ranks: Sequence[int | None]) -> float:
-        shorter, longer = sorted(shape)
-        one_task = 8 * longer * shorter**2  # two products in float64, whose operations count twice
-        weight = 8 * longer * shorter**2 + 24 * shorter**3
-        return len(ranks) * one_task + weight
-
 
 def _widened(state: State) -> State:
     return {name: value.double() if value.is_floating_point() else value for name, value in state.items()}
