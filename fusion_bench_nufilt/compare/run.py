@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fusion_bench_nufilt.cluster import Results, Work, connect, find_nodes, run_locally, run_on_cluster
-from fusion_bench_nufilt.pages.content import Json, References, Run
+from fusion_bench_nufilt.pages.content import Json, References, SeedRun
 from fusion_bench_nufilt.stream.models import reason
 from fusion_bench_nufilt.stream.protocol import Evaluate, task_order
 
@@ -83,7 +83,7 @@ def compare(
     with closing(store), quiet(), _progress_bars(console) as progress:
         references = _score_single_models(store, experiment, progress)
         runs, missing = _known_runs(store, seeds, configs, experiment.tasks)
-        runs |= {(spec, seed): Run({}, error=why) for spec, why in wrong.items() for seed in seeds}
+        runs |= {(spec, seed): SeedRun({}, error=why) for spec, why in wrong.items() for seed in seeds}
         work = {name: (config,) for name, (_, config) in missing.items()}
         here, data = engine == "local" and jobs == 1, (pools, validation)
         results = _run_here(work, experiment, progress) if here else _run_apart(work, data, jobs, engine, address)
@@ -136,7 +136,7 @@ def _score_single_models(store: Store, experiment: Experiment, progress: Progres
 
 def _known_runs(
     store: Store, seeds: Sequence[int], configs: Mapping[RunSpec, Json], tasks: Sequence[str]
-) -> tuple[dict[tuple[RunSpec, int], Run], dict[str, tuple[RunSpec, Json]]]:
+) -> tuple[dict[tuple[RunSpec, int], SeedRun], dict[str, tuple[RunSpec, Json]]]:
     """Return the runs that are kept, and by name the methods and configurations of the missing ones."""
     runs, missing = {}, {}
     for seed, (spec, config) in product(seeds, configs.items()):  # an interrupted comparison has some seeds whole
@@ -167,7 +167,7 @@ def _run_apart(work: Work, data: tuple[Any, ...], jobs: int, engine: Engine, add
 def _keep(
     results: Results,
     missing: Mapping[str, tuple[RunSpec, Json]],
-    runs: dict[tuple[RunSpec, int], Run],
+    runs: dict[tuple[RunSpec, int], SeedRun],
     store: Store,
     progress: Progress,
 ) -> None:
