@@ -14,7 +14,7 @@ from fusion_bench_nufilt.analysis.settings import AnalysisConfig
 from fusion_bench_nufilt.compare.overrides import without_method
 from fusion_bench_nufilt.merge import Plan
 from fusion_bench_nufilt.merge.folders import refuse_inside
-from fusion_bench_nufilt.pages.analysis import Content
+from fusion_bench_nufilt.pages.analysis import AnalysisContent
 from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.storage.files import lock_folder, printable, read_json, refuse_foreign, shown
 
@@ -73,7 +73,7 @@ def analyze(
         if plan is not None:
             refuse_inside(plan, out)
         # Another program's file of that name would be overwritten, with what lies beside it.
-        read_json(out / "analysis.json", Content, "name a new or an empty folder", sealed=True)
+        read_json(out / "analysis.json", AnalysisContent, "name a new or an empty folder", sealed=True)
         runs = finished_runs([folder.expanduser() for folder in run or ()])
         lock = lock_folder(out)
         try:

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.cluster import Results, Work, connect, find_nodes, run_locally, run_on_cluster
-from fusion_bench_nufilt.pages.content import Json, References, Run
+from fusion_bench_nufilt.pages.content import Json, References, SeedRun
 from fusion_bench_nufilt.stream.models import reason
 from fusion_bench_nufilt.stream.protocol import Evaluate, task_order
 
@@ -86,7 +86,7 @@ def compare(
     with closing(store), quiet():
         references = _score_single_models(store, experiment, bars)
         runs, missing = _known_runs(store, seeds, configs, experiment.tasks)
-        runs |= {(spec, seed): Run({}, error=why) for spec, why in wrong.items() for seed in seeds}
+        runs |= {(spec, seed): SeedRun({}, error=why) for spec, why in wrong.items() for seed in seeds}
         work = {name: (config,) for name, (_, config) in missing.items()}
         here, data = engine == "local" and jobs == 1, (pools, validation)
         results = _run_here(work, experiment, bars) if here else _run_apart(work, data, jobs, engine, address)
@@ -139,7 +139,7 @@ def _score_single_models(store: Store, experiment: Experiment, bars: Bars) -> Re
 
 def _known_runs(
     store: Store, seeds: Sequence[int], configs: Mapping[RunSpec, Json], tasks: Sequence[str]
-) -> tuple[dict[tuple[RunSpec, int], Run], dict[str, tuple[RunSpec, Json]]]:
+) -> tuple[dict[tuple[RunSpec, int], SeedRun], dict[str, tuple[RunSpec, Json]]]:
     """Return the runs that are kept, and by name the methods and configurations of the missing ones."""
     runs, missing = {}, {}
     for seed, (spec, config) in product(seeds, configs.items()):  # an interrupted comparison has some seeds whole
@@ -170,7 +170,7 @@ def _run_apart(work: Work, data: tuple[Any, ...], jobs: int, engine: Engine, add
 def _keep(
     results: Results,
     missing: Mapping[str, tuple[RunSpec, Json]],
-    runs: dict[tuple[RunSpec, int], Run],
+    runs: dict[tuple[RunSpec, int], SeedRun],
     store: Store,
     bars: Bars,
 ) -> None:
