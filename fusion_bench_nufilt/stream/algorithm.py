@@ -77,8 +77,6 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
             raise ValueError(f"{type(self).__name__}: {unknown('option', min(strange), known)}")
         super().__init__(**others)  # FusionBench would report the others as unused
 
-    # --- what a method defines ---
-
     @property
     def name(self) -> str:
         """The name of the method in tables and logs."""
@@ -121,8 +119,6 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
 
     def restore(self, step: int) -> None:
         """Take over what the log directory has of the steps up to ``step`` when a run is resumed."""
-
-    # --- the run ---
 
     @property
     def taskpool(self) -> Any:
