@@ -9,18 +9,17 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.analysis.settings import AnalysisConfig
 from fusion_bench_nufilt.compare.overrides import without_method
 from fusion_bench_nufilt.merge import Plan
 from fusion_bench_nufilt.merge.folders import refuse_inside
-from fusion_bench_nufilt.pages.analysis import Content
+from fusion_bench_nufilt.pages.analysis import AnalysisContent
 from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.storage.files import lock_folder, printable, read_json, refuse_foreign, shown
 
 from .options import patterns, takes_options, was_typed
-from .terminal import AsJson, Quiet, terminal
+from .terminal import AsJson, Quiet, bars_on, terminal
 
 without_data = partial(typer.Option, rich_help_panel="Folders, without data")
 
@@ -74,12 +73,12 @@ def analyze(
         if plan is not None:
             refuse_inside(plan, out)
         # Another program's file of that name would be overwritten, with what lies beside it.
-        read_json(out / "analysis.json", Content, "name a new or an empty folder", sealed=True)
+        read_json(out / "analysis.json", AnalysisContent, "name a new or an empty folder", sealed=True)
         runs = finished_runs([folder.expanduser() for folder in run or ()])
         lock = lock_folder(out)
         try:
             if plan is not None:
-                with tqdm(total=len(plan.layers), desc="Analysing layers", disable=console.quiet or None) as bar:
+                with bars_on(console)(total=len(plan.layers), desc="Analysing layers") as bar:
                     analysis = analyze_folders(plan, config.task_rank, bar.update)
             else:
                 analysis = _pool(console, methods, runs, words, modelpool, config, out, targets)
@@ -132,7 +131,7 @@ def _pool(
         console.print(pool.memory_note, highlight=False)
         wanted = "" if runs or methods == "none" else methods or default_methods(pool.width)
         specs = parse_methods(wanted, overrides)
-        bars = partial(tqdm, disable=console.quiet or None, file=console.file)
+        bars = bars_on(console)
         with bars(total=len(pool.tasks), desc="Analysing tasks") as bar:
             result = pool.run(bar.update)
         steps = len(pool.tasks) * (len(specs) + len(runs))

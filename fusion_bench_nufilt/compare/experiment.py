@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fusion_bench_nufilt.layers import select_layers
-from fusion_bench_nufilt.pages.content import References, Run
+from fusion_bench_nufilt.pages.content import References, SeedRun
 from fusion_bench_nufilt.pages.metrics import or_none
 from fusion_bench_nufilt.storage.checkpoint import package_versions
 from fusion_bench_nufilt.stream.evaluation import Evaluator, Part, Report, score
@@ -194,11 +194,11 @@ class Experiment:
             on_step()
         return references
 
-    def run(self, config: dict[str, Any], on_step: OnStep = lambda *_: None) -> Run:
+    def run(self, config: dict[str, Any], on_step: OnStep = lambda *_: None) -> SeedRun:
         """Merge the stream by a method's configuration, which has the seed; an error is part of the result."""
         device = self.fabric.device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-        result = partial(Run, config, environment={**package_versions(), "device": kind})
+        result = partial(SeedRun, config, environment={**package_versions(), "device": kind})
         try:
             lightning.seed_everything(config["seed"], verbose=False)  # some methods draw from the global generators
             algorithm = self.make_method(config)
@@ -222,7 +222,7 @@ class Experiment:
             torch.cuda.empty_cache()
 
 
-def run_alone(overrides: tuple[str, ...], validation: bool | None, config: dict[str, Any]) -> Run:
+def run_alone(overrides: tuple[str, ...], validation: bool | None, config: dict[str, Any]) -> SeedRun:
     """Run a method in a separate process, which keeps the pools that the overrides choose, with data and heads."""
     with quiet():
         return _experiment(overrides, validation).run(config)

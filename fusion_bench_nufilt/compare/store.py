@@ -10,7 +10,7 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.pages.content import References, Run, check_references
+from fusion_bench_nufilt.pages.content import References, SeedRun, check_references
 from fusion_bench_nufilt.storage.files import file_name, lock_folder, read_json, write_json
 
 from .specs import RunSpec
@@ -82,10 +82,10 @@ class Store:
             read_json(file, _RunFile, advice="if it is not of this comparison, move it elsewhere, else delete it")
         return [*runs, self._file, self._references]
 
-    def load(self, spec: RunSpec, config: dict[str, Any], order: Sequence[str]) -> Run | None:
+    def load(self, spec: RunSpec, config: dict[str, Any], order: Sequence[str]) -> SeedRun | None:
         """Return the finished run of a method, or None; refuse one of another configuration or of other tasks."""
         file = self._run_file(spec, config)
-        run = read_json(file, Run, _DELETE, sealed=True)
+        run = read_json(file, SeedRun, _DELETE, sealed=True)
         if run is None or run.error is not None:
             return None
         self._refuse_others(f"'{spec.label}' with ", run.config, config)
@@ -95,7 +95,7 @@ class Store:
             )
         return run
 
-    def save(self, spec: RunSpec, run: Run) -> None:
+    def save(self, spec: RunSpec, run: SeedRun) -> None:
         file = self._run_file(spec, run.config)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, {"label": spec.label, "seed": run.config["seed"], **asdict(run)})

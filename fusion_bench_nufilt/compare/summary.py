@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from fusion_bench_nufilt.pages.content import Json, Method, References, Results, Run
+from fusion_bench_nufilt.pages.content import ComparisonContent, Json, Method, References, SeedRun
 from fusion_bench_nufilt.pages.metrics import or_none
 from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.storage.files import write_json
@@ -20,7 +20,7 @@ from .specs import NEED_DATA, RunSpec
 _OVERHEAD = ("overhead", "clip-vit-base-patch32_TA8")  # the paper's table of costs, and the models that it is for
 
 
-class Comparison(Results):
+class Comparison(ComparisonContent):
     """The methods of a comparison on all seeds, beside the numbers that the paper prints for them."""
 
     @classmethod
@@ -30,7 +30,7 @@ class Comparison(Results):
         tasks: list[str],
         seeds: list[int],
         references: References,
-        runs: Mapping[RunSpec, Mapping[int, Run]],
+        runs: Mapping[RunSpec, Mapping[int, SeedRun]],
         preset: str | None = None,
     ) -> "Comparison":
         """Gather all runs, by method and seed."""

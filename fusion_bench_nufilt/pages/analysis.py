@@ -1,6 +1,6 @@
 """The pictures and the page of an analysis, drawn from its files alone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired
 
 import altair as alt
@@ -10,11 +10,10 @@ from altair.typing import ChartType
 from typing_extensions import TypedDict
 
 from .charts import aside, by_depth, heat_maps, lines
-from .page import Files, Page, Tables
+from .page import Outputs, Tables, render_page
 from .theme import COLOURS, Rows, by_block, data, style, tooltip
 
 Json = dict[str, Any]
-Matrix = list[list[float | None]]
 
 _BOTH = ("stability", "plasticity")
 _LOSSES = {key: f"{key} loss" for key in _BOTH} | {key: f"{key} mean" for key in ("harmonic", "arithmetic")}
@@ -27,14 +26,14 @@ MEASURED = {
 _INPUTS = {"fixed": "fixed inputs", "relative": "fixed inputs, relative", "propagated": "propagated inputs"}
 
 
-class Content(TypedDict):
+class AnalysisContent(TypedDict):
     about: Json
     tasks: list[str]
     names: list[str]  # of the task vectors
     task_rank: int
     layers: list[Json]
     vectors: dict[str, dict[str, float | None]]
-    overlap: dict[str, Matrix]
+    overlap: dict[str, list[list[float | None]]]
     energy: dict[str, list[float]]
     reading: list[str]
     layers_of: NotRequired[dict[str, dict[str, float]]]
@@ -46,12 +45,12 @@ class Content(TypedDict):
     versions: NotRequired[Json]
 
 
-def analysis_files(content: Content, tables: Tables) -> Files:
+def analysis_outputs(content: AnalysisContent, tables: Tables) -> Outputs:
     """Make the page, and each picture for which there are numbers."""
-    return Files(_page(content, tables), pictures_of(content, tables))
+    return Outputs(_page(content, tables), pictures_of(content, tables))
 
 
-def pictures_of(content: Content, tables: Tables) -> dict[str, ChartType]:
+def pictures_of(content: AnalysisContent, tables: Tables) -> dict[str, ChartType]:
     """Return, by name, each picture for which ``analysis.json`` and the tables beside it have numbers."""
     apart: Any = dict.fromkeys(("color", "shape", "strokeDash"), "independent")  # each chart has its own legend
     pictures: dict[str, ChartType] = {"spectra": _energy(content)}
@@ -74,7 +73,7 @@ def pictures_of(content: Content, tables: Tables) -> dict[str, ChartType]:
     return pictures
 
 
-def _affinity(content: Content, panels: int) -> ChartType:
+def _affinity(content: AnalysisContent, panels: int) -> ChartType:
     tasks, kinds = content["tasks"], [layer["kind"] for layer in content["layers"]]
     maps = {
         f"{group}: {words} over {len(kinds) if group == 'all' else kinds.count(group)} layers": row[key]
@@ -84,7 +83,7 @@ def _affinity(content: Content, panels: int) -> ChartType:
     return heat_maps(maps, tasks, tasks, ("data of", "task vector of"), legend="affinity", panels=panels)
 
 
-def _distributions(content: Content, table: pd.DataFrame, panels: int) -> ChartType:
+def _distributions(content: AnalysisContent, table: pd.DataFrame, panels: int) -> ChartType:
     """Draw the distribution over the layers of the affinities, from 0 to 1, of a high, a moderate and a low pair."""
     tasks, sets, marks = content["tasks"], {}, {}
     grid, scale = np.arange(201) / 200, alt.Scale(domain=[0, 1])
@@ -99,7 +98,7 @@ def _distributions(content: Content, table: pd.DataFrame, panels: int) -> ChartT
     return lines(sets, grid.tolist(), x_title, y_title, marks=marks, **look)
 
 
-def _by_rank(content: Content) -> ChartType:
+def _by_rank(content: AnalysisContent) -> ChartType:
     found = content["affinity_by_rank"]
     names = {"diagonal": "matched: the task's own vector", "off_diagonal": "mismatched: another task's"}
     curves = {title: found[key] for key, title in (names | {"chance": "chance"}).items() if found[key]}
@@ -108,7 +107,7 @@ def _by_rank(content: Content) -> ChartType:
     return lines({"": curves}, found["ranks"], "rank r = r_d = r_v", title, **scales)
 
 
-def _overlap(content: Content, panels: int) -> ChartType:
+def _overlap(content: AnalysisContent, panels: int) -> ChartType:
     """Draw how far the task vectors overlap, without the overlap of each with itself, which is 1."""
     names = content["names"]
     maps = {
@@ -119,14 +118,14 @@ def _overlap(content: Content, panels: int) -> ChartType:
     return heat_maps(maps, names, names, ("vector", "vector"), legend=title, panels=panels)
 
 
-def _energy(content: Content) -> ChartType:
+def _energy(content: AnalysisContent) -> ChartType:
     directions = range(1, 1 + max(map(len, content["energy"].values())))
     options: Any = {"heights": {"90 %": 0.9}, "y_scale": alt.Scale(domain=[0, 1]), "dots": False}
     title = "share of the energy, mean over layers"
     return lines({"": content["energy"]}, directions, "directions", title, **options)
 
 
-def _effective_ranks(content: Content, table: pd.DataFrame) -> ChartType:
+def _effective_ranks(content: AnalysisContent, table: pd.DataFrame) -> ChartType:
     layers = pd.DataFrame(content["layers"]).set_index("name")
     kinds = list(layers["kind"].unique())
     rows = table.join(layers, on="layer").rename(columns={"kind": "name", "effective_rank": "y"})
@@ -137,7 +136,7 @@ def _effective_ranks(content: Content, table: pd.DataFrame) -> ChartType:
     return points.properties(width=420, height=320)
 
 
-def _measured(content: Content) -> dict[str, Json]:
+def _measured(content: AnalysisContent) -> dict[str, Json]:
     """Return the methods whose losses are known beyond the first step."""
     return {name: row for name, row in content.get("methods", {}).items() if "fixed" in row}
 
@@ -191,72 +190,56 @@ def _points(rows: pd.DataFrame, x: alt.X, y: alt.Y, size: int, **looks: Any) -> 
     return points.encode(x=x, y=y, tooltip=tooltip(name="", layer="layer", task="task"), **looks)
 
 
-def _page(content: Content, tables: Tables) -> Page:
-    source = content["about"].get("modelpool") or content["about"].get("base", "")
-    page = Page(f"{source}: why it merges", f"{len(content['tasks'])} tasks, {len(content['layers'])} layers")
-    page.heading("Reading")
-    page.bullets(content["reading"])
-    if "affinity" in content:
-        _affinity_section(page, content, tables)
-    if len(content["names"]) > 1:
-        page.heading(f"Overlap of the task vectors' top {content['task_rank']} directions")
-        page.chart(_overlap(content, 0))
-    _vector_section(page, content)
-    if measured := _measured(content):
-        _loss_section(page, measured)
-    if rows := content.get("theorem"):
-        page.heading("Theorem 1")
-        page.words("For how many pairs of a layer and a task its condition holds, and how high the affinity is.")
-        page.table([key.replace("_", " ") for key in rows[0]], [list(row.values()) for row in rows])
-    page.configuration({"analysis": content["about"], "versions": content.get("versions", {})})
-    return page
+def _page(content: AnalysisContent, tables: Tables) -> str:
+    about, measured, theorem = content["about"], _measured(content), content.get("theorem")
+    layers = {title: [row] for title, row in content.get("layers_of", {}).items()}
+    return render_page(
+        "analysis.html",
+        title=f"{about.get('modelpool') or about.get('base', '')}: why it merges",
+        subtitle=f"{len(content['tasks'])} tasks, {len(content['layers'])} layers",
+        reading=content["reading"],
+        affinity=_affinity_section(content, tables) if "affinity" in content else None,
+        overlap=_overlap(content, 0) if len(content["names"]) > 1 else None,
+        task_rank=content["task_rank"],
+        vectors=_vector_table(content),
+        energy=_energy(content),
+        layers=by_depth(layers) if layers else None,
+        losses=_loss_section(measured) if measured else None,
+        theorem=_table(list(theorem[0]), [list(row.values()) for row in theorem]) if theorem else None,
+        configuration={"analysis": about, "versions": content.get("versions", {})},
+    )
 
 
-def _affinity_section(page: Page, content: Content, tables: Tables) -> None:
-    found = content["affinity"]
-    page.heading("Affinity of data and task vectors")
-    page.chart(_affinity(content, 0))
+def _table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=[name.replace("_", " ") for name in names], dtype=object)
+
+
+def _affinity_section(content: AnalysisContent, tables: Tables) -> Json:
+    found, dominance, distributions = content["affinity"], None, None
     if all("dominance" in row for row in found.values()):
         header = ["layers", "matched", "mismatched", "ratio", "rows led", "columns led", "P(matched above)", "chance"]
         keys = ("diagonal", "off_diagonal", "ratio", "rows", "columns", "matched_above")
         rows = [[group, *(row["dominance"][key] for key in keys), row["chance"]] for group, row in found.items()]
-        page.table(header, rows)
+        dominance = _table(header, rows)
     if "affinity" in tables and content["pairs"]:
-        page.words("The layers' affinities for a high, a moderate and a low pair:")
-        page.chart(_distributions(content, tables["affinity"], 0))
-    page.words("The affinity over the rank r = r_d = r_v:")
-    page.chart(_by_rank(content))
+        distributions = _distributions(content, tables["affinity"], 0)
+    maps, by_rank = _affinity(content, 0), _by_rank(content)
+    return {"maps": maps, "dominance": dominance, "distributions": distributions, "by_rank": by_rank}
 
 
-def _vector_section(page: Page, content: Content) -> None:
-    page.heading("Task vectors")
+def _vector_table(content: AnalysisContent) -> pd.DataFrame:
     keys = ("relative_norm", "effective_rank", "rank_90", "energy_in_top")
     header = ["task", *keys[:2], "directions for 90 %", f"energy in the top {content['task_rank']}"]
-    rows = [[name, *(row[key] for key in keys)] for name, row in content["vectors"].items()]
-    page.table([title.replace("_", " ") for title in header], rows)
-    page.words("Share of the energy in the first directions, mean over the layers:")
-    page.chart(_energy(content))
-    if "layers_of" in content:
-        page.words("One point is a layer; hover for its name.")
-        page.chart(by_depth({title: [by_layer] for title, by_layer in content["layers_of"].items()}))
+    return _table(header, [[name, *(row[key] for key in keys)] for name, row in content["vectors"].items()])
 
 
-def _loss_section(page: Page, measured: Mapping[str, Json]) -> None:
-    page.heading("Stability and plasticity losses")
-    page.words(
-        "Lower is better, and a method that changes little has small losses whatever it does for accuracy: read them "
-        "beside ACC and BWT. Means over the steps from the second on; fixed inputs are those of each task's own model."
-    )
+def _loss_section(measured: Mapping[str, Json]) -> Json:
     losses, rows = (*_BOTH, "harmonic", "harmonic_of_means", "arithmetic"), []
     for name, row in measured.items():
         scores = [None if row.get(key) is None else 100 * row[key] for key in ("ACC", "BWT")]
         rho = [row["rank_correlation"][loss]["layers"] for loss in _BOTH]
         rows.append([name, *scores, *(row["fixed"]["mean"][loss] for loss in losses), *rho])
-    titles = ["method", "ACC %", "BWT %", *losses, "rho stability", "rho plasticity"]
-    page.table([title.replace("_", " ") for title in titles], rows)
-    page.words(
-        "rho: Spearman's rank correlation, over the layers of a step, of the measured losses with the data-free ones "
-        "that the method minimises."
-    )
+    means = _table(["method", "ACC %", "BWT %", *losses, "rho stability", "rho plasticity"], rows)
     steps = next(iter(measured.values()))["fixed"]["steps"]
-    page.chart(lines(_loss_curves(measured), steps, "step", y_scale=alt.Scale(zero=True)))
+    by_step = lines(_loss_curves(measured), steps, "step", y_scale=alt.Scale(zero=True))
+    return {"means": means, "by_step": by_step}

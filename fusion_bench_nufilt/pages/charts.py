@@ -16,7 +16,7 @@ from altair.typing import ChartType
 from .names import depth, kind
 from .theme import (
     GREY,
-    Matrix,
+    Grid,
     Options,
     Rows,
     arranged,
@@ -36,7 +36,7 @@ Marks = Mapping[str, tuple[float | str, str]]
 
 
 def heat_maps(
-    maps: Mapping[str, Matrix],
+    maps: Mapping[str, Grid],
     rows: Sequence[str],
     columns: Sequence[str],
     words: tuple[str, str],
@@ -75,6 +75,12 @@ def heat_maps(
         return layered([squares, texts], part, (cell_size * len(columns), cell_size * len(rows)), title)
 
     return arranged(numbers, names, draw, panels)
+
+
+def score_maps(maps: Mapping[str, Grid], steps: Sequence[str], tasks: Sequence[str], panels: int = 0) -> ChartType:
+    """Draw matrices of scores in per cent, with a row for each step and a column for each task."""
+    look: Any = {"domain": (0, 100), "legend": "score (%)", "panels": panels}
+    return heat_maps(maps, steps, tasks, ("after", "task"), **look)
 
 
 def lines(
@@ -155,7 +161,7 @@ def _dashed_lines(heights: Mapping[str, float], place: alt.X | None) -> list[alt
     return layers
 
 
-def bars_by_step(series: Mapping[str, Matrix], tasks: Sequence[str]) -> ChartType:
+def bars_by_step(series: Mapping[str, Grid], tasks: Sequence[str]) -> ChartType:
     """Draw the scores of all tasks after the step that a slider chooses, with a bar for each series.
 
     The matrices have a row for each step and a column for each of ``tasks``, in merging order, in per cent.

@@ -7,12 +7,12 @@ from itertools import islice
 import altair as alt
 from altair.typing import ChartType
 
-from .charts import bars_by_step, heat_maps, lines
+from .charts import bars_by_step, lines, score_maps
 from .comparison_tables import main_table, method_numbers, overhead_tables, task_numbers, task_table
-from .content import Method, Results
+from .content import ComparisonContent, Method
 from .metrics import METRICS, AccuracyMatrix, Mean
-from .page import Files, Page, Tables
-from .tables import print_table
+from .page import Outputs, Tables, render_page
+from .tables import print_table, to_csv
 from .theme import COLOURS, Options, Rows, by_name, layered, tooltip
 
 #: The pictures of a comparison, and what they show on its page.
@@ -28,7 +28,7 @@ _TITLES = {"plasticity": "each task right after its step"}
 _MOST_BANDS = 6  # more would hide each other
 
 
-def comparison_files(results: Results, _: Tables) -> Files:
+def comparison_outputs(results: ComparisonContent, _: Tables) -> Outputs:
     """Make tables, pictures and the page; a picture that would show nothing is left out.
 
     Scores are fractions in ``.json`` and ``.csv`` files, and per cent elsewhere.
@@ -40,17 +40,17 @@ def comparison_files(results: Results, _: Tables) -> Files:
     ):
         texts[f"{name}.md"] = table.as_markdown()
         texts[f"{name}.tex"] = table.as_latex()
-        texts[f"{name}.csv"] = numbers.to_csv(index=False, lineterminator="\n")
+        texts[f"{name}.csv"] = to_csv(numbers)
     if costs := overhead_tables(results):
         texts["overhead.md"] = "\n".join(table.as_markdown() for table in costs)
         texts["overhead.tex"] = "".join(table.as_latex() for table in costs)
     charts: dict[str, ChartType | None] = {**charts_of(results, panels=True)}
     if results.preset != "":  # an older file does not say which preset, and thus which pictures, it has
         charts |= dict.fromkeys(PICTURES.keys() - charts.keys())
-    return Files(_page(results), charts, texts)
+    return Outputs(_page(results), charts, texts)
 
 
-def print_comparison(results: Results) -> None:
+def print_comparison(results: ComparisonContent) -> None:
     """Print the tables to the terminal: that of the tasks if it fits, then the main one with its notes."""
     print_table(task_table(results).as_rich(), if_it_fits=True)  # it is in per_task.md, too
     main = main_table(results)
@@ -59,31 +59,31 @@ def print_comparison(results: Results) -> None:
     print("\n".join(main.notes))
 
 
-def _page(results: Results) -> Page:
-    seeds = results.seeds
+def _page(results: ComparisonContent) -> str:
+    seeds, methods = results.seeds, results.methods
     orders = "one task order" if len(seeds) == 1 else f"{len(seeds)} task orders"
-    page = Page(
-        f"{results.settings['modelpool']}: {len(results.methods)} methods",
-        f"{len(results.tasks)} models merged one after another, {orders} ({', '.join(map(str, seeds))})",
-    )
-    page.texts(main_table(results))
     charts = charts_of(results, panels=False)
-    for name, title in PICTURES.items():
-        if name in charts:
-            page.heading(title.format(seed=seeds[0]))
-            page.chart(charts[name])
+    bars = None
     if matrices := results.first_seed:
-        page.words("Side by side, after the step that the slider chooses:")
-        scores = {label: (100 * matrix.values).tolist() for label, matrix in matrices.items()}
-        page.chart(bars_by_step(scores, next(iter(matrices.values())).tasks))
-    for table in (task_table(results), *overhead_tables(results)):
-        page.texts(table)
-    overrides = {label: method.overrides for label, method in results.methods.items()}
-    page.configuration({"settings": results.settings, "methods": overrides, "versions": results.environment})
-    return page
+        scores = {label: matrix.percents for label, matrix in matrices.items()}
+        bars = bars_by_step(scores, next(iter(matrices.values())).tasks)
+    return render_page(
+        "comparison.html",
+        title=f"{results.settings['modelpool']}: {len(methods)} methods",
+        subtitle=f"{len(results.tasks)} models merged one after another, {orders} ({', '.join(map(str, seeds))})",
+        main=main_table(results),
+        charts={title.format(seed=seeds[0]): charts[name] for name, title in PICTURES.items() if name in charts},
+        bars=bars,
+        tables=[task_table(results), *overhead_tables(results)],
+        configuration={
+            "settings": results.settings,
+            "methods": {label: method.overrides for label, method in methods.items()},
+            "versions": results.environment,
+        },
+    )
 
 
-def charts_of(results: Results, *, panels: bool) -> dict[str, ChartType]:
+def charts_of(results: ComparisonContent, *, panels: bool) -> dict[str, ChartType]:
     """Return each chart for which there are numbers, by the name of its picture.
 
     With ``panels``, sets are drawn side by side, as in a picture; without, a menu chooses one, as on a page.
@@ -106,7 +106,7 @@ def charts_of(results: Results, *, panels: bool) -> dict[str, ChartType]:
     return charts
 
 
-def _accuracy_per_step(results: Results, methods: Mapping[str, Method]) -> ChartType:
+def _accuracy_per_step(results: ComparisonContent, methods: Mapping[str, Method]) -> ChartType:
     """Draw the mean score of the tasks seen so far: the mean over the seeds, in a band of one standard deviation.
 
     With several orders, the t tasks seen at step t differ from order to order.
@@ -134,14 +134,10 @@ def _accuracy_per_step(results: Results, methods: Mapping[str, Method]) -> Chart
 
 
 def _accuracy_matrices(matrices: Mapping[str, AccuracyMatrix], panels: bool) -> ChartType:
+    maps = {f"{label}\n{matrix.summary()}" if panels else label: matrix.percents for label, matrix in matrices.items()}
     tasks = next(iter(matrices.values())).tasks
-    maps = {
-        f"{label}\n{matrix.summary()}" if panels else label: (100 * matrix.values).tolist()
-        for label, matrix in matrices.items()
-    }
     across = min(4, math.ceil(len(maps) ** 0.5)) if panels else 0
-    after = [f"+ {task}" for task in tasks]
-    return heat_maps(maps, after, tasks, ("after", "task"), domain=(0, 100), legend="score (%)", panels=across)
+    return score_maps(maps, [f"+ {task}" for task in tasks], tasks, across)
 
 
 def _dots(methods: Mapping[str, Method], *names: str) -> ChartType:
@@ -177,7 +173,7 @@ def _dots(methods: Mapping[str, Method], *names: str) -> ChartType:
     return alt.hconcat(*panels)
 
 
-def _sensitivity(results: Results) -> ChartType:
+def _sensitivity(results: ComparisonContent) -> ChartType:
     """Draw ACC (above) and BWT (below) over what each panel varies; a dashed line marks the method's own value."""
     done, panels = results.done, results.panels or []
     symbols = {panel["key"]: panel["symbol"] for panel in panels}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from .content import Json, Method, Published, Results
+from .content import ComparisonContent, Json, Method, Published
 from .metrics import METRICS, Mean, percent
 from .tables import Table
 
@@ -17,7 +17,7 @@ _PRINTED_COSTS = ("iterations", "solving_seconds", "total_seconds", "gpu_gigabyt
 _HEADLINE = [name for name, metric in METRICS.items() if metric.headline]
 
 
-def main_table(results: Results) -> Table:
+def main_table(results: ComparisonContent) -> Table:
     """Tabulate the headline metrics, mean ± standard deviation over the seeds, beside the paper's numbers."""
     methods, printed = results.methods, results.printed
     rows = [
@@ -41,7 +41,7 @@ def main_table(results: Results) -> Table:
     return Table(title, texts, ranks, len(results.references), _notes(results, _HEADLINE))
 
 
-def task_table(results: Results) -> Table:
+def task_table(results: ComparisonContent) -> Table:
     """Tabulate the score of each task after the last step, mean ± standard deviation over the seeds."""
     tasks, references, methods = results.tasks, results.references, results.methods
     rows = {label: [percent(Mean.of([scores[task]]).mean) for task in tasks] for label, scores in references.items()}
@@ -55,7 +55,7 @@ def task_table(results: Results) -> Table:
     return Table(title, _filled(texts), ranks, len(references), _notes(results, tasks))
 
 
-def overhead_tables(results: Results) -> list[Table]:
+def overhead_tables(results: ComparisonContent) -> list[Table]:
     """Tabulate the cost of merging the whole stream, measured and as the paper prints it; iterations are per step.
 
     The total is that of merging alone, without loading and scoring; "subspaces" is the time outside the solver. Other
@@ -100,7 +100,7 @@ def _filled(texts: pd.DataFrame) -> pd.DataFrame:
     return texts.loc[:, ~texts.isin(["", "-", "failed"]).all()]
 
 
-def method_numbers(results: Results) -> pd.DataFrame:
+def method_numbers(results: ComparisonContent) -> pd.DataFrame:
     """Return the numbers of every method as fractions, seconds and bytes, for ``table.csv``."""
     names = {name: name for name in (*METRICS, "merging_seconds", "solving_seconds")} | {"memory_bytes": "memory"}
     references = [
@@ -118,7 +118,7 @@ def method_numbers(results: Results) -> pd.DataFrame:
     return pd.DataFrame([*references, *rows], columns=list(rows[0]), dtype=object)
 
 
-def task_numbers(results: Results) -> pd.DataFrame:
+def task_numbers(results: ComparisonContent) -> pd.DataFrame:
     """Return the score of each task after the last step as a fraction, for ``per_task.csv``."""
     tasks = results.tasks
     rows: list[Json] = [
@@ -134,7 +134,7 @@ def _both(means: Mapping[str, Mean]) -> Json:
     return {f"{name}_{key}": getattr(mean, key) for name, mean in means.items() for key in ("mean", "std")}
 
 
-def _notes(results: Results, shown: Sequence[str]) -> list[str]:
+def _notes(results: ComparisonContent, shown: Sequence[str]) -> list[str]:
     """Return notes on where the numbers come from, what is missing, and the printed numbers that are shown."""
     seeds, settings = results.seeds, results.settings
     over = "mean ± standard deviation over " if len(seeds) > 1 else ""
@@ -160,7 +160,7 @@ def _notes(results: Results, shown: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def _ranks(results: Results, columns: Mapping[str, Sequence[Mean]]) -> pd.DataFrame:
+def _ranks(results: ComparisonContent, columns: Mapping[str, Sequence[Mean]]) -> pd.DataFrame:
     """Rank the methods that finished every seed and need no data; numbers shown as equal rank equally."""
     compared = [method.data == "none" and method.complete for method in results.methods.values()]
     means = pd.DataFrame({name: [mean.mean for mean in column] for name, column in columns.items()})

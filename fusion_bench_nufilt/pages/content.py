@@ -26,7 +26,7 @@ _ITERATIONS = ("max_steps", "iter_num", "num_steps")  # their names in the metho
 
 
 @dataclass(frozen=True)
-class Run:
+class SeedRun:
     """One method's run on one seed, with its scores or the reason why there are none, as its file holds it."""
 
     environment: dict[str, str] = field(default_factory=dict, kw_only=True)  # versions and device
@@ -62,7 +62,7 @@ class Method:
     """One method on all seeds, which differ in the order of the tasks."""
 
     overrides: list[str]
-    runs: dict[int, Run]  # by seed
+    runs: dict[int, SeedRun]  # by seed
     data: str = "none"  # the data that it needs besides models
     published_percent: Published = field(default_factory=dict)
 
@@ -129,7 +129,7 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Results:
+class ComparisonContent:
     """Everything that the tables, the pictures and the page of a comparison are made of."""
 
     settings: Json  # model pool, overrides, models, …, as in ``compare.json``

@@ -8,11 +8,11 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.storage.files import Count
 
-from .page import Files, Page, Tables, Value
+from .page import Outputs, Tables, render_page
 from .run import layer_charts
 
 _STRONGEST = 20
-_SHOWN = {"filtered_share": "share filtered", "overlap": "overlap of subspaces"}
+_MEANS = {"filtered_share": "share filtered", "overlap": "overlap of subspaces"}
 _NORM = "norm of task vectors"
 
 
@@ -36,7 +36,7 @@ class _Report(TypedDict):
     task_norm: float
 
 
-class Merge(TypedDict):
+class MergeContent(TypedDict):
     """The fields of a merge's manifest that the page shows."""
 
     method: str
@@ -50,51 +50,43 @@ class Merge(TypedDict):
     layers: NotRequired[dict[str, list[_Report]]]
 
 
-def merge_files(content: Merge, _: Tables) -> Files:
+def merge_outputs(content: MergeContent, _: Tables) -> Outputs:
     """Make the page; refuse a saved step of a run, whose layers are in the log directory."""
     if "layers" not in content:
         raise ValueError("it is one step of a run: name the log directory of the run")
-    return Files(_page(content), {})
-
-
-def _page(content: Merge) -> Page:
     tasks, coverage = content["tasks"], content["coverage"]
-    reports: list[dict[str, Any]] = [
-        {"layer": layer, **report} for layer, steps in content["layers"].items() for report in steps
-    ]
-    rows = pd.DataFrame(reports)
-    covered = f"{len(content['layers'])} layers, {coverage['merged']['share']:.1%} of all elements"
-    page = Page(f"{content['method']}: {len(tasks)} models merged", covered)
-    page.heading("Steps")
-    last, first = content["step"], rows["step"].min()
-    if len(tasks) > last - first + 1:
-        page.words(f"Made here from step {first} on; the steps before are on the page of the model it went on from.")
+    rows = pd.DataFrame([{"layer": name, **report} for name, steps in content["layers"].items() for report in steps])
     steps = _summary(rows, "step")
     # The last task is that of the last step; the first one's step may be any (--step).
-    cells = ([step, tasks[step - last - 1], *values] for step, *values in steps.itertuples())
-    page.table(["step", "task", *steps.columns], cells, digits=3)
-    page.heading("Layers by strength")
-    layers = _summary(rows, "layer").sort_values(_NORM, ascending=False).head(_STRONGEST)
-    page.words(f"The {len(layers)} layers that the tasks change most:")
-    shapes = {row["layer"]: " x ".join(map(str, row["shape"])) for row in reports}
-    cells = ([layer, shapes[layer], *values] for layer, *values in layers.itertuples())
-    page.table(["layer", "shape", *layers.columns], cells, digits=3)
-    layer_charts(page, rows)
-    page.heading("Coverage")
-    fates: dict[str, _Fate] = {name: coverage[name] for name in ("merged", "averaged", "kept")}
-    counts: list[list[Value]] = [
-        [name, fate["parameters"], 100 * fate["share"]] for name, fate in fates.items() if fate["parameters"]
-    ]
-    page.table(["what", "tensors", "elements %"], counts)
-    left_out = (f"not merged: {name} ({count})" for name, count in coverage["left_out"].items())
-    page.bullets([*left_out, *content.get("warnings", [])])
-    page.configuration({key: content[key] for key in ("settings", "inputs", "versions")})
-    return page
+    steps.insert(0, "task", [tasks[step - content["step"] - 1] for step in steps.index])
+    strongest = _summary(rows, "layer").sort_values(_NORM, ascending=False).head(_STRONGEST)
+    shapes = {name: " x ".join(map(str, shape)) for name, shape in zip(rows["layer"], rows["shape"], strict=True)}
+    strongest.insert(0, "shape", strongest.index.map(shapes))
+    page = render_page(
+        "merge.html",
+        title=f"{content['method']}: {len(tasks)} models merged",
+        subtitle=f"{len(content['layers'])} layers, {coverage['merged']['share']:.1%} of all elements",
+        begun_elsewhere=len(tasks) > content["step"] - rows["step"].min() + 1,
+        steps=steps.reset_index(),
+        strongest=strongest.reset_index(),
+        layers=layer_charts(rows),
+        coverage=_fates(coverage),
+        remarks=[f"not merged: {name} ({count})" for name, count in coverage["left_out"].items()]
+        + content.get("warnings", []),
+        configuration={key: content[key] for key in ("settings", "inputs", "versions")},
+    )
+    return Outputs(page, {})
 
 
 def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     """Return, for every step or layer, the norm of its task vectors and the means of what the method measured."""
     groups = rows.groupby(by)
     norms = groups["task_norm"].agg(lambda norms: float(np.linalg.norm(norms))).rename(_NORM)
-    known = {key: title for key, title in _SHOWN.items() if key in rows}
+    known = {key: title for key, title in _MEANS.items() if key in rows}
     return pd.concat([norms, groups[list(known)].mean().rename(columns=known)], axis=1)
+
+
+def _fates(coverage: _Coverage) -> pd.DataFrame:
+    fates: dict[str, _Fate] = {name: coverage[name] for name in ("merged", "averaged", "kept")}
+    rows = [(name, fate["parameters"], 100 * fate["share"]) for name, fate in fates.items() if fate["parameters"]]
+    return pd.DataFrame(rows, columns=["what", "tensors", "elements %"])

@@ -71,6 +71,12 @@ class AccuracyMatrix:
         """Return :attr:`values` for JSON, which knows no NaN: None where not measured."""
         return [[or_none(value) for value in row] for row in self.values.tolist()]
 
+    @property
+    def percents(self) -> list[list[float]]:
+        """:attr:`values` in per cent."""
+        percents: list[list[float]] = (100 * self.values).tolist()
+        return percents
+
     def record(self, step: int, scores: dict[str, float]) -> None:
         """Enter the scores of some tasks after a step (from 1); a score that is not a number stays missing."""
         for task, score in scores.items():

@@ -67,6 +67,10 @@ class Table:
         return "\n".join([r"% needs \usepackage{booktabs}", *(f"% {note}" for note in self.notes), *lines, ""])
 
 
+def to_csv(rows: pd.DataFrame) -> str:
+    return rows.to_csv(index=False, lineterminator="\n")
+
+
 _LATEX = str.maketrans(
     {character: f"\\{character}" for character in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}

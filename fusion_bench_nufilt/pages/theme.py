@@ -15,7 +15,7 @@ from fusion_bench_nufilt.storage.files import atomic_file
 
 Rows = list[dict[str, Any]]
 Options = dict[str, Any]
-Matrix = Sequence[Sequence[float | None]]
+Grid = Sequence[Sequence[float | None]]
 
 #: The colours of Okabe and Ito, which readers with any colour vision can tell apart.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
@@ -39,7 +39,7 @@ THEME: dict[str, Any] = {
 _UNDRAWN = re.compile(r'\\([^"un]|u(00[0189].|fff[ef]))|\x7f')
 
 
-def definition(chart: ChartType) -> dict[str, Any]:
+def chart_definition(chart: ChartType) -> dict[str, Any]:
     """Return a chart as Vega-Lite JSON, with the common theme and without the schema's address."""
     content = {key: value for key, value in chart.to_dict(validate=False).items() if key != "$schema"}
     definition: dict[str, Any] = json.loads(_UNDRAWN.sub(r"\\ufffd", json.dumps(content | {"config": THEME})))
@@ -48,7 +48,7 @@ def definition(chart: ChartType) -> dict[str, Any]:
 
 def save_chart(chart: ChartType, *paths: Path) -> None:
     """Write a chart as PNG or PDF, as each file's name says, atomically."""
-    svg = vl_convert.vegalite_to_svg(definition(chart))  # laying a chart out takes most of the time
+    svg = vl_convert.vegalite_to_svg(chart_definition(chart))  # laying a chart out takes most of the time
     for path in paths:
         content = vl_convert.svg_to_pdf(svg) if path.suffix == ".pdf" else vl_convert.svg_to_png(svg, scale=2)
         with atomic_file(path) as temporary:
@@ -66,7 +66,7 @@ def data(rows: Rows) -> alt.Data:
     return alt.Data(values=[{key: value for key, value in row.items() if value is not None} for row in cleaned])
 
 
-def cells(maps: Mapping[str, Matrix], rows: Sequence[Any], columns: Sequence[str], keys: tuple[str, str, str]) -> Rows:
+def cells(maps: Mapping[str, Grid], rows: Sequence[Any], columns: Sequence[str], keys: tuple[str, str, str]) -> Rows:
     """Return a row for each number in the named matrices, with its map, row and column under ``keys``."""
     return [
         {**dict(zip(keys, (name, row, column), strict=True)), "value": number}

@@ -10,12 +10,12 @@ import pandas as pd
 
 from fusion_bench_nufilt.storage.files import MANIFEST, read_json, write_text
 
-from .analysis import MEASURED, Content, analysis_files
-from .comparison import comparison_files
-from .content import Results
-from .merge import Merge, merge_files
-from .page import PAGE, Files, Tables
-from .run import Run, run_files
+from .analysis import MEASURED, AnalysisContent, analysis_outputs
+from .comparison import comparison_outputs
+from .content import ComparisonContent
+from .merge import MergeContent, merge_outputs
+from .page import PAGE, Outputs, Tables
+from .run import RunContent, run_outputs
 from .theme import save_chart
 
 log = logging.getLogger(__name__)
@@ -29,16 +29,16 @@ class Kind(NamedTuple):
 
     content: type  # of the file that identifies it
     advice: str  # what to do if that file is damaged
-    files: Callable[[Any, Tables], Files]  # makes the files from this content and the tables beside it
+    make: Callable[[Any, Tables], Outputs]  # from this content and the tables beside it
     tables: Mapping[str, str]  # columns that each CSV file beside it must have
     pictures: tuple[str, ...] = ("png",)
 
 
 KINDS = {
-    "accuracy_matrix.json": Kind(Run, "run the method again", run_files, {"layers": "task layer step"}),
-    "results.json": Kind(Results, "run the comparison again", comparison_files, {}),
-    "analysis.json": Kind(Content, "run the analysis again", analysis_files, MEASURED, ("png", "pdf")),
-    MANIFEST: Kind(Merge, "merge again", merge_files, {}),
+    "accuracy_matrix.json": Kind(RunContent, "run the method again", run_outputs, {"layers": "task layer step"}),
+    "results.json": Kind(ComparisonContent, "run the comparison again", comparison_outputs, {}),
+    "analysis.json": Kind(AnalysisContent, "run the analysis again", analysis_outputs, MEASURED, ("png", "pdf")),
+    MANIFEST: Kind(MergeContent, "merge again", merge_outputs, {}),
 }
 
 
@@ -71,16 +71,15 @@ def write_results(folder: Path) -> list[str]:
     there = {table: folder / f"{table}.csv" for table in kind.tables}
     tables = {table: read_table(file, kind.tables[table]) for table, file in there.items() if file.is_file()}
     try:
-        files = kind.files(content, tables)
-        page = files.page.render()
+        made = kind.make(content, tables)
     except ValueError as error:
         raise ValueError(f"'{folder / name}' has no page: {error}") from error
     except Exception as error:  # whatever the drawing libraries make of the content
         raise ValueError(f"'{folder / name}' is damaged or of another version: {error!r}") from error
-    for file, text in {**files.texts, PAGE: page}.items():
+    for file, text in {**made.texts, PAGE: made.page}.items():
         write_text(folder / file, text)
-    written = list(files.texts)
-    for picture, chart in files.charts.items():
+    written = list(made.texts)
+    for picture, chart in made.charts.items():
         names = [f"{picture}.{suffix}" for suffix in kind.pictures]
         if chart is None:
             for name in names:

@@ -2,7 +2,7 @@
 
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.compare.summary import Comparison
-from fusion_bench_nufilt.pages.content import Run
+from fusion_bench_nufilt.pages.content import SeedRun
 from fusion_bench_nufilt.stream import AccuracyMatrix, task_order
 
 TASKS = ["a", "b", "c"]
@@ -18,11 +18,11 @@ def finished(seed, change=0.0, scores=SCORES, config=CONFIG, **fields):
         seen = matrix.tasks[:step]
         matrix.record(step, {task: scores[task] + change * (step - 1 - i) for i, task in enumerate(seen)})
     fields = {"environment": ENVIRONMENT} | fields
-    return Run({**config, "seed": seed}, matrix.tasks, matrix.rows(), [1.0, 2.0], **fields)
+    return SeedRun({**config, "seed": seed}, matrix.tasks, matrix.rows(), [1.0, 2.0], **fields)
 
 
 def failed(seed, reason="ValueError: no"):
-    return Run({"seed": seed}, environment=ENVIRONMENT, error=reason)
+    return SeedRun({"seed": seed}, environment=ENVIRONMENT, error=reason)
 
 
 def comparison(runs, modelpool="some_pool", overrides=(), evaluate="every_step", preset=None, settings=()):

@@ -9,7 +9,7 @@ import vl_convert
 from PIL import Image
 
 from fusion_bench_nufilt.pages import charts
-from fusion_bench_nufilt.pages.theme import COLOURS, DASHES, SHAPES, definition, save_chart, style
+from fusion_bench_nufilt.pages.theme import COLOURS, DASHES, SHAPES, chart_definition, save_chart, style
 from tests.pages.charts import encodings, legend, marks, parts, rows_of, titles
 
 NAN = float("nan")
@@ -52,7 +52,7 @@ def luminance(colour):
 def test_the_number_on_every_cell_can_be_read(top):
     values = [top * step / 100 for step in range(101)]
     chart = charts.heat_maps({"a": [values]}, ["r"], [str(step) for step in range(101)], ("row", "column"))
-    svg = vl_convert.vegalite_to_svg(definition(chart))
+    svg = vl_convert.vegalite_to_svg(chart_definition(chart))
     colours = [tuple(map(int, colour)) for colour in re.findall(r'fill="rgb\((\d+), (\d+), (\d+)\)"', svg)][:101]
     words = re.findall(r'fill="(white|black)">([\d.]+)</text>', svg)
     assert len(words) == len(colours) == 101

@@ -9,10 +9,11 @@ import sys
 from base64 import b64encode
 from hashlib import sha256
 
+import pandas as pd
 import pytest
 
 from fusion_bench_nufilt.pages.charts import heat_maps
-from fusion_bench_nufilt.pages.page import Page
+from fusion_bench_nufilt.pages.page import templates
 from fusion_bench_nufilt.pages.write import leave_results, write_results
 from tests.pages.helpers import FOLDERS, LAYERS, TASKS, merge_folder, run_folder
 
@@ -20,6 +21,15 @@ from tests.pages.helpers import FOLDERS, LAYERS, TASKS, merge_folder, run_folder
 def page_of(folder):
     assert "index.html" in write_results(folder)
     return folder / "index.html"
+
+
+def part(name, *arguments):
+    """A part of a page, made alone."""
+    return str(getattr(templates().get_template("parts.html").module, name)(*arguments))
+
+
+def table(header, rows):
+    return part("numbers", pd.DataFrame(rows, columns=header, dtype=object))
 
 
 def body(page):
@@ -56,9 +66,8 @@ def test_names_are_words_and_never_markup(tmp_path):
     for script in re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL):
         assert not set(script) & set("<>&\u2028\u2029")
         assert json.loads(script)
-    page = Page("<b>", "<i>")
-    page.chart(heat_maps({"\u2028&": [[1.0]]}, ["<"], [">"], ("row", "column")))
-    assert not set(page.parts[0].partition('json">')[2].partition("</script>")[0]) & set("<>&\u2028\u2029")
+    chart = part("chart", heat_maps({"\u2028&": [[1.0]]}, ["<"], [">"], ("row", "column")))
+    assert not set(chart.partition('json">')[2].partition("</script>")[0]) & set("<>&\u2028\u2029")
 
 
 def test_a_page_runs_its_own_two_scripts_and_no_others(tmp_path):
@@ -73,25 +82,24 @@ def test_a_page_runs_its_own_two_scripts_and_no_others(tmp_path):
 
 
 def test_missing_numbers_sort_last_and_small_ones_stay_visible():
-    page = Page("title", "subtitle")
-    page.table(["name", "value"], [["a", None], ["b", 0.00001], ["c", 2]])
-    assert 'data-value="">-</td>' in page.parts[0]
-    assert "1.00e-05" in page.parts[0]
-    assert ">2</td>" in page.parts[0]
+    text = table(["name", "value"], [["a", None], ["b", 0.00001], ["c", 2]])
+    assert 'data-value="">-</td>' in text
+    assert "1.00e-05" in text
+    assert ">2</td>" in text
 
 
 def test_a_column_without_a_value_is_left_out_and_per_cents_have_one_decimal():
-    page = Page("title", "subtitle")
-    page.table(["name", "empty", "ACC %", "share"], [["a", None, 70.04, 0.126], ["b", float("nan"), None, 1.0]])
-    assert re.findall(r"<th>(.*?)</th>", page.parts[0]) == ["name", "ACC %", "share"]
-    assert re.findall(r"<td[^>]*>(.*?)</td>", page.parts[0]) == ["a", "70.0", "0.13", "b", "-", "1.00"]
+    rows = [["a", None, 70.04, 0.126], ["b", float("nan"), None, 1.0]]
+    text = table(["name", "empty", "ACC %", "share"], rows)
+    assert re.findall(r"<th>(.*?)</th>", text) == ["name", "ACC %", "share"]
+    assert re.findall(r"<td[^>]*>(.*?)</td>", text) == ["a", "70.0", "0.13", "b", "-", "1.00"]
 
 
 def test_the_page_of_a_merge_has_the_strongest_layers_first_over_all_its_steps(tmp_path):
     tables = re.findall(r"<tbody>(.*?)</tbody>", body(page_of(merge_folder(tmp_path))))
     rows = [[re.findall(r"<td[^>]*>(.*?)</td>", row) for row in table.split("</tr>")[:-1]] for table in tables]
     steps, layers, coverage = rows
-    assert [row[:2] for row in steps] == [["2", "letters"], ["3", html.escape(TASKS[2])]]
+    assert [[html.unescape(cell) for cell in row[:2]] for row in steps] == [["2", "letters"], ["3", TASKS[2]]]
     assert [float(row[2]) for row in steps] == pytest.approx([30**0.5, 160**0.5], abs=1e-3)
     norms = {LAYERS[2]: 153**0.5, LAYERS[0]: 17**0.5, LAYERS[3]: 4, LAYERS[1]: 2}
     assert [row[0] for row in layers] == list(norms)
@@ -110,8 +118,8 @@ def test_the_page_of_a_merge_that_began_at_another_step_names_the_task_of_each(t
     (tmp_path / "nufilt.json").write_text(json.dumps(content))
     text = body(page_of(tmp_path))
     steps = re.search(r"<tbody>(.*?)</tbody>", text)[1].split("</tr>")[:-1]
-    found = [re.findall(r"<td[^>]*>(.*?)</td>", row)[:2] for row in steps]
-    assert found == [["11", "letters"], ["12", html.escape(TASKS[2])]]
+    found = [re.findall(r"<td[^>]*>(.*?)</td>", html.unescape(row))[:2] for row in steps]
+    assert found == [["11", "letters"], ["12", TASKS[2]]]
     assert "the steps before are on the page" not in text
 
 

@@ -3,7 +3,6 @@
 import pandas as pd
 import pytest
 
-from fusion_bench_nufilt.pages.page import Page
 from fusion_bench_nufilt.pages.run import layer_charts
 from fusion_bench_nufilt.pages.write import write_results
 from tests.pages.helpers import TASKS, run_folder
@@ -24,10 +23,9 @@ def test_the_csv_holds_fractions_and_nothing_where_nothing_was_measured(tmp_path
 def test_the_means_are_those_of_each_kind_of_layer(monkeypatch):
     shown = []
     monkeypatch.setattr("fusion_bench_nufilt.pages.run.lines", lambda *arguments: shown.append(arguments))
-    monkeypatch.setattr(Page, "chart", lambda self, chart: None)
     layers = [f"layers.{block}.{part}" for block in (0, 1) for part in ("self_attn.q_proj", "mlp.fc1")]
     rows = [(step, layer, 10 * step + place) for step in (1, 2) for place, layer in enumerate(layers)]
-    layer_charts(Page("", ""), pd.DataFrame(rows, columns=["step", "layer", "overlap"]))
+    layer_charts(pd.DataFrame(rows, columns=["step", "layer", "overlap"]))
     ((curves, steps, _),) = shown
     assert steps == [1, 2]
     assert curves == {"overlap of new and old subspaces": {"attention": [11, 21], "MLP": [12, 22]}}
