@@ -53,41 +53,34 @@ def compare(
     Finished runs are kept: the same command goes on where it was interrupted, and methods and seeds can be added.
     """
     out, words = out.expanduser(), list(overrides or ())  # the shell leaves the ~ of --out=~/results as it is
+    how: Any = {"evaluate": evaluate, "overwrite": overwrite, "keep_going": keep_going, "preset": preset}
+    how |= {"validation": validation, "jobs": jobs, "engine": engine, "address": address}
     with terminal(quiet) as console:
         logging.getLogger().setLevel(logging.WARNING)
         logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
         from fusion_bench_nufilt.compare import configs, run, specs
-        from fusion_bench_nufilt.pages.comparison import print_comparison
 
         refuse_foreign(out, "compare.json")
         rows = _specs(methods, preset, with_data, modelpool, words)
         loggers = configs.make_trackers(words, out)
+        how["overrides"] = [word for word in words if not configs.is_tracker(word)]
         with interruptible(console, str(out)):
-            found = run.compare(
-                modelpool,
-                rows,
-                specs.parse_seeds(seeds),
-                out,
-                overrides=[word for word in words if not configs.is_tracker(word)],
-                evaluate=evaluate,
-                overwrite=overwrite,
-                keep_going=keep_going,
-                preset=preset,
-                validation=validation,
-                jobs=jobs,
-                engine=engine,
-                address=address,
-                bars=bars_on(console),
-            )
+            found = run.compare(modelpool, rows, specs.parse_seeds(seeds), out, bars=bars_on(console), **how)
         files = found.save(out)
         found.log(loggers, [out / file for file in files if file.endswith(".png")])
-        if as_json:
-            print(json.dumps(found.as_json()))
-        else:
-            print_comparison(found)
+        _print(found, as_json)
         console.print(f"[bold]{shown(str(out))}[/bold]: {', '.join(files)}", highlight=False)
     if any(method.failures for method in found.methods.values()):
         raise typer.Exit(1)
+
+
+def _print(found: Any, as_json: bool) -> None:
+    from fusion_bench_nufilt.pages.comparison import print_comparison
+
+    if as_json:
+        print(json.dumps(found.as_json()))
+    else:
+        print_comparison(found)
 
 
 def _specs(methods: str | None, preset: str | None, with_data: bool, modelpool: str, words: list[str]) -> list[Any]:
