@@ -9,6 +9,7 @@ bfloat16, as fine-tuned models have: the time of the singular subspaces depends 
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
