@@ -20,15 +20,14 @@ from .task_data import EntropyConfig, task_data
 class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """Layer-wise AdaMerging (Yang et al., ICLR 2024), adapted to the last model's task.
 
-    Every parameter tensor of every task vector has a coefficient. The coefficients are trained to make the merged
-    model's predictions on a few unlabelled items certain. FusionBench's algorithms take data from the model pool and
-    adapt to the tasks of all its models, and the one for Flan-T5 does not train the coefficient of the embedding,
-    which has several names.
+    Every parameter tensor of every task vector has a coefficient, which is trained to make the merged model's
+    predictions on a few unlabelled items certain. FusionBench's own version adapts to the tasks of all models, and that
+    for Flan-T5 does not train the coefficient of the embedding, which has several names.
 
     Args:
         init_values: the coefficients before training.
-        seed: the seed that determines which items are used, and their order.
-        **kwargs: options of :class:`fusion_bench_nufilt.baselines.task_data.EntropyConfig`.
+        seed: the seed of the items and their order.
+        **kwargs: options of :class:`EntropyConfig`.
     """
 
     uses_training_data = True  # of the model pool, where it has some
@@ -41,7 +40,7 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     @torch.enable_grad()
     def run(self, modelpool: BaseModelPool, **kwargs: Any) -> nn.Module:
-        """Merge all models of a pool at once; neither they nor the pretrained model are changed."""
+        """Merge all models of a pool at once, without changing them."""
         names = modelpool.model_names
         data = task_data("AdaMerging", None if self._program is None else self._program.taskpool, names[-1], modelpool)
         theta_0, *models = (modelpool.load_model(name) for name in ("_pretrained_", *names))
@@ -61,7 +60,7 @@ class _Merged(nn.Module):
         self, pretrained: nn.Module, models: Sequence[nn.Module], init_values: float, device: torch.device
     ) -> None:
         super().__init__()
-        # `functional_call` would leave its own tensors in modules of the caller that have several names.
+        # `functional_call` would leave tensors of its own in the caller's modules that have several names.
         self.model = deepcopy(pretrained).to(device).requires_grad_(False)
         self.theta = dict(self.model.named_parameters())  # a parameter with several names is here once
         self.tau = [

@@ -35,8 +35,8 @@ class FineTuningConfig:
 class SequentialFineTuning(ContinualMergingAlgorithm):
     """One CLIP vision tower, fine-tuned on the tasks one after another; the pool's fine-tuned models are not used.
 
-    The loss is the cross-entropy, and the learning rate falls to zero along a cosine on each task. The training images
-    are the model pool's ``train_datasets``, named like the models; classes and prompts are the task pool's.
+    The loss is the cross-entropy, and the learning rate falls to zero along a cosine on each task. The images are the
+    model pool's ``train_datasets``, named like the models; classes and prompts are the task pool's.
 
     Args:
         **kwargs: options of :class:`FineTuningConfig` and :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
@@ -51,9 +51,8 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         self._options = options_of(FineTuningConfig, self)
         if missing := [name for name in names if name not in self.modelpool.train_dataset_names]:
-            raise ValueError(
-                f"{self.name} needs training data: the model pool has no train_datasets of {', '.join(missing)}"
-            )
+            lacking = f"the model pool has no train_datasets of {', '.join(missing)}"
+            raise ValueError(f"{self.name} needs training data: {lacking}")
         self._taskpool = clip_pool(self.name, self.taskpool, names)
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
@@ -72,10 +71,7 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
 
 
 class _OneTaskFineTuning(_FineTuning):
-    """FusionBench's continual fine-tuning on one task, without files, since the protocol saves and logs.
-
-    Its optimizer starts anew for every task, so that it makes no difference whether tasks are given one at a time.
-    """
+    """FusionBench's continual fine-tuning, whose optimizer starts anew for every task, without its files and logs."""
 
     log_dir: str | None = None  # it writes a list of the tasks there
 

@@ -1,8 +1,7 @@
-"""FusionBench's own methods under the protocol: batch methods run continually by a rule, continual ones as they are."""
+"""FusionBench's methods under the protocol: batch methods by a rule, continual ones as they are."""
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,14 @@ from fusion_bench.utils import import_object, instantiate
 from omegaconf import DictConfig
 from torch import nn
 
-from fusion_bench_nufilt.core.options import check_choices, is_number, option, options_of, split_options, takes_options
+from fusion_bench_nufilt.core.options import (
+    check_choices,
+    check_positive,
+    option,
+    options_of,
+    split_options,
+    takes_options,
+)
 from fusion_bench_nufilt.core.weights import wide_dtype
 from fusion_bench_nufilt.storage.checkpoint import Manifest, load_state
 from fusion_bench_nufilt.stream import ContinualMergingAlgorithm, ProtocolConfig
@@ -26,14 +32,13 @@ from fusion_bench_nufilt.stream.models import MERGED, PRETRAINED
 RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
 
 ONE_FORM = (
-    "form=released is for methods that the authors' released code runs by another formula than the paper prints; this "
-    "method has one form"
+    "form=released is for methods whose released code has another formula than the paper; this method has one form"
 )
 
 
 @dataclass(frozen=True)
 class RuleConfig:
-    """The formula by which a batch method is run continually; a ValueError for a value out of its range."""
+    """The formula by which a batch method is run continually."""
 
     form: Literal["paper", "released"] = option(
         "paper",
@@ -51,31 +56,14 @@ class RuleConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        if not is_number(self.merged_scale) or self.merged_scale <= 0:
-            raise ValueError(f"merged_scale must be above 0, got {self.merged_scale!r}")
+        check_positive(self, "merged_scale")
         if self.form == "released" and self.released_rule is None:
             raise ValueError(ONE_FORM)
 
     @property
     def chosen(self) -> RuleName:
         """The rule of the chosen form."""
-        return self.released_rule if self.form == "released" and self.released_rule is not None else self.rule
-
-
-@dataclass(frozen=True)
-class Step:
-    r"""The models that a rule combines.
-
-    A batch method turns a model :math:`\theta` and task vectors into a model :math:`M(\theta; \tau, …)`. It scales its
-    update by :math:`\lambda`, which is 1 for methods without such a factor.
-    """
-
-    merge: Callable[..., nn.Module]  # M, of the model to start from and the models to merge
-    theta_0: nn.Module  # pretrained
-    before: nn.Module  # merged before the last step; the pretrained model at steps 1 and 2
-    theta: nn.Module  # merged so far
-    theta_t: nn.Module  # the new model
-    scale: float  # lambda
+        return {"paper": self.rule, "released": self.released_rule}[self.form] or self.rule
 
 
 @torch.no_grad()
@@ -94,19 +82,6 @@ def shifted(theta: nn.Module, to: nn.Module, base: nn.Module, scale: float = 1) 
     return model
 
 
-#: The formulas of :class:`RuleConfig`.
-RULES: dict[RuleName, Callable[[Step], nn.Module]] = {
-    "at_once": lambda s: s.merge(s.theta_0, shifted(s.theta_0, s.theta, s.theta_0, 1 / s.scale), s.theta_t),
-    "add": lambda s: shifted(s.theta, s.merge(s.theta_0, s.theta, s.theta_t), s.theta_0),
-    # The method's own last result is the difference of the last two merged models: nothing else needs to be kept.
-    "add_running": lambda s: shifted(
-        s.theta, s.merge(s.theta_0, shifted(s.theta_0, s.theta, s.before, 1 / s.scale), s.theta_t), s.theta_0
-    ),
-    "restart": lambda s: s.merge(s.theta_0, s.theta_t),
-    "on_top": lambda s: s.merge(s.theta, shifted(s.theta, s.theta_t, s.theta_0)),
-}
-
-
 class _Baseline(ContinualMergingAlgorithm):
     base_method: DictConfig  # set by auto_register_config
 
@@ -115,8 +90,8 @@ class _Baseline(ContinualMergingAlgorithm):
         return str(self.base_method._target_).rpartition(".")[2]
 
     def make_base_method(self, taskpool: Any) -> Any:
-        """Return FusionBench's method, set up as its program would, with the task pool that it may need."""
-        # Ray 2.54 and later add a parameter to the functions they decorate; FusionBench would take it for an option.
+        """Return FusionBench's method, set up as by its program."""
+        # Ray 2.54 adds a parameter to functions that it decorates, which FusionBench would take for an option.
         constructor = import_object(self.base_method._target_).__init__
         attributes = getattr(getattr(constructor, "__wrapped__", constructor), "__dict__", {})
         if "_ray_trace_ctx" in str(attributes.get("__signature__")):
@@ -130,7 +105,7 @@ class _Baseline(ContinualMergingAlgorithm):
 @auto_register_config
 @takes_options(RuleConfig, ProtocolConfig)
 class BatchMethodBaseline(_Baseline):
-    """A batch method of FusionBench, run continually by one of the :data:`RULES`.
+    """A batch method of FusionBench, run continually by the rule of :class:`RuleConfig`.
 
     Args:
         base_method: config of the method, with ``_target_``.
@@ -147,9 +122,7 @@ class BatchMethodBaseline(_Baseline):
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         self.how = options_of(RuleConfig, self)
         if self.how.chosen == "add_running" and self.first_step > 1:
-            raise ValueError(
-                f"{self.name}: rule=add_running goes on from the method's last result, which is not in '{MERGED}'"
-            )
+            raise ValueError(f"{self.name}: rule=add_running goes on from a result that is not in '{MERGED}'")
         self._before = pretrained
 
     def restore(self, step: int) -> None:
@@ -166,19 +139,24 @@ class BatchMethodBaseline(_Baseline):
                 whole = BaseModelPool(pool, train_datasets=getattr(self.modelpool, "_train_datasets", None))
                 result = self.make_base_method(self.taskpool).run(whole)
             if type(result) is not type(pretrained):
-                raise ValueError(
-                    f"{self.name} returns a {type(result).__name__}, not a {type(pretrained).__name__}: "
-                    "it can't be run continually"
-                )
+                kinds = f"a {type(result).__name__}, not a {type(pretrained).__name__}"
+                raise ValueError(f"{self.name} returns {kinds}: it can't be run continually")
             return result
 
-        if step > 1:
-            models = Step(merge, pretrained, self._before, merged, task, self.how.merged_scale)
-            result = RULES[self.how.chosen](models)
-        elif self.how.merge_first:
+        rule, scale = self.how.chosen, self.how.merged_scale
+        if step == 1:
+            result = merge(pretrained, task) if self.how.merge_first else shifted(pretrained, task, pretrained, scale)
+        elif rule == "at_once":
+            result = merge(pretrained, shifted(pretrained, merged, pretrained, 1 / scale), task)
+        elif rule == "add":
+            result = shifted(merged, merge(pretrained, merged, task), pretrained)
+        elif rule == "add_running":
+            last = shifted(pretrained, merged, self._before, 1 / scale)  # the method's last result
+            result = shifted(merged, merge(pretrained, last, task), pretrained)
+        elif rule == "restart":
             result = merge(pretrained, task)
         else:
-            result = shifted(pretrained, task, pretrained, self.how.merged_scale)
+            result = merge(merged, shifted(merged, task, pretrained))
         self.check_model(pretrained, result, f"merged after step {step}")
         self._before = merged
         return result
@@ -186,16 +164,15 @@ class BatchMethodBaseline(_Baseline):
 
 @auto_register_config
 class ContinualMethodBaseline(_Baseline):
-    """A continual method of FusionBench (``opcm/*``, ``dop/*``), run as it is. The protocol only observes its steps.
+    """A continual method of FusionBench (``opcm/*``, ``dop/*``), whose steps the protocol only observes.
 
-    The numbers, and lists of them, that it keeps in memory are saved with each step. A resumed run goes through the
-    finished steps with tiny stand-ins for the models, since FusionBench's loops always begin with the first one.
+    The numbers that it keeps in memory are saved with each step. A resumed run goes through the finished steps with
+    tiny stand-ins for the models, since FusionBench's loops always begin with the first one.
 
     Args:
-        base_method: config of the method, with ``_target_``. The method passes the model of each step to its own
-            ``save_merged_model``.
+        base_method: config of a method that hands its steps to its own ``save_merged_model``, with ``_target_``.
         form: ``paper``, the only form.
-        **kwargs: options of the protocol, see :class:`ContinualMergingAlgorithm`.
+        **kwargs: options of :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
     """
 
     def __init__(self, base_method: DictConfig, form: str = "paper", **kwargs: Any) -> None:
@@ -204,7 +181,7 @@ class ContinualMethodBaseline(_Baseline):
         super().__init__(**kwargs)
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
-        # FusionBench would read the test sets of a CLIP pool without scoring; here, the protocol scores.
+        # Of a CLIP pool, FusionBench would read the test sets, which only the protocol scores.
         self._method = self.make_base_method(SimpleNamespace(_test_datasets=None))
         self._method.seed, self._method.shuffle_order = self.seed, self.shuffle_order
         self._method.save_on_every_step, self._method.evaluate_on_every_step = True, False
@@ -230,7 +207,7 @@ class ContinualMethodBaseline(_Baseline):
 
         pool = copy(models)
         pool.load_model = load
-        # Models on a GPU are merged from the CPU: OPCM and others move layers by themselves, and use NumPy beside that.
+        # Models on a GPU are merged from the CPU, since OPCM and others move layers by themselves and use NumPy.
         home, base = next(pretrained.parameters()).device, deepcopy(pretrained).cpu()
         merged, stand_ins = deepcopy(base), defaultdict[str, nn.Module](lambda: nn.Sequential(nn.Linear(2, 2)))
         if done := self._resume(merged) if self.resume else 0:

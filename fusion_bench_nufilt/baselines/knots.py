@@ -22,15 +22,13 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
     The updates of a linear layer, side by side, have one decomposition :math:`[\tau_1 … \tau_T] = U S [V_1^\top …
     V_T^\top]`. TIES merges the :math:`V_t^\top`, and :math:`U S` maps the result back.
 
-    As in the continual comparison of NUFILT's paper, each layer is trimmed separately, and without S. (The KnOTS paper
-    trims :math:`S V_t^\top`, all layers together.) Parameters outside the linear layers stay as pretrained.
-    The update of a single model needs no alignment and is kept whole.
+    As in NUFILT's paper, each layer is trimmed by itself, and without S; the KnOTS paper trims :math:`S V_t^\top` of
+    all layers together. Parameters outside the linear layers stay as pretrained, and a single model's update is whole.
 
     Args:
         scaling_factor: the factor λ of the merged update.
-        threshold: the percentage of each model's entries, the largest ones, that TIES keeps.
-        merge_func: how TIES joins entries of the elected sign: ``sum`` in the continual comparison, ``mean`` in the
-            KnOTS paper.
+        threshold: the percentage of each model's largest entries that TIES keeps.
+        merge_func: how TIES joins entries of the elected sign: ``sum`` in NUFILT's paper, ``mean`` in that of KnOTS.
     """
 
     # These are set by auto_register_config.
@@ -49,7 +47,7 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
 
     @torch.no_grad()
     def run(self, modelpool: BaseModelPool | Mapping[str, nn.Module]) -> nn.Module:
-        """Merge all models of a pool at once into its pretrained model, which is changed and returned."""
+        """Merge all models of a pool at once into its pretrained model, which is changed."""
         if not isinstance(modelpool, BaseModelPool):
             modelpool = BaseModelPool(dict(modelpool))
         pretrained = modelpool.load_pretrained_model()
@@ -67,7 +65,7 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
 
 
 def knots_ties(taus: Sequence[Tensor], threshold: float, merge_func: MergeFunc) -> Tensor:
-    """Return the merged update ``(d_o, d_i)`` of one layer, given one update of this shape for each model."""
+    """Return the merged update of a layer, given each model's ``(d_o, d_i)``."""
     U, S, V = subspace_alignment(list(taus))  # U: (d_o, r); V: (r, d_i) for each model
     if not len(S):  # no model changed the layer
         return torch.zeros_like(taus[0])

@@ -1,4 +1,4 @@
-"""Unlabelled data of one task, for the references that need it: not the scored data if there is other data."""
+"""Unlabelled data of one task, for the methods that need it: not the scored data if there is other data."""
 
 import random
 from abc import ABC, abstractmethod
@@ -51,7 +51,7 @@ class TaskData(ABC):
         """Return the logits ``(items, classes)`` of a batch, on the model's device."""
 
     def batches(self, size: int, *, per_class: int | None, seed: int) -> Iterator[Any]:
-        """Yield batches of at most ``size`` items without end, from ``per_class`` items of each class (None: all)."""
+        """Yield batches without end, from ``per_class`` items of each class (None: all)."""
         items, order = self.dataset, torch.Generator().manual_seed(seed)
         if per_class is not None:
             rng, by_class = random.Random(seed), defaultdict(list)
@@ -66,7 +66,7 @@ class TaskData(ABC):
     def minimise_entropy(
         self, model: nn.Module, parameters: Iterable[Tensor], config: EntropyConfig, seed: int
     ) -> None:
-        """Train some parameters of a model by Adam to minimise the entropy of its predictions."""
+        """Train parameters of a model by Adam to minimise the entropy of its predictions."""
         optimizer = torch.optim.Adam(parameters, lr=config.lr)
         batches = self.batches(config.batch_size, per_class=config.samples_per_class, seed=seed)
         for batch in islice(batches, config.max_steps):
@@ -76,7 +76,7 @@ class TaskData(ABC):
 
 
 class Images(TaskData):
-    """Images for CLIP vision towers: the model pool's training images, or else the task pool's test images."""
+    """Images for CLIP towers: the model pool's training images, or else the task pool's test images."""
 
     def __init__(self, pool: Any, task: str, modelpool: BaseModelPool) -> None:
         trained_on = task in modelpool.train_dataset_names
@@ -95,10 +95,7 @@ class Images(TaskData):
 
 
 class Texts(TaskData):
-    """Texts for Flan-T5 on GLUE: the training split's if there is one, or else the test split's.
-
-    The prediction is the first token of the answer.
-    """
+    """Texts for Flan-T5 on GLUE, of the training split if there is one; the prediction is the answer's first token."""
 
     def __init__(self, pool: FlanT5GLUETextGenerationTaskPool, task: str) -> None:
         loaded = pool.load_task(task)
@@ -116,10 +113,7 @@ class Texts(TaskData):
 
 
 def task_data(method: str, pool: Any, task: str, modelpool: BaseModelPool) -> TaskData:
-    """Return the data of a task in the two pools; a ValueError names the method if there is none.
-
-    It is the training split, so that no scored item was trained on, and the test data only if there is no such split.
-    """
+    """Return the data of a task in the two pools; a ValueError names the method if there is none."""
     if not isinstance(pool, FlanT5GLUETextGenerationTaskPool):
         return Images(clip_pool(method, pool, [task]), task, modelpool)
     own = next((name for name in pool.task_names if task in names_of(name)), None)
@@ -129,11 +123,12 @@ def task_data(method: str, pool: Any, task: str, modelpool: BaseModelPool) -> Ta
 
 
 def clip_pool(method: str, pool: Any, tasks: Sequence[str]) -> Any:
-    """Set up and return a task pool for CLIP vision towers; refuse another kind, or one that lacks a task."""
+    """Set up and return a task pool for CLIP towers; refuse another kind, or one that lacks a task."""
+    needs = f"{method} needs a CLIPVisionModelTaskPool"
     if not isinstance(pool, CLIPVisionModelTaskPool):
-        raise ValueError(f"{method} needs a CLIPVisionModelTaskPool, got {type(pool).__name__}")
+        raise ValueError(f"{needs}, got {type(pool).__name__}")
     if missing := [task for task in tasks if task not in pool._test_datasets]:
-        raise ValueError(f"{method} needs a CLIPVisionModelTaskPool with {', '.join(missing)}")
+        raise ValueError(f"{needs} with {', '.join(missing)}")
     if not pool._is_setup:
         pool.setup()
     return pool
@@ -143,6 +138,6 @@ def classifier(pool: Any, tower: nn.Module, task: str) -> HFCLIPClassifier:
     """Return the pool's CLIP with another vision tower and the classification head of a task."""
     pool.clip_model.vision_model = tower
     made = HFCLIPClassifier(pool.clip_model, pool.processor)
-    # FusionBench's own set-up caches heads on disk by the CLIP's path, even if another CLIP lies there now.
+    # FusionBench's own set-up caches heads by the CLIP's path, even if another CLIP lies there now.
     made.set_classification_task(*get_classnames_and_templates(task))
     return made

@@ -1,4 +1,4 @@
-"""LoRA-WEMoE, a reference method that adds parameters and needs data: every MLP is a mixture of low-rank experts."""
+"""LoRA-WEMoE, which adds parameters and needs data: every MLP becomes a mixture of low-rank experts."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -27,9 +27,8 @@ _Ensembling: Any = WeightEnsemblingMoE
 class LowRankExperts(_Ensembling):
     r"""An MLP with the matrices :math:`W + \sum_k g_k(x) B_k A_k`.
 
-    The gate g is one linear layer on the MLP's input, averaged over tokens, and over the batch if ``batch_reduce``; its
-    bias starts as ``init_lambda``. W, in ``base_model``, is not changed. Each rank is clipped to the smaller side of a
-    matrix.
+    The gate g is a linear layer on the MLP's input, averaged over tokens, and over the batch if ``batch_reduce``; its
+    bias starts as ``init_lambda``. W is in ``base_model``. Ranks are clipped to the smaller side of a matrix.
     """
 
     def __init__(
@@ -41,14 +40,14 @@ class LowRankExperts(_Ensembling):
         self.base_model = mlp
         matrices = {name: layer.weight for name, layer in mlp.named_children() if isinstance(layer, nn.Linear)}
         sizes = {name: sum(min(rank, *W.shape) for rank in ranks) for name, W in matrices.items()}
-        #: the experts of each layer side by side: (d_o, sum of ranks) and (sum of ranks, d_i)
+        #: all experts of a layer: (d_o, sum of ranks) and (sum of ranks, d_i)
         self.B = nn.ParameterDict({name: W.new_zeros(len(W), sizes[name]) for name, W in matrices.items()})
         self.A = nn.ParameterDict({name: W.new_zeros(sizes[name], W.shape[1]) for name, W in matrices.items()})
         self.gate: Any = self._new_gate(len(ranks)) if ranks else None
 
     @torch.no_grad()
     def add(self, task_vectors: dict[str, Tensor], rank: int) -> None:
-        """Add an expert, the best approximation of each matrix's task vector at this rank; the gate keeps its rows."""
+        """Add an expert: each matrix's task vector, truncated to this rank. The gate keeps its rows."""
         for name, tau in task_vectors.items():
             B, A = self.B[name], self.A[name]
             V = right_singular_basis(tau, rank)  # (d_i, rank); tau V V^T is the truncated SVD
@@ -61,7 +60,7 @@ class LowRankExperts(_Ensembling):
             self.gate.fc.weight[:-1], self.gate.fc.bias[:-1] = old.fc.weight, old.fc.bias
 
     def merge_weights(self, expert_weights: Tensor) -> dict[str, Tensor]:
-        """Return the MLP's state with the experts added, each times its weight ``(experts,)``."""
+        """Return the MLP's state plus the experts times their weights ``(experts,)``."""
         state = dict(self.base_model.state_dict(keep_vars=True))
         for name, B in self.B.items():
             ranks = [min(rank, len(B), self.A[name].shape[1]) for rank in self.ranks]
@@ -71,7 +70,7 @@ class LowRankExperts(_Ensembling):
         return state
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Make room for as many experts as the saved state of a resumed run has."""
+        """Make room for the experts of a resumed run."""
         for kind, parts in (("A", self.A), ("B", self.B)):
             for name, here in parts.items():
                 saved = state_dict.get(f"{prefix}{kind}.{name}", here)
@@ -85,11 +84,11 @@ class LowRankExperts(_Ensembling):
 
 
 class MixtureOfExperts(nn.Module):
-    """The base of models with :class:`LowRankExperts`, which ``save_pretrained`` and ``from_pretrained`` handle."""
+    """A model of transformers with :class:`LowRankExperts`."""
 
     config: Any
-    mlp: ClassVar[str]  # the name of the MLPs in the model's blocks
-    released_ranks: ClassVar[tuple[int, int]]  # of the first expert and of every other one, in the released code
+    mlp: ClassVar[str]  # the name of the MLPs in its blocks
+    released_ranks: ClassVar[tuple[int, int]]  # of the first expert and of every other, in the released code
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -98,7 +97,7 @@ class MixtureOfExperts(nn.Module):
             setattr(block, self.mlp, LowRankExperts(getattr(block, self.mlp), config.hidden_size, **config.experts))
 
     def mixtures(self) -> Iterator[tuple[str, LowRankExperts]]:
-        """Yield the name and the module of every mixture."""
+        """Yield every mixture with its name."""
         return ((name, module) for name, module in self.named_modules() if isinstance(module, LowRankExperts))
 
     def set_ranks(self, ranks: Sequence[int]) -> None:
@@ -127,14 +126,10 @@ class MixtureOfExperts(nn.Module):
 
 
 class CLIPVisionModelWithExperts(MixtureOfExperts, CLIPVisionModel):
-    """A CLIP vision tower with experts."""
-
     mlp, released_ranks = "mlp", (64, 16)
 
 
 class T5ForConditionalGenerationWithExperts(MixtureOfExperts, T5ForConditionalGeneration):  # type: ignore[misc, unused-ignore]
-    """T5 or Flan-T5 with experts."""
-
     mlp, released_ranks = "DenseReluDense", (32, 32)
 
 
@@ -151,7 +146,7 @@ class WEMoEConfig(EntropyConfig):
     form: Literal["paper", "released"] = option(
         "paper",
         "paper: experts of one rank, and θ + λτ for all other parameters. released: 64 for the first expert and 16 for "
-        "the others (T5: 32), and θ + λτ for attention; norms, embeddings and biases of MLPs stay pretrained.",
+        "the others (T5: 32), and θ + λτ for attention alone.",
     )
     rank: int = option(64, "Rank of the experts of form=paper.")
     init_lambda: float = option(0.3, "Factor of the other parameters' updates, and initial bias of a gate.", symbol="λ")
@@ -162,7 +157,7 @@ class WEMoEConfig(EntropyConfig):
 
 
 def mixture_of(model: Any, options: WEMoEConfig) -> MixtureOfExperts:
-    """Return a model's counterpart in :data:`MIXTURES`, with the same weights and without experts so far."""
+    """Return a model's counterpart in :data:`MIXTURES`, with the same weights and no experts."""
     if type(model) not in MIXTURES:
         known = " or ".join(kind.__name__ for kind in MIXTURES)
         raise ValueError(f"experts are known for a {known}, not for a {type(model).__name__}")
@@ -181,8 +176,8 @@ def mixture_of(model: Any, options: WEMoEConfig) -> MixtureOfExperts:
 class LoRAWEMoE(ContinualMergingAlgorithm):
     r"""Weight-ensembling mixture of experts (Tang et al., ICML 2024, arXiv 2402.00433) with experts of low rank.
 
-    Each task adds an expert to every MLP (:class:`LowRankExperts`); other parameters become :math:`\theta + \lambda
-    \tau`. Then all rows of the gates are trained to make predictions on data of the new task certain.
+    Each task adds an expert to every MLP; other parameters become :math:`\theta + \lambda \tau`. Then the gates are
+    trained to make predictions on data of the new task certain.
 
     Args:
         **kwargs: options of :class:`WEMoEConfig` and :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
@@ -205,7 +200,7 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
         self._data = {name: task_data(self.name, self.taskpool, name, self.modelpool) for name in names}
 
     def expert_rank(self, step: int) -> int:
-        """Return the rank of the expert that a step adds."""
+        """Return the rank of a step's expert."""
         return self._options.rank if self._options.form == "paper" else self._mixture.released_ranks[step > 1]
 
     def _resume(self, merged: nn.Module) -> int:

@@ -23,7 +23,6 @@ from .terminal import AsJson, Quiet, bars_on, terminal
 
 without_data = partial(typer.Option, rich_help_panel="Folders, without data")
 
-#: Options without a meaning where folders are analysed without data.
 NEED_DATA = ("modelpool", "methods", "run", "samples", "propagated", "activations", "pairs", "seed")
 
 
@@ -58,7 +57,7 @@ def analyze(
 ) -> None:
     """Show why a merge works: affinity of data and task vectors, what methods move, where task vectors collide.
 
-    A model pool is analysed on its task pool's data; --base and --task analyse the weights of checkpoint folders alone.
+    Model pools are analysed on their task pool's data; --base and --task analyse weights of checkpoint folders alone.
     """
     with terminal(quiet) as console:
         out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
@@ -72,8 +71,13 @@ def analyze(
         plan = None if base is None else _plan(console, base, task or [], merged, targets)
         if plan is not None:
             refuse_inside(plan, out)
+<<<<<<< HEAD
         # Another program's file of that name would be overwritten, with what lies beside it.
         read_json(out / "analysis.json", AnalysisContent, "name a new or an empty folder", sealed=True)
+=======
+        # Another program's file of that name would be overwritten.
+        read_json(out / "analysis.json", Content, "name a new or an empty folder", sealed=True)
+>>>>>>> opts
         runs = finished_runs([folder.expanduser() for folder in run or ()])
         lock = lock_folder(out)
         try:
@@ -116,7 +120,7 @@ def _plan(console: Console, base: str, tasks: list[str], merged: str | None, tar
 def _pool(
     console: Console, methods: str | None, runs: Sequence[Any], overrides: list[str], modelpool: str, *analysis: Any
 ) -> Any:
-    """Analyse a model pool, and methods or finished runs on it; ``analysis`` has settings, folder and layers."""
+    """Analyse a model pool, and methods or finished runs on it."""
     from fusion_bench_nufilt.analysis.measure import default_methods, measure_methods, measure_run
     from fusion_bench_nufilt.analysis.pool import PoolAnalysis
     from fusion_bench_nufilt.compare.configs import compose_run, quiet

@@ -11,8 +11,6 @@ from fusion_bench_nufilt.storage.files import refuse_foreign, shown
 
 from .terminal import AsJson, Quiet, bars_on, interruptible, terminal
 
-_VALIDATION = typer.Option("--validation/--no-validation", help="Score a fifth of the test data only, or the rest.")
-
 
 def compare(
     overrides: Annotated[
@@ -21,8 +19,8 @@ def compare(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="[LABEL=]NAME[:KEY=VALUE]..., separated by commas; all, the default, means NUFILT and every method "
-            "that needs no data; order_free means the methods that keep sums over the tasks."
+            help="[LABEL=]NAME[:KEY=VALUE]..., with commas; all, the default: NUFILT and every method that needs no "
+            "data; order_free: the methods that keep sums over the tasks."
         ),
     ] = None,
     preset: Annotated[
@@ -30,7 +28,7 @@ def compare(
         typer.Option(help="The paper's methods."),
     ] = None,
     with_data: Annotated[bool, typer.Option("--with-data", help="Add the preset's methods that need data.")] = False,
-    validation: Annotated[bool | None, _VALIDATION] = None,
+    validation: Annotated[bool | None, typer.Option(help="Score a fifth of the test data only, or the rest.")] = None,
     modelpool: Annotated[str, typer.Option(help="Models, as fusion_bench names them.")] = "nufilt_demo",
     seeds: Annotated[str, typer.Option(help="Task orders: 42, 42,45 or 42:52 (42 to 51, the paper's ten).")] = "42",
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("outputs/compare"),
@@ -55,8 +53,8 @@ def compare(
     Finished runs are kept: the same command goes on where it was interrupted, and methods and seeds can be added.
     """
     out, words = out.expanduser(), list(overrides or ())  # the shell leaves the ~ of --out=~/results as it is
-    how: Any = {"evaluate": evaluate, "overwrite": overwrite, "keep_going": keep_going}
-    how |= {"jobs": jobs, "engine": engine, "address": address, "preset": preset, "validation": validation}
+    how: Any = {"evaluate": evaluate, "overwrite": overwrite, "keep_going": keep_going, "preset": preset}
+    how |= {"validation": validation, "jobs": jobs, "engine": engine, "address": address}
     with terminal(quiet) as console:
         logging.getLogger().setLevel(logging.WARNING)
         logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)

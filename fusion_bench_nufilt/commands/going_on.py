@@ -13,9 +13,9 @@ from fusion_bench_nufilt.storage.checkpoint import Manifest, read_manifest
 
 
 def inherited(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the base and the settings of the model to go on from, except those that the user gives.
+    """Return the base and the settings of the model to go on from, except what the user says.
 
-    They include the method's options unless the user chooses another method.
+    If that is another method, the earlier one's options are left out.
     """
     if not (merged := said.get("merged")):
         return {}
@@ -45,5 +45,5 @@ def _base(merged: str, folder: Path, made: Manifest) -> str:
 
 
 def find_model(name: str, beside: Path) -> str:
-    """Return the path of a model that a manifest names, here or in a folder, or its name if it is in neither."""
+    """Return the path of a model that a manifest names, here or in a folder, or else its name."""
     return str(beside / name) if not Path(name).is_dir() and (beside / name).is_dir() else name

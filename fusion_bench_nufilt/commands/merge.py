@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -39,7 +40,7 @@ from .terminal import AsJson, Quiet, bars_on, interruptible, terminal
 
 KINDS = (*dict.fromkeys(method.Options for method in METHODS.values()), TargetConfig, Settings)
 MODELS = ("base", "tasks", "merged", "out", "digests")
-# The options that determine which tensors of the models are read.
+# The options on which the tensors that are read depend.
 _READ = {"base", "tasks", "merged", "step", "method", *(each.name for each in fields(TargetConfig))}
 # What a manifest may not choose: where to compute, where to connect, and what to write.
 _OF_THE_USER = {*with_scope(KINDS, "machine", "run"), *MODELS}
@@ -54,8 +55,8 @@ def merge(
         list[str] | None,
         typer.Argument(
             metavar="RECIPE|KEY=VALUE",
-            help="RECIPE is a YAML file with base, tasks, out and settings, or the nufilt.json of a result; options "
-            "win over it. KEY=VALUE is another way to write an option, such as null_rank=64.",
+            help="RECIPE: a YAML file with base, tasks, out and settings, or the nufilt.json of a result; options win "
+            "over it. KEY=VALUE: another way to write an option, such as null_rank=64.",
         ),
     ] = None,
     base: Annotated[str | None, _model_option(help="Pretrained model: folder or hub name.")] = None,
@@ -70,9 +71,8 @@ def merge(
         str,
         typer.Option(
             metavar="NAME",
-            help=f"One of {', '.join(METHODS)}. All but nufilt and nufilt/… keep sums over the tasks, so that their "
-            "order does not matter; they merge all linear layers and average the rest unless target_modules and "
-            "other_params say otherwise.",
+            help=f"One of {', '.join(METHODS)}. All but nufilt and nufilt/… keep sums over the tasks, whose order then "
+            "does not matter; by default they merge all linear layers and average the rest.",
             autocompletion=lambda: list(METHODS),
             rich_help_panel="Method",
         ),
@@ -91,7 +91,10 @@ def merge(
         said = gather(words or (), typed_values(context, typed), known)
         plan, folder = _plan({**said, **(taken := inherited(said))})
         if not as_json:
-            (Console() if dry_run else console).print(_table(plan, folder, taken))
+            table = Table(show_header=False, box=None, title="Plan", title_justify="left")
+            for key, value in _rows(plan, folder, taken):
+                table.add_row(key, shown(value))
+            (Console() if dry_run else console).print(table)
             for warning in plan.warnings:
                 console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
         finished = check_output(plan, folder) if dry_run else _run(console, plan, folder)
@@ -119,13 +122,6 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
     plan = plan_merge(models["base"], models["tasks"], models.get("merged"), *options, method=method)
     plan.known.update(models.get("digests", {}))
     return plan, Path(models["out"]).expanduser()  # the shell does not expand the ~ of --out=~/merged
-
-
-def _table(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Table:
-    table = Table(show_header=False, box=None, title="Plan", title_justify="left")
-    for key, value in _rows(plan, out, taken):
-        table.add_row(key, shown(value))
-    return table
 
 
 def _as_json(plan: Plan, out: Path) -> dict[str, Any]:
@@ -160,10 +156,9 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
         exact = plan.state is not None and plan.method.state_is_weight
         yield "merged so far", f"{plan.merged.checkpoint.name}{', layers in float32' if exact else ''}"
     if taken:
-        kinds = (plan.method.Options, TargetConfig, Settings)
-        usual = {each.name: each.default for kind in kinds for each in fields(kind)} | {**plan.method.defaults}
-        own = (f"{key} {value}" for key, value in taken.items() if key != "base" and value != usual.get(key))
-        yield "taken over", ", ".join(own)
+        options = chain(*map(fields, (plan.method.Options, TargetConfig, Settings)))
+        usual = {"base": taken.get("base"), **{each.name: each.default for each in options}, **plan.method.defaults}
+        yield "taken over", ", ".join(f"{key} {value}" for key, value in taken.items() if value != usual.get(key))
     for number, task in enumerate(plan.tasks, plan.first_step):
         kind = "LoRA adapter" if isinstance(task, LoraAdapter) else "model"
         yield f"step {number}", f"{task.checkpoint.name} ({kind})"
@@ -185,15 +180,14 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
     if plan.settings.engine == "local":
         yield "memory", f"{peak_memory(plan) / 1e9:.2f} GB at most"
     else:
-        counts = Counter(node.slots for node in cluster_nodes(plan))
-        for each, number in counts.items():
-            held = f"{peak_memory(plan, each) / 1e9:.2f} GB at most"
-            yield "workers", f"{number}, each on {each} batches of layers at a time in {held}"
+        for slots, number in Counter(node.slots for node in cluster_nodes(plan)).items():
+            held = f"{peak_memory(plan, slots) / 1e9:.2f} GB at most"
+            yield "workers", f"{number}, each on {slots} batches of layers at a time in {held}"
     yield "disk", f"{disk_bytes(plan) / 1e9:.2f} GB in {out}"
 
 
 class _Recipe(TypedDict, total=False):
-    """A recipe file. Settings may be under ``settings`` or beside the models; their dataclasses check them."""
+    """A recipe. Settings may be under ``settings`` or beside the models; their dataclasses check them."""
 
     base: str | None
     tasks: Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
@@ -210,7 +204,7 @@ class _Input(TypedDict):
 
 
 class _Made(TypedDict):
-    """The fields of a merge's manifest from which its result can be made again."""
+    """What a manifest tells about how its result is made again."""
 
     inputs: dict[str, _Input]
     step: Count
@@ -218,10 +212,10 @@ class _Made(TypedDict):
 
 
 def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[str]) -> dict[str, Any]:
-    """Collect everything that the user says about a merge, by name; later sources win.
+    """Return all that the user says about a merge, by name.
 
-    The sources are at most one recipe file, ``KEY=VALUE`` words in Hydra's grammar, and the options of the command
-    line. A ValueError names a name that is neither in ``MODELS`` nor in ``settings``, a bad value or a bad file.
+    One recipe file, ``KEY=VALUE`` words in Hydra's grammar and ``typed`` options win in this order. A ValueError says
+    which name is neither in ``MODELS`` nor in ``settings``, or what is wrong with a value or the file.
     """
     files = [word for word in words if "=" not in word or os.path.isfile(word)]  # a word may be too long for a name
     if len(files) > 1:
@@ -244,14 +238,11 @@ def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
-    """Read a YAML recipe, or the manifest of a result; a ValueError names the file and the field that is wrong."""
+    """Read a YAML recipe or a manifest; a ValueError names the file and the field that is wrong."""
     if not file.is_file():
         raise ValueError(f"there is no recipe file '{file}'; what is no file must be of the form KEY=VALUE")
     try:
-        if file.suffix == ".json":
-            content: Any = parse_json(file.read_bytes(), object)
-        else:
-            content = read_yaml(file)
+        content: Any = parse_json(file.read_bytes(), object) if file.suffix == ".json" else read_yaml(file)
         if isinstance(content, dict) and "inputs" in content:
             if content.get("digest", found := content_digest(content)) != found:
                 raise ValueError("field 'digest': the file was changed; give other settings as options instead")
@@ -265,13 +256,15 @@ def read_recipe(file: Path) -> dict[str, Any]:
 
 
 def _recipe_of(made: _Made, folder: Path) -> dict[str, Any]:
-    """Return the recipe of a merge, whose models are looked for by name: here, then beside its folder."""
+    """Return the recipe of a result in a folder, beside which its models are looked for, too."""
     found = {source: find_model(model["name"], folder.parent) for source, model in made["inputs"].items()}
     if "base" not in found:
         raise ValueError("field 'inputs.base': field required")
     tasks = {int(match[1]): name for source, name in found.items() if (match := _TASK.fullmatch(source))}
-    recipe: dict[str, Any] = {source: found[source] for source in ("base", "merged") if source in found}
-    first = made["step"] - len(tasks) + 1
-    recipe["digests"] = {source: model["sha256"] for source, model in made["inputs"].items() if "sha256" in model}
-    settings = {key: value for key, value in made.get("settings", {}).items() if key not in _OF_THE_USER}
-    return recipe | {"tasks": [tasks[i] for i in sorted(tasks)], "step": first, "settings": settings}
+    return {
+        **{source: found[source] for source in ("base", "merged") if source in found},
+        "tasks": [tasks[number] for number in sorted(tasks)],
+        "step": made["step"] - len(tasks) + 1,
+        "digests": {source: model["sha256"] for source, model in made["inputs"].items() if "sha256" in model},
+        "settings": {key: value for key, value in made.get("settings", {}).items() if key not in _OF_THE_USER},
+    }

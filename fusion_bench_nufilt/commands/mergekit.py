@@ -38,13 +38,10 @@ class _File(TypedDict, total=False):
 
 
 def from_mergekit(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe for the content of a mergekit file.
+    """Return the recipe for the content of a mergekit file; a ValueError names the field that asks for something else.
 
     Either method adds a weighted sum of updates to the base. With weights times the number of tasks, that is a mean,
     which `nufilt merge` also takes of tensors outside the layers.
-
-    Raises:
-        ValueError: the file asks for something else; the message names the field.
     """
     try:
         checked(content, _File)

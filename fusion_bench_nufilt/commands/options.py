@@ -23,9 +23,9 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def takes_options(*kinds: type, varied: Collection[str] = ()) -> Callable[[_Command], _Command]:
-    """Return a decorator that gives a command with ``**options`` an option for each field name of the dataclasses.
+    """Return a decorator that puts the fields of dataclasses into the options of a command with ``**options``.
 
-    ``varied`` names the options whose defaults a method may change.
+    ``varied`` names those whose defaults a method may change.
     """
     fields = defaultdict(list)
     for each in chain(*map(dataclasses.fields, kinds)):
@@ -79,7 +79,7 @@ def was_typed(context: typer.Context, name: str) -> bool:
 
 
 def patterns(words: list[str] | None) -> str | list[str] | None:
-    """Return a single special word or regular expression unchanged, and plain words as a list, as in YAML."""
+    """Return words as in YAML: a special one or a regular expression by itself, plain ones as a list."""
     if words and len(words) == 1 and (words[0] in ("auto", "all-linear") or re.search(r"[\\*+?()\[\]|^$]", words[0])):
         return words[0]
     return words or None

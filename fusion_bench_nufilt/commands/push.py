@@ -20,8 +20,8 @@ def push(
 ) -> None:
     """Upload a merged folder, with its model card and its manifest, to the Hugging Face hub.
 
-    The files that the manifest lists are uploaded, and nothing else, if all of them are as they were saved. You must be
-    logged in there (hf auth login), or HF_TOKEN must hold a token with write access.
+    Only files that the manifest lists are uploaded, if all of them are as they were saved. Log in by hf auth login, or
+    let HF_TOKEN hold a token with write access.
     """
     with terminal(quiet) as console:
         files = {name: out / name for name in _files_of_result(out)}

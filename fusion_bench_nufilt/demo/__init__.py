@@ -1,13 +1,12 @@
 """Eight small tasks and a tiny CLIP, made on the spot, without a download.
 
-The first load draws the pictures, pretrains the CLIP and fine-tunes it eight times, which takes a minute or two, and
-keeps them in a cache folder, from which later loads read. `config/modelpool/nufilt_demo.yaml` and
-`config/taskpool/nufilt_demo.yaml` hand the loaders to FusionBench's own CLIP pools.
+The first load makes all of them in a cache folder, which takes a minute or two. The model pool and the task pool
+`nufilt_demo` hand the loaders to FusionBench's own CLIP pools.
 """
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,11 @@ from .render import SIDE
 from .tasks import TASKS
 from .train import Recipe, Tick, active_recipe, draw_pictures, finetune, normalise, pretrain
 
+<<<<<<< HEAD
 # The one that needs no torchvision, which has another name in transformers 5.
+=======
+# In transformers 4, it has the name that stands for torchvision's in transformers 5.
+>>>>>>> opts
 ImageProcessor: Any = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
 
 # FusionBench's task pool asks its registry for class names and prompts.
@@ -39,7 +42,7 @@ for _name, _task in TASKS.items():
 
 
 class Pictures(TensorDataset):
-    """Items `{"image": PIL.Image, "label": int}`, from tensors (n, 32, 32, 3) of uint8 and (n,) of int64."""
+    """Items `{"image": PIL.Image, "label": int}`, from pictures (n, 32, 32, 3) and labels (n,)."""
 
     def __getitem__(self, index: int) -> Any:
         image, label = super().__getitem__(index)
@@ -48,42 +51,42 @@ class Pictures(TensorDataset):
 
 def load_vision_model(name: str) -> CLIPVisionModel:
     """Load the pretrained vision tower (`_pretrained_`) or the one fine-tuned on a task."""
-    _check(name, {"_pretrained_", *TASKS}, "model")
+    _check("model", name, ["_pretrained_", *TASKS])
     return CLIPVisionModel.from_pretrained(demo_folder() / name)
 
 
 def load_clip() -> CLIPModel:
-    """Load the whole pretrained CLIP, whose text tower encodes the class names of every task."""
+    """Load the whole pretrained CLIP."""
     return CLIPModel.from_pretrained(demo_folder() / "clip")
 
 
 def load_processor() -> CLIPProcessor:
-    """Load the tokenizer and the image processor of the CLIP."""
+    """Load the CLIP's tokenizer and image processor."""
     clip = demo_folder() / "clip"
     return CLIPProcessor(ImageProcessor.from_pretrained(clip), CLIPTokenizer.from_pretrained(clip))
 
 
 def load_test_dataset(task: str) -> Pictures:
     """Load the pictures of a task that no model was trained on."""
-    _check(task, set(TASKS), "task")
+    _check("task", task, TASKS)
     tensors = load_file(demo_folder() / "pictures" / f"{task}.safetensors")
     return Pictures(tensors["images"], tensors["labels"])
 
 
 def load_train_dataset(task: str) -> Pictures:
     """Draw the pictures that a task's model was fine-tuned on."""
-    _check(task, set(TASKS), "task")
+    _check("task", task, TASKS)
     return Pictures(*draw_pictures(active_recipe(), task, held_out=False))
 
 
 def to_pixels(image: Image.Image) -> Tensor:
-    """Convert a 32 by 32 image to pixel values (3, 32, 32), as the slower image processor does."""
+    """Convert an image to pixel values (3, 32, 32), as the slower image processor does."""
     return normalise(torch.from_numpy(np.array(image)))
 
 
-def _check(name: str, known: set[str], kind: str) -> None:
+def _check(kind: str, name: str, known: Collection[str]) -> None:
     if name not in known:
-        raise ValueError(f"the demo has no {kind} {name!r}, only {', '.join(sorted(known))}")
+        raise ValueError(f"the demo has no {kind} {name!r}, only {', '.join(known)}")
 
 
 def cache_folder() -> Path:
@@ -93,46 +96,45 @@ def cache_folder() -> Path:
 
 
 def demo_folder() -> Path:
-    """Return the finished folder of the active recipe: `pictures`, `clip`, `_pretrained_` and the tasks.
+    """Return the folder of the active recipe: `pictures`, `clip`, `_pretrained_` and the tasks.
 
-    Missing parts are built, by one process while others wait. Each part appears only once it is complete, so that an
-    interrupted build goes on where it stopped.
+    One process builds missing parts while others wait. A part appears once it is complete, so that an interrupted build
+    goes on where it stopped.
     """
     recipe = active_recipe()
     folder = cache_folder() / recipe.fingerprint()
     if _missing(recipe, folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock")  # the system releases it when the process ends, however it ends
+        lock = FileLock(folder / ".lock")  # which the system releases when the process ends
         try:
             held = lock.acquire(timeout=0)
         except Timeout:
             _say("waiting for another process that is building the demo")
             held = lock.acquire()
         with held:
-            if missing := _missing(recipe, folder):  # unless another process built them while this one waited
+            if missing := _missing(recipe, folder):  # unless another process built them meanwhile
                 _build(recipe, folder, missing)
     return folder
 
 
 def _missing(recipe: Recipe, folder: Path) -> dict[str, int]:
-    """Return the training steps of the missing parts, each part after those from which it is made."""
+    """Return the training steps of the missing parts, each after those from which it is made."""
     steps = {"pictures": 0, "clip": 2 * recipe.text_steps + recipe.pretrain_steps, "_pretrained_": 0}
     steps |= dict.fromkeys(TASKS, recipe.finetune_steps)
     return {part: number for part, number in steps.items() if not (folder / part).is_dir()}
 
 
 def _build(recipe: Recipe, folder: Path, missing: dict[str, int]) -> None:
-    _say(f"building the demo's pictures and models, once, in {folder} (a minute or two)")
-    titles = {"pictures": "drawing test pictures", "clip": "pretraining a tiny CLIP"}
+    _say(f"building the demo, once, in {folder} (a minute or two)")
     with tqdm(total=sum(missing.values()), unit="step", disable=None) as bar:
         for part in missing:
-            bar.set_description(titles.get(part, part))
+            bar.set_description(part)
             with _reproducible(recipe), atomic_folder(folder / part) as draft:
                 _make(recipe, part, draft, folder / "clip", bar.update)
 
 
 def _make(recipe: Recipe, part: str, draft: Path, pretrained: Path, tick: Tick) -> None:
-    """Write one part to the folder `draft`; the towers are made from the CLIP in the folder `pretrained`."""
+    """Write a part to the folder `draft`; towers are made from the CLIP in the folder `pretrained`."""
     if part == "pictures":
         for task in TASKS:
             images, labels = draw_pictures(recipe, task, held_out=True)
@@ -143,10 +145,10 @@ def _make(recipe: Recipe, part: str, draft: Path, pretrained: Path, tick: Tick) 
         image_processor = ImageProcessor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
         CLIPProcessor(image_processor, tokenizer).save_pretrained(draft)
     else:
-        clip = CLIPModel.from_pretrained(pretrained)
         vision = CLIPVisionModel.from_pretrained(pretrained)
         if part in TASKS:
-            finetune(recipe, clip, CLIPTokenizer.from_pretrained(pretrained), vision, part, tick)
+            clip, tokenizer = CLIPModel.from_pretrained(pretrained), CLIPTokenizer.from_pretrained(pretrained)
+            finetune(recipe, clip, tokenizer, vision, part, tick)
         vision.save_pretrained(draft)
 
 
@@ -156,10 +158,7 @@ def _say(message: str) -> None:
 
 @contextmanager
 def _reproducible(recipe: Recipe) -> Iterator[None]:
-    """Train in the same way whatever the caller's settings are, and restore those.
-
-    FusionBench loads models inside `torch.no_grad`, with any number of threads and any seed.
-    """
+    """Train in the same way whatever the caller's seed, threads and gradient mode are, and restore those."""
     threads = torch.get_num_threads()
     torch.set_num_threads(recipe.threads)
     try:

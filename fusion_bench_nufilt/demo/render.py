@@ -1,7 +1,7 @@
 """Draw small pictures from stamps: a pen places them, and :func:`paint` colours the result.
 
-A *mask*, a float32 array (32, 32) in [0, 1], says where there is ink on the background. The
-class of a picture depends on its mask or, in the task about colours, on its ink; a model must learn to ignore the rest.
+A *mask*, a float32 array (32, 32) in [0, 1], says where there is ink on the background. The class of a picture depends
+on its mask or, in the task about colours, on its ink.
 """
 
 import math
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 SIDE = 32  # width and height of a picture, in pixels
-STAMP = 64  # width and height of a stamp, at least twice its size in the picture, so that edges are smooth
+STAMP = 64  # width and height of a stamp, twice its size in a picture, for smooth edges
 
 Mask = NDArray[np.float32]
 Point = tuple[float, float]
@@ -27,7 +27,7 @@ _TYPEFACES = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 
 @cache
 def text_stamp(text: str, typeface: str) -> Image.Image:
-    """Draw a text in one of the typefaces that come with matplotlib, as large as a stamp allows."""
+    """Draw a text in a typeface of matplotlib's, as large as a stamp allows."""
     font = ImageFont.truetype(_TYPEFACES / f"{typeface}.ttf", size=STAMP)
     left, top, right, bottom = font.getbbox(text)
     width, height = right - left, bottom - top
@@ -95,7 +95,7 @@ class Pen:
     """Draws one picture after another."""
 
     rng: np.random.Generator  # the only source of randomness
-    held_out: bool = False  # whether pictures are for testing, which share no handwriting with training pictures
+    held_out: bool = False  # for testing, with handwriting of its own
     turn: int = 0  # how often each class was drawn
 
     def pick(self, *choices: str) -> str:
@@ -104,10 +104,9 @@ class Pen:
     def place(
         self, stamp: Image.Image, size: Range, angle: float = 0.0, sway: float = 0.0, at: Point | None = None
     ) -> Mask:
-        """Return the mask of a stamp, placed near the middle of the picture or `at` a pixel.
+        """Return the mask of a stamp near the middle of the picture or `at` a pixel.
 
-        Its width in pixels is drawn from the range `size`. It is rotated counter-clockwise by `angle` degrees, plus or
-        minus at most `sway`.
+        Its width in pixels is drawn from `size`, and its counter-clockwise turn in degrees from `angle` ± `sway`.
         """
         width = self.rng.uniform(*size)
         tilt = math.radians(angle + self.rng.uniform(-sway, sway))
@@ -121,7 +120,7 @@ class Pen:
         return np.asarray(placed, dtype=np.float32) / np.float32(255)
 
     def grid(self, wavelength: Range, sway: float = 180.0) -> tuple[Mask, Mask]:
-        """Return the coordinates (u, v) of every pixel, in periods, rotated and shifted at random."""
+        """Return the coordinates (u, v) of all pixels, in periods, rotated and shifted at random."""
         tilt = math.radians(self.rng.uniform(-sway, sway))
         period = self.rng.uniform(*wavelength)
         y, x = np.mgrid[0:SIDE, 0:SIDE].astype(np.float32) - SIDE / 2
@@ -144,8 +143,8 @@ def paint(
 ) -> NDArray[np.uint8]:
     """Turn masks (n, 32, 32) into RGB pictures (n, 32, 32, 3): ink over a mottled background, with noise.
 
-    If `ink` (n, 3) in [0, 1] gives the colours, the background is far from them. Otherwise colours are random, and the
-    ink is brighter than the background if `bright`, or else darker.
+    The background is far from the colours `ink` (n, 3) in [0, 1]. Without them, colours are random, and the ink is
+    brighter than the background if `bright`, or else darker.
     """
     n = len(masks)
     if ink is None:

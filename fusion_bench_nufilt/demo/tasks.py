@@ -14,7 +14,7 @@ from .render import SHAPES, SIDE, Mask, Pen, blobs, handwriting_stamp, paint, sh
 
 @dataclass(frozen=True)
 class Task:
-    """A classification task: its classes, the sentence that names one, and how to draw one."""
+    """Classes, the sentence that names one, and how to draw one."""
 
     classes: tuple[str, ...]
     template: str
@@ -23,7 +23,7 @@ class Task:
     ink: Callable[[Pen, str], tuple[float, float, float]] | None = None
 
     def prompts(self) -> list[str]:
-        """Return one sentence for each class, in the order of the labels."""
+        """Return a sentence for each class, in the order of the labels."""
         return [self.template.format(name) for name in self.classes]
 
 
@@ -86,7 +86,7 @@ def mix_colour(pen: Pen, name: str) -> tuple[float, float, float]:
 
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-NUMBERS = ("one", "two", "three", "four")
+NUMBERS = DIGITS[1:5]
 DIRECTIONS = ("right", "up right", "up", "up left", "left", "down left", "down", "down right")
 
 TYPEFACES = {
@@ -166,9 +166,9 @@ TASKS: dict[str, Task] = {
 
 
 def render(task: str, n: int, *, held_out: bool, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Draw `n` pictures (n, 32, 32, 3) of a task and return them with their labels (n,); the classes take turns.
+    """Draw `n` pictures (n, 32, 32, 3) of a task, whose classes take turns, and return them with their labels (n,).
 
-    Training pictures and held-out ones come from different random streams, and their handwriting from different scans.
+    Training pictures and held-out ones have other random streams, and other scans of handwriting.
     """
     spec = TASKS[task]
     rng = np.random.default_rng([seed, list(TASKS).index(task), held_out])

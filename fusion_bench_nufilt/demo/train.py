@@ -1,7 +1,7 @@
-"""The recipe of the demo's models and their training: a tiny CLIP on all tasks, then its vision tower on each one.
+"""The demo's models: a tiny CLIP is trained on all tasks, then its vision tower on each one.
 
-Like the CLIP models of the merging literature, the pretrained model sees much and names it badly, and fine-tuning
-moves only the vision tower, and only a little.
+Like the CLIPs of the merging literature, the pretrained model sees much and names it badly, and fine-tuning moves only
+the vision tower, and only a little.
 """
 
 import hashlib
@@ -32,9 +32,9 @@ ALL_PROMPTS = [prompt for task in TASKS.values() for prompt in task.prompts()]
 
 @dataclass(frozen=True)
 class Recipe:
-    """All numbers on which the eight models depend. Models of another recipe are kept in another folder."""
+    """All numbers on which the models depend; those of another recipe are kept in another folder."""
 
-    edition: int = 1  # raised when the code makes other models from the same numbers
+    edition: int = 1  # raised when the code makes other models of the same numbers
     seed: int = 0
     threads: int = 1  # the order of sums depends on it, and two would be very slow on a busy machine
 
@@ -68,13 +68,13 @@ TINY = Recipe(
     train_pictures=64, test_pictures=16, width=64, layers=2, heads=2, text_width=32,
     text_steps=10, pretrain_steps=10, finetune_steps=5, batch=32,
 )  # fmt: skip
-"""A recipe that builds in seconds, for tests of everything but accuracy: its models know next to nothing."""
+"""For tests: made in seconds, and its models know next to nothing."""
 
 RECIPES = {"full": Recipe(), "tiny": TINY}
 
 
 def active_recipe() -> Recipe:
-    """Return the recipe that the environment variable NUFILT_DEMO names: "full" (the default) or "tiny"."""
+    """Return the recipe that $NUFILT_DEMO names: "full" (the default) or "tiny"."""
     name = os.environ.get("NUFILT_DEMO", "full")
     if name not in RECIPES:
         raise ValueError(f"NUFILT_DEMO={name!r}: there is no such demo, only {', '.join(RECIPES)}")
@@ -87,11 +87,11 @@ def normalise(pictures: Tensor) -> Tensor:
 
 
 def make_tokenizer(folder: Path) -> CLIPTokenizer:
-    """Return a CLIP tokenizer with one token for each word of the prompts, and write its files to `folder`."""
+    """Return a CLIP tokenizer with a token for each word of the prompts; its files are written to `folder`."""
     letters = sorted(ByteLevel.alphabet())
     ranks: dict[tuple[str, str], int] = {}
     for word in sorted({word for prompt in ALL_PROMPTS for word in prompt.split()}):
-        # Merge as the tokenizer will, with the earliest merge first, and add a merge where none applies.
+        # Merge as the tokenizer will, earliest merge first, and add a merge where none applies.
         parts = [*word[:-1], word[-1] + "</w>"]
         while len(parts) > 1:
             pairs = list(pairwise(parts))
@@ -131,9 +131,8 @@ def make_clip(recipe: Recipe, tokenizer: CLIPTokenizer) -> CLIPModel:
 def initialise_embeddings(clip: CLIPModel, pictures: Tensor, generator: Generator) -> None:
     """Initialise the vision tower's embeddings so that it learns fast.
 
-    Patches are embedded as whitened principal components, because neighbouring pixels are nearly equal and a random
-    embedding shows little but brightness. Positions are embedded as waves in x and y, as strong as the patches, because
-    random ones are too weak at first for attention to tell positions apart.
+    Patches become whitened principal components, since random ones would show little but brightness. Positions become
+    waves in x and y as strong as the patches, since random ones are too weak at first for attention.
     """
     embeddings = clip.vision_model.embeddings
     weight = embeddings.patch_embedding.weight
@@ -156,7 +155,7 @@ def initialise_embeddings(clip: CLIPModel, pictures: Tensor, generator: Generato
 def minimise(
     loss: Loss, parameters: Iterable[nn.Parameter], steps: int, lr: float, tick: Tick, warmup: int = 0, decay: float = 0
 ) -> None:
-    """Train by AdamW with a linear warm-up, after which the learning rate falls to zero along a cosine."""
+    """Train by AdamW; the learning rate rises linearly and then falls to zero along a cosine."""
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=decay, betas=(0.9, 0.98))
     for step in range(steps):
@@ -179,7 +178,7 @@ def text_features(clip: CLIPModel, tokenizer: CLIPTokenizer, prompts: list[str])
 def contrast_with(
     target: Tensor, clip: CLIPModel, vision: nn.Module, drawn: tuple[Tensor, Tensor], batch: int, generator: Generator
 ) -> Loss:
-    """Return CLIP's loss, which draws a batch at each call: a picture must find its prompt among `target`."""
+    """Return CLIP's loss of a newly drawn batch: a picture must find its prompt among `target`."""
     scale, (pictures, labels) = clip.logit_scale.exp().item(), drawn
 
     def loss() -> Tensor:
@@ -192,14 +191,14 @@ def contrast_with(
 
 
 def draw_pictures(recipe: Recipe, task: str, *, held_out: bool) -> tuple[Tensor, Tensor]:
-    """Draw the pictures (n, 32, 32, 3) of a task for training, or those held out for testing, and their labels (n,)."""
+    """Draw a task's pictures (n, 32, 32, 3) for training or, held out, for testing, and their labels (n,)."""
     number = recipe.test_pictures if held_out else recipe.train_pictures
     pictures, labels = render(task, number, held_out=held_out, seed=recipe.seed)
     return torch.from_numpy(pictures), torch.from_numpy(labels)
 
 
 def pretrain(recipe: Recipe, folder: Path, tick: Tick) -> tuple[CLIPModel, CLIPTokenizer]:
-    """Train the shared pretrained model; the tokenizer's files are left in `folder`."""
+    """Train the pretrained model; the tokenizer's files are left in `folder`."""
     generator = Generator().manual_seed(recipe.seed)
     tokenizer = make_tokenizer(folder)
     clip = make_clip(recipe, tokenizer).train()
@@ -225,8 +224,8 @@ def pretrain(recipe: Recipe, folder: Path, tick: Tick) -> tuple[CLIPModel, CLIPT
     eyes = [*clip.vision_model.parameters(), *clip.visual_projection.parameters()]
     minimise(matching, eyes, recipe.pretrain_steps, recipe.pretrain_lr, tick, recipe.pretrain_warmup, decay=0.05)
 
-    # 3. Move words away from their pictures. A real CLIP sees better than it names, which is why fine-tuning gains
-    #    much by small changes of the weights, and why merging works.
+    # 3. Move words away from their pictures: a real CLIP sees better than it names, so that fine-tuning gains much by
+    #    small changes, and merging works.
     noise = torch.randn(target.shape, generator=generator) / target.shape[1] ** 0.5
     elsewhere = F.normalize(target + recipe.misalignment * noise, dim=-1)
 

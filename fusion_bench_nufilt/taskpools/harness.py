@@ -46,10 +46,10 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
 
     @abstractmethod
     def run_harness(self, model: nn.Module, tasks: list[str], limit: int | None) -> Results:
-        """Return the harness's results for a model on ``limit`` examples of each task, by default the pool's."""
+        """Return the harness's results on ``limit`` examples of each task, by default the pool's."""
 
     def _score(self, task: str, results: dict[str, Any]) -> float:
-        # Of several filters of a metric, the first one counts.
+        # Of a metric's filters, the first one counts.
         found = {key.partition(",")[0]: value for key, value in reversed(results.items()) if "," in key}
         for metric in self._metrics:
             if metric in found:
@@ -62,17 +62,16 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
 class LMEvalTaskPool(HarnessTaskPool):
     """Tasks of lm-evaluation-harness (``pip install 'fusion-bench-nufilt[lm-eval]'``), one for each model of a pool.
 
-    Tasks and their data are loaded once, before the first model; a ValueError names what is missing: lm-eval, a task or
-    its data, or, when a model is scored, the metric.
+    They are loaded once, before the first model; a ValueError says whether lm-eval, a task, its data or the metric is
+    missing.
 
     Args:
-        tasks: lm-eval's task or group for each model's name (``{math: gsm8k, code: humaneval}``), or a list where the
-            names are the same.
+        tasks: lm-eval's task or group by model (``{math: gsm8k, code: humaneval}``), or a list of equal names.
         tokenizer: folder or hub name of the tokenizer.
         include_path: folder with further tasks, like lm-eval's ``--include_path``.
-        metric: the metric that counts, without its filter; None takes the first of ``metrics`` that a task has.
-        num_fewshot: number of examples in the prompt; None uses each task's own.
-        limit: examples of each task, as a number or a share; None takes all.
+        metric: the metric that counts, without its filter; None: the first of ``metrics`` that a task has.
+        num_fewshot: examples in the prompt; None: each task's own number.
+        limit: examples of each task, as a number or a share; None: all.
         batch_size: examples that the model reads at once.
         apply_chat_template: whether prompts are put into the tokenizer's chat template.
     """
@@ -117,7 +116,7 @@ class LMEvalTaskPool(HarnessTaskPool):
         return results
 
     def get_test_dataloader(self, task: str) -> "DataLoader[str]":
-        """Return the inputs for `nufilt analyze`: the prompts of a model's task, without examples and answers."""
+        """Return the inputs for `nufilt analyze`: the prompts of a task, without examples and answers."""
         if task not in self._names:
             raise ValueError(f"the task pool has no data of task '{task}', only of {', '.join(self._names)}")
         found = self._manager().load([self._names[task]])["tasks"].values()
@@ -148,7 +147,7 @@ def _lm_eval() -> Any:
 
 @cache
 def _task_manager(include_path: str | None, num_fewshot: int | None) -> Any:
-    """Return an index of all tasks, which takes seconds to make; the tasks that it loads keep ``num_fewshot``."""
+    """Return an index of all tasks, which takes seconds; the tasks that it loads keep ``num_fewshot``."""
     kind = _lm_eval().tasks.TaskManager
     manager = kind(include_path=include_path)
 
@@ -185,20 +184,18 @@ for task in tasks:
 class LMMSEvalTaskPool(HarnessTaskPool):
     """Tasks of lmms-eval, one for each model of a pool.
 
-    The model and its processor are written to a temporary folder, from which a process of lmms-eval reads them. It may
-    run in another environment, since it installs some ninety packages and its own torch. Before any model is loaded, a
-    ValueError says whether lmms-eval, a task or its data is missing; a RuntimeError has the end of its output if it
-    fails.
+    The model and its processor are written to a temporary folder for a process of lmms-eval. That may run in another
+    environment, since it installs some ninety packages and its own torch. Before any model is loaded, a ValueError says
+    whether lmms-eval, a task or its data is missing; a RuntimeError has the end of its output if it fails.
 
     Args:
-        tasks: lmms-eval's task for each model's name, as in :class:`LMEvalTaskPool`.
+        tasks: lmms-eval's task by model, as in :class:`LMEvalTaskPool`.
         processor: folder or hub name of the processor.
-        python: the Python of the environment with lmms-eval; None is the running one.
+        python: the Python of the environment with lmms-eval; None: this one.
         model: lmms-eval's name for the type of model.
-        include_path: folder with further tasks, like lmms-eval's ``--include_path``; None is this project's, with
-            ``nufilt_imagenet_caption`` and ``nufilt_vizwiz_caption``.
-        metric: the metric that counts, without its filter; None takes the first of ``metrics`` that a task has.
-        limit: examples of each task; None takes all.
+        include_path: folder with further tasks, like lmms-eval's ``--include_path``; None: this project's.
+        metric: the metric that counts, without its filter; None: the first of ``metrics`` that a task has.
+        limit: examples of each task; None: all.
     """
 
     metrics = ("exact_match", "anls", "acc", "accuracy", "CIDEr")
@@ -222,8 +219,7 @@ class LMMSEvalTaskPool(HarnessTaskPool):
         self._options = [f"--{key}={value}" for key, value in options.items() if value is not None]
         self._python = str(Path(python or sys.executable).expanduser().absolute())
         try:
-            has_lmms_eval = "import sys, importlib.util as util; sys.exit(util.find_spec('lmms_eval') is None)"
-            subprocess.run([self._python, "-c", has_lmms_eval], check=True, capture_output=True)
+            subprocess.run([self._python, "-c", "import lmms_eval"], check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError):
             raise ValueError(
                 f"'{self._python}' has no lmms-eval: let LMMS_EVAL_PYTHON, or `python` of the task pool, name the "
@@ -231,16 +227,16 @@ class LMMSEvalTaskPool(HarnessTaskPool):
             ) from None
 
     def check(self) -> None:
-        words = [json.dumps([self._further, *sorted(set(self._names.values()))])]
+        tasks = json.dumps([self._further, *sorted(set(self._names.values()))])
         with TemporaryDirectory() as temporary:
-            done = self._run([self._python, "-c", _LOAD_TASKS, *words], temporary)
+            done = self._run([self._python, "-c", _LOAD_TASKS, tasks], temporary)
         if done.returncode != 0:
             raise ValueError(done.stdout.strip().splitlines()[-1])
 
     def _run(self, command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        pipes: Any = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.run(command, cwd=folder, env=environment, check=False, **pipes)
+        out, errors = subprocess.PIPE, subprocess.STDOUT
+        return subprocess.run(command, cwd=folder, env=environment, check=False, text=True, stdout=out, stderr=errors)
 
     def run_harness(self, model: Any, tasks: list[str], limit: int | None) -> Results:
         with TemporaryDirectory() as temporary:

@@ -15,11 +15,10 @@ def load_image_task(name: str, path: str, template: str, classnames: Sequence[st
     The data set has the columns ``image`` (PIL) and ``label`` (int); a ValueError says what it or the template lacks.
 
     Args:
-        name: the name of the task, which is the key of this entry in the task pool and of its model in the model pool.
-        path: a folder of images with one subfolder for each class, or a folder written by ``datasets``'
-            ``save_to_disk``.
+        name: the task's key in the task pool, and its model's in the model pool.
+        path: a folder of images with a subfolder for each class, or one written by ``save_to_disk`` of ``datasets``.
         template: the prompt, with ``{}`` for the class name.
-        classnames: the name of each label; None takes those of the data set, which are the names of the subfolders.
+        classnames: the name of each label; None: those of the data set, such as the names of the subfolders.
     """
     if "{}" not in template:
         raise ValueError(f"task '{name}': the template {template!r} has no {{}} for the class name")
@@ -49,7 +48,7 @@ def load_images(name: str, path: str) -> Dataset:
 
 
 def register_task(name: str, classnames: Sequence[str], template: str) -> None:
-    """Tell FusionBench the class names and the prompt of a task, in place of any that it has under that name."""
+    """Tell FusionBench the class names and the prompt of a task, in place of its own."""
     info: dict[str, Any] = {"classnames": list(classnames), "templates": [template.format]}
     # FusionBench 0.2.33 misspells a key if it is given class names and templates only.
     CLIPTemplateFactory.register_dataset(name, dataset_info=info, **info)

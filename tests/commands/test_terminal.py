@@ -1,6 +1,7 @@
 """What is printed of names from elsewhere, and what is said when a command is stopped."""
 
 import io
+import logging
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from fusion_bench_nufilt.commands.terminal import interruptible, shown
+from fusion_bench_nufilt.commands.terminal import bars_on, interruptible, shown, terminal
 from tests.conftest import REPO
 
 
@@ -18,6 +19,27 @@ def test_names_can_neither_control_the_terminal_nor_be_markup():
     console = Console(file=io.StringIO(), width=200)
     console.print(shown("a\x1b[31m[bold]b\x07\u202ec\nd"))
     assert console.file.getvalue() == "a\\x1b[31m[bold]b\\x07\\u202ec\nd\n"
+
+
+class Screen(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "quiet", "shows"), [(Screen, False, True), (Screen, True, False), (io.StringIO, False, False)]
+)
+def test_progress_is_shown_on_a_terminal_only_and_the_log_above_it(monkeypatch, stream, quiet, shows):
+    monkeypatch.setattr(sys, "stderr", screen := stream())
+    monkeypatch.setattr(logging.root, "handlers", [])
+    with terminal(quiet) as console, bars_on(console)(total=2, desc="Merging"):
+        logging.getLogger("fusion_bench_nufilt").warning("as said")
+    text = screen.getvalue()
+    assert ("Merging" in text) == shows
+    assert ("as said" in text) != quiet
+    assert "Merging" not in text.partition("as said")[0].rpartition("\r")[2]
 
 
 def stopped_at_work(number, console):

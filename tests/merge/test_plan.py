@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from fusion_bench_nufilt.merge import forecast
+from fusion_bench_nufilt.merge import Settings, forecast
 from fusion_bench_nufilt.merge.forecast import batches, layer_budget, layer_memory, peak_memory
 from tests.merge.helpers import plan
 
@@ -35,3 +35,8 @@ def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeyp
     bounded = plan(stream, settings={"device": "cuda", "max_memory": peak_memory(free) - 1})
     assert max(held(bounded)) <= layer_budget(bounded) < max(held(free))
     assert peak_memory(bounded) <= bounded.settings.max_memory
+
+
+def test_a_manifest_records_what_the_result_depends_on_and_not_how_the_run_went(stream):
+    settings = {key for key in plan(stream).options() if hasattr(Settings, key)}
+    assert settings == {"seed", "weights", "tokenizer", "accumulate", "dtype", "max_shard_size", "device"}
