@@ -11,13 +11,13 @@ from .metrics import METRICS, AccuracyMatrix, Mean
 
 Json = dict[str, Any]
 Published = dict[str, Json]  # the paper's numbers for a row, in per cent, by metric or task
+#: The scores of the single models, by ``pretrained`` or ``individual`` and by task; None where there is none.
 References = dict[str, dict[str, Score | None]]
-"""The scores of the single models, by ``pretrained`` or ``individual`` and by task; None where there is none."""
 
 
 def check_references(references: References, tasks: Sequence[str]) -> None:
     """Raise a ValueError unless each reference has all tasks, with or without a score."""
-    for name in {"pretrained": 0, "individual": 0, **references}:
+    for name in ("pretrained", "individual", *references):
         if other := set(references.get(name, ())) ^ set(tasks):
             raise ValueError(f"field '{name}': must have each task once, and '{min(other)}' is too many or missing")
 
@@ -53,7 +53,6 @@ class SeedRun:
 
     @property
     def merging_seconds(self) -> float:
-        """Seconds of merging all models, without loading and scoring."""
         return sum(self.merge_seconds)
 
 
@@ -107,15 +106,18 @@ class Method:
             return Mean.of(METRICS[name].of(matrix) for matrix in self.matrices.values())
         return Mean.of(getattr(self.runs[seed], name) for seed in self.matrices)
 
+    def words(self, mean: Mean, *, sign: bool = False) -> str:
+        """Return one of these means in per cent; ``failed`` if all runs did."""
+        return mean.percent(sign=sign) if self.matrices else "failed"
+
     def final(self, task: str) -> Mean:
         """Return the mean score of a task after the last step, wherever the orders have it."""
         return Mean.of(float(matrix.values[-1, matrix.tasks.index(task)]) for matrix in self.matrices.values())
 
     def as_json(self, tasks: Sequence[str]) -> Json:
-        elsewhere = ("environment", "traceback")
-        runs = {
-            str(seed): {k: v for k, v in asdict(run).items() if k not in elsewhere} for seed, run in self.runs.items()
-        }
+        runs = {str(seed): asdict(run) for seed, run in self.runs.items()}
+        for run in runs.values():
+            del run["environment"], run["traceback"]
         return {
             "overrides": self.overrides,
             **{name: self.mean(name).as_json() for name in (*METRICS, "merging_seconds")},
@@ -162,10 +164,10 @@ class ComparisonContent:
     @property
     def curves(self) -> dict[str, dict[str, Method]]:
         """The methods of each panel, by its symbol and their labels."""
-        panels, done = self.panels or [], self.done.items()
+        symbols = [panel["symbol"] for panel in self.panels or ()]
         return {
-            symbol: {label: method for label, method in done if label.startswith(f"{symbol} ")}
-            for symbol in (panel["symbol"] for panel in panels)
+            symbol: {label: method for label, method in self.done.items() if label.startswith(f"{symbol} ")}
+            for symbol in symbols
         }
 
     @property
@@ -182,8 +184,8 @@ class ComparisonContent:
     @property
     def printed(self) -> dict[str, Published]:
         """The paper's numbers for every row; empty for a row without any."""
-        methods = {label: method.published_percent for label, method in self.methods.items()}
-        return {label: self.published_percent.get(label, {}) for label in self.references} | methods
+        references = {label: self.published_percent.get(label, {}) for label in self.references}
+        return references | {label: method.published_percent for label, method in self.methods.items()}
 
     def as_json(self) -> Json:
         """Return all numbers, with the paper's printed ones."""

@@ -28,10 +28,7 @@ class Outputs(NamedTuple):
 
 
 def render_page(template: str, **content: Any) -> str:
-    """Fill a template, with its scripts and styles inside; the browser runs no others.
-
-    Each template takes a ``title``, a ``subtitle`` and the ``configuration``, besides what it shows.
-    """
+    """Fill a template, with all scripts and styles inside; the browser runs no others."""
     scripts = [_vega(), templates().get_template("page.js").render()]
     return templates().get_template(template).render(content, scripts=scripts)
 

@@ -49,13 +49,12 @@ def run_outputs(run: RunContent, tables: Tables) -> Outputs:
     scores = pd.DataFrame(rows, columns=["step", "merged_task", *matrix.tasks])
     page = render_page(
         "run.html",
-        title=f"{run.method}: {len(matrix.tasks)} models merged",
-        subtitle=summary,
+        run=run,
+        summary=summary,
         matrix=_heat_map(matrix, "scores"),
         bars=bars_by_step({"score": matrix.percents}, matrix.tasks),
         steps=_steps(matrix, run.merge_seconds),
         layers=layer_charts(tables["layers"]) if "layers" in tables else None,
-        configuration={"method": run.config, "models": run.models, "versions": run.versions},
     )
     picture = _heat_map(matrix, f"{run.method}\n{summary}", panels=1)
     return Outputs(page, {"accuracy_matrix": picture}, {"accuracy_matrix.csv": to_csv(scores)})
