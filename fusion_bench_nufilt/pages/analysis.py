@@ -1,6 +1,6 @@
 """The pictures and the page of an analysis, drawn from its files alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NotRequired
 
 import altair as alt
@@ -70,7 +70,7 @@ def pictures_of(content: AnalysisContent, tables: Tables) -> dict[str, ChartType
 
 
 def _page(content: AnalysisContent, tables: Tables) -> str:
-    charts, measured, theorem = _charts(content, tables, panels=False), _measured(content), content.get("theorem")
+    charts, measured = _charts(content, tables, panels=False), _measured(content)
     if layers := content.get("layers_of"):
         charts["layers"] = by_depth({title: [by_layer] for title, by_layer in layers.items()})
     if measured:
@@ -80,10 +80,8 @@ def _page(content: AnalysisContent, tables: Tables) -> str:
         "analysis.html",
         content=content,
         charts=charts,
-        dominance=_dominance(content.get("affinity", {})),
-        vectors=_vectors(content),
-        losses=_mean_losses(measured),
-        theorem=_table(list(theorem[0]), [list(row.values()) for row in theorem]) if theorem else None,
+        losses={name: row | _percents(row) for name, row in measured.items()},
+        theorem=pd.DataFrame(content.get("theorem", ())).rename(columns=lambda name: name.replace("_", " ")),
     )
 
 
@@ -219,28 +217,5 @@ def _points(rows: pd.DataFrame, x: alt.X, y: alt.Y, size: int, **looks: Any) -> 
     return points.encode(x=x, y=y, tooltip=tooltip(name="", layer="layer", task="task"), **looks)
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> pd.DataFrame:
-    return pd.DataFrame(rows, columns=[name.replace("_", " ") for name in names], dtype=object)
-
-
-def _dominance(affinity: Mapping[str, Json]) -> pd.DataFrame:
-    """Return how far matched pairs stand out in each group of layers, where this is known of all groups."""
-    header = ["layers", "matched", "mismatched", "ratio", "rows led", "columns led", "P(matched above)", "chance"]
-    keys = ("diagonal", "off_diagonal", "ratio", "rows", "columns", "matched_above")
-    known = affinity if all("dominance" in row for row in affinity.values()) else {}
-    return _table(header, [[g, *(row["dominance"][key] for key in keys), row["chance"]] for g, row in known.items()])
-
-
-def _vectors(content: AnalysisContent) -> pd.DataFrame:
-    keys = ("relative_norm", "effective_rank", "rank_90", "energy_in_top")
-    header = ["task", *keys[:2], "directions for 90 %", f"energy in the top {content['task_rank']}"]
-    return _table(header, [[name, *(row[key] for key in keys)] for name, row in content["vectors"].items()])
-
-
-def _mean_losses(measured: Mapping[str, Json]) -> pd.DataFrame:
-    losses, rows = (*_BOTH, "harmonic", "harmonic_of_means", "arithmetic"), []
-    for name, row in measured.items():
-        scores = [None if row.get(key) is None else 100 * row[key] for key in ("ACC", "BWT")]
-        rho = [row["rank_correlation"][loss]["layers"] for loss in _BOTH]
-        rows.append([name, *scores, *(row["fixed"]["mean"][loss] for loss in losses), *rho])
-    return _table(["method", "ACC %", "BWT %", *losses, "rho stability", "rho plasticity"], rows)
+def _percents(row: Json) -> dict[str, float]:
+    return {f"{name} %": 100 * row[name] for name in ("ACC", "BWT") if row.get(name) is not None}
