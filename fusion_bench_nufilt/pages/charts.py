@@ -1,8 +1,7 @@
 """Charts that several pages share: one definition is interactive on a page and static in a PNG or a PDF.
 
-Functions take plain numbers. Where there are several sets of them, ``panels`` is 0 for one chart with a menu to choose
-a set, as on a page, or the number of panels in a row, as in a picture. A slider chooses the step on a page; a picture
-shows the last one.
+Where there are several sets of numbers, ``panels`` is 0 for one chart with a menu to choose a set, as on a page, or the
+number of panels in a row, as in a picture. A slider chooses the step on a page; a picture shows the last one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,9 +45,8 @@ def heat_maps(
 ) -> ChartType:
     """Draw named matrices as coloured cells with their numbers; a cell without a number stays empty.
 
-    ``rows`` (from the top) and ``columns`` (from the left) are labels, ``titles`` those of the two axes, and ``legend``
-    that of the numbers. ``domain`` has the values at the two ends of the colours, by default 0 (or the smallest value,
-    if negative) and the largest. A line break in a map's name begins a new line of a panel's title.
+    ``rows`` (from the top) and ``columns`` are labels, ``titles`` those of the two axes, and ``legend`` that of the
+    numbers. The colours end at the values of ``domain``, by default 0 or the smallest, if negative, and the largest.
     """
     numbers = cells(maps, rows, columns, ("set", "row", "column"))
     values = [cell["value"] for cell in numbers]
@@ -102,10 +100,10 @@ def lines(
 ) -> ChartType:
     """Draw curves, each with one number per entry of ``x``, or fewer, and None where it has no point.
 
-    ``x`` are numbers, or words at equal distances. ``deviations`` are half the heights of the bands around the curves.
-    ``heights`` are dashed horizontal lines by their labels; ``marks`` has the place and the label of a dashed vertical
-    line for each set. A curve's place ``among`` all names determines how it looks. A ``ranked`` legend is in the order
-    of the curves' last numbers; ``legend`` are further options of Altair's.
+    ``x`` are numbers, or words at equal distances. ``deviations`` are half the heights of bands around the curves.
+    ``heights`` are dashed horizontal lines by their labels; ``marks`` has the place and the label of a vertical one
+    for each set. A curve's place ``among`` all names determines how it looks. A ``ranked`` legend is in the order of
+    the curves' last numbers.
     """
     bands = deviations or {}
     rows: Rows = [
@@ -163,10 +161,7 @@ def _dashed_lines(heights: Mapping[str, float], place: alt.X | None) -> list[alt
 
 
 def bars_by_step(series: Mapping[str, Grid], tasks: Sequence[str]) -> ChartType:
-    """Draw the scores of all tasks after the step that a slider chooses, with a bar for each series.
-
-    The matrices have a row for each step and a column for each of ``tasks``, in merging order, in per cent.
-    """
+    """Draw the scores after the step that a slider chooses, with a bar for each series of scores by step and task."""
     rows = cells(series, range(1, len(tasks) + 1), tasks, ("name", "step", "task"))
     chart = alt.Chart(data(rows), width=560, height=300).mark_bar()
     chart = chart.encode(
@@ -182,7 +177,7 @@ def bars_by_step(series: Mapping[str, Grid], tasks: Sequence[str]) -> ChartType:
 def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]], first_step: int = 1) -> ChartType:
     """Draw a point for each layer at its block; a menu chooses the quantity, and a slider the step.
 
-    ``values`` has, for each quantity and step, a number for each layer; all quantities have the same layers.
+    ``values`` has, for each quantity and step, a number for each layer.
     """
     quantities, steps = list(values), next(iter(values.values()))
     names = [layer for layers in steps for layer in layers]

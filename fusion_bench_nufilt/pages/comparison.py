@@ -21,10 +21,7 @@ _MOST_BANDS = 6  # more would hide each other
 
 
 def comparison_outputs(results: ComparisonContent, _: Tables) -> Outputs:
-    """Make tables, pictures and the page; a picture that would show nothing is left out.
-
-    Scores are fractions in ``.json`` and ``.csv`` files, and per cent elsewhere.
-    """
+    """Make all files; scores are fractions in ``.json`` and ``.csv`` files, and per cent elsewhere."""
     texts = {}
     tables = {"table": (main_table, method_numbers), "per_task": (task_table, task_numbers)}
     for name, (words, numbers) in tables.items():
@@ -42,8 +39,8 @@ def comparison_outputs(results: ComparisonContent, _: Tables) -> Outputs:
 
 
 def print_comparison(results: ComparisonContent) -> None:
-    """Print the tables to the terminal: that of the tasks if it fits, then the main one with its notes."""
-    print_table(task_table(results).as_rich(), if_it_fits=True)  # it is in per_task.md, too
+    """Print the tables, that of the tasks only if it fits, since it is in ``per_task.md``, too."""
+    print_table(task_table(results).as_rich(), if_it_fits=True)
     main = main_table(results)
     for table in (main, *overhead_tables(results)):
         print_table(table.as_rich())
@@ -51,26 +48,18 @@ def print_comparison(results: ComparisonContent) -> None:
 
 
 def _page(results: ComparisonContent) -> str:
-    bars = None
+    charts = charts_of(results, panels=False)
     if matrices := results.first_seed:
         scores = {label: matrix.percents for label, matrix in matrices.items()}
-        bars = bars_by_step(scores, next(iter(matrices.values())).tasks)
-    return render_page(
-        "comparison.html",
-        results=results,
-        main=main_table(results),
-        charts=charts_of(results, panels=False),
-        bars=bars,
-        tables=[task_table(results), *overhead_tables(results)],
-        overrides={label: method.overrides for label, method in results.methods.items()},
-    )
+        charts["bars"] = bars_by_step(scores, next(iter(matrices.values())).tasks)
+    tables = [task_table(results), *overhead_tables(results)]
+    overrides = {label: method.overrides for label, method in results.methods.items()}
+    context = {"results": results, "charts": charts, "main": main_table(results), "tables": tables}
+    return render_page("comparison.html", **context, overrides=overrides)
 
 
 def charts_of(results: ComparisonContent, *, panels: bool) -> dict[str, ChartType]:
-    """Return each chart for which there are numbers, by the name of its picture.
-
-    With ``panels``, sets are drawn side by side, as in a picture; without, a menu chooses one, as on a page.
-    """
+    """Return each chart for which there are numbers, by its name, with ``panels`` for pictures or menus for a page."""
     charts: dict[str, ChartType] = {}
     best = dict(sorted(results.done.items(), key=lambda row: -row[1].mean("ACC").mean))
     if not best:
@@ -80,8 +69,7 @@ def charts_of(results: ComparisonContent, *, panels: bool) -> dict[str, ChartTyp
     if results.first_seed:
         charts["accuracy_matrices"] = _accuracy_matrices(results.first_seed, panels)
     if results.settings.get("evaluate", "").startswith("every_step"):
-        shown = list(best)[: _MOST_CURVES if panels else None]
-        charts["accuracy_per_step"] = _accuracy_per_step(results, shown)
+        charts["accuracy_per_step"] = _accuracy_per_step(results, list(best)[: _MOST_CURVES if panels else None])
     if results.preset == "ablation":
         charts["ablation"] = _dots(results.methods, "ACC", "BWT")
     if results.preset in ("sensitivity", "ranks"):
@@ -90,10 +78,7 @@ def charts_of(results: ComparisonContent, *, panels: bool) -> dict[str, ChartTyp
 
 
 def _accuracy_per_step(results: ComparisonContent, labels: Sequence[str]) -> ChartType:
-    """Draw the mean score of the tasks seen so far: the mean over the seeds, in a band of one standard deviation.
-
-    With several orders, the t tasks seen at step t differ from order to order.
-    """
+    """Draw the mean over the seeds, whose tasks differ from step to step, in a band of one standard deviation."""
     means, deviations = {}, {}
     for label in labels:
         matrices = list(results.methods[label].matrices.values())

@@ -69,10 +69,9 @@ def _ranked(
 
 
 def overhead_tables(results: ComparisonContent) -> list[Table]:
-    """Tabulate the cost of merging the whole stream, measured and as the paper prints it; iterations are per step.
+    """Tabulate the cost of merging the whole stream, without loading and scoring, measured and as the paper prints it.
 
-    The total is that of merging alone, without loading and scoring; "subspaces" is the time outside the solver. Other
-    presets have no such table.
+    Iterations are per step, and "subspaces" is the time outside the solver. Other presets have no such table.
     """
     if results.preset != "overhead":
         return []
@@ -89,11 +88,11 @@ def overhead_tables(results: ComparisonContent) -> list[Table]:
         costs = (solving, subspaces, total, memory, parameters)
         papers.append([label, _number(iterations, 0), *map(_number, costs), _printed(row, "ACC").rstrip(_NOTED)])
     memory_note = "memory: most in use between scorings, with all that stays loaded"
-    another = ["not comparable with seconds and memory of another machine", "subspaces: total - solving, computed here"]
+    notes = ["not comparable with seconds and memory of another machine", "subspaces: total - solving, computed here"]
     printed_for = "The paper's: ViT-B/32, 8 models, ten orders, on a GPU that it does not name"
     return [
         _cost_table(f"Cost of merging {len(results.tasks)} models", ours, [*_notes(results, ()), memory_note]),
-        _cost_table(printed_for, papers, another),
+        _cost_table(printed_for, papers, notes),
     ]
 
 

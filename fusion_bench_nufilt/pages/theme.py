@@ -70,10 +70,7 @@ def cells(maps: Mapping[str, Grid], rows: Iterable[Any], columns: Sequence[str],
 
 
 def style(among: Sequence[str], shown: Sequence[str], field: str = "name", **legend: Any) -> Options:
-    """Return the encodings ``color``, ``shape`` and ``strokeDash`` of a field, which share one legend.
-
-    A name's place ``among`` all names determines how it looks; the legend has those that are ``shown``, in order.
-    """
+    """Return encodings that share a legend of the names ``shown``; a name's place ``among`` all is how it looks."""
     names = alt.Legend(values=list(shown), title=None, symbolLimit=0, symbolOpacity=1, **legend)
 
     def encoding(channel: Callable[..., Any], looks: Iterable[Any]) -> Any:
