@@ -147,8 +147,10 @@ def _overlap(content: AnalysisContent, panels: int) -> ChartType:
 
 def _energy(content: AnalysisContent) -> ChartType:
     directions = range(1, 1 + max(map(len, content["energy"].values())))
-    title, look = "share of the energy, mean over layers", {"heights": {"90 %": 0.9}, "dots": False}
-    return lines({"": content["energy"]}, directions, "directions", title, y_scale=_FROM_0_TO_1, **look)
+    title, heights = "share of the energy, mean over layers", {"90 %": 0.9}
+    return lines(
+        {"": content["energy"]}, directions, "directions", title, y_scale=_FROM_0_TO_1, heights=heights, dots=False
+    )
 
 
 def _effective_ranks(table: pd.DataFrame) -> ChartType:

@@ -116,13 +116,20 @@ def lines(
     last = {row["name"]: row["y"] for row in rows}
     looks = style(among or list(last), sorted(last, key=lambda name: -last[name]) if ranked else list(last), **legend)
     rows += [{"set": name, "mark": place, "words": words} for name, (place, words) in (marks or {}).items()]
+    rows += [{"set": name, "level": level, "words": words} for name in sets for words, level in (heights or {}).items()]
     letter, axis = _x_axis(x, x_title, x_scale)
     upwards: Options = {"title": y_title or None, "scale": y_scale or alt.Scale(zero=False, nice=False, padding=18)}
 
     def draw(part: Rows, title: str | None) -> alt.LayerChart:
         base = alt.Chart().encode(x=alt.X(f"x:{letter}", **axis), color=looks["color"])
         points = base.transform_filter("isValid(datum.y)")
-        layers = _dashed_lines(heights or {}, alt.X(f"mark:{letter}", **axis) if marks else None)
+        layers = []
+        if heights:
+            look = {"align": "right", "baseline": "bottom", "dx": -3, "dy": -2}
+            layers += _dashed_line("level", alt.Y("level:Q"), alt.XValue("width"), **look)
+        if marks:
+            look = {"align": "left", "baseline": "top", "dx": 4, "dy": 2}
+            layers += _dashed_line("mark", alt.X(f"mark:{letter}", **axis), alt.YValue(0), **look)
         if deviations:
             layers.append(points.mark_area(opacity=0.12).encode(y=alt.Y("low:Q", **upwards), y2="high:Q"))
         layers.append(points.mark_line().encode(y=alt.Y("y:Q", **upwards), strokeDash=looks["strokeDash"]))
@@ -143,21 +150,11 @@ def _x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tu
     return "Q", {"title": title, "scale": scale or alt.Scale(zero=False, nice=False, padding=8), "axis": axis}
 
 
-def _dashed_lines(heights: Mapping[str, float], place: alt.X | None) -> list[alt.Chart]:
-    """Return horizontal lines with labels on the right, and a vertical one for each row that has a ``mark``."""
-    line: Options = {"color": GREY, "strokeDash": [4, 4]}
-    text: Options = {"color": GREY, "fontSize": 10}
-    layers = []
-    if heights:
-        rows = [{"level": height, "words": words} for words, height in heights.items()]
-        base = alt.Chart(data(rows)).encode(y=alt.Y("level:Q"))
-        words = base.mark_text(align="right", baseline="bottom", dx=-3, dy=-2, **text)
-        layers += [base.mark_rule(**line), words.encode(x=alt.value("width"), text="words:N")]
-    if place is not None:
-        base = alt.Chart().transform_filter("isValid(datum.mark)").encode(x=place)
-        words = base.mark_text(align="left", baseline="top", dx=4, dy=2, **text)
-        layers += [base.mark_rule(**line), words.encode(y=alt.value(0), text="words:N")]
-    return layers
+def _dashed_line(field: str, line: Any, words: Any, **look: Any) -> list[alt.Chart]:
+    """Return a line with words for each row that has the field."""
+    base = alt.Chart().transform_filter(f"isValid(datum.{field})").encode(line)
+    text = base.mark_text(color=GREY, fontSize=10, **look).encode(words, text="words:N")
+    return [base.mark_rule(color=GREY, strokeDash=[4, 4]), text]
 
 
 def bars_by_step(series: Mapping[str, Grid], tasks: Sequence[str]) -> ChartType:
