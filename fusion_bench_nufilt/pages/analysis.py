@@ -80,7 +80,7 @@ def _page(content: AnalysisContent, tables: Tables) -> str:
         "analysis.html",
         content=content,
         charts=charts,
-        losses={name: row | _percents(row) for name, row in measured.items()},
+        measured=measured,
         theorem=pd.DataFrame(content.get("theorem", ())).rename(columns=lambda name: name.replace("_", " ")),
     )
 
@@ -146,11 +146,10 @@ def _overlap(content: AnalysisContent, panels: int) -> ChartType:
 
 
 def _energy(content: AnalysisContent) -> ChartType:
-    directions = range(1, 1 + max(map(len, content["energy"].values())))
-    title, heights = "share of the energy, mean over layers", {"90 %": 0.9}
-    return lines(
-        {"": content["energy"]}, directions, "directions", title, y_scale=_FROM_0_TO_1, heights=heights, dots=False
-    )
+    energy, title = content["energy"], "share of the energy, mean over layers"
+    directions = range(1, 1 + max(map(len, energy.values())))
+    look: Any = {"heights": {"90 %": 0.9}, "y_scale": _FROM_0_TO_1, "dots": False}
+    return lines({"": energy}, directions, "directions", title, **look)
 
 
 def _effective_ranks(table: pd.DataFrame) -> ChartType:
@@ -165,8 +164,13 @@ def _effective_ranks(table: pd.DataFrame) -> ChartType:
 
 
 def _measured(content: AnalysisContent) -> dict[str, Json]:
-    """Return the methods whose losses are known beyond the first step."""
-    return {name: row for name, row in content.get("methods", {}).items() if "fixed" in row}
+    """Return the methods whose losses are known beyond the first step, with their scores in per cent."""
+    found = {}
+    for name, row in content.get("methods", {}).items():
+        if "fixed" in row:
+            scores = {f"{key} %": 100 * row[key] for key in ("ACC", "BWT") if row.get(key) is not None}
+            found[name] = row | scores
+    return found
 
 
 def _loss_curves(measured: Mapping[str, Json]) -> dict[str, dict[str, list[float | None]]]:
@@ -217,7 +221,3 @@ def _points(rows: pd.DataFrame, x: alt.X, y: alt.Y, size: int, **looks: Any) -> 
     shown: Rows = rows[["name", "x", "y", "layer", "task"]].to_dict("records")
     points = alt.Chart(data(shown)).mark_point(size=size, opacity=0.6, color=COLOURS[0])
     return points.encode(x=x, y=y, tooltip=tooltip(name="", layer="layer", task="task"), **looks)
-
-
-def _percents(row: Json) -> dict[str, float]:
-    return {f"{name} %": 100 * row[name] for name in ("ACC", "BWT") if row.get(name) is not None}

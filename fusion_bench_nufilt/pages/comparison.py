@@ -22,16 +22,12 @@ _MOST_BANDS = 6  # more would hide each other
 
 def comparison_outputs(results: ComparisonContent, _: Tables) -> Outputs:
     """Make all files; scores are fractions in ``.json`` and ``.csv`` files, and per cent elsewhere."""
-    texts = {}
-    tables = {"table": (main_table, method_numbers), "per_task": (task_table, task_numbers)}
-    for name, (words, numbers) in tables.items():
-        table = words(results)
-        texts[f"{name}.md"] = table.as_markdown()
-        texts[f"{name}.tex"] = table.as_latex()
-        texts[f"{name}.csv"] = to_csv(numbers(results))
-    if costs := overhead_tables(results):
-        texts["overhead.md"] = "\n".join(table.as_markdown() for table in costs)
-        texts["overhead.tex"] = "".join(table.as_latex() for table in costs)
+    texts = {"table.csv": to_csv(method_numbers(results)), "per_task.csv": to_csv(task_numbers(results))}
+    found = {"table": [main_table(results)], "per_task": [task_table(results)], "overhead": overhead_tables(results)}
+    for name, tables in found.items():
+        if tables:
+            texts[f"{name}.md"] = "\n".join(table.as_markdown() for table in tables)
+            texts[f"{name}.tex"] = "".join(table.as_latex() for table in tables)
     charts: dict[str, ChartType | None] = {**charts_of(results, panels=True)}
     if results.preset != "":  # an older file does not say which preset, and thus which pictures, it has
         charts |= dict.fromkeys(PICTURES - charts.keys())
