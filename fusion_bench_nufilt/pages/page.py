@@ -70,7 +70,7 @@ def _definition(chart: ChartType) -> dict[str, Any]:
 
 def _table(rows: Mapping[str, Any], first: str, titles: Mapping[str, str]) -> pd.DataFrame:
     """Return a row for each name, below the titles of fields; ``a.b`` is the field b of the field a."""
-    frame = pd.json_normalize([{first: name, **row} for name, row in rows.items()])
+    frame = pd.json_normalize([{**row, first: name} for name, row in rows.items()])
     return frame.reindex(columns=[first, *titles]).rename(columns=dict(titles))
 
 
