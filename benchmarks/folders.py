@@ -107,7 +107,7 @@ def update(shape, generator):
 
 
 def measure(folder, arguments):
-    """Merge in a separate process: predicted (on a CPU), elapsed and CPU seconds, peak memory, traffic."""
+    """Merge in a separate process: elapsed and CPU seconds, peak memory, traffic."""
     code = (
         "import json, pathlib, resource, sys, time\n"
         "from fusion_bench_nufilt.commands.app import app\n"
@@ -131,9 +131,7 @@ def measure(folder, arguments):
     if done.returncode:
         print(done.stderr, file=sys.stderr)
         raise RuntimeError(done.stderr.strip().splitlines()[-1])
-    found = re.search(r"about ([\d.]+) (s|min|h)", done.stderr)
-    predicted = float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]] if found else 0
-    return {"predicted": predicted, "seconds": seconds, **json.loads(done.stdout.splitlines()[-1])}
+    return {"seconds": seconds, **json.loads(done.stdout.splitlines()[-1])}
 
 
 def main():
@@ -144,9 +142,9 @@ def main():
     parser.add_argument("--folder", type=Path, default=Path("outputs/folders"))
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints, and use those that are there")
     arguments, options = parser.parse_known_args()
-    header = "size, parameters, layers, minutes planned, minutes, CPU minutes, peak RSS (GB), read (GB), written (GB)"
+    header = "size, parameters, layers, minutes, CPU minutes, peak RSS (GB), read (GB), written (GB)"
     print(f"| {header.replace(', ', ' | ')} |")
-    print("| --- " * 9 + "|")
+    print("| --- " * 8 + "|")
     for size in arguments.size or ["1B", "7B"]:
         folder = arguments.folder / size
         if folder.exists() and not arguments.keep:
@@ -165,7 +163,7 @@ def main():
                 shutil.rmtree(folder / "out", ignore_errors=True)
                 result = measure(folder, [*options, *words])
                 row = [", ".join([title, *words]), f"{parameters / 1e9:.2f}B", str(layers)]
-                row += (f"{result[key] / 60:.1f}" for key in ("predicted", "seconds", "cpu"))
+                row += (f"{result[key] / 60:.1f}" for key in ("seconds", "cpu"))
                 row += (f"{result[key] / 1e9:.2f}" for key in ("rss", "read", "written"))
                 print("|", " | ".join(row), "|", flush=True)
         finally:

@@ -1,10 +1,9 @@
 """GPUs that are simulated: tensors in main memory that say they lie on a GPU, under the rules of one.
 
-A tensor of another device beside one on a GPU is an error, a GPU has a capacity, and a ledger notes transfers, waits and
-memory. The arithmetic is the CPU's, so that methods which add up in the same order give the CPU's bits.
+A tensor of another device beside one on a GPU is an error, a GPU has a capacity, and a ledger notes transfers, waits
+and memory. The arithmetic is the CPU's, so that methods which add up in the same order give the CPU's bits.
 """
 
-import gc
 import sys
 import threading
 import weakref
@@ -17,7 +16,7 @@ import torch._dynamo  # it takes stock of functions that are replaced below
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-CPU = torch.device("cpu")
+CPU, TO = torch.device("cpu"), torch.Tensor.to
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "_linalg_eigh", "_linalg_svd", "_linalg_check_errors"}
 SOLVERS = {"_linalg_eigh", "_linalg_svd", "linalg_qr", "linalg_cholesky_ex"}
 
@@ -43,11 +42,11 @@ class Ledger:
                 raise torch.cuda.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes.")
             self.live[gpu] += storage.nbytes()
             self.peak[gpu] = max(self.peak[gpu], self.live[gpu])
-        weakref.finalize(storage, self._free, gpu, storage.nbytes()).atexit = False
+        weakref.finalize(storage, self._free, self.live, gpu, storage.nbytes()).atexit = False
 
-    def _free(self, gpu, nbytes):
+    def _free(self, live, gpu, nbytes):
         with self._lock:
-            self.live[gpu] -= nbytes
+            live[gpu] -= nbytes
 
     def wait(self):
         """Note the functions of the package in which the host waits for a GPU."""
@@ -99,12 +98,7 @@ class OnGPU(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {})
 
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.to and isinstance(args[-1], OnGPU) and len(args) == 2:  # `x.to(like)`
-            args = args[0], args[1].device, args[1].dtype
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
 
 class Rules(TorchDispatchMode):
@@ -124,7 +118,7 @@ def run(func, args, kwargs):
     target = kwargs.get("device") or torch.device("meta")
     if target.type == "meta" and places:
         target = next(iter(places))
-    target = torch.device("cuda", 0) if target == torch.device("cuda") else target
+    target = numbered(target)
     if name == "scalar_tensor" and target.type == "meta":
         target, kwargs = CPU, {**kwargs, "device": CPU}  # PyTorch's own code made it for an operation on a GPU
     if target.type not in ("cpu", "cuda") or (not places and target.type == "cpu"):
@@ -153,6 +147,19 @@ def run(func, args, kwargs):
         return own.get(id(x)) if id(x) in own else OnGPU(x, target)
 
     return tree_map(place, func(*values, **options))
+
+
+def numbered(device):
+    """Return the first GPU for one without a number, which a PyTorch without CUDA can't find."""
+    without = isinstance(device, str | torch.device) and str(device) == "cuda"
+    return torch.device("cuda", 0) if without else device
+
+
+def to(tensor, *args, **kwargs):
+    """Do the work of ``Tensor.to``, also for a tensor on a GPU in place of a device and a dtype."""
+    if args and isinstance(args[0], OnGPU):
+        args = args[0].device, args[0].dtype, *args[1:]
+    return TO(tensor, *map(numbered, args), **kwargs)
 
 
 def note_transfer(source, target):
@@ -190,7 +197,7 @@ def simulated(count=2, capability=(8, 0)):
     if torch.cuda.is_available():
         pytest.skip("this machine has GPUs of its own")
     start, ledger.capacity, ledger.before = threading.Thread._bootstrap_inner, None, lambda name, tensors: None
-    gc.collect()
+    ledger.live = defaultdict(int)  # tensors of an earlier block may still be alive
     ledger.reset()
 
     def under_rules(thread):
@@ -200,6 +207,7 @@ def simulated(count=2, capability=(8, 0)):
     with pytest.MonkeyPatch.context() as patch, Rules():
         patch.delenv("LT_ACCELERATOR", raising=False)
         patch.setattr(threading.Thread, "_bootstrap_inner", under_rules)
+        patch.setattr(torch.Tensor, "to", to)
         for names, value in (
             ("is_available is_initialized", lambda: True),
             ("device_count", lambda: count),
@@ -214,3 +222,11 @@ def simulated(count=2, capability=(8, 0)):
             for name in names.split():
                 patch.setattr(torch.cuda, name, value)
         yield ledger
+
+
+_whole_run = simulated()
+
+
+def pytest_load_initial_conftests():
+    """Simulate GPUs for a whole run of ``pytest -p tests.simulated_gpus``."""
+    _whole_run.__enter__()

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.analysis.settings import AnalysisConfig
 from fusion_bench_nufilt.compare.overrides import without_method
@@ -20,7 +19,7 @@ from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.storage.files import lock_folder, printable, read_json, refuse_foreign, shown
 
 from .options import patterns, takes_options, was_typed
-from .terminal import AsJson, Quiet, terminal
+from .terminal import AsJson, Quiet, bars_on, terminal
 
 without_data = partial(typer.Option, rich_help_panel="Folders, without data")
 
@@ -79,7 +78,7 @@ def analyze(
         lock = lock_folder(out)
         try:
             if plan is not None:
-                with tqdm(total=len(plan.layers), desc="Analysing layers", disable=console.quiet or None) as bar:
+                with bars_on(console)(total=len(plan.layers), desc="Analysing layers") as bar:
                     analysis = analyze_folders(plan, config.task_rank, bar.update)
             else:
                 analysis = _pool(console, methods, runs, words, modelpool, config, out, targets)
@@ -132,7 +131,7 @@ def _pool(
         console.print(pool.memory_note, highlight=False)
         wanted = "" if runs or methods == "none" else methods or default_methods(pool.width)
         specs = parse_methods(wanted, overrides)
-        bars = partial(tqdm, disable=console.quiet or None, file=console.file)
+        bars = bars_on(console)
         with bars(total=len(pool.tasks), desc="Analysing tasks") as bar:
             result = pool.run(bar.update)
         steps = len(pool.tasks) * (len(specs) + len(runs))

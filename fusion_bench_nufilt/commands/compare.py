@@ -9,7 +9,7 @@ import typer
 
 from fusion_bench_nufilt.storage.files import refuse_foreign, shown
 
-from .terminal import AsJson, Quiet, interruptible, terminal
+from .terminal import AsJson, Quiet, bars_on, interruptible, terminal
 
 _VALIDATION = typer.Option("--validation/--no-validation", help="Score a fifth of the test data only, or the rest.")
 
@@ -67,7 +67,7 @@ def compare(
         loggers = configs.make_trackers(words, out)
         how["overrides"] = [word for word in words if not configs.is_tracker(word)]
         with interruptible(console, str(out)):
-            found = run.compare(modelpool, rows, specs.parse_seeds(seeds), out, console=console, **how)
+            found = run.compare(modelpool, rows, specs.parse_seeds(seeds), out, bars=bars_on(console), **how)
         files = found.save(out)
         found.log(loggers, [out / file for file in files if file.endswith(".png")])
         _print(found, as_json)

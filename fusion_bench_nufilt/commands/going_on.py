@@ -1,17 +1,15 @@
 """What a merge takes over from the earlier merge that it goes on from."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from fusion_bench_nufilt.core.options import with_scope
 from fusion_bench_nufilt.layers import TargetConfig
+from fusion_bench_nufilt.merge import Settings
 from fusion_bench_nufilt.merge.sources.checkpoint import Checkpoint
 from fusion_bench_nufilt.methods import find_method
 from fusion_bench_nufilt.storage.checkpoint import Manifest, read_manifest
-
-#: The settings of every method's merge that depend neither on the machine nor on the tasks.
-_SETTINGS = ("seed", "accumulate", "dtype", "max_shard_size", "tokenizer")
 
 
 def inherited(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,8 +24,8 @@ def inherited(said: Mapping[str, Any]) -> dict[str, Any]:
     before, found = made.get("settings", {}), {}
     if method := str(before.get("method", before.get("layer_method", ""))):  # the latter in a run of fusion_bench
         same = said.get("method", method) == method
-        kinds = (find_method(method).Options, TargetConfig) if same else (TargetConfig,)
-        names = (*(each.name for kind in kinds for each in fields(kind)), *_SETTINGS)
+        kinds = (find_method(method).Options, TargetConfig, Settings) if same else (TargetConfig, Settings)
+        names = with_scope(kinds, "stream", "merge")
         found = {"method": method} | {name: before[name] for name in names if name in before}
         if found.get("tokenizer") not in ("base", "union"):  # it names a task
             found.pop("tokenizer", None)

@@ -14,19 +14,18 @@ import typer
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BeforeValidator, ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from typing_extensions import TypedDict
 from yaml import YAMLError
 
 from fusion_bench_nufilt.compare.overrides import key_value
-from fusion_bench_nufilt.core.options import split_options, unknown
+from fusion_bench_nufilt.core.options import split_options, unknown, with_scope
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.merge import Plan, Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.merge.changes import kept_from_base
 from fusion_bench_nufilt.merge.engine import cluster_nodes
 from fusion_bench_nufilt.merge.folders import check_disk, check_output
-from fusion_bench_nufilt.merge.forecast import disk_bytes, peak_memory, predict_seconds
+from fusion_bench_nufilt.merge.forecast import disk_bytes, peak_memory
 from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.merge.sources.checkpoint import some
 from fusion_bench_nufilt.merge.sources.models import LoraAdapter
@@ -36,14 +35,14 @@ from fusion_bench_nufilt.storage.files import Count, checked, content_digest, pa
 from .going_on import find_model, inherited
 from .mergekit import from_mergekit
 from .options import SIZES, takes_options, typed_values
-from .terminal import AsJson, Quiet, interruptible, terminal
+from .terminal import AsJson, Quiet, bars_on, interruptible, terminal
 
 KINDS = (*dict.fromkeys(method.Options for method in METHODS.values()), TargetConfig, Settings)
 MODELS = ("base", "tasks", "merged", "out", "digests")
 # The options that determine which tensors of the models are read.
 _READ = {"base", "tasks", "merged", "step", "method", *(each.name for each in fields(TargetConfig))}
-# The settings that a manifest may not choose: where to compute, where to connect, and what to write.
-_OF_THE_USER = {"engine", "address", "device", "max_memory", "step", "verify", *MODELS}
+# What a manifest may not choose: where to compute, where to connect, and what to write.
+_OF_THE_USER = {*with_scope(KINDS, "machine", "run"), *MODELS}
 _TASK = re.compile(r"task (0|[1-9]\d{0,5})")
 _model_option = partial(typer.Option, rich_help_panel="Models")
 
@@ -139,19 +138,20 @@ def _as_json(plan: Plan, out: Path) -> dict[str, Any]:
         "coverage": plan.coverage.as_dict(),
         "memory_bytes": peak_memory(plan),
         "disk_bytes": disk_bytes(plan),
-        "seconds": predict_seconds(plan, plan.settings.workers) if plan.settings.on_cpu else None,
         "warnings": plan.warnings,
     }
 
 
 def _run(console: Console, plan: Plan, out: Path) -> bool:
     """Carry out a plan, and return whether there was nothing left to do."""
-    columns = (TextColumn("Merging"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    bars = Progress(*columns, console=console, disable=not console.is_terminal)
-    with interruptible(console, str(work_folder(out))), bars:
-        bar = bars.add_task("", total=None)
-        merge_folders(plan, out, lambda done, total: bars.update(bar, completed=done, total=total))
-    return bars.tasks[bar].total is None
+
+    def show(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    with interruptible(console, str(work_folder(out))), bars_on(console)(desc="Merging", unit="tensor") as bar:
+        merge_folders(plan, out, show)
+        return bar.total is None
 
 
 def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -182,26 +182,14 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
         yield "", f"whatever a task changed in {len(left)} tensors is left out: {some(left)}"
     if plan.vocabulary.slots:
         yield "tokenizer", str(plan.vocabulary)
-    workers, cpus = plan.settings.workers, ""
     if plan.settings.engine == "local":
         yield "memory", f"{peak_memory(plan) / 1e9:.2f} GB at most"
     else:
         counts = Counter(node.slots for node in cluster_nodes(plan))
-        workers, cpus = sum(number * each for each, number in counts.items()), " if all CPUs are like this machine's"
         for each, number in counts.items():
             held = f"{peak_memory(plan, each) / 1e9:.2f} GB at most"
             yield "workers", f"{number}, each on {each} batches of layers at a time in {held}"
     yield "disk", f"{disk_bytes(plan) / 1e9:.2f} GB in {out}"
-    if plan.settings.on_cpu:
-        yield "time", f"about {_duration(predict_seconds(plan, workers))}{cpus}"
-
-
-def _duration(seconds: float) -> str:
-    """Return a time in seconds, minutes or hours, with the few digits that an estimate deserves."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    minutes = seconds / 60
-    return f"{minutes:.2g} min" if minutes < 90 else f"{minutes / 60:.2g} h"
 
 
 class _Recipe(TypedDict, total=False):

@@ -6,19 +6,27 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.storage.files import printable, shown
 
 
-class _Message(logging.Formatter):
+class _Log(RichHandler):
+    """Prints the log above the progress bars."""
+
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(map(printable, record.getMessage().split("\n")))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(self.console.file):
+            super().emit(record)
 
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only results and errors, no progress, log or warnings.")]
@@ -29,9 +37,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON i
 def terminal(quiet: bool = False) -> Iterator[Console]:
     """Open a console for the log and for progress; an error ends the command with one line and exit code 1."""
     console = Console(file=sys.stderr, quiet=quiet)  # a comparison silences sys.stderr later
-    handler = RichHandler(console=console, show_path=False, show_time=False)
-    handler.setFormatter(_Message())
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(level=logging.INFO, handlers=[_Log(console=console, show_path=False, show_time=False)])
     try:
         yield console
     except (ValueError, OSError) as error:  # a hub out of reach is an OSError
@@ -40,13 +46,19 @@ def terminal(quiet: bool = False) -> Iterator[Console]:
         raise typer.Exit(1) from None
 
 
+def bars_on(console: Console) -> "partial[tqdm[Any]]":
+    """Return tqdm for the progress bars of a command, which are shown on a terminal only."""
+    return partial(tqdm, file=console.file, disable=console.quiet or None)
+
+
 @contextmanager
 def interruptible(console: Console, kept: str) -> Iterator[None]:
     """Stop after the work at hand on Ctrl-C or SIGTERM, at once on a second one; say where finished work is kept."""
     arrived: list[int] = []
 
     def say(what: str) -> None:
-        console.print(f"{what}: finished work is kept in {shown(kept)}; the same command goes on", highlight=False)
+        with tqdm.external_write_mode(console.file):
+            console.print(f"{what}: finished work is kept in {shown(kept)}; the same command goes on", highlight=False)
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # the other one keeps its handler: it may have arrived already

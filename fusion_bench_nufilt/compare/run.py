@@ -9,8 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.cluster import Results, Work, connect, find_nodes, run_locally, run_on_cluster
 from fusion_bench_nufilt.pages.content import Json, References, SeedRun
@@ -28,6 +27,9 @@ from .summary import Comparison
 log = logging.getLogger(__name__)
 
 Engine = Literal["local", "ray"]
+Bars = Callable[..., tqdm]
+"""What makes a progress bar, given tqdm's own arguments."""
+_NO_BARS: Bars = partial(tqdm, disable=True)
 # A run loads each model once, and saves none; the single models are scored before.
 _PROTOCOL = tuple(f"++method.{key}=false" for key in ("save_on_every_step", "check_models", "check_taskpool"))
 
@@ -47,7 +49,7 @@ def compare(
     jobs: int = 1,
     engine: Engine = "local",
     address: str | None = None,
-    console: Console | None = None,
+    bars: Bars = _NO_BARS,
 ) -> Comparison:
     """Run every method on every seed, except for finished runs kept in ``out``; a run that failed is repeated.
 
@@ -66,7 +68,7 @@ def compare(
             that asks for several calls this below ``if __name__ == "__main__":``, since each process imports it.
         engine: local is this machine; ray is a Ray cluster, with a run on every GPU, or on every node if it has none.
         address: the address of the cluster; None: the one that this machine belongs to.
-        console: shows progress if it is a terminal; it must hold on to its stream, since ``sys.stderr`` is silenced.
+        bars: makes the progress bars; their stream must be given, since ``sys.stderr`` is silenced.
 
     Raises:
         ValueError: a method cannot be built, ``out`` holds other settings or models, or nothing can be scored.
@@ -74,21 +76,22 @@ def compare(
     _check(specs, overrides, evaluate, jobs, engine)
     everywhere = [f"modelpool={modelpool}", *overrides]
     experiment = Experiment(compose_run(pools := tuple(without_method(everywhere))), validation)
-    experiment.evaluator  # noqa: B018 -- it looks up the test data before any model is loaded
+    with quiet():
+        experiment.evaluator  # noqa: B018 -- it looks up the test data before any model is loaded
     specs = [with_fitting_ranks(spec, experiment, overrides) for spec in specs]
     words = [f"++method.evaluate={evaluate}", *_PROTOCOL, *everywhere]
     configs, wrong = _configure(specs, words, experiment, keep_going)
     settings = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
     store = Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)
-    with closing(store), quiet(), _progress_bars(console) as progress:
-        references = _score_single_models(store, experiment, progress)
+    with closing(store), quiet():
+        references = _score_single_models(store, experiment, bars)
         runs, missing = _known_runs(store, seeds, configs, experiment.tasks)
         runs |= {(spec, seed): SeedRun({}, error=why) for spec, why in wrong.items() for seed in seeds}
         work = {name: (config,) for name, (_, config) in missing.items()}
         here, data = engine == "local" and jobs == 1, (pools, validation)
-        results = _run_here(work, experiment, progress) if here else _run_apart(work, data, jobs, engine, address)
+        results = _run_here(work, experiment, bars) if here else _run_apart(work, data, jobs, engine, address)
         with closing(results):
-            _keep(results, missing, runs, store, progress)
+            _keep(results, missing, runs, store, bars)
     by_spec = {spec: {seed: runs[spec, seed] for seed in seeds} for spec in specs}
     return Comparison.of(store.settings, experiment.tasks, list(seeds), references, by_spec, preset)
 
@@ -124,10 +127,10 @@ def _configure(
     return configs, wrong
 
 
-def _score_single_models(store: Store, experiment: Experiment, progress: Progress) -> References:
+def _score_single_models(store: Store, experiment: Experiment, bars: Bars) -> References:
     """Score the single models, or return the kept scores; refuse a store of other models."""
     if (references := store.load_references(experiment.tasks)) is None:
-        with _steps_bar(progress, "scoring the single models", 1 + len(experiment.tasks)) as on_step:
+        with _steps_bar(bars, "scoring the single models", 1 + len(experiment.tasks)) as on_step:
             references = experiment.score_single_models(on_step)
     store.identify(experiment.digests)
     store.save_references(references)
@@ -149,9 +152,9 @@ def _known_runs(
     return runs, missing
 
 
-def _run_here(work: Work, experiment: Experiment, progress: Progress) -> Results:
+def _run_here(work: Work, experiment: Experiment, bars: Bars) -> Results:
     for name, (config,) in work.items():
-        with _steps_bar(progress, name, len(experiment.tasks)) as on_step:
+        with _steps_bar(bars, name, len(experiment.tasks)) as on_step:
             run = experiment.run(config, on_step)
         yield name, run
 
@@ -169,31 +172,20 @@ def _keep(
     missing: Mapping[str, tuple[RunSpec, Json]],
     runs: dict[tuple[RunSpec, int], SeedRun],
     store: Store,
-    progress: Progress,
+    bars: Bars,
 ) -> None:
     """Save each run as it ends, and add it to ``runs``."""
-    bar = progress.add_task("", total=len(runs) + len(missing), completed=len(runs))
-    for name, run in results:
-        spec, config = missing[name]
-        runs[spec, config["seed"]] = run
-        store.save(spec, run)
-        log.info("%s: %s", name, run.matrix.summary() if run.matrix else run.error)
-        progress.advance(bar)
-
-
-def _progress_bars(console: Console | None) -> Progress:
-    """Make progress bars that are shown on a terminal only."""
-    hidden = console is None or not console.is_terminal
-    counts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    columns = (TextColumn("{task.description}"), *counts)
-    return Progress(*columns, console=console, disable=hidden, redirect_stdout=False, redirect_stderr=False)
+    with bars(total=len(runs) + len(missing), initial=len(runs), desc="Comparing") as bar:
+        for name, run in results:
+            spec, config = missing[name]
+            runs[spec, config["seed"]] = run
+            store.save(spec, run)
+            log.info("%s: %s", name, run.matrix.summary() if run.matrix else run.error)
+            bar.update()
 
 
 @contextmanager
-def _steps_bar(progress: Progress, title: str, total: int) -> Iterator[Callable[..., None]]:
+def _steps_bar(bars: Bars, title: str, total: int) -> Iterator[Callable[..., object]]:
     """Show a bar while a block runs; yield the function to call after each step."""
-    bar = progress.add_task(title, total=total)
-    try:
-        yield lambda *_: progress.advance(bar)
-    finally:
-        progress.remove_task(bar)
+    with bars(total=total, desc=title, leave=False) as bar:
+        yield lambda *_: bar.update()

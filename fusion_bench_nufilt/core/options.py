@@ -17,14 +17,24 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 _Class = TypeVar("_Class", bound=type)
 _Options = TypeVar("_Options")
 
+Scope = Literal["stream", "merge", "tasks", "machine", "run"]
+"""What an option belongs to. stream: a whole stream, whose merges should all have the same value. merge: one merge,
+whose value the next one takes over. tasks: the tasks of one merge. machine: where a merge is computed, which its result
+records. run: how a run goes, which its result does not record."""
 
-def option(default: Any, help: str, *, symbol: str = "", panel: str = "Method") -> Any:
+
+def option(default: Any, help: str, *, symbol: str = "", panel: str = "Method", scope: Scope = "stream") -> Any:
     """Return a dataclass field that carries the option's documentation.
 
     ``help`` says in one or two sentences what it does, ``symbol`` is its symbol in the paper, and ``panel`` is the
     heading above it in ``--help`` and in the documentation.
     """
-    return field(default=default, metadata={"help": help, "symbol": symbol, "panel": panel})
+    return field(default=default, metadata={"help": help, "symbol": symbol, "panel": panel, "scope": scope})
+
+
+def with_scope(kinds: Iterable[type], *scopes: Scope) -> list[str]:
+    """Return the names of those options of dataclasses that have one of the scopes."""
+    return [each.name for kind in kinds for each in dataclasses.fields(kind) if each.metadata["scope"] in scopes]
 
 
 def takes_options(*kinds: type) -> Callable[[_Class], _Class]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from filelock import FileLock, Timeout
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -29,10 +30,8 @@ from .render import SIDE
 from .tasks import TASKS
 from .train import Recipe, Tick, active_recipe, draw_pictures, finetune, normalise, pretrain
 
-try:
-    from transformers import CLIPImageProcessorPil as ImageProcessor
-except ImportError:  # transformers 4, where it has the name that stands for torchvision's in transformers 5
-    from transformers import CLIPImageProcessor as ImageProcessor
+# The one that needs no torchvision, which has another name in transformers 5.
+ImageProcessor: Any = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
 
 # FusionBench's task pool asks its registry for class names and prompts.
 for _name, _task in TASKS.items():

@@ -1,13 +1,13 @@
 """How much of a model is merged, and what is left out."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
+from fusion_bench_nufilt.layers.names import in_module_of_block, without_numbers
 from fusion_bench_nufilt.layers.targets import TargetConfig
 from fusion_bench_nufilt.layers.views import View, looks_like_matrix
 
@@ -70,13 +70,13 @@ def coverage(model: nn.Module, layers: Mapping[str, View], targets: TargetConfig
     for view in layers.values():
         merged[id(model.get_parameter(view.key))] += math.prod(view.shape)
     parameters = dict(model.named_parameters())  # a shared parameter comes once, under its first name
-    in_blocks = [key for key in parameters if re.fullmatch(r"(.*\.)?\d+\..+\..+", key)]
+    in_blocks = list(filter(in_module_of_block, parameters))
     left_out: Counter[str] = Counter()
     for key in in_blocks:
         name, _, attribute = key.rpartition(".")
         parameter, module = parameters[key], model.get_submodule(name)
         if merged[id(parameter)] < parameter.numel() and looks_like_matrix(module, attribute, parameter):
-            left_out[re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", key)] += 1
+            left_out[without_numbers(key)] += 1
     count = sum(elements > 0 for elements in merged.values())
     share = merged.total() / sum(parameter.numel() for parameter in parameters.values())
     blocks = sum(parameters[key].numel() for key in in_blocks)

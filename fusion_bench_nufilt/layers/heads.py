@@ -5,11 +5,11 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
+from fusion_bench_nufilt.layers.names import in_module_of_block
 from fusion_bench_nufilt.layers.targets import matches
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-_IN_BLOCK = re.compile(r"(.*\.)?\d+\..+\..+")
 _VOCABULARY = re.compile(r"embed|lm_head|(^|\.)(wte|wpe|shared)\.")  # as long as the vocabulary, not as the labels
 
 
@@ -82,7 +82,7 @@ class Heads:
     def _is_outside(self, name: str) -> bool:
         if self._backbone and not name.startswith(self._backbone):
             return True
-        return name not in self.base and not _IN_BLOCK.fullmatch(name)
+        return name not in self.base and not in_module_of_block(name)
 
     def _is_resized(self, name: str, task: Shapes, *, or_new: bool) -> bool:
         if name not in self.base:
@@ -93,7 +93,7 @@ class Heads:
 
     def _matrices(self, task: Shapes) -> list[str]:
         there = (name for name, shape in task.items() if name.endswith(".weight") and len(shape) >= 2)
-        return [name for name in there if not (_IN_BLOCK.fullmatch(name) or _VOCABULARY.search(name))]
+        return [name for name in there if not (in_module_of_block(name) or _VOCABULARY.search(name))]
 
 
 def labels(config: Mapping[str, Any]) -> dict[str, str] | None:

@@ -4,7 +4,6 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from fusion_bench_nufilt.layers import Heads, TargetConfig, select_layers
 from fusion_bench_nufilt.layers.models import leave_out
+from fusion_bench_nufilt.layers.names import without_numbers
 from fusion_bench_nufilt.layers.views import View, views
 from fusion_bench_nufilt.storage.files import printable
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo
@@ -111,10 +111,9 @@ class Architecture:
     def _unused(self, base: Checkpoint) -> list[str]:
         """Return stored tensors of layers that the model lacks: their names differ from its own by a number alone."""
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        unnumbered = partial(re.sub, r"\.\d+\.", ".#.")
-        known = set(map(unnumbered, self._slots))
+        known = set(map(without_numbers, self._slots))
         unknown = (key for key in base.tensors if self.module_name(key) not in self._slots)
-        alike = (key for key in unknown if known.intersection(map(unnumbered, self._names(key))))
+        alike = (key for key in unknown if known.intersection(map(without_numbers, self._names(key))))
         return [key for key in alike if not any(re.search(pattern, key) for pattern in ignored)]
 
     def embeddings(self, stored: Mapping[str, tuple[int, ...]]) -> list[str]:

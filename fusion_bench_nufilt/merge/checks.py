@@ -3,14 +3,14 @@
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_nufilt.core.options import split_options
+from fusion_bench_nufilt.core.options import split_options, with_scope
 from fusion_bench_nufilt.layers import TargetConfig, coverage
 from fusion_bench_nufilt.layers.models import UNRELATED, leave_out, unrelated
+from fusion_bench_nufilt.layers.names import block_of
 from fusion_bench_nufilt.methods import LayerMethod, find_method
 from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, Manifest, read_manifest, verify_files
 from fusion_bench_nufilt.storage.files import MANIFEST
@@ -177,8 +177,9 @@ def _check_merged(plan: Plan, merged: FullModel) -> Iterator[str]:
     floats = (slot for slot, key in base.keys.items() if plan.base.tensors[key].dtype in FLOATS)
     merged.checkpoint.check_floats(merged.keys[slot] for slot in floats)
     now, before = json.loads(json.dumps(plan.options())), plan.before.get("settings", {})
-    compared = [key for key in now if key in before and key not in ("accumulate", "device", "tokenizer", "weights")]
-    if changed := [f"{key} was {before[key]!r}, is {now[key]!r}" for key in compared if before[key] != now[key]]:
+    lasting = ("method", *with_scope((type(plan.method.options), TargetConfig, Settings), "stream"))
+    differing = [key for key in lasting if key in now and key in before and before[key] != now[key]]
+    if changed := [f"{key} was {before[key]!r}, is {now[key]!r}" for key in differing]:
         yield f"settings differ from those that '{name}' was made with: {'; '.join(changed)}"
 
 
@@ -270,7 +271,7 @@ def _check_state(plan: Plan) -> Iterator[str]:
 def check_relation(plan: Plan) -> Iterator[str]:
     """Warn if samples of the weights suggest another base, and refuse a layer that was drawn at random."""
     base, step = plan.base, max(1, len(plan.layers) // _SAMPLED_LAYERS)
-    outside = [layer for layer in plan.layers if not re.search(r"\.\d+\.", layer.name)]  # such as a pooler or a head
+    outside = [layer for layer in plan.layers if block_of(layer.name) is None]  # such as a pooler or a head
     sampled = list(dict.fromkeys([*plan.layers[::step][:_SAMPLED_LAYERS], *outside[:_SAMPLED_LAYERS]]))
     for model in plan.models.values():
         if type(model) is not FullModel or model is plan.pretrained or model.checkpoint.remote or base.remote:

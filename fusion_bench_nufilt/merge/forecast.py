@@ -1,18 +1,12 @@
-"""Predict the memory, disk space and time that a merge will take."""
+"""Predict the memory and disk space that a merge will take."""
 
-import hashlib
 import math
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import psutil
 import torch
-from torch import Tensor
 
-from fusion_bench_nufilt.core.workers import map_layers
-from fusion_bench_nufilt.methods import LayerMethod
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Layer
@@ -22,8 +16,6 @@ from .sources.fp8 import Quantised
 
 # Each worker's stack, allocator arena and buffers for matrix products: measured, and rounded up.
 _WORKER_BYTES = 64 * 2**20
-# The width of the sample layer, at which the rate is about that of layers of any size.
-_SAMPLE_WIDTH = 1024
 
 
 def process_memory(workers: int) -> int:
@@ -83,42 +75,3 @@ def disk_bytes(plan: Plan) -> int:
     held = [state_layout(plan)[1]] if plan.keeps_state else []
     heads = sum(task.checkpoint.tensors[key].nbytes for task in plan.tasks for key in task.head.values())
     return heads + sum(info.nbytes for tensors in (*plan.files.values(), *held) for info in tensors.values())
-
-
-def predict_seconds(plan: Plan, workers: int) -> float:
-    """Estimate how long the merge takes on this many CPUs like this machine's, at its present load."""
-    computed = plan.tasks[int(plan.merged is None and plan.method.takes_first_whole) :]
-    ranks = ([task.rank(layer.slot) for task in computed if layer.slot in task.slots] for layer in plan.layers)
-    flops = sum(map(plan.method.flops, (layer.view.shape for layer in plan.layers), ranks))
-    read = sum(checkpoint.nbytes for checkpoint in plan.checkpoints)
-    per_flop, per_byte = _rates(plan.method, plan.layers[0].name, plan.settings.workers)
-    return (flops * per_flop + (read + disk_bytes(plan)) * per_byte) * plan.settings.workers / workers
-
-
-def _rates(method: LayerMethod, name: str, workers: int) -> tuple[float, float]:
-    """Measure the seconds per operation and per byte, by a sample merge and a digest on all workers at once."""
-
-    def merge(weights: tuple[Tensor, Tensor, Tensor]) -> None:
-        theta_0, *tasks = weights
-        state = method.start(name, theta_0)
-        for step, task in enumerate(tasks, 1):
-            ((_, state, *_),) = method.add_each({name: state}, {name: theta_0}, {name: task}, step=step)
-        method.weight(name, state, theta_0)
-
-    def seconds(work: Callable[[Any], object], what: Any) -> float:
-        begin = time.perf_counter()
-        list(map_layers(work, [what] * workers, torch.device("cpu"), workers))
-        return (time.perf_counter() - begin) / workers
-
-    seconds(merge, _sample(64))  # first calls are slow
-    ranks = [None] if method.takes_first_whole else [None, None]
-    per_flop = seconds(merge, _sample(_SAMPLE_WIDTH)) / method.flops((_SAMPLE_WIDTH, _SAMPLE_WIDTH), ranks)
-    return per_flop, seconds(hashlib.sha256, bytes(2**24)) / 2**24
-
-
-def _sample(width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a base and two tasks ``(width, width)`` whose differences have the spectrum of task vectors."""
-    random = torch.Generator().manual_seed(0)
-    decay = torch.arange(1, width + 1.0) ** -0.7
-    theta_0, tau_1, tau_2 = (torch.randn(width, width, generator=random) for _ in range(3))
-    return theta_0, theta_0 + tau_1 * decay, theta_0 + tau_2 * decay

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.options import check_choices, check_seed, check_whole, is_number, option
+from fusion_bench_nufilt.core.options import check_choices, check_seed, check_whole, is_number, option, with_scope
 from fusion_bench_nufilt.core.workers import check_devices
 from fusion_bench_nufilt.layers import Coverage, TargetConfig
 from fusion_bench_nufilt.methods import LayerMethod
@@ -24,8 +24,6 @@ from .sources.models import FullModel
 from .vocabulary import Vocabulary
 
 _option = partial(option, panel="Machine")
-# The settings that a manifest keeps beside the method's options.
-_IN_MANIFEST = ("seed", "weights", "tokenizer", "accumulate", "dtype", "max_shard_size", "device")
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,29 @@ class Settings:
     """How folders are merged, apart from the method's options; a ValueError for a value out of its range."""
 
     seed: int = _option(42, "Seed of the adapters' initialisation.", panel="Method")
+    weights: Sequence[float] | None = _option(
+        None,
+        "Strength of each task's update, in the order of the tasks; 1 by default.",
+        panel="Method",
+        scope="tasks",
+    )
+    tokenizer: str | None = _option(
+        None,
+        "Whose tokens the result has where models brought new ones: base, union or the name of a task. The default is "
+        "union, or base if on_shape_mismatch is keep-base.",
+        panel="Layers",
+        scope="merge",
+    )
     step: int | None = _option(
         None,
         "Number of the first task in the stream, from 1; by default, as the manifest of what is merged says.",
+        scope="run",
     )
     accumulate: Literal["stored", "float32"] = _option(
         "stored",
         "Precision of the merged layers between steps: the base's dtype, or float32, kept beside the model for the "
         "next merge.",
+        scope="merge",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = _option(
         "auto",
@@ -55,33 +68,31 @@ class Settings:
     device: str = _option(
         "cpu",
         "Where to compute: cpu, or cuda, or several such as cuda:0,cuda:1.",
+        scope="machine",
     )
     verify: bool = _option(
         True,
         "Check by digests that earlier results and the models named in a manifest are unchanged.",
+        scope="run",
     )
     strict: bool = _option(
-        False, "Refuse a merge whose result would lack something that a task changed.", panel="Layers"
+        False,
+        "Refuse a merge whose result would lack something that a task changed.",
+        panel="Layers",
+        scope="run",
     )
-    max_memory: int | None = _option(None, "The most memory to use, such as 4GB, with fewer layers at a time.")
+    max_memory: int | None = _option(
+        None, "The most memory to use, such as 4GB, with fewer layers at a time.", scope="run"
+    )
     engine: Literal["local", "ray"] = _option(
         "local",
         "What computes: this process, or workers on every node of a Ray cluster (with device=cuda, on every GPU).",
+        scope="run",
     )
     address: str | None = _option(
         None,
         "Address of the Ray cluster, such as 10.0.0.1:6379; by default this machine's, or a new one on it.",
-    )
-    tokenizer: str | None = _option(
-        None,
-        "Whose tokens the result has where models brought new ones: base, union or the name of a task. The default is "
-        "union, or base if on_shape_mismatch is keep-base.",
-        panel="Layers",
-    )
-    weights: Sequence[float] | None = _option(
-        None,
-        "Strength of each task's update, in the order of the tasks; 1 by default.",
-        panel="Method",
+        scope="run",
     )
 
     def __post_init__(self) -> None:
@@ -215,12 +226,13 @@ class Plan:
         return torch.promote_types(FLOATS[info.dtype], FLOATS[as_written(info, self.settings.dtype).dtype])
 
     def options(self) -> dict[str, Any]:
-        """Return all options of the merge by name, including the method's."""
+        """Return the options of the merge that its result records, by name, including the method's."""
+        recorded = with_scope([Settings], "stream", "merge", "tasks", "machine")
         return {
             "method": self.method.name,
             **dataclasses.asdict(self.method.options),
             **dataclasses.asdict(self.targets),
-            **{key: getattr(self.settings, key) for key in _IN_MANIFEST},
+            **{key: getattr(self.settings, key) for key in recorded},
         }
 
 

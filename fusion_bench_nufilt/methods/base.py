@@ -134,14 +134,6 @@ class LayerMethod(ABC):
         """Return a warning if the options are doubtful for layers of these shapes ``(d_o, d_i)``."""
         return None
 
-    def flops(self, shape: tuple[int, ...], ranks: Sequence[int | None]) -> float:
-        """Estimate the floating-point operations that a layer takes, for the forecast of a merge's time.
-
-        ``ranks`` has one entry for each task merged into the layer: the rank of its LoRA, or None for a full model.
-        """
-        d_o, d_i = shape
-        return 2.0 * d_o * d_i * min(d_o, d_i) * (1 + len(ranks))
-
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         """Return the most bytes that a layer takes while it is merged, beside its weights and its state."""
         return itemsize * (5 * math.prod(shape) + 10 * min(shape) ** 2)
@@ -149,11 +141,6 @@ class LayerMethod(ABC):
     def solved_together(self, shape: tuple[int, ...], itemsize: int, where: torch.device) -> int:
         """Return how many layers of a shape are solved together on a device."""
         return 1
-
-    @property
-    def takes_first_whole(self) -> bool:
-        """Whether the first task is taken as it is, which costs next to nothing."""
-        return False
 
 
 def variant(method: type[LayerMethod], name: str, **defaults: Any) -> type[LayerMethod]:

@@ -70,26 +70,3 @@ class Nufilt(LayerMethod):
 
     def solved_together(self, shape: tuple[int, ...], itemsize: int, where: torch.device) -> int:
         return stack_size(self.working_bytes(shape, itemsize), where, BATCH_BYTES)
-
-    def flops(self, shape: tuple[int, ...], ranks: Sequence[int | None]) -> float:
-        d_o, d_i = shape
-        return sum(self._flops_of_step(d_o, d_i, rank) for rank in ranks)
-
-    def _flops_of_step(self, d_o: int, d_i: int, rank: int | None) -> float:
-        """Estimate the operations of a step; an eigenvalue solver counts as the products that take as long."""
-        options, ranks, smaller = self.options, self.options.ranks(d_i), min(d_o, d_i)
-        outputs = min(rank, d_o, d_i) if rank else d_o  # tau has as many rows as its LoRA
-        r_p, block = min(ranks.null, smaller), 2 * ranks.null + 16
-        with_gram = d_i <= 2 * outputs
-        flops = outputs * d_i**2 if with_gram else 0
-        flops += d_o * d_i * smaller  # the Gram matrix of what is merged
-        # V_p comes from block iteration or from a full solver.
-        flops += 12 * smaller * block * (2 * smaller + 4 * block) if smaller >= max(256, 16 * r_p) else 10 * smaller**3
-        flops += 4 * d_o * d_i * (r_p + 16) + 4 * outputs * d_i * r_p + 4 * outputs * d_i * ranks.lora
-        height = d_i if with_gram else 2 * outputs
-        rounds = options.max_steps if options.solver == "adam" else 2
-        return flops + rounds * 2 * d_i * ranks.lora * (height + 2 * (r_p + ranks.task) + 2 * ranks.lora)
-
-    @property
-    def takes_first_whole(self) -> bool:
-        return self.options.first_task == "paper"

@@ -1,8 +1,8 @@
 """What order-free methods share: a state of sums over the tasks, and an update whose strength may grow with depth."""
 
 import math
-import re
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
@@ -15,6 +15,7 @@ from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.options import check_choices, check_positive, is_number
 from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
 from fusion_bench_nufilt.core.weights import wide_dtype
+from fusion_bench_nufilt.layers.names import block_of
 
 from .base import LayerMethod, State
 
@@ -108,12 +109,6 @@ class OrderFree(LayerMethod):
         state = sum(math.prod(each) for each in self.sums(d_o, d_i).values())
         return itemsize * (4 * state + 4 * d_o * d_i + 8 * min(d_o, d_i) ** 2)
 
-    def flops(self, shape: tuple[int, ...], ranks: Sequence[int | None]) -> float:
-        shorter, longer = sorted(shape)
-        one_task = 8 * longer * shorter**2  # two products in float64, whose operations count twice
-        weight = 8 * longer * shorter**2 + 24 * shorter**3
-        return len(ranks) * one_task + weight
-
 
 def _widened(state: State) -> State:
     return {name: value.double() if value.is_floating_point() else value for name, value in state.items()}
@@ -140,13 +135,14 @@ def spectral_norm(tau: Tensor, gram: Tensor) -> Tensor:
 def strengths(names: Sequence[str], kappa: float, ramp: float) -> dict[str, float]:
     r"""Return κ of each layer: :math:`\kappa\,(1 + \text{ramp}\,(2 l / (L - 1) - 1))` in block l of L blocks.
 
-    The first number in a layer's name is the number of its block, and the prefix before it tells stacks of blocks
-    apart. A layer outside all blocks has :math:`\kappa`.
+    A layer outside all blocks has :math:`\kappa`.
     """
-    blocks = {name: (found[1], int(found[2])) for name in names if (found := re.match(r"(.*?\.)??(\d+)\.", name))}
-    last = dict(sorted(blocks.values(), key=lambda place: place[1]))  # the highest block of each stack
+    blocks = {name: block for name in names if (block := block_of(name)) is not None}
+    last: dict[str | None, int] = defaultdict(int)  # the number of the last block of each stack
+    for block in blocks.values():
+        last[block.stack] = max(last[block.stack], block.number)
     kappas = dict.fromkeys(names, kappa)
-    for name, (stack, block) in blocks.items():
-        depth = 2 * block / last[stack] - 1 if last[stack] else 0
+    for name, block in blocks.items():
+        depth = 2 * block.number / last[block.stack] - 1 if last[block.stack] else 0
         kappas[name] = kappa * (1 + ramp * depth)
     return kappas

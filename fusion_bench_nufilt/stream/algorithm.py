@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from fusion_bench_nufilt.core.options import split_options, takes_options, unknown
+from fusion_bench_nufilt.core.options import split_options, takes_options, unknown, with_scope
 from fusion_bench_nufilt.layers import check_model
 from fusion_bench_nufilt.pages.metrics import AccuracyMatrix
 from fusion_bench_nufilt.pages.tables import print_matrix
@@ -27,13 +27,13 @@ from . import models as pools
 from .evaluation import RunScores, find_evaluator
 from .models import MERGED, PRETRAINED, digest_of_stored, load_model, merged_before, merged_checkpoint, source_of
 from .program import OneLineErrors, ReportedTaskPool, log_picture, one_line_errors, use_bundled_taskpool
-from .protocol import Evaluate, ProtocolConfig, task_order
+from .protocol import DeviceConfig, Evaluate, ProtocolConfig, task_order
 from .run_folder import RunFolder, open_run_folder
 
 log = logging.getLogger(__name__)
 
 OnStep = Callable[[int, nn.Module], Any]
-_NOT_IN_THE_RESULT = ("_target_", "save_on_every_step", "check_models", "check_taskpool", "resume", "devices", "verify")
+_NOT_IN_THE_RESULT = ("_target_", *with_scope((ProtocolConfig, DeviceConfig), "run"))
 
 
 @auto_register_config
@@ -77,8 +77,6 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
             raise ValueError(f"{type(self).__name__}: {unknown('option', min(strange), known)}")
         super().__init__(**others)  # FusionBench would report the others as unused
 
-    # --- what a method defines ---
-
     @property
     def name(self) -> str:
         """The name of the method in tables and logs."""
@@ -121,8 +119,6 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
 
     def restore(self, step: int) -> None:
         """Take over what the log directory has of the steps up to ``step`` when a run is resumed."""
-
-    # --- the run ---
 
     @property
     def taskpool(self) -> Any:

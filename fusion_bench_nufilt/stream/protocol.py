@@ -34,13 +34,13 @@ class ProtocolConfig:
         "every_step: all tasks so far at every step. every_step_all: also those to come, which FWT needs.",
     )
     save_on_every_step: bool = option(
-        True, "Keep the model after each step; checkpoints/merged_model_0 is that after step 1."
+        True, "Keep the model after each step; checkpoints/merged_model_0 is that after step 1.", scope="run"
     )
-    check_models: bool = option(True, "Load every model before the first step.")
-    check_taskpool: bool = option(True, "Score one item of each task before the first step.")
-    resume: bool = option(False, "Go on after the last complete step in the same log directory.")
+    check_models: bool = option(True, "Load every model before the first step.", scope="run")
+    check_taskpool: bool = option(True, "Score one item of each task before the first step.", scope="run")
+    resume: bool = option(False, "Go on after the last complete step in the same log directory.", scope="run")
     num_merged: int | None = option(None, "Number of models in the pool's _merged_ model; null: as its manifest says.")
-    verify: bool = option(True, "Check by digests that the pool's _merged_ model is what was saved.")
+    verify: bool = option(True, "Check by digests that the pool's _merged_ model is what was saved.", scope="run")
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -59,6 +59,7 @@ class DeviceConfig:
         None,
         "GPUs that share the layers: all, or a list of their numbers; null: the one that the run is on.",
         panel="Machine",
+        scope="run",
     )
 
     def __post_init__(self) -> None:

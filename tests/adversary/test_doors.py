@@ -20,14 +20,13 @@ def inputs(good, tmp_path_factory):
 
 @pytest.fixture
 def doors_only(monkeypatch, inputs):
-    """Nothing behind a door is done: no run, no picture, no measurement of the machine."""
+    """Nothing behind a door is done: no run and no picture."""
 
     def enough(*_, **__):
         raise ValueError("enough: it would run")
 
     monkeypatch.setattr("fusion_bench_nufilt.compare.run.compose_run", enough)
     monkeypatch.setattr("fusion_bench_nufilt.compare.configs.compose_run", enough)
-    monkeypatch.setattr("fusion_bench_nufilt.commands.merge.predict_seconds", lambda *_: 1.0)
     monkeypatch.setattr("fusion_bench_nufilt.pages.write.save_chart", lambda *_: None)
     monkeypatch.setattr("fusion_bench_nufilt.pages.page.chart_definition", lambda _: {})
     monkeypatch.setattr("altair.utils.schemapi.DEBUG_MODE", False)  # which would check each part of a chart twice

@@ -172,6 +172,7 @@ def test_a_model_that_is_not_the_one_of_the_manifest_is_named(tmp_path):
 
 def test_a_manifest_does_not_choose_where_to_connect_compute_or_write(tmp_path):
     settings = {"engine": "ray", "address": "ray://host:1", "device": "cuda", "out": "/etc", "step": 9, "null_rank": 3}
+    settings |= {"strict": True, "verify": False, "max_memory": 1}
     content = {"inputs": {"base": {"name": "b"}, "task 0": {"name": "t"}}, "step": 1, "settings": settings}
     (tmp_path / "nufilt.json").write_text(json.dumps(content))
     made = read_recipe(tmp_path / "nufilt.json")

@@ -1,37 +1,12 @@
-"""What a plan says of its time: never how long it is, but what it depends on."""
+"""What a plan says of the memory and the disk space that it takes."""
 
 import math
 
-import pytest
 import torch
 
 from fusion_bench_nufilt.merge import forecast
-from fusion_bench_nufilt.merge.forecast import batches, layer_budget, layer_memory, peak_memory, predict_seconds
-from fusion_bench_nufilt.methods import METHODS
+from fusion_bench_nufilt.merge.forecast import batches, layer_budget, layer_memory, peak_memory
 from tests.merge.helpers import plan
-
-
-def test_layers_that_are_solved_are_counted_and_bytes_that_are_read(stream, monkeypatch):
-    def seconds(tasks, merged=None):
-        return predict_seconds(plan(stream, tasks, merged, settings={"step": 1}), workers=1)
-
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(forecast, "_rates", lambda *_: (0.0, 1.0))
-    nbytes = plan(stream, ["task1"]).base.nbytes
-    assert seconds(["task1", "task2"]) == 4 * nbytes  # three read, one written
-    monkeypatch.setattr(forecast, "_rates", lambda *_: (1.0, 0.0))
-    assert seconds(["task1"]) == 0  # the first task is taken as it is
-    once = seconds(["task1", "task2"])
-    assert once > 0
-    assert seconds(["task1", "task2"], "task1") == 2 * once
-    assert predict_seconds(plan(stream, ["task1", "task2"]), workers=2) == once / 2
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_sample_of_every_method_is_merged(name, monkeypatch):
-    monkeypatch.setattr(forecast, "_SAMPLE_WIDTH", 128)
-    method = METHODS[name](METHODS[name].Options(), ["layer"])
-    assert all(rate > 0 for rate in forecast._rates(method, "layer", workers=1))
 
 
 def test_the_state_counts_in_memory_and_on_the_disk(stream):

@@ -110,10 +110,6 @@ class FullModel:
                 pieces[-1] = self.checkpoint.elements(self.keys[slot], *there).to(theta_0.device)
         return torch.cat(pieces)
 
-    def rank(self, slot: str) -> int | None:
-        """Return the rank of a layer's update, or None if the model has the layer in full."""
-        return None if slot in self.keys else self.checkpoint.tensors[self.pairs[slot][0]].shape[0]
-
     def weight(self, slot: str, theta_0: Tensor) -> tuple[Tensor | LowRank, str]:
         """Read a whole tensor, or the factors of a layer's update; return it and the digest of what was read.
 

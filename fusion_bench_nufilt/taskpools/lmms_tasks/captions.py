@@ -3,15 +3,23 @@
 import re
 from typing import Any
 
+import datasets
+
 
 def picture(doc: dict[str, Any]) -> list[Any]:
     """Return the image of an item."""
     return [doc["image"].convert("RGB")]
 
 
-def with_class_names(dataset: Any) -> Any:
-    """Add the names of each item's class, such as ``tench, Tinca tinca``, to a data set of labels."""
-    return dataset.add_column("names", [dataset.features["label"].int2str(label) for label in dataset["label"]])
+def with_class_names(dataset: Any, card: str = "ILSVRC/imagenet-1k") -> Any:
+    """Add the names of each item's class, such as ``tench, Tinca tinca``, to a data set of labels.
+
+    The names are those of the data set, or of its card, which datasets 5 passes over where single files are loaded.
+    """
+    labels = dataset.features["label"]
+    if not hasattr(labels, "names"):
+        labels = datasets.load_dataset_builder(card).info.features["label"]
+    return dataset.add_column("names", [labels.int2str(label) for label in dataset["label"]])
 
 
 def matches_a_name(doc: dict[str, Any], results: list[str]) -> dict[str, float]:

@@ -1,0 +1,32 @@
+"""What the name of a layer or tensor says about its block: ``model.layers.3.mlp.up_proj`` is in block 3."""
+
+import re
+from typing import NamedTuple
+
+_BLOCK = re.compile(r"(.*?\.)??(\d+)\.(.+)")
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
+
+
+class Block(NamedTuple):
+    """The outermost numbered block around a layer."""
+
+    stack: str | None  # the name of what holds the blocks, with a dot, which tells stacks apart; None at the top
+    number: int
+    inside: str  # the rest of the layer's name
+
+
+def block_of(name: str) -> Block | None:
+    """Return the block of a layer, or None for a layer outside all blocks."""
+    found = _BLOCK.fullmatch(name)
+    return Block(found[1], int(found[2]), found[3]) if found else None
+
+
+def in_module_of_block(tensor: str) -> bool:
+    """Return whether a tensor belongs to a module inside a block, and is not the block's own parameter."""
+    block = block_of(tensor)
+    return block is not None and "." in block.inside
+
+
+def without_numbers(name: str) -> str:
+    """Return a name with ``*`` for the numbers of blocks, so that the same layers of all blocks have one name."""
+    return _NUMBER.sub("*", name)
