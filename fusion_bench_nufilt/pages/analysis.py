@@ -1,29 +1,30 @@
 """The pictures and the page of an analysis, drawn from its files alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NotRequired
 
 import altair as alt
-import numpy as np
 import pandas as pd
 from altair.typing import ChartType
 from typing_extensions import TypedDict
 
-from .charts import aside, by_depth, heat_maps, lines
+from .charts import beside, by_depth, heat_maps, lines
+from .names import depth, kind
 from .page import Outputs, Tables, render_page
 from .theme import COLOURS, Rows, by_block, data, style, tooltip
 
 Json = dict[str, Any]
 
-_BOTH = ("stability", "plasticity")
-_LOSSES = {key: f"{key} loss" for key in _BOTH} | {key: f"{key} mean" for key in ("harmonic", "arithmetic")}
 #: The tables beside ``analysis.json``, and the columns that are read.
 MEASURED = {
     "task_vectors": "task layer effective_rank",
     "losses": "method task layer step stability plasticity data_free_stability data_free_plasticity",
     "affinity": "layer kind data vector affinity",
 }
+_BOTH = ("stability", "plasticity")
+_LOSSES = {key: f"{key} loss" for key in _BOTH} | {key: f"{key} mean" for key in ("harmonic", "arithmetic")}
 _INPUTS = {"fixed": "fixed inputs", "relative": "fixed inputs, relative", "propagated": "propagated inputs"}
+_FROM_0_TO_1 = alt.Scale(domain=[0, 1])
 
 
 class AnalysisContent(TypedDict):
@@ -53,24 +54,49 @@ def analysis_outputs(content: AnalysisContent, tables: Tables) -> Outputs:
 def pictures_of(content: AnalysisContent, tables: Tables) -> dict[str, ChartType]:
     """Return, by name, each picture for which ``analysis.json`` and the tables beside it have numbers."""
     apart: Any = dict.fromkeys(("color", "shape", "strokeDash"), "independent")  # each chart has its own legend
-    pictures: dict[str, ChartType] = {"spectra": _energy(content)}
+    charts = _charts(content, tables, panels=True)
+    distributions = charts.pop("distributions", None)
+    pictures = {"spectra": charts.pop("energy"), **charts}
     if "task_vectors" in tables:
-        ranks = _effective_ranks(content, tables["task_vectors"])
-        pictures["spectra"] = alt.hconcat(_energy(content), ranks).resolve_scale(**apart)
-    if len(content["names"]) > 1:
-        pictures["overlap"] = _overlap(content, len(content["overlap"]))
-    if "affinity" in content:
-        columns = len(content["affinity"])
-        pictures["affinity"] = _affinity(content, columns)
-        if "affinity" in tables and content["pairs"]:
-            below = _distributions(content, tables["affinity"], columns)
-            pictures["affinity"] = alt.vconcat(pictures["affinity"], below).resolve_scale(**apart)
-        pictures["affinity_by_rank"] = _by_rank(content)
+        ranks = _effective_ranks(tables["task_vectors"])
+        pictures["spectra"] = alt.hconcat(pictures["spectra"], ranks).resolve_scale(**apart)
+    if distributions is not None:
+        pictures["affinity"] = alt.vconcat(pictures["affinity"], distributions).resolve_scale(**apart)
     if measured := _measured(content):
         pictures["losses"] = _losses(measured)
         if "losses" in tables:
             pictures["data_free"] = _data_free(measured, tables["losses"])
     return pictures
+
+
+def _page(content: AnalysisContent, tables: Tables) -> str:
+    charts, measured = _charts(content, tables, panels=False), _measured(content)
+    if layers := content.get("layers_of"):
+        charts["layers"] = by_depth({title: [by_layer] for title, by_layer in layers.items()})
+    if measured:
+        steps = next(iter(measured.values()))["fixed"]["steps"]
+        charts["losses"] = lines(_loss_curves(measured), steps, "step", y_scale=alt.Scale(zero=True))
+    return render_page(
+        "analysis.html",
+        content=content,
+        charts=charts,
+        measured=measured,
+        theorem=pd.DataFrame(content.get("theorem", ())).rename(columns=lambda name: name.replace("_", " ")),
+    )
+
+
+def _charts(content: AnalysisContent, tables: Tables, *, panels: bool) -> dict[str, ChartType]:
+    """Return, by name, the charts that pictures, with ``panels``, and the page, with menus, have in common."""
+    charts = {"energy": _energy(content)}
+    if len(content["names"]) > 1:
+        charts["overlap"] = _overlap(content, len(content["overlap"]) if panels else 0)
+    if "affinity" in content:
+        columns = len(content["affinity"]) if panels else 0
+        charts["affinity"] = _affinity(content, columns)
+        charts["affinity_by_rank"] = _by_rank(content)
+        if "affinity" in tables and content["pairs"]:
+            charts["distributions"] = _distributions(content, tables["affinity"], columns)
+    return charts
 
 
 def _affinity(content: AnalysisContent, panels: int) -> ChartType:
@@ -85,24 +111,25 @@ def _affinity(content: AnalysisContent, panels: int) -> ChartType:
 
 def _distributions(content: AnalysisContent, table: pd.DataFrame, panels: int) -> ChartType:
     """Draw the distribution over the layers of the affinities, from 0 to 1, of a high, a moderate and a low pair."""
-    tasks, sets, marks = content["tasks"], {}, {}
-    grid, scale = np.arange(201) / 200, alt.Scale(domain=[0, 1])
+    limits, sets, marks = [step / 200 for step in range(201)], {}, {}
+    pairs = [(content["tasks"][i], content["tasks"][j]) for i, j in content["pairs"]]
     for group, row in content["affinity"].items():
         members = table[table["kind"].eq(group) | (group == "all")]
-        by_pair = {pair: values.to_numpy() for pair, values in members.groupby(["data", "vector"])["affinity"]}
-        found = {f"{tasks[i]} → {tasks[j]}": by_pair[tasks[i], tasks[j]] for i, j in content["pairs"]}
-        sets[group] = {name: (values <= grid[:, None]).mean(axis=1).tolist() for name, values in found.items()}
+        by_pair = members.groupby(["data", "vector"])["affinity"]
+        found = {f"{pair[0]} → {pair[1]}": by_pair.get_group(pair).to_numpy() for pair in pairs}
+        sets[group] = {name: [float((values <= limit).mean()) for limit in limits] for name, values in found.items()}
         marks[group] = (row["chance"], "chance")
-    look: Any = {"x_scale": scale, "y_scale": scale, "dots": False, "size": (300, 220), "panels": panels}
+    look: Any = {"x_scale": _FROM_0_TO_1, "y_scale": _FROM_0_TO_1, "dots": False, "size": (300, 220), "panels": panels}
     x_title, y_title = "affinity a (data → task vector)", "share of layers with A ≤ a"
-    return lines(sets, grid.tolist(), x_title, y_title, marks=marks, **look)
+    return lines(sets, limits, x_title, y_title, marks=marks, **look)
 
 
 def _by_rank(content: AnalysisContent) -> ChartType:
     found = content["affinity_by_rank"]
-    names = {"diagonal": "matched: the task's own vector", "off_diagonal": "mismatched: another task's"}
-    curves = {title: found[key] for key, title in (names | {"chance": "chance"}).items() if found[key]}
-    scales: Any = {"x_scale": alt.Scale(type="log", base=2), "y_scale": alt.Scale(domain=[0, 1])}
+    matched, mismatched = "matched: the task's own vector", "mismatched: another task's"
+    titles = {"diagonal": matched, "off_diagonal": mismatched, "chance": "chance"}
+    curves = {title: found[key] for key, title in titles.items() if found[key]}
+    scales: Any = {"x_scale": alt.Scale(type="log", base=2), "y_scale": _FROM_0_TO_1}
     title = "affinity, mean over layers and pairs"
     return lines({"": curves}, found["ranks"], "rank r = r_d = r_v", title, **scales)
 
@@ -119,26 +146,31 @@ def _overlap(content: AnalysisContent, panels: int) -> ChartType:
 
 
 def _energy(content: AnalysisContent) -> ChartType:
-    directions = range(1, 1 + max(map(len, content["energy"].values())))
-    options: Any = {"heights": {"90 %": 0.9}, "y_scale": alt.Scale(domain=[0, 1]), "dots": False}
-    title = "share of the energy, mean over layers"
-    return lines({"": content["energy"]}, directions, "directions", title, **options)
+    energy, title = content["energy"], "share of the energy, mean over layers"
+    directions = range(1, 1 + max(map(len, energy.values())))
+    look: Any = {"heights": {"90 %": 0.9}, "y_scale": _FROM_0_TO_1, "dots": False}
+    return lines({"": energy}, directions, "directions", title, **look)
 
 
-def _effective_ranks(content: AnalysisContent, table: pd.DataFrame) -> ChartType:
-    layers = pd.DataFrame(content["layers"]).set_index("name")
-    kinds = list(layers["kind"].unique())
-    rows = table.join(layers, on="layer").rename(columns={"kind": "name", "effective_rank": "y"})
-    rows["x"] = rows["depth"] + rows["name"].map(lambda kind: aside(kind, kinds))
-    x = by_block(int(layers["depth"].max()))
-    looks = style(kinds, kinds)
-    points = _points(rows, x, alt.Y("y:Q", title="effective rank"), 22, color=looks["color"], shape=looks["shape"])
+def _effective_ranks(table: pd.DataFrame) -> ChartType:
+    """Draw a point for each layer and task at the layer's block."""
+    layers = table["layer"]
+    names = layers.map(kind)
+    kinds = list(names.unique())
+    rows = table.assign(name=names, x=[beside(layer, kinds) for layer in layers], y=table["effective_rank"])
+    x, y, looks = by_block(layers.map(depth).max()), alt.Y("y:Q", title="effective rank"), style(kinds, kinds)
+    points = _points(rows, x, y, 22, color=looks["color"], shape=looks["shape"])
     return points.properties(width=420, height=320)
 
 
 def _measured(content: AnalysisContent) -> dict[str, Json]:
-    """Return the methods whose losses are known beyond the first step."""
-    return {name: row for name, row in content.get("methods", {}).items() if "fixed" in row}
+    """Return the methods whose losses are known beyond the first step, with their scores in per cent."""
+    found = {}
+    for name, row in content.get("methods", {}).items():
+        if "fixed" in row:
+            scores = {f"{key} %": 100 * row[key] for key in ("ACC", "BWT") if row.get(key) is not None}
+            found[name] = row | scores
+    return found
 
 
 def _loss_curves(measured: Mapping[str, Json]) -> dict[str, dict[str, list[float | None]]]:
@@ -166,17 +198,18 @@ def _losses(measured: Mapping[str, Json]) -> ChartType:
 
 def _data_free(measured: Mapping[str, Json], table: pd.DataFrame) -> ChartType:
     """Plot the measured losses against the data-free ones: a panel per method, a point per layer and step."""
-    charts, axis = [], alt.Axis(grid=False, labelSeparation=10)
+    axis = alt.Axis(grid=False, labelSeparation=10)
     look: Any = {"title": None, "scale": alt.Scale(type="log", nice=False, padding=8), "axis": axis}
+    charts = []
     for loss in _BOTH:
-        free, panels = f"data_free_{loss}", []
-        known = table[(table["step"] > 1) & (table[loss] > 0) & (table[free] > 0)]
-        known = known.assign(name=known["method"], x=known[free], y=known[loss])
+        known = table.assign(name=table["method"], x=table[f"data_free_{loss}"], y=table[loss])
+        known = known[(known["step"] > 1) & (known["x"] > 0) & (known["y"] > 0)]
+        panels = []
         for method, row in measured.items():
-            rho = row["rank_correlation"][loss]["layers"]
             if len(rows := known[known["method"] == method]):
-                panel = _points(rows, alt.X("x:Q", **look), alt.Y("y:Q", **look), 10)
+                rho = row["rank_correlation"][loss]["layers"]
                 title = f"{method}: rho {'none' if rho is None else f'{rho:.2f}'}"
+                panel = _points(rows, alt.X("x:Q", **look), alt.Y("y:Q", **look), 10)
                 panels.append(panel.properties(title=title, width=170, height=120))
         shared = alt.concat(*panels, columns=5, title=f"measured {loss} loss over the data-free one")
         charts.append(shared.resolve_scale(x="shared", y="shared"))
@@ -188,58 +221,3 @@ def _points(rows: pd.DataFrame, x: alt.X, y: alt.Y, size: int, **looks: Any) -> 
     shown: Rows = rows[["name", "x", "y", "layer", "task"]].to_dict("records")
     points = alt.Chart(data(shown)).mark_point(size=size, opacity=0.6, color=COLOURS[0])
     return points.encode(x=x, y=y, tooltip=tooltip(name="", layer="layer", task="task"), **looks)
-
-
-def _page(content: AnalysisContent, tables: Tables) -> str:
-    about, measured, theorem = content["about"], _measured(content), content.get("theorem")
-    layers = {title: [row] for title, row in content.get("layers_of", {}).items()}
-    return render_page(
-        "analysis.html",
-        title=f"{about.get('modelpool') or about.get('base', '')}: why it merges",
-        subtitle=f"{len(content['tasks'])} tasks, {len(content['layers'])} layers",
-        reading=content["reading"],
-        affinity=_affinity_section(content, tables) if "affinity" in content else None,
-        overlap=_overlap(content, 0) if len(content["names"]) > 1 else None,
-        task_rank=content["task_rank"],
-        vectors=_vector_table(content),
-        energy=_energy(content),
-        layers=by_depth(layers) if layers else None,
-        losses=_loss_section(measured) if measured else None,
-        theorem=_table(list(theorem[0]), [list(row.values()) for row in theorem]) if theorem else None,
-        configuration={"analysis": about, "versions": content.get("versions", {})},
-    )
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> pd.DataFrame:
-    return pd.DataFrame(rows, columns=[name.replace("_", " ") for name in names], dtype=object)
-
-
-def _affinity_section(content: AnalysisContent, tables: Tables) -> Json:
-    found, dominance, distributions = content["affinity"], None, None
-    if all("dominance" in row for row in found.values()):
-        header = ["layers", "matched", "mismatched", "ratio", "rows led", "columns led", "P(matched above)", "chance"]
-        keys = ("diagonal", "off_diagonal", "ratio", "rows", "columns", "matched_above")
-        rows = [[group, *(row["dominance"][key] for key in keys), row["chance"]] for group, row in found.items()]
-        dominance = _table(header, rows)
-    if "affinity" in tables and content["pairs"]:
-        distributions = _distributions(content, tables["affinity"], 0)
-    maps, by_rank = _affinity(content, 0), _by_rank(content)
-    return {"maps": maps, "dominance": dominance, "distributions": distributions, "by_rank": by_rank}
-
-
-def _vector_table(content: AnalysisContent) -> pd.DataFrame:
-    keys = ("relative_norm", "effective_rank", "rank_90", "energy_in_top")
-    header = ["task", *keys[:2], "directions for 90 %", f"energy in the top {content['task_rank']}"]
-    return _table(header, [[name, *(row[key] for key in keys)] for name, row in content["vectors"].items()])
-
-
-def _loss_section(measured: Mapping[str, Json]) -> Json:
-    losses, rows = (*_BOTH, "harmonic", "harmonic_of_means", "arithmetic"), []
-    for name, row in measured.items():
-        scores = [None if row.get(key) is None else 100 * row[key] for key in ("ACC", "BWT")]
-        rho = [row["rank_correlation"][loss]["layers"] for loss in _BOTH]
-        rows.append([name, *scores, *(row["fixed"]["mean"][loss] for loss in losses), *rho])
-    means = _table(["method", "ACC %", "BWT %", *losses, "rho stability", "rho plasticity"], rows)
-    steps = next(iter(measured.values()))["fixed"]["steps"]
-    by_step = lines(_loss_curves(measured), steps, "step", y_scale=alt.Scale(zero=True))
-    return {"means": means, "by_step": by_step}

@@ -1,8 +1,7 @@
 """Charts that several pages share: one definition is interactive on a page and static in a PNG or a PDF.
 
-Functions take plain numbers. Where there are several sets of them, ``panels`` is 0 for one chart with a menu to choose
-a set, as on a page, or the number of panels in a row, as in a picture. A slider chooses the step on a page; a picture
-shows the last one.
+Where there are several sets of numbers, ``panels`` is 0 for one chart with a menu to choose a set, as on a page, or the
+number of panels in a row, as in a picture. A slider chooses the step on a page; a picture shows the last one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,14 +31,13 @@ from .theme import (
 )
 
 Curves = Mapping[str, Mapping[str, Sequence[float | None]]]  # by set and name
-Marks = Mapping[str, tuple[float | str, str]]
 
 
 def heat_maps(
     maps: Mapping[str, Grid],
     rows: Sequence[str],
     columns: Sequence[str],
-    words: tuple[str, str],
+    titles: tuple[str, str],
     *,
     domain: tuple[float, float] | None = None,
     legend: str = "",
@@ -47,9 +45,8 @@ def heat_maps(
 ) -> ChartType:
     """Draw named matrices as coloured cells with their numbers; a cell without a number stays empty.
 
-    ``rows`` (from the top) and ``columns`` (from the left) are labels, ``words`` the titles of the two axes, and
-    ``legend`` that of the numbers. ``domain`` has the values at the two ends of the colours, by default 0 (or the
-    smallest value, if negative) and the largest. A line break in a map's name begins a new line of a panel's title.
+    ``rows`` (from the top) and ``columns`` are labels, ``titles`` those of the two axes, and ``legend`` that of the
+    numbers. The colours end at the values of ``domain``, by default 0 or the smallest, if negative, and the largest.
     """
     numbers = cells(maps, rows, columns, ("set", "row", "column"))
     values = [cell["value"] for cell in numbers]
@@ -62,9 +59,9 @@ def heat_maps(
         place = names.index(title) if title is not None else 0
         left, bottom = title is None or place % panels == 0, title is None or place + panels >= len(names)
         base = alt.Chart().encode(
-            x=alt.X("column:N", **by_name(columns, words[1], shown=bottom)),
-            y=alt.Y("row:N", **by_name(rows, words[0], shown=left)),
-            tooltip=tooltip(row=words[0], column=words[1], value=legend or "value"),
+            x=alt.X("column:N", **by_name(columns, titles[1], shown=bottom)),
+            y=alt.Y("row:N", **by_name(rows, titles[0], shown=left)),
+            tooltip=tooltip(row=titles[0], column=titles[1], value=legend or "value"),
         )
         scale = alt.Scale(scheme="viridis", domain=[low, high])
         squares = base.mark_rect().encode(color=alt.Color("value:Q", scale=scale, title=legend or None))
@@ -91,7 +88,7 @@ def lines(
     *,
     deviations: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
     heights: Mapping[str, float] | None = None,
-    marks: Marks | None = None,
+    marks: Mapping[str, tuple[float | str, str]] | None = None,
     x_scale: alt.Scale | None = None,
     y_scale: alt.Scale | None = None,
     among: Sequence[str] = (),
@@ -103,10 +100,10 @@ def lines(
 ) -> ChartType:
     """Draw curves, each with one number per entry of ``x``, or fewer, and None where it has no point.
 
-    ``x`` are numbers, or words at equal distances. ``deviations`` are half the heights of the bands around the curves.
-    ``heights`` are dashed horizontal lines by their labels; ``marks`` has the place and the label of a dashed vertical
-    line for each set. A curve's place ``among`` all names determines its colour, shape and dashes. A ``ranked`` legend
-    is in the order of the curves' last numbers; ``legend`` are further options of Altair's.
+    ``x`` are numbers, or words at equal distances. ``deviations`` are half the heights of bands around the curves.
+    ``heights`` are dashed horizontal lines by their labels; ``marks`` has the place and the label of a vertical one
+    for each set. A curve's place ``among`` all names determines how it looks. A ``ranked`` legend is in the order of
+    the curves' last numbers.
     """
     bands = deviations or {}
     rows: Rows = [
@@ -119,13 +116,20 @@ def lines(
     last = {row["name"]: row["y"] for row in rows}
     looks = style(among or list(last), sorted(last, key=lambda name: -last[name]) if ranked else list(last), **legend)
     rows += [{"set": name, "mark": place, "words": words} for name, (place, words) in (marks or {}).items()]
+    rows += [{"set": name, "level": level, "words": words} for name in sets for words, level in (heights or {}).items()]
     letter, axis = _x_axis(x, x_title, x_scale)
     upwards: Options = {"title": y_title or None, "scale": y_scale or alt.Scale(zero=False, nice=False, padding=18)}
 
     def draw(part: Rows, title: str | None) -> alt.LayerChart:
         base = alt.Chart().encode(x=alt.X(f"x:{letter}", **axis), color=looks["color"])
         points = base.transform_filter("isValid(datum.y)")
-        layers: list[alt.Chart] = _dashed_lines(heights or {}, alt.X(f"mark:{letter}", **axis) if marks else None)
+        layers = []
+        if heights:
+            look = {"align": "right", "baseline": "bottom", "dx": -3, "dy": -2}
+            layers += _dashed_line("level", alt.Y("level:Q"), alt.XValue("width"), **look)
+        if marks:
+            look = {"align": "left", "baseline": "top", "dx": 4, "dy": 2}
+            layers += _dashed_line("mark", alt.X(f"mark:{letter}", **axis), alt.YValue(0), **look)
         if deviations:
             layers.append(points.mark_area(opacity=0.12).encode(y=alt.Y("low:Q", **upwards), y2="high:Q"))
         layers.append(points.mark_line().encode(y=alt.Y("y:Q", **upwards), strokeDash=looks["strokeDash"]))
@@ -146,26 +150,15 @@ def _x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tu
     return "Q", {"title": title, "scale": scale or alt.Scale(zero=False, nice=False, padding=8), "axis": axis}
 
 
-def _dashed_lines(heights: Mapping[str, float], place: alt.X | None) -> list[alt.Chart]:
-    """Return horizontal lines with labels on the right, and a vertical one for each row that has a ``mark``."""
-    layers = []
-    if heights:
-        rows = [{"level": height, "words": words} for words, height in heights.items()]
-        base = alt.Chart(data(rows)).encode(y=alt.Y("level:Q"))
-        words = base.mark_text(color=GREY, fontSize=10, align="right", baseline="bottom", dx=-3, dy=-2)
-        layers += [base.mark_rule(color=GREY, strokeDash=[4, 4]), words.encode(x=alt.value("width"), text="words:N")]
-    if place is not None:
-        base = alt.Chart().transform_filter("isValid(datum.mark)").encode(x=place)
-        words = base.mark_text(color=GREY, fontSize=10, align="left", baseline="top", dx=4, dy=2)
-        layers += [base.mark_rule(color=GREY, strokeDash=[4, 4]), words.encode(y=alt.value(0), text="words:N")]
-    return layers
+def _dashed_line(field: str, line: Any, words: Any, **look: Any) -> list[alt.Chart]:
+    """Return a line with words for each row that has the field."""
+    base = alt.Chart().transform_filter(f"isValid(datum.{field})").encode(line)
+    text = base.mark_text(color=GREY, fontSize=10, **look).encode(words, text="words:N")
+    return [base.mark_rule(color=GREY, strokeDash=[4, 4]), text]
 
 
 def bars_by_step(series: Mapping[str, Grid], tasks: Sequence[str]) -> ChartType:
-    """Draw the scores of all tasks after the step that a slider chooses, with a bar for each series.
-
-    The matrices have a row for each step and a column for each of ``tasks``, in merging order, in per cent.
-    """
+    """Draw the scores after the step that a slider chooses, with a bar for each series of scores by step and task."""
     rows = cells(series, range(1, len(tasks) + 1), tasks, ("name", "step", "task"))
     chart = alt.Chart(data(rows), width=560, height=300).mark_bar()
     chart = chart.encode(
@@ -181,30 +174,30 @@ def bars_by_step(series: Mapping[str, Grid], tasks: Sequence[str]) -> ChartType:
 def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]], first_step: int = 1) -> ChartType:
     """Draw a point for each layer at its block; a menu chooses the quantity, and a slider the step.
 
-    ``values`` has, for each quantity and step, a number for each layer; all quantities have the same layers.
+    ``values`` has, for each quantity and step, a number for each layer.
     """
     quantities, steps = list(values), next(iter(values.values()))
-    kinds = list(dict.fromkeys(kind(layer) for layers in steps for layer in layers))
+    names = [layer for layers in steps for layer in layers]
+    kinds = list(dict.fromkeys(map(kind, names)))
     rows: Rows = [
-        {"step": step, "layer": layer, "kind": kind(layer), "x": depth(layer) + aside(kind(layer), kinds)}
+        {"step": step, "layer": layer, "kind": kind(layer), "x": beside(layer, kinds)}
         | {quantity: values[quantity][step - first_step][layer] for quantity in quantities}
         for step, layers in enumerate(steps, first_step)
         for layer in layers
     ]
     looks = style(kinds, kinds, "kind")
+    menu = alt.binding_select(options=quantities, name="show ") if len(quantities) > 1 else alt.Undefined
     chart = alt.Chart(data(rows), width=560, height=300).mark_point(size=55, opacity=0.7)
     chart = chart.encode(
-        x=by_block(max(depth(layer) for layers in steps for layer in layers)),
+        x=by_block(max(map(depth, names))),
         y=alt.Y("y:Q", title=quantities[0] if len(quantities) == 1 else None),
         color=looks["color"],
         shape=looks["shape"],
         tooltip=tooltip(layer="", y="value"),
-    )
-    menu = alt.binding_select(options=quantities, name="show ") if len(quantities) > 1 else alt.Undefined
-    chart = chart.add_params(alt.param("quantity", value=quantities[0], bind=menu))
+    ).add_params(alt.param("quantity", value=quantities[0], bind=menu))
     return with_slider(chart.transform_calculate(y="datum[quantity]"), len(steps), first_step)
 
 
-def aside(kind: str, kinds: Sequence[str]) -> float:
-    """Return a layer's offset from the middle of its block, which places the kinds beside each other."""
-    return 0.35 * ((kinds.index(kind) + 0.5) / len(kinds) - 0.5)
+def beside(layer: str, kinds: Sequence[str]) -> float:
+    """Return the place of a layer on the axis of blocks, where the kinds of layers stand beside each other."""
+    return depth(layer) + 0.35 * ((kinds.index(kind(layer)) + 0.5) / len(kinds) - 0.5)

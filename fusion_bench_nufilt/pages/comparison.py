@@ -1,8 +1,7 @@
 """The tables, pictures and page of a comparison, made from ``results.json``."""
 
 import math
-from collections.abc import Mapping
-from itertools import islice
+from collections.abc import Mapping, Sequence
 
 import altair as alt
 from altair.typing import ChartType
@@ -15,44 +14,29 @@ from .page import Outputs, Tables, render_page
 from .tables import print_table, to_csv
 from .theme import COLOURS, Options, Rows, by_name, layered, tooltip
 
-#: The pictures of a comparison, and what they show on its page.
-PICTURES = {
-    "ablation": "Ablation",
-    "sensitivity": "Sensitivity",
-    "stability_plasticity": "What is learned, and what is kept of it",
-    "accuracy_per_step": "Mean score of the tasks seen so far",
-    "accuracy_matrices": "Scores after each step (%), seed {seed}",
-}
+PICTURES = {"ablation", "sensitivity", "stability_plasticity", "accuracy_per_step", "accuracy_matrices"}
 _MOST_CURVES = 5  # a picture has those of the best methods; a page has all
 _TITLES = {"plasticity": "each task right after its step"}
 _MOST_BANDS = 6  # more would hide each other
 
 
 def comparison_outputs(results: ComparisonContent, _: Tables) -> Outputs:
-    """Make tables, pictures and the page; a picture that would show nothing is left out.
-
-    Scores are fractions in ``.json`` and ``.csv`` files, and per cent elsewhere.
-    """
-    texts = {}
-    for name, table, numbers in (
-        ("table", main_table(results), method_numbers(results)),
-        ("per_task", task_table(results), task_numbers(results)),
-    ):
-        texts[f"{name}.md"] = table.as_markdown()
-        texts[f"{name}.tex"] = table.as_latex()
-        texts[f"{name}.csv"] = to_csv(numbers)
-    if costs := overhead_tables(results):
-        texts["overhead.md"] = "\n".join(table.as_markdown() for table in costs)
-        texts["overhead.tex"] = "".join(table.as_latex() for table in costs)
+    """Make all files; scores are fractions in ``.json`` and ``.csv`` files, and per cent elsewhere."""
+    texts = {"table.csv": to_csv(method_numbers(results)), "per_task.csv": to_csv(task_numbers(results))}
+    found = {"table": [main_table(results)], "per_task": [task_table(results)], "overhead": overhead_tables(results)}
+    for name, tables in found.items():
+        if tables:
+            texts[f"{name}.md"] = "\n".join(table.as_markdown() for table in tables)
+            texts[f"{name}.tex"] = "".join(table.as_latex() for table in tables)
     charts: dict[str, ChartType | None] = {**charts_of(results, panels=True)}
     if results.preset != "":  # an older file does not say which preset, and thus which pictures, it has
-        charts |= dict.fromkeys(PICTURES.keys() - charts.keys())
+        charts |= dict.fromkeys(PICTURES - charts.keys())
     return Outputs(_page(results), charts, texts)
 
 
 def print_comparison(results: ComparisonContent) -> None:
-    """Print the tables to the terminal: that of the tasks if it fits, then the main one with its notes."""
-    print_table(task_table(results).as_rich(), if_it_fits=True)  # it is in per_task.md, too
+    """Print the tables, that of the tasks only if it fits, since it is in ``per_task.md``, too."""
+    print_table(task_table(results).as_rich(), if_it_fits=True)
     main = main_table(results)
     for table in (main, *overhead_tables(results)):
         print_table(table.as_rich())
@@ -60,45 +44,28 @@ def print_comparison(results: ComparisonContent) -> None:
 
 
 def _page(results: ComparisonContent) -> str:
-    seeds, methods = results.seeds, results.methods
-    orders = "one task order" if len(seeds) == 1 else f"{len(seeds)} task orders"
     charts = charts_of(results, panels=False)
-    bars = None
     if matrices := results.first_seed:
         scores = {label: matrix.percents for label, matrix in matrices.items()}
-        bars = bars_by_step(scores, next(iter(matrices.values())).tasks)
-    return render_page(
-        "comparison.html",
-        title=f"{results.settings['modelpool']}: {len(methods)} methods",
-        subtitle=f"{len(results.tasks)} models merged one after another, {orders} ({', '.join(map(str, seeds))})",
-        main=main_table(results),
-        charts={title.format(seed=seeds[0]): charts[name] for name, title in PICTURES.items() if name in charts},
-        bars=bars,
-        tables=[task_table(results), *overhead_tables(results)],
-        configuration={
-            "settings": results.settings,
-            "methods": {label: method.overrides for label, method in methods.items()},
-            "versions": results.environment,
-        },
-    )
+        charts["bars"] = bars_by_step(scores, next(iter(matrices.values())).tasks)
+    tables = [task_table(results), *overhead_tables(results)]
+    overrides = {label: method.overrides for label, method in results.methods.items()}
+    context = {"results": results, "charts": charts, "main": main_table(results), "tables": tables}
+    return render_page("comparison.html", **context, overrides=overrides)
 
 
 def charts_of(results: ComparisonContent, *, panels: bool) -> dict[str, ChartType]:
-    """Return each chart for which there are numbers, by the name of its picture.
-
-    With ``panels``, sets are drawn side by side, as in a picture; without, a menu chooses one, as on a page.
-    """
+    """Return each chart for which there are numbers, by its name, with ``panels`` for pictures or menus for a page."""
     charts: dict[str, ChartType] = {}
-    if not results.done:
-        return charts
     best = dict(sorted(results.done.items(), key=lambda row: -row[1].mean("ACC").mean))
-    if not all(math.isnan(method.mean("BWT").mean) for method in best.values()):
+    if not best:
+        return charts
+    if any(method.mean("BWT").count for method in best.values()):
         charts["stability_plasticity"] = _dots(best, "ACC", "plasticity", "BWT")
-    if matrices := results.first_seed:
-        charts["accuracy_matrices"] = _accuracy_matrices(matrices, panels)
+    if results.first_seed:
+        charts["accuracy_matrices"] = _accuracy_matrices(results.first_seed, panels)
     if results.settings.get("evaluate", "").startswith("every_step"):
-        curves = dict(islice(best.items(), _MOST_CURVES if panels else None))
-        charts["accuracy_per_step"] = _accuracy_per_step(results, curves)
+        charts["accuracy_per_step"] = _accuracy_per_step(results, list(best)[: _MOST_CURVES if panels else None])
     if results.preset == "ablation":
         charts["ablation"] = _dots(results.methods, "ACC", "BWT")
     if results.preset in ("sensitivity", "ranks"):
@@ -106,25 +73,22 @@ def charts_of(results: ComparisonContent, *, panels: bool) -> dict[str, ChartTyp
     return charts
 
 
-def _accuracy_per_step(results: ComparisonContent, methods: Mapping[str, Method]) -> ChartType:
-    """Draw the mean score of the tasks seen so far: the mean over the seeds, in a band of one standard deviation.
-
-    With several orders, the t tasks seen at step t differ from order to order.
-    """
-    means, deviations, individual = {}, {}, results.references["individual"].values()
-    for label, method in methods.items():
-        matrices = list(method.matrices.values())
+def _accuracy_per_step(results: ComparisonContent, labels: Sequence[str]) -> ChartType:
+    """Draw the mean over the seeds, whose tasks differ from step to step, in a band of one standard deviation."""
+    means, deviations = {}, {}
+    for label in labels:
+        matrices = list(results.methods[label].matrices.values())
         steps = [Mean.of(scores) for scores in zip(*(matrix.mean_seen for matrix in matrices), strict=True)]
-        means[label] = [100 * mean.mean for mean in steps]
-        deviations[label] = [100 * mean.std for mean in steps]
-    one_order = len(results.seeds) == 1 and len(steps) <= 10
+        means[label] = [100 * step.mean for step in steps]
+        deviations[label] = [100 * step.std for step in steps]
+    named = len(results.seeds) == 1 and len(steps) <= 10
     return lines(
         {"": means},
-        matrices[0].steps if one_order else range(1, len(steps) + 1),
+        matrices[0].steps if named else range(1, len(steps) + 1),
         "models merged",
         "mean score on the tasks seen so far (%)",
         deviations={"": deviations} if len(means) <= _MOST_BANDS else None,
-        heights={"individual models, all tasks": 100 * Mean.of(individual).mean},
+        heights={"individual models, all tasks": 100 * Mean.of(results.references["individual"].values()).mean},
         among=list(results.methods),
         ranked=True,
         size=(460, 320),  # with its legend below, it can be read on a phone
@@ -141,64 +105,60 @@ def _accuracy_matrices(matrices: Mapping[str, AccuracyMatrix], panels: bool) -> 
 
 
 def _dots(methods: Mapping[str, Method], *names: str) -> ChartType:
-    """Draw metrics side by side, with a row for each method: its mean and one standard deviation over the seeds.
+    """Draw metrics side by side, with a row for each method: its mean and one standard deviation over the seeds."""
+    return alt.hconcat(*(_dot_panel(methods, name, labelled=name == names[0]) for name in names))
 
-    A diamond marks the ACC that the paper prints.
-    """
-    panels = []
-    for name in names:
-        rows: Rows = []
-        for label, method in methods.items():
-            mean = method.mean(name)
-            text = mean.percent(sign=METRICS[name].signed) if method.matrices else "failed"
-            paper = method.published_percent.get(name, {}).get("value") if name == "ACC" else None
-            low, high = 100 * (mean.mean - mean.std), 100 * (mean.mean + mean.std)
-            rows.append({"name": label, "text": text, "value": 100 * mean.mean, "low": low, "high": high})
-            rows[-1]["paper"] = paper
-        title = f"{_TITLES.get(name, name)} (%)"
-        axis = alt.Y("name:N", **by_name(list(methods), None, shown=name == names[0]))
-        base = alt.Chart().encode(y=axis, tooltip=tooltip(name="", text=title))
-        x: Options = {"title": title, "scale": alt.Scale(zero=False, padding=10)}
-        bars = base.transform_filter("isValid(datum.low)").mark_rule(size=1.5, color=COLOURS[-1])
-        layers = [
-            bars.encode(x=alt.X("low:Q", **x), x2="high:Q"),
-            base.mark_point(color=COLOURS[0], size=70).encode(x=alt.X("value:Q", **x)),
-            base.mark_text(align="left", fontSize=11, color=COLOURS[-1]).encode(x=alt.value(212), text="text:N"),
-        ]
-        if any(row["paper"] is not None for row in rows):
-            printed = base.transform_filter("isValid(datum.paper)").transform_calculate(what="'paper'")
-            colour = alt.Color("what:N", scale=alt.Scale(domain=["paper"], range=[COLOURS[1]]), title=None)
-            layers.append(printed.mark_point(shape="diamond", size=90).encode(x=alt.X("paper:Q"), color=colour))
-        panels.append(layered(layers, rows, (200, 22 * len(rows))))
-    return alt.hconcat(*panels)
+
+def _dot_panel(methods: Mapping[str, Method], name: str, *, labelled: bool) -> alt.LayerChart:
+    """Draw one metric; a diamond marks the ACC that the paper prints."""
+    rows: Rows = []
+    for label, method in methods.items():
+        mean, paper = method.mean(name), method.published_percent.get(name, {}).get("value")
+        text = method.words(mean, sign=METRICS[name].signed)
+        low, high = 100 * (mean.mean - mean.std), 100 * (mean.mean + mean.std)
+        row = {"name": label, "text": text, "value": 100 * mean.mean, "low": low, "high": high}
+        rows.append(row | {"paper": paper if name == "ACC" else None})
+    title = f"{_TITLES.get(name, name)} (%)"
+    y = alt.Y("name:N", **by_name(list(methods), None, shown=labelled))
+    base = alt.Chart().encode(y=y, tooltip=tooltip(name="", text=title))
+    x: Options = {"title": title, "scale": alt.Scale(zero=False, padding=10)}
+    bars = base.transform_filter("isValid(datum.low)").mark_rule(size=1.5, color=COLOURS[-1])
+    layers = [
+        bars.encode(x=alt.X("low:Q", **x), x2="high:Q"),
+        base.mark_point(color=COLOURS[0], size=70).encode(x=alt.X("value:Q", **x)),
+        base.mark_text(align="left", fontSize=11, color=COLOURS[-1]).encode(x=alt.value(212), text="text:N"),
+    ]
+    if any(row["paper"] is not None for row in rows):
+        printed = base.transform_filter("isValid(datum.paper)").transform_calculate(what="'paper'")
+        colour = alt.Color("what:N", scale=alt.Scale(domain=["paper"], range=[COLOURS[1]]), title=None)
+        layers.append(printed.mark_point(shape="diamond", size=90).encode(x=alt.X("paper:Q"), color=colour))
+    return layered(layers, rows, (200, 22 * len(rows)))
 
 
 def _sensitivity(results: ComparisonContent) -> ChartType:
     """Draw ACC (above) and BWT (below) over what each panel varies; a dashed line marks the method's own value."""
-    done, panels = results.done, results.panels or []
+    panels = results.panels or []
     symbols = {panel["key"]: panel["symbol"] for panel in panels}
-    rows: dict[str, list[ChartType]] = {"ACC": [], "BWT": []}
+    own = results.done["steps 50"].config if "steps 50" in results.done else {}
+    charts: dict[str, list[ChartType]] = {"ACC": [], "BWT": []}
     for panel in panels:
-        symbol, key = panel["symbol"], panel["key"]
-        curve = list(results.curves[symbol].values())
+        key, curve = panel["key"], list(results.curves[panel["symbol"]].values())
         if not curve:
             continue
-        values = [str(method.config[key]) for method in curve]
+        values, mark = [str(method.config[key]) for method in curve], str(own.get(key))
         title = ", ".join(f"{symbols[name]} = {curve[0].config[name]}" for name in panel["fixed"])
-        own = str(done["steps 50"].config.get(key)) if "steps 50" in done else ""
-        for name, charts in rows.items():
+        for name, row in charts.items():
             means = [method.mean(name) for method in curve]
-            charts.append(
-                lines(
-                    {title: {name: [100 * mean.mean for mean in means]}},
-                    values,
-                    key if key == "max_steps" else f"{key} ({symbol})",
-                    "" if charts else f"{name} (%)",
-                    deviations={title: {name: [100 * mean.std for mean in means]}},
-                    marks={title: (own, "")} if own in values else None,
-                    size=(190, 150),
-                    panels=1,
-                )
+            chart = lines(
+                {title: {name: [100 * mean.mean for mean in means]}},
+                values,
+                key if key == "max_steps" else f"{key} ({panel['symbol']})",
+                "" if row else f"{name} (%)",
+                deviations={title: {name: [100 * mean.std for mean in means]}},
+                marks={title: (mark, "")} if mark in values else None,
+                size=(190, 150),
+                panels=1,
             )
-    panes = (alt.hconcat(*charts).resolve_scale(y="shared") for charts in rows.values())
+            row.append(chart)
+    panes = (alt.hconcat(*row).resolve_scale(y="shared") for row in charts.values())
     return alt.vconcat(*panes, title=f"scored on {results.scored}")

@@ -1,4 +1,4 @@
-"""The content of a comparison's ``results.json``, and what follows from it."""
+"""The content of a comparison's ``results.json``."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -11,29 +11,26 @@ from .metrics import METRICS, AccuracyMatrix, Mean
 
 Json = dict[str, Any]
 Published = dict[str, Json]  # the paper's numbers for a row, in per cent, by metric or task
+#: The scores of the single models, by ``pretrained`` or ``individual`` and by task; None where there is none.
 References = dict[str, dict[str, Score | None]]
-"""The scores of the single models, by ``pretrained`` or ``individual`` and by task; None where there is none."""
 
 
 def check_references(references: References, tasks: Sequence[str]) -> None:
     """Raise a ValueError unless each reference has all tasks, with or without a score."""
-    for name in {"pretrained": 0, "individual": 0, **references}:
+    for name in ("pretrained", "individual", *references):
         if other := set(references.get(name, ())) ^ set(tasks):
             raise ValueError(f"field '{name}': must have each task once, and '{min(other)}' is too many or missing")
 
 
-_ITERATIONS = ("max_steps", "iter_num", "num_steps")  # their names in the methods' options
-
-
 @dataclass(frozen=True)
 class SeedRun:
-    """One method's run on one seed, with its scores or the reason why there are none, as its file holds it."""
+    """One method on one seed, with its scores or the reason why there are none, as its file holds it."""
 
     environment: dict[str, str] = field(default_factory=dict, kw_only=True)  # versions and device
     config: Json  # the method's, resolved
     tasks: list[str] | None = None  # as merged
     accuracy_matrix: list[list[Score | None]] | None = None
-    merge_seconds: list[Seconds] = field(default_factory=list)  # one number for each step
+    merge_seconds: list[Seconds] = field(default_factory=list)  # by step
     solving_seconds: Seconds | None = None  # the part of them that a solver took, if the method has one
     memory: int | None = None  # peak bytes while merging, see WatchingEvaluator
     parameters: int | None = None  # number in the final model
@@ -47,13 +44,12 @@ class SeedRun:
 
     @cached_property
     def matrix(self) -> AccuracyMatrix | None:
-        """The accuracy matrix; None if the run failed."""
-        rows = self.accuracy_matrix
-        return AccuracyMatrix.from_rows(self.tasks, rows) if self.tasks and rows else None
+        if not self.tasks or not self.accuracy_matrix:
+            return None
+        return AccuracyMatrix.from_rows(self.tasks, self.accuracy_matrix)
 
     @property
     def merging_seconds(self) -> float:
-        """Seconds of merging all models, without loading and scoring."""
         return sum(self.merge_seconds)
 
 
@@ -68,17 +64,17 @@ class Method:
 
     @cached_property
     def matrices(self) -> dict[int, AccuracyMatrix]:
-        """The accuracy matrices of the runs that did not fail, by seed."""
+        """Those of the runs that did not fail, by seed."""
         return {seed: run.matrix for seed, run in self.runs.items() if run.matrix is not None}
 
     @property
     def failures(self) -> dict[str, list[int]]:
-        """The reasons of failures, and the seeds that failed for each."""
-        reasons: dict[str, list[int]] = {}
+        """The seeds that failed, by the reason."""
+        seeds: dict[str, list[int]] = {}
         for seed, run in self.runs.items():
             if run.error is not None:
-                reasons.setdefault(run.error, []).append(seed)
-        return reasons
+                seeds.setdefault(run.error, []).append(seed)
+        return seeds
 
     @property
     def complete(self) -> bool:
@@ -86,7 +82,7 @@ class Method:
 
     @property
     def config(self) -> Json:
-        """The configuration of the first run that did not fail; empty if all failed."""
+        """That of the first run that did not fail; empty if all failed."""
         return next((self.runs[seed].config for seed in self.matrices), {})
 
     @property
@@ -94,8 +90,9 @@ class Method:
         """Steps of an optimiser at each merging step; None for a method without one."""
         if self.config.get("lora_rank") == 0 or self.config.get("solver") == "closed_form":
             return None
+        names = ("max_steps", "iter_num", "num_steps")
         places = (self.config, self.config.get("base_method") or {})
-        return next((place[key] for place in places for key in _ITERATIONS if key in place), None)
+        return next((place[name] for place in places for name in names if name in place), None)
 
     def known(self, name: str) -> Any:
         """Return a field of the first run that has it; None if there is none."""
@@ -107,15 +104,18 @@ class Method:
             return Mean.of(METRICS[name].of(matrix) for matrix in self.matrices.values())
         return Mean.of(getattr(self.runs[seed], name) for seed in self.matrices)
 
+    def words(self, mean: Mean, *, sign: bool = False) -> str:
+        """Return one of these means in per cent; ``failed`` if all runs did."""
+        return mean.percent(sign=sign) if self.matrices else "failed"
+
     def final(self, task: str) -> Mean:
         """Return the mean score of a task after the last step, wherever the orders have it."""
         return Mean.of(float(matrix.values[-1, matrix.tasks.index(task)]) for matrix in self.matrices.values())
 
     def as_json(self, tasks: Sequence[str]) -> Json:
-        elsewhere = ("environment", "traceback")
-        runs = {
-            str(seed): {k: v for k, v in asdict(run).items() if k not in elsewhere} for seed, run in self.runs.items()
-        }
+        runs = {str(seed): asdict(run) for seed, run in self.runs.items()}
+        for run in runs.values():
+            del run["environment"], run["traceback"]
         return {
             "overrides": self.overrides,
             **{name: self.mean(name).as_json() for name in (*METRICS, "merging_seconds")},
@@ -130,7 +130,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonContent:
-    """Everything that the tables, the pictures and the page of a comparison are made of."""
+    """All that tables, pictures and the page are made of."""
 
     settings: Json  # model pool, overrides, models, …, as in ``compare.json``
     environment: dict[str, str]  # versions and devices that the runs were made with; several where they differ
@@ -155,18 +155,19 @@ class ComparisonContent:
     @property
     def scored(self) -> str:
         """The data on which the models were scored."""
-        if (validation := self.settings.get("resolved", {}).get("validation")) is None:
+        validation = self.settings.get("resolved", {}).get("validation")
+        if validation is None:
             return "all test data"
         return "a fifth of the test data" if validation else "the test data without the fifth of --validation"
 
     @property
     def curves(self) -> dict[str, dict[str, Method]]:
         """The methods of each panel, by its symbol and their labels."""
-        panels, done = self.panels or [], self.done.items()
-        return {
-            symbol: {label: method for label, method in done if label.startswith(f"{symbol} ")}
-            for symbol in (panel["symbol"] for panel in panels)
-        }
+        curves = {}
+        for panel in self.panels or ():
+            start = f"{panel['symbol']} "
+            curves[panel["symbol"]] = {label: row for label, row in self.done.items() if label.startswith(start)}
+        return curves
 
     @property
     def done(self) -> dict[str, Method]:
@@ -175,18 +176,17 @@ class ComparisonContent:
 
     @property
     def first_seed(self) -> dict[str, AccuracyMatrix]:
-        """The accuracy matrices of the first seed, by method; all have the same task order."""
+        """The matrices of the first seed, by method; all have the same task order."""
         seed = self.seeds[0]
         return {label: method.matrices[seed] for label, method in self.methods.items() if seed in method.matrices}
 
     @property
     def printed(self) -> dict[str, Published]:
         """The paper's numbers for every row; empty for a row without any."""
-        methods = {label: method.published_percent for label, method in self.methods.items()}
-        return {label: self.published_percent.get(label, {}) for label in self.references} | methods
+        references = {label: self.published_percent.get(label, {}) for label in self.references}
+        return references | {label: method.published_percent for label, method in self.methods.items()}
 
     def as_json(self) -> Json:
-        """Return all numbers, with the paper's printed ones."""
         content = {each.name: getattr(self, each.name) for each in fields(self)}
         content["methods"] = {label: method.as_json(self.tasks) for label, method in self.methods.items()}
         return {name: value for name, value in content.items() if value is not None or name == "preset"}

@@ -64,8 +64,7 @@ def merge_outputs(content: MergeContent, _: Tables) -> Outputs:
     strongest.insert(0, "shape", strongest.index.map(shapes))
     page = render_page(
         "merge.html",
-        title=f"{content['method']}: {len(tasks)} models merged",
-        subtitle=f"{len(content['layers'])} layers, {coverage['merged']['share']:.1%} of all elements",
+        content=content,
         begun_elsewhere=len(tasks) > content["step"] - rows["step"].min() + 1,
         steps=steps.reset_index(),
         strongest=strongest.reset_index(),
@@ -73,7 +72,6 @@ def merge_outputs(content: MergeContent, _: Tables) -> Outputs:
         coverage=_fates(coverage),
         remarks=[f"not merged: {name} ({count})" for name, count in coverage["left_out"].items()]
         + content.get("warnings", []),
-        configuration={key: content[key] for key in ("settings", "inputs", "versions")},
     )
     return Outputs(page, {})
 

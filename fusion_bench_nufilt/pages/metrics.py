@@ -26,7 +26,7 @@ def percent(value: float, *, sign: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean and the sample standard deviation (n - 1); NaN without values, and no deviation of fewer than two."""
+    """The mean and the sample standard deviation (n - 1), of fewer than two values NaN."""
 
     mean: float
     std: float
@@ -34,17 +34,17 @@ class Mean:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Mean":
-        """Return mean and deviation of those values that are numbers."""
+        """Leave out what is no number; without any, the mean is NaN."""
         numbers = np.array([value for value in values if value is not None and not math.isnan(value)])
         mean = float(numbers.mean()) if numbers.size else math.nan
         return cls(mean, float(numbers.std(ddof=1)) if numbers.size > 1 else math.nan, numbers.size)
 
     def percent(self, *, sign: bool = False) -> str:
         """Return fractions as words such as ``75.7 ± 0.3``, a single one as ``75.7``, and none as ``-``."""
-        return percent(self.mean, sign=sign) + ("" if math.isnan(self.std) else f" ± {percent(self.std)}")
+        mean = percent(self.mean, sign=sign)
+        return mean if math.isnan(self.std) else f"{mean} ± {percent(self.std)}"
 
     def as_json(self) -> dict[str, float | int | None]:
-        """Return the fields; JSON knows no NaN."""
         return {"mean": or_none(self.mean), "std": or_none(self.std), "count": self.count}
 
 
@@ -64,16 +64,15 @@ class AccuracyMatrix:
         if {len(rows), *map(len, rows)} != {len(tasks)}:
             raise ValueError(f"field 'accuracy_matrix': must have {len(tasks)} rows of {len(tasks)} scores")
         matrix = cls(tasks)
-        matrix.values[:] = [[math.nan if value is None else value for value in row] for row in rows]
+        matrix.values[:] = np.array(rows, dtype=float)  # None is NaN
         return matrix
 
     def rows(self) -> list[list[float | None]]:
-        """Return :attr:`values` for JSON, which knows no NaN: None where not measured."""
+        """Return :attr:`values` for JSON, which knows no NaN."""
         return [[or_none(value) for value in row] for row in self.values.tolist()]
 
     @property
     def percents(self) -> list[list[float]]:
-        """:attr:`values` in per cent."""
         percents: list[list[float]] = (100 * self.values).tolist()
         return percents
 
@@ -92,20 +91,16 @@ class AccuracyMatrix:
         return [task for task, score in zip(self.tasks, self.values[-1], strict=True) if math.isnan(score)]
 
     def metrics(self) -> dict[str, float]:
-        """Return every metric of :data:`METRICS` by name; NaN where it could not be measured."""
+        """Return every metric of :data:`METRICS`; NaN where it could not be measured."""
         return {name: metric.of(self) for name, metric in METRICS.items()}
 
     def summary(self) -> str:
         """Return the headline metrics in one line, in per cent, with a note on missing scores."""
-        texts = [
-            f"{name} {percent(value, sign=METRICS[name].signed)}"
-            for name, value in self.metrics().items()
-            if METRICS[name].headline and not math.isnan(value)
-        ]
-        line, missing = "   ".join(texts) or "no score", self.missing
-        if missing and len(missing) < len(self.tasks):
-            measured = len(self.tasks) - len(missing)
-            line += f"   ({measured} of {len(self.tasks)} tasks; no score for {', '.join(missing)})"
+        found = [(name, metric, metric.of(self)) for name, metric in METRICS.items() if metric.headline]
+        texts = [f"{name} {percent(value, sign=row.signed)}" for name, row, value in found if not math.isnan(value)]
+        line, missing, count = "   ".join(texts) or "no score", self.missing, len(self.tasks)
+        if 0 < len(missing) < count:
+            line += f"   ({count - len(missing)} of {count} tasks; no score for {', '.join(missing)})"
         return line
 
     def save(self, folder: Path, about: dict[str, Any]) -> None:
@@ -131,8 +126,7 @@ class AccuracyMatrix:
         Tasks that never get a score, because the task pool lacks them, do not count.
         """
         scored = ~np.isnan(self.values[-1])
-        steps = range(1, len(self.tasks) + 1)
-        seen = [row[:step][scored[:step]] for step, row in zip(steps, self.values, strict=True)]
+        seen = [row[:step][scored[:step]] for step, row in enumerate(self.values, 1)]
         return np.array([values.mean() if values.size else math.nan for values in seen])
 
     @property
@@ -158,7 +152,7 @@ class Metric(NamedTuple):
     headline: bool = True  # whether tables and the line below a matrix show it; files have all
 
 
-#: What is reported of every run, by name: files, tables and loggers all read this.
+#: What files, tables and loggers report of every run.
 METRICS = {
     "ACC": Metric(lambda matrix: matrix.acc),
     "BWT": Metric(lambda matrix: matrix.bwt, signed=True),

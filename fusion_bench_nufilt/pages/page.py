@@ -28,10 +28,7 @@ class Outputs(NamedTuple):
 
 
 def render_page(template: str, **content: Any) -> str:
-    """Fill a template, with its scripts and styles inside; the browser runs no others.
-
-    Each template takes a ``title``, a ``subtitle`` and the ``configuration``, besides what it shows.
-    """
+    """Fill a template, with all scripts and styles inside; the browser runs no others."""
     scripts = [_vega(), templates().get_template("page.js").render()]
     return templates().get_template(template).render(content, scripts=scripts)
 
@@ -50,6 +47,7 @@ def templates() -> Environment:
     environment.globals["escape"] = escape
     environment.filters["definition"] = _definition
     environment.filters["number"] = _number
+    environment.filters["table"] = _table
     environment.filters["indented"] = lambda content: json.dumps(content, indent=2, ensure_ascii=False)
     environment.filters["sha256"] = lambda text: b64encode(sha256(text.encode()).digest()).decode()
     return environment
@@ -68,6 +66,12 @@ def _definition(chart: ChartType) -> dict[str, Any]:
     if "layer" in definition or "mark" in definition:
         definition |= {"width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
     return definition
+
+
+def _table(rows: Mapping[str, Any], first: str, titles: Mapping[str, str]) -> pd.DataFrame:
+    """Return a row for each name, below the titles of fields; ``a.b`` is the field b of the field a."""
+    frame = pd.json_normalize([{**row, first: name} for name, row in rows.items()])
+    return frame.reindex(columns=[first, *titles]).rename(columns=dict(titles))
 
 
 def _number(value: float, digits: int) -> str:

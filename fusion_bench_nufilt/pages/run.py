@@ -44,41 +44,29 @@ class RunContent:
 def run_outputs(run: RunContent, tables: Tables) -> Outputs:
     """Make ``accuracy_matrix.csv``, with fractions, a picture of it and the page."""
     matrix = AccuracyMatrix.from_rows(run.tasks, run.accuracy_matrix)
-    summary = matrix.summary()
-    rows = [[step, task, *row] for step, (task, row) in enumerate(zip(matrix.tasks, matrix.values, strict=True), 1)]
-    scores = pd.DataFrame(rows, columns=["step", "merged_task", *matrix.tasks])
+    tasks, scores, summary = matrix.tasks, matrix.percents, matrix.summary()
+    rows = [[step, task, *row] for step, (task, row) in enumerate(zip(tasks, matrix.values, strict=True), 1)]
+    fractions = pd.DataFrame(rows, columns=["step", "merged_task", *tasks])
     page = render_page(
         "run.html",
-        title=f"{run.method}: {len(matrix.tasks)} models merged",
-        subtitle=summary,
-        matrix=_heat_map(matrix, "scores"),
-        bars=bars_by_step({"score": matrix.percents}, matrix.tasks),
+        run=run,
+        summary=summary,
+        matrix=score_maps({"scores": scores}, matrix.steps, tasks),
+        bars=bars_by_step({"score": scores}, tasks),
         steps=_steps(matrix, run.merge_seconds),
         layers=layer_charts(tables["layers"]) if "layers" in tables else None,
-        configuration={"method": run.config, "models": run.models, "versions": run.versions},
     )
-    picture = _heat_map(matrix, f"{run.method}\n{summary}", panels=1)
-    return Outputs(page, {"accuracy_matrix": picture}, {"accuracy_matrix.csv": to_csv(scores)})
-
-
-def _heat_map(matrix: AccuracyMatrix, title: str, panels: int = 0) -> ChartType:
-    return score_maps({title: matrix.percents}, matrix.steps, matrix.tasks, panels)
+    picture = score_maps({f"{run.method}\n{summary}": scores}, matrix.steps, tasks, panels=1)
+    return Outputs(page, {"accuracy_matrix": picture}, {"accuracy_matrix.csv": to_csv(fractions)})
 
 
 def _steps(matrix: AccuracyMatrix, seconds: list[float]) -> pd.DataFrame:
-    """Return what each step did for its own task; it may not be known how long the last ones took."""
-    own, last = (100 * scores for scores in (matrix.values.diagonal(), matrix.values[-1]))
-    steps = range(len(matrix.tasks))
-    return pd.DataFrame(
-        {
-            "step": [step + 1 for step in steps],
-            "task": matrix.tasks,
-            "score right after it": own,
-            "score at the end": last,
-            "change": last - own,
-            "merging s": pd.Series(seconds, dtype=float).reindex(steps),
-        }
-    )
+    """Return what each step did for its own task; how long it took may not be known of all."""
+    own, last = 100 * matrix.values.diagonal(), 100 * matrix.values[-1]
+    steps = pd.DataFrame({"task": matrix.tasks, "score right after it": own, "score at the end": last})
+    steps["change"], steps["merging s"] = last - own, pd.Series(seconds, dtype=float)
+    steps.insert(0, "step", steps.index + 1)
+    return steps
 
 
 def layer_charts(rows: pd.DataFrame) -> tuple[ChartType, ChartType | None]:

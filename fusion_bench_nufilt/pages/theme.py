@@ -3,7 +3,9 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.resources import files
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,7 @@ COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 SHAPES = ["circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-right", "triangle-left"]
 DASHES = [[1, 0], [6, 3], [2, 2]]
 GREY = "#7d838c"
-#: Vega-Lite's configuration of every chart.
-THEME: dict[str, Any] = {
-    "font": "Liberation Sans, Arial, Helvetica, sans-serif",
-    "view": {"stroke": "#c9ced6"},
-    "axis": {"labelFontSize": 11, "titleFontSize": 12, "titleFontWeight": "normal", "gridColor": "#e8ebef"},
-    "axisQuantitative": {"labelFlush": False},
-    "axisDiscrete": {"grid": False, "ticks": False, "labelLimit": 300},
-    "axisXDiscrete": {"labelAngle": -45},
-    "legend": {"labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": "normal", "labelLimit": 420},
-    "title": {"fontSize": 12, "fontWeight": "normal", "anchor": "middle"},
-    "point": {"filled": True, "opacity": 1},
-}
+_CONFIG = json.loads(files(__package__).joinpath("theme.json").read_text())
 
 #: In JSON: control characters, which crash the renderer and with it the process, and escapes that may stand for one.
 _UNDRAWN = re.compile(r'\\([^"un]|u(00[0189].|fff[ef]))|\x7f')
@@ -41,8 +32,9 @@ _UNDRAWN = re.compile(r'\\([^"un]|u(00[0189].|fff[ef]))|\x7f')
 
 def chart_definition(chart: ChartType) -> dict[str, Any]:
     """Return a chart as Vega-Lite JSON, with the common theme and without the schema's address."""
-    content = {key: value for key, value in chart.to_dict(validate=False).items() if key != "$schema"}
-    definition: dict[str, Any] = json.loads(_UNDRAWN.sub(r"\\ufffd", json.dumps(content | {"config": THEME})))
+    content = chart.to_dict(validate=False) | {"config": _CONFIG}
+    del content["$schema"]
+    definition: dict[str, Any] = json.loads(_UNDRAWN.sub(r"\\ufffd", json.dumps(content)))
     return definition
 
 
@@ -62,11 +54,11 @@ def clean(value: float | None) -> float | None:
 
 def data(rows: Rows) -> alt.Data:
     """Return rows as a chart's data, with numbers rounded and missing ones left out."""
-    cleaned = ({key: clean(value) if isinstance(value, float) else value for key, value in row.items()} for row in rows)
+    cleaned = [{key: clean(value) if isinstance(value, float) else value for key, value in row.items()} for row in rows]
     return alt.Data(values=[{key: value for key, value in row.items() if value is not None} for row in cleaned])
 
 
-def cells(maps: Mapping[str, Grid], rows: Sequence[Any], columns: Sequence[str], keys: tuple[str, str, str]) -> Rows:
+def cells(maps: Mapping[str, Grid], rows: Iterable[Any], columns: Sequence[str], keys: tuple[str, str, str]) -> Rows:
     """Return a row for each number in the named matrices, with its map, row and column under ``keys``."""
     return [
         {**dict(zip(keys, (name, row, column), strict=True)), "value": number}
@@ -78,22 +70,17 @@ def cells(maps: Mapping[str, Grid], rows: Sequence[Any], columns: Sequence[str],
 
 
 def style(among: Sequence[str], shown: Sequence[str], field: str = "name", **legend: Any) -> Options:
-    """Return the encodings ``color``, ``shape`` and ``strokeDash`` of a field, which share one legend.
-
-    A name's place ``among`` all names determines how it looks; the legend has those that are ``shown``, in order, and
-    takes further options.
-    """
-    numbers = range(len(among))
-    ranges: dict[str, tuple[Any, list[Any]]] = {
-        "color": (alt.Color, [COLOURS[i % len(COLOURS)] for i in numbers]),
-        "shape": (alt.Shape, [SHAPES[i % len(SHAPES)] for i in numbers]),
-        "strokeDash": (alt.StrokeDash, [DASHES[i // len(COLOURS) % len(DASHES)] for i in numbers]),
-    }
+    """Return encodings that share a legend of the names ``shown``; a name's place ``among`` all is how it looks."""
     names = alt.Legend(values=list(shown), title=None, symbolLimit=0, symbolOpacity=1, **legend)
-    looks = {"legend": names if len(shown) > 1 else None}
+
+    def encoding(channel: Callable[..., Any], looks: Iterable[Any]) -> Any:
+        scale = alt.Scale(domain=list(among), range=[look for _, look in zip(among, cycle(looks), strict=False)])
+        return channel(f"{field}:N", scale=scale, legend=names if len(shown) > 1 else None)
+
     return {
-        name: encoding(f"{field}:N", scale=alt.Scale(domain=list(among), range=values), **looks)
-        for name, (encoding, values) in ranges.items()
+        "color": encoding(alt.Color, COLOURS),
+        "shape": encoding(alt.Shape, SHAPES),
+        "strokeDash": encoding(alt.StrokeDash, [dash for dash in DASHES for _ in COLOURS]),
     }
 
 
@@ -111,8 +98,8 @@ def by_block(deepest: int) -> alt.X:
 
 def tooltip(**fields: str) -> list[alt.Tooltip]:
     """Return a tooltip of fields, given their titles; ``y`` and ``value`` are numbers."""
-    number: Options = {"type": "quantitative", "format": ".4g"}
-    looks = [number if field in ("y", "value") else {"type": "nominal"} for field in fields]
+    number, word = {"type": "quantitative", "format": ".4g"}, {"type": "nominal"}
+    looks: list[Options] = [number if field in ("y", "value") else word for field in fields]
     return [alt.Tooltip(field, title=fields[field], **look) for field, look in zip(fields, looks, strict=True)]
 
 
@@ -139,5 +126,5 @@ def with_slider(chart: alt.Chart, steps: int, first: int = 1) -> alt.Chart:
     if steps == 1:
         return chart
     last = first + steps - 1
-    step = alt.param("after", value=last, bind=alt.binding_range(min=first, max=last, step=1, name="after step "))
-    return chart.add_params(step).transform_filter("datum.step === after")
+    slider = alt.binding_range(min=first, max=last, step=1, name="after step ")
+    return chart.add_params(alt.param("after", value=last, bind=slider)).transform_filter("datum.step === after")

@@ -20,25 +20,25 @@ from .theme import save_chart
 
 log = logging.getLogger(__name__)
 
-#: The columns of tables that hold text; all others hold numbers.
+#: The columns of tables that hold no numbers.
 _NAMES = ["method", "task", "layer", "shape", "kind", "data", "vector"]
 
 
 class Kind(NamedTuple):
-    """A kind of results that a folder can hold."""
+    """A kind of folder."""
 
     content: type  # of the file that identifies it
-    advice: str  # what to do if that file is damaged
-    make: Callable[[Any, Tables], Outputs]  # from this content and the tables beside it
-    tables: Mapping[str, str]  # columns that each CSV file beside it must have
+    advice: str  # for when that file is damaged
+    make: Callable[[Any, Tables], Outputs]
+    tables: Mapping[str, str] = {}  # columns that each CSV file beside it must have
     pictures: tuple[str, ...] = ("png",)
 
 
 KINDS = {
     "accuracy_matrix.json": Kind(RunContent, "run the method again", run_outputs, {"layers": "task layer step"}),
-    "results.json": Kind(ComparisonContent, "run the comparison again", comparison_outputs, {}),
+    "results.json": Kind(ComparisonContent, "run the comparison again", comparison_outputs),
     "analysis.json": Kind(AnalysisContent, "run the analysis again", analysis_outputs, MEASURED, ("png", "pdf")),
-    MANIFEST: Kind(MergeContent, "merge again", merge_outputs, {}),
+    MANIFEST: Kind(MergeContent, "merge again", merge_outputs),
 }
 
 
@@ -68,8 +68,11 @@ def write_results(folder: Path) -> list[str]:
     else:
         names = ", ".join(KINDS)
         raise ValueError(f"'{folder}' is the folder of no run, comparison, analysis or merge: it has none of {names}")
-    there = {table: folder / f"{table}.csv" for table in kind.tables}
-    tables = {table: read_table(file, kind.tables[table]) for table, file in there.items() if file.is_file()}
+    tables = {
+        table: read_table(file, columns)
+        for table, columns in kind.tables.items()
+        if (file := folder / f"{table}.csv").is_file()
+    }
     try:
         made = kind.make(content, tables)
     except ValueError as error:
@@ -80,13 +83,13 @@ def write_results(folder: Path) -> list[str]:
         write_text(folder / file, text)
     written = list(made.texts)
     for picture, chart in made.charts.items():
-        names = [f"{picture}.{suffix}" for suffix in kind.pictures]
-        if chart is None:
-            for name in names:
-                (folder / name).unlink(missing_ok=True)
-        else:
-            save_chart(chart, *(folder / name for name in names))
-            written += names
+        files = [folder / f"{picture}.{suffix}" for suffix in kind.pictures]
+        if chart is not None:
+            save_chart(chart, *files)
+            written += [file.name for file in files]
+            continue
+        for file in files:
+            file.unlink(missing_ok=True)
     return [*written, PAGE]
 
 

@@ -72,7 +72,7 @@ def test_a_vectors_overlap_with_itself_is_left_out(pictures):
 
 def test_spectra_have_a_curve_for_each_vector_and_a_point_for_each_layer(content, pictures):
     curves, points = panels(pictures["spectra"])
-    energy = [row["y"] for row in rows(curves) if row["name"] == TASKS[0]]
+    energy = [row["y"] for row in rows(curves) if row.get("name") == TASKS[0]]
     assert energy == content["energy"][TASKS[0]]
     assert len(rows(points)) == len(TASKS) * len(LAYERS)
     assert {row["name"] for row in rows(points)} == {"attention", "MLP"}
