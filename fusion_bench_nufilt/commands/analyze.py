@@ -71,13 +71,8 @@ def analyze(
         plan = None if base is None else _plan(console, base, task or [], merged, targets)
         if plan is not None:
             refuse_inside(plan, out)
-<<<<<<< HEAD
         # Another program's file of that name would be overwritten, with what lies beside it.
         read_json(out / "analysis.json", AnalysisContent, "name a new or an empty folder", sealed=True)
-=======
-        # Another program's file of that name would be overwritten.
-        read_json(out / "analysis.json", Content, "name a new or an empty folder", sealed=True)
->>>>>>> opts
         runs = finished_runs([folder.expanduser() for folder in run or ()])
         lock = lock_folder(out)
         try:

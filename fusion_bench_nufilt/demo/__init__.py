@@ -29,11 +29,7 @@ from .render import SIDE
 from .tasks import TASKS
 from .train import Recipe, Tick, active_recipe, draw_pictures, finetune, normalise, pretrain
 
-<<<<<<< HEAD
 # The one that needs no torchvision, which has another name in transformers 5.
-=======
-# In transformers 4, it has the name that stands for torchvision's in transformers 5.
->>>>>>> opts
 ImageProcessor: Any = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
 
 # FusionBench's task pool asks its registry for class names and prompts.
