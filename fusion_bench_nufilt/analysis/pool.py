@@ -19,6 +19,7 @@ from fusion_bench_nufilt.layers import check_model, select_layers
 from fusion_bench_nufilt.layers.views import View
 from fusion_bench_nufilt.pages.names import kind
 from fusion_bench_nufilt.storage.files import file_name
+from fusion_bench_nufilt.stream.models import PRETRAINED, refuse_drawn
 
 from .record import Loader, Moments, known_moments, memory_of, record_moments, shared_inputs, task_inputs
 from .settings import AnalysisConfig
@@ -43,8 +44,10 @@ class PoolAnalysis:
         self.taskpool = experiment.evaluator.taskpool  # whose data are looked up before any model is loaded
         self.tasks = experiment.tasks
         self._pairs = config.named_pairs(self.tasks)
-        self.pretrained: nn.Module = experiment.modelpool.load_pretrained_model()
+        self.pretrained, drawn = experiment.load(PRETRAINED)
         self.views = merged_layers(self.pretrained, targets)
+        self._keys = {view.key for view in self.views.values()}
+        self._refuse_drawn(PRETRAINED, drawn)
         self._modules = [view.module for view in self.views.values()]
         self._inputs = self._draw_inputs(config.samples)
         self._samples = {task: len(inputs.dataset) for task, inputs in self._inputs.items()}  # type: ignore[arg-type]
@@ -76,9 +79,13 @@ class PoolAnalysis:
 
     def load(self, task: str) -> nn.Module:
         """Load a task's model, and check that it can be merged."""
-        model: nn.Module = self.experiment.modelpool.load_model(task)
-        check_model(self.pretrained, model, {view.key for view in self.views.values()}, name=task)
+        model, drawn = self.experiment.load(task)
+        self._refuse_drawn(task, drawn)
+        check_model(self.pretrained, model, self._keys, name=task)
         return model
+
+    def _refuse_drawn(self, name: str, drawn: Sequence[str]) -> None:
+        refuse_drawn(name, [key for key in drawn if key in self._keys], can_exclude=False)
 
     def run(self, on_task: Callable[[], Any] = lambda: None) -> Analysis:
         """Record what has not been recorded yet, and compare the tasks' data with their task vectors."""
@@ -111,14 +118,14 @@ class PoolAnalysis:
 
     def _moments(self, task: str, model: nn.Module) -> Moments:
         """Return the second moments of a task's inputs, recorded now unless they were before."""
-        source, name = (model, task) if self.config.activations == "own" else (self.pretrained, "_pretrained_")
+        source, name = (model, task) if self.config.activations == "own" else (self.pretrained, PRETRAINED)
         about = {
             "task": task,
             "activations": self.config.activations,
             "samples": self._samples[task],
             "seed": self.config.seed,
             "layers": self._modules,
-            "weights": self.experiment.digests[name],
+            "weights": self.experiment.digest(name),
             "taskpool": self.experiment.settings["taskpool"],
         }
         folder = self.folder / "moments" / file_name(task)

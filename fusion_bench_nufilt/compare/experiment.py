@@ -29,7 +29,7 @@ from fusion_bench_nufilt.pages.metrics import or_none
 from fusion_bench_nufilt.storage.checkpoint import package_versions
 from fusion_bench_nufilt.stream.evaluation import Evaluator, Part, Report, score
 from fusion_bench_nufilt.stream.layerwise import LayerwiseMergingAlgorithm
-from fusion_bench_nufilt.stream.models import PRETRAINED, check_pool, digest_of_stored, load_model, reason
+from fusion_bench_nufilt.stream.models import MERGED, PRETRAINED, check_pool, digest_of_stored, load_model, reason
 
 from .configs import compose_run, make, plain, quiet, taskpool_config
 
@@ -157,37 +157,41 @@ class Experiment:
     @cached_property
     def parameters(self) -> int:
         """The number of parameters of the pretrained model."""
-        return count_parameters(load_model(self.modelpool, PRETRAINED)[0])[1]
+        return count_parameters(self.load(PRETRAINED)[0])[1]
 
     @cached_property
     def width(self) -> int:
         """The smallest input width d_i of the layers that NUFILT merges."""
-        layers = select_layers(load_model(self.modelpool, PRETRAINED)[0])
+        layers = select_layers(self.load(PRETRAINED)[0])
         return min(view.shape[1] for view in layers.values())
 
     @property
     def digests(self) -> dict[str, str]:
         """The :func:`~fusion_bench_nufilt.stream.models.digest_of_stored` of every model."""
-        merged = ["_merged_"] if getattr(self.modelpool, "has_merged", False) else []
-        for name in ["_pretrained_", *self.tasks, *merged]:
-            if name not in self._digests:
-                self._load(name)
-        return dict(sorted(self._digests.items()))
+        merged = [MERGED] if getattr(self.modelpool, "has_merged", False) else []
+        return {name: self.digest(name) for name in sorted([PRETRAINED, *self.tasks, *merged])}
 
-    def _load(self, name: str) -> nn.Module:
+    def digest(self, name: str) -> str:
+        if name not in self._digests:
+            self.load(name)
+        return self._digests[name]
+
+    def load(self, name: str) -> tuple[nn.Module, list[str]]:
+        """Load a model, note its digest, and tell which of its weights were drawn at random."""
         model, drawn = load_model(self.modelpool, name)
-        self._digests[name] = digest_of_stored(model, drawn)
-        return model
+        if name not in self._digests:
+            self._digests[name] = digest_of_stored(model, drawn)
+        return model, drawn
 
     def score_single_models(self, on_step: OnStep) -> References:
         """Score the pretrained model on all T tasks and each fine-tuned one on its own, T + 1 steps in all."""
 
         def scores(name: str, tasks: Sequence[str]) -> dict[str, float | None]:
             with torch.no_grad():
-                report = self.evaluator.report(self._load(name), tasks)
+                report = self.evaluator.report(self.load(name)[0], tasks)
             return {task: or_none(score(report.get(task, {}))) for task in tasks}
 
-        references: References = {"pretrained": scores("_pretrained_", self.tasks), "individual": {}}
+        references: References = {"pretrained": scores(PRETRAINED, self.tasks), "individual": {}}
         on_step()
         for task in self.tasks:
             references["individual"] |= scores(task, [task])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fusion_bench_nufilt.pages.content import Published
+from fusion_bench_nufilt.stream.models import PRETRAINED
 
 from .configs import compose_run, quiet, taskpool_config
 from .experiment import Experiment
@@ -151,7 +152,7 @@ def _methods_with_data(modelpool: str, overrides: Sequence[str]) -> list[str]:
     config = compose_run(without_method([f"modelpool={modelpool}", *overrides]))
     taskpool, train = taskpool_config(config), config.modelpool.get("train_datasets") or {}
     kind = str(taskpool.get("_target_") or taskpool.get("type")).rpartition(".")[2]
-    trained = kind == "CLIPVisionModelTaskPool" and {*config.modelpool.models} - {"_pretrained_"} <= {*train}
+    trained = kind == "CLIPVisionModelTaskPool" and {*config.modelpool.models} - {PRETRAINED} <= {*train}
     has = {"training": trained, "unlabelled": kind in ("CLIPVisionModelTaskPool", "FlanT5GLUETextGenerationTaskPool")}
     return [method for method, data in NEED_DATA.items() if has[data]]
 

@@ -28,8 +28,8 @@ from .summary import Comparison
 log = logging.getLogger(__name__)
 
 Engine = Literal["local", "ray"]
-# A run loads each model once, and saves none; the single models are scored before.
-_PROTOCOL = tuple(f"++method.{key}=false" for key in ("save_on_every_step", "check_models", "check_taskpool"))
+#: A run loads each model once, and saves none; the single models are scored before.
+ONE_RUN = tuple(f"++method.{key}=false" for key in ("save_on_every_step", "check_models", "check_taskpool"))
 
 
 def compare(
@@ -76,7 +76,7 @@ def compare(
     experiment = Experiment(compose_run(pools := tuple(without_method(everywhere))), validation)
     experiment.evaluator  # noqa: B018 -- it looks up the test data before any model is loaded
     specs = [with_fitting_ranks(spec, experiment, overrides) for spec in specs]
-    words = [f"++method.evaluate={evaluate}", *_PROTOCOL, *everywhere]
+    words = [f"++method.evaluate={evaluate}", *ONE_RUN, *everywhere]
     configs, wrong = _configure(specs, words, experiment, keep_going)
     settings = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
     store = Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)

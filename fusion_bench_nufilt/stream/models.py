@@ -77,6 +77,13 @@ def refuse_drawn(name: str, keys: Sequence[str], *, can_exclude: bool) -> None:
         raise ValueError(f"model '{name}': its checkpoint lacks '{keys[0]}', {why}: is it damaged?{hint}")
 
 
+def load_stored(modelpool: BaseModelPool, name: str, merged: Collection[str] | None = None) -> nn.Module:
+    """Load a model; refuse one whose weights to be merged (by default all) were drawn at random."""
+    model, drawn = load_model(modelpool, name)
+    refuse_drawn(name, [key for key in drawn if merged is None or key in merged], can_exclude=False)
+    return model
+
+
 def _same(key: str, other: str) -> bool:
     return f".{key}".endswith(f".{other}") or f".{other}".endswith(f".{key}")
 
