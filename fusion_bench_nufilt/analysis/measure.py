@@ -20,8 +20,9 @@ from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.layers.views import View
 from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, or_none
 from fusion_bench_nufilt.pages.run import Run
-from fusion_bench_nufilt.storage.checkpoint import Manifest, load_checkpoint, read_whole_checkpoint
+from fusion_bench_nufilt.storage.checkpoint import load_checkpoint, read_whole_checkpoint
 from fusion_bench_nufilt.storage.files import read_json
+from fusion_bench_nufilt.storage.schemas import Manifest
 from fusion_bench_nufilt.stream.protocol import task_order
 from fusion_bench_nufilt.stream.run_folder import RunFolder, differences
 
@@ -75,7 +76,7 @@ class LossTracker:
             about = {"method": self._method, "step": step, "task": task, "layer": layer}
             self._rows.append(about | losses | {name: values[layer] for name, values in propagated.items()})
         self._before = copy.deepcopy(merged)
-        for owner in set(self._pool.owner.values()):
+        for owner in self._pool.owners:
             C = self._pool.moments[task].read(owner)
             mean = self._C_old.setdefault(owner, torch.zeros_like(C))
             mean += (C - mean) / step
@@ -162,8 +163,6 @@ def measure_methods(
 
 
 class FinishedRun(NamedTuple):
-    """A run in a log directory that has the checkpoints of all its steps."""
-
     folder: RunFolder
     label: str
     manifest: Manifest  # of its last step
@@ -181,10 +180,8 @@ def _last_manifest(run: RunFolder) -> Manifest:
     """Return the manifest of a run's last step, after checking the checkpoints of all steps."""
     first = run.checkpoint(1)
     if not first.is_dir():
-        raise ValueError(
-            f"'{run.path}' is no log directory of a run with its checkpoints (there is no {first}): run with "
-            "method.save_on_every_step=true"
-        )
+        what = f"no log directory of a run with its checkpoints (there is no {first})"
+        raise ValueError(f"'{run.path}' is {what}: run with method.save_on_every_step=true")
     manifest = read_whole_checkpoint(first)
     if old := differences(manifest, manifest):
         raise ValueError(f"'{run.path}' is a run of another {old[0]}: run it again")

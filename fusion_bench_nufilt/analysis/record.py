@@ -32,7 +32,7 @@ Loader = DataLoader[Any]
 
 
 def task_inputs(taskpool: Any, task: str, samples: int, seed: int) -> Loader:
-    """Draw samples of a task's test set (all if it has fewer), in batches like those of the pool's own loader.
+    """Draw samples of a task's test set, all if it has fewer, in batches like those of the pool's loader.
 
     The pool is one of FusionBench's for CLIP vision or Flan-T5 (0.1 pools), or any with ``get_test_dataloader(task)``.
     """
@@ -44,7 +44,6 @@ def task_inputs(taskpool: Any, task: str, samples: int, seed: int) -> Loader:
 
 
 def _test_loader(taskpool: Any, task: str) -> Any:
-    """Return the loader of a task's test data, which each kind of pool keeps elsewhere."""
     pool, is_v01 = type(taskpool).__name__, isinstance(taskpool, V01TaskPool)
     known = taskpool.task_names if is_v01 else getattr(taskpool, "_test_datasets", [task])
     own = task if task in known else next((name for name in known if task in names_of(name)), None)
@@ -82,9 +81,8 @@ def watched_layers(
 ) -> Iterator[Callable[[Tensor], Tensor]]:
     """Call ``receive`` with the name, the input and the output of each named layer whenever the model runs.
 
-    Yields:
-        A function that returns the rows ``(n, d)`` of an input or output ``(..., d)`` that are not padding, by the
-        ``attention_mask`` of the transformer that is running; a model may hold several.
+    Yields a function from an input or output ``(..., d)`` to its rows ``(n, d)`` that are not padding, by the
+    ``attention_mask`` of the transformer that is running; a model may hold several.
     """
     mask: Tensor | None = None  # 1 for a token, 0 for padding
 
@@ -118,7 +116,7 @@ class Recorded(TypedDict):
 
 
 class Moments:
-    """The second moments of one task in a folder, read one at a time; a ValueError names a file that is damaged."""
+    """The second moments of one task in a folder, read one at a time; a ValueError names a damaged file."""
 
     def __init__(self, folder: Path, content: Recorded) -> None:
         self.tokens, self._owner = content["tokens"], content["owner"]
@@ -166,7 +164,7 @@ def record_moments(
         with atomic_file(folder / file) as temporary:
             save_file(moments, temporary)
         files |= dict.fromkeys(group, file)
-    content: Recorded = {"about": dict(about), "owner": dict(owner), "files": files, "tokens": tokens}
+    content = Recorded(about=dict(about), owner=dict(owner), files=files, tokens=tokens)
     write_text(folder / "about.json", json.dumps(content))
     return Moments(folder, content)
 
@@ -189,13 +187,11 @@ def _run_and_sum(model: nn.Module, inputs: Loader, layers: Sequence[str]) -> tup
 
 def shared_inputs(model: nn.Module, names: Sequence[str], inputs: Loader) -> dict[str, str]:
     """Return, for each linear layer, the first one whose input is the same tensor when the model runs on a sample."""
-    first: dict[int, str] = {}
-    held: list[Tensor] = []  # so that no address is used twice
+    first: dict[int, tuple[str, Tensor]] = {}  # holds the tensors, so that no address is used twice
     owner: dict[str, str] = {}
 
     def receive(name: str, X: Tensor, _: Tensor) -> None:
-        held.append(X)
-        owner.setdefault(name, first.setdefault(id(X), name))
+        owner.setdefault(name, first.setdefault(id(X), (name, X))[0])
 
     with watched_layers(model, names, receive):
         forward(model, inputs.collate_fn([inputs.dataset[0]]))
@@ -205,12 +201,12 @@ def shared_inputs(model: nn.Module, names: Sequence[str], inputs: Loader) -> dic
 
 
 def memory_of(model: nn.Module, layers: Iterable[str]) -> int:
-    """Return the bytes of the moments of some layers while they are recorded: float64 sums and float32 means."""
+    """Return the bytes that recording the moments of some layers takes: float64 sums and float32 means."""
     return sum((8 + 4) * _width(model, name) ** 2 for name in set(layers))
 
 
 def _groups(model: nn.Module, names: Sequence[str], max_memory: int) -> Iterator[list[str]]:
-    """Split the layers into groups whose moments fit into memory; a group has at least one layer."""
+    """Split the layers into groups whose moments fit into memory, of one layer at least."""
     group: list[str] = []
     for name in names:
         if group and memory_of(model, [*group, name]) > max_memory:
@@ -223,5 +219,4 @@ def _groups(model: nn.Module, names: Sequence[str], max_memory: int) -> Iterator
 def _width(model: nn.Module, name: str) -> int:
     """Return d_i of a linear layer; transformers' Conv1D stores its weight transposed."""
     module = model.get_submodule(name)
-    width: int = module.in_features if isinstance(module, nn.Linear) else module.get_parameter("weight").shape[0]
-    return width
+    return module.get_parameter("weight").shape[1 if isinstance(module, nn.Linear) else 0]

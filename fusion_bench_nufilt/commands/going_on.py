@@ -8,7 +8,8 @@ from typing import Any
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.merge.sources.checkpoint import Checkpoint
 from fusion_bench_nufilt.methods import find_method
-from fusion_bench_nufilt.storage.checkpoint import Manifest, read_manifest
+from fusion_bench_nufilt.storage.checkpoint import read_manifest
+from fusion_bench_nufilt.storage.schemas import Manifest
 
 #: The settings of every method's merge that depend neither on the machine nor on the tasks.
 _SETTINGS = ("seed", "accumulate", "dtype", "max_shard_size", "tokenizer")

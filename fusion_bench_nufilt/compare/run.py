@@ -2,15 +2,15 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.cluster import Results, Work, connect, find_nodes, run_locally, run_on_cluster
 from fusion_bench_nufilt.pages.content import Json, References, Run
@@ -27,6 +27,7 @@ from .summary import Comparison
 
 log = logging.getLogger(__name__)
 
+Bars = partial["tqdm[Any]"]
 Engine = Literal["local", "ray"]
 #: A run loads each model once, and saves none; the single models are scored before.
 ONE_RUN = tuple(f"++method.{key}=false" for key in ("save_on_every_step", "check_models", "check_taskpool"))
@@ -53,10 +54,9 @@ def compare(
 
     Args:
         modelpool: the models, as in ``fusion_bench modelpool=…``.
-        specs: the methods.
-        seeds: the seeds, each of which determines the task order and all random draws.
+        seeds: each determines the task order and all random draws.
         out: the folder of the results.
-        overrides: further overrides of `fusion_bench` for all methods; a method's own settings win over them.
+        overrides: of `fusion_bench`, for all methods; a method's own settings win over them.
         evaluate: what to score, see :func:`fusion_bench_nufilt.stream.protocol.tasks_to_score`.
         overwrite: delete what ``out`` holds and start again.
         keep_going: if a method cannot be built, report the reason and run the others.
@@ -73,22 +73,27 @@ def compare(
     """
     _check(specs, overrides, evaluate, jobs, engine)
     everywhere = [f"modelpool={modelpool}", *overrides]
-    experiment = Experiment(compose_run(pools := tuple(without_method(everywhere))), validation)
-    experiment.evaluator  # noqa: B018 -- it looks up the test data before any model is loaded
-    specs = [with_fitting_ranks(spec, experiment, overrides) for spec in specs]
-    words = [f"++method.evaluate={evaluate}", *ONE_RUN, *everywhere]
-    configs, wrong = _configure(specs, words, experiment, keep_going)
-    settings = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
-    store = Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)
-    with closing(store), quiet(), _progress_bars(console) as progress:
-        references = _score_single_models(store, experiment, progress)
-        runs, missing = _known_runs(store, seeds, configs, experiment.tasks)
-        runs |= {(spec, seed): Run({}, error=why) for spec, why in wrong.items() for seed in seeds}
-        work = {name: (config,) for name, (_, config) in missing.items()}
-        here, data = engine == "local" and jobs == 1, (pools, validation)
-        results = _run_here(work, experiment, progress) if here else _run_apart(work, data, jobs, engine, address)
-        with closing(results):
-            _keep(results, missing, runs, store, progress)
+    pools = tuple(without_method(everywhere))
+    hidden = console is None or not console.is_terminal
+    bars = partial(tqdm, disable=hidden, file=console and console.file, leave=False)
+    with quiet():
+        experiment = Experiment(compose_run(pools), validation)
+        experiment.evaluator  # noqa: B018 -- it looks up the test data before any model is loaded
+        specs = [with_fitting_ranks(spec, experiment, overrides) for spec in specs]
+        words = [f"++method.evaluate={evaluate}", *ONE_RUN, *everywhere]
+        configs, wrong = _configure(specs, words, experiment, keep_going)
+        settings = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
+        with closing(Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)) as store:
+            references = _score_single_models(store, experiment, bars)
+            runs, missing = _known_runs(store, seeds, configs, experiment.tasks)
+            runs |= {(spec, seed): Run({}, error=why) for spec, why in wrong.items() for seed in seeds}
+            work = {name: (config,) for name, (_, config) in missing.items()}
+            if engine == "local" and jobs == 1:
+                results = _run_here(work, experiment, bars)
+            else:
+                results = _run_apart(work, (pools, validation), jobs, engine, address)
+            with closing(results):
+                _keep(results, missing, runs, store, bars)
     by_spec = {spec: {seed: runs[spec, seed] for seed in seeds} for spec in specs}
     return Comparison.of(store.settings, experiment.tasks, list(seeds), references, by_spec, preset)
 
@@ -114,8 +119,7 @@ def _configure(
     for spec in specs:
         try:
             config = plain(compose_run([*overrides, *spec.overrides]).method)
-            with quiet():
-                experiment.make_method(config)
+            experiment.make_method(config)
             configs[spec] = config
         except Exception as error:  # whatever a method's constructor raises
             wrong[spec] = reason(error)
@@ -124,11 +128,11 @@ def _configure(
     return configs, wrong
 
 
-def _score_single_models(store: Store, experiment: Experiment, progress: Progress) -> References:
+def _score_single_models(store: Store, experiment: Experiment, bars: Bars) -> References:
     """Score the single models, or return the kept scores; refuse a store of other models."""
     if (references := store.load_references(experiment.tasks)) is None:
-        with _steps_bar(progress, "scoring the single models", 1 + len(experiment.tasks)) as on_step:
-            references = experiment.score_single_models(on_step)
+        with bars(desc="scoring the single models", total=1 + len(experiment.tasks)) as bar:
+            references = experiment.score_single_models(bar.update)
     store.identify(experiment.digests)
     store.save_references(references)
     return references
@@ -149,10 +153,10 @@ def _known_runs(
     return runs, missing
 
 
-def _run_here(work: Work, experiment: Experiment, progress: Progress) -> Results:
+def _run_here(work: Work, experiment: Experiment, bars: Bars) -> Results:
     for name, (config,) in work.items():
-        with _steps_bar(progress, name, len(experiment.tasks)) as on_step:
-            run = experiment.run(config, on_step)
+        with bars(desc=name, total=len(experiment.tasks), position=1) as bar:
+            run = experiment.run(config, lambda *_, bar=bar: bar.update())
         yield name, run
 
 
@@ -169,31 +173,13 @@ def _keep(
     missing: Mapping[str, tuple[RunSpec, Json]],
     runs: dict[tuple[RunSpec, int], Run],
     store: Store,
-    progress: Progress,
+    bars: Bars,
 ) -> None:
     """Save each run as it ends, and add it to ``runs``."""
-    bar = progress.add_task("", total=len(runs) + len(missing), completed=len(runs))
-    for name, run in results:
-        spec, config = missing[name]
-        runs[spec, config["seed"]] = run
-        store.save(spec, run)
-        log.info("%s: %s", name, run.matrix.summary() if run.matrix else run.error)
-        progress.advance(bar)
-
-
-def _progress_bars(console: Console | None) -> Progress:
-    """Make progress bars that are shown on a terminal only."""
-    hidden = console is None or not console.is_terminal
-    counts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    columns = (TextColumn("{task.description}"), *counts)
-    return Progress(*columns, console=console, disable=hidden, redirect_stdout=False, redirect_stderr=False)
-
-
-@contextmanager
-def _steps_bar(progress: Progress, title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a bar while a block runs; yield the function to call after each step."""
-    bar = progress.add_task(title, total=total)
-    try:
-        yield lambda *_: progress.advance(bar)
-    finally:
-        progress.remove_task(bar)
+    with bars(desc="runs", total=len(runs) + len(missing), initial=len(runs)) as bar:
+        for name, run in results:
+            spec, config = missing[name]
+            runs[spec, config["seed"]] = run
+            store.save(spec, run)
+            log.info("%s: %s", name, run.matrix.summary() if run.matrix else run.error)
+            bar.update()

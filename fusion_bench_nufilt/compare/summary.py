@@ -33,7 +33,6 @@ class Comparison(Results):
         runs: Mapping[RunSpec, Mapping[int, Run]],
         preset: str | None = None,
     ) -> "Comparison":
-        """Gather all runs, by method and seed."""
         printed = published(settings["modelpool"], settings["overrides"], seeds)
         methods = {}
         for spec, by_seed in runs.items():
@@ -42,7 +41,7 @@ class Comparison(Results):
             data = NEED_DATA.get(spec.method, "none")
             methods[spec.label] = Method(list(spec.overrides), dict(by_seed), data, row)
         panels = [{**panel._asdict(), "fixed": list(panel.fixed)} for panel in SENSITIVITY]
-        environments = pd.DataFrame([run.environment for by_seed in runs.values() for run in by_seed.values()])
+        environments = pd.DataFrame(run.environment for by_seed in runs.values() for run in by_seed.values())
         return cls(
             settings=settings,
             environment={name: " and ".join(environments[name].dropna().unique()) for name in environments},
@@ -62,7 +61,7 @@ class Comparison(Results):
         return ["results.json", *write_results(folder)]
 
     def log(self, loggers: Sequence[Any], pictures: Sequence[Path]) -> None:
-        """Give trackers the scores of every method and seed by step, and with the last step means and pictures."""
+        """Give trackers all scores by step, and with the last step means and pictures."""
         by_step: dict[int, dict[str, float | None]] = defaultdict(dict)
         for label, method in self.done.items():
             for seed, matrix in method.matrices.items():

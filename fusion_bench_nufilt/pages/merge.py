@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.storage.files import Count
+from fusion_bench_nufilt.storage.schemas import Count, Coverage, Fate, LayerStep
 
 from .page import Files, Page, Tables, Value
 from .run import layer_charts
@@ -14,26 +14,6 @@ from .run import layer_charts
 _STRONGEST = 20
 _SHOWN = {"filtered_share": "share filtered", "overlap": "overlap of subspaces"}
 _NORM = "norm of task vectors"
-
-
-class _Fate(TypedDict):
-    parameters: int
-    share: float  # of the model's elements, 0 to 1
-
-
-class _Coverage(TypedDict):
-    merged: _Fate
-    averaged: _Fate
-    kept: _Fate
-    left_out: dict[str, int]
-
-
-class _Report(TypedDict):
-    """What a step did to a layer; there is more, which depends on the method."""
-
-    step: Count
-    shape: list[int]
-    task_norm: float
 
 
 class Merge(TypedDict):
@@ -45,9 +25,9 @@ class Merge(TypedDict):
     inputs: dict[str, Any]
     settings: dict[str, Any]
     versions: dict[str, str]
-    coverage: _Coverage
+    coverage: Coverage
     warnings: NotRequired[list[str]]
-    layers: NotRequired[dict[str, list[_Report]]]
+    layers: NotRequired[dict[str, list[LayerStep]]]
 
 
 def merge_files(content: Merge, _: Tables) -> Files:
@@ -81,7 +61,7 @@ def _page(content: Merge) -> Page:
     page.table(["layer", "shape", *layers.columns], cells, digits=3)
     layer_charts(page, rows)
     page.heading("Coverage")
-    fates: dict[str, _Fate] = {name: coverage[name] for name in ("merged", "averaged", "kept")}
+    fates: dict[str, Fate] = {name: coverage[name] for name in ("merged", "averaged", "kept")}
     counts: list[list[Value]] = [
         [name, fate["parameters"], 100 * fate["share"]] for name, fate in fates.items() if fate["parameters"]
     ]

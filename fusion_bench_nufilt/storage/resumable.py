@@ -31,7 +31,6 @@ def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], prefix: st
 
 
 def in_one_line(found: list[Difference]) -> str:
-    """Name the first three differences."""
     return "; ".join(map(str, found[:3]))
 
 

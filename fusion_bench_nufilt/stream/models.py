@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fusion_bench_nufilt.layers.models import leave_out
-from fusion_bench_nufilt.storage.checkpoint import Manifest, model_digest, read_manifest, verify_files
+from fusion_bench_nufilt.storage.checkpoint import model_digest, read_manifest, verify_files
+from fusion_bench_nufilt.storage.schemas import Manifest
 
 PRETRAINED, MERGED = "_pretrained_", "_merged_"
 _CHANGED = "merge or fetch it again; method.verify=false goes on from it all the same"

@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.storage import resumable
-from fusion_bench_nufilt.storage.checkpoint import Manifest, load_checkpoint, read_whole_checkpoint, save_checkpoint
+from fusion_bench_nufilt.storage.checkpoint import load_checkpoint, read_whole_checkpoint, save_checkpoint
 from fusion_bench_nufilt.storage.files import lock_folder, read_json, restore_folder, write_text
+from fusion_bench_nufilt.storage.schemas import Manifest
 
 log = logging.getLogger(__name__)
 
