@@ -4,6 +4,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from fusion_bench_nufilt.stream.run_folder import RunFolder, differences
 
 from .pool import PoolAnalysis, layer_weight
 from .record import forward, watched_layers
-from .summary import Analysis, Row
+from .summary import LOSSES, Analysis, Row
 from .surrogates import corollary_bound, data_free_losses, layer_losses
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,9 @@ class LossTracker:
         stability, plasticity = data_free_losses(W_new - W_0, tau_old, tau_task, V_p, V_t)
         row: Row = layer_losses(W_new, W_old, W_task, C_old, C_task)
         row |= {"data_free_stability": stability if self._C_old else None, "data_free_plasticity": plasticity}
-        row |= dict.fromkeys(("stability_bound", "plasticity_bound", "propagated_stability", "propagated_plasticity"))
+        row |= dict.fromkeys(f"{name}_bound" for name in LOSSES) | dict.fromkeys(
+            f"propagated_{name}" for name in LOSSES
+        )
         if self._bounds and C_old is not None:
             row["stability_bound"] = corollary_bound(W_new - W_old, C_old, V_p)[1]
             row["plasticity_bound"] = corollary_bound(W_new - W_task, C_task, V_t)[1]
@@ -112,9 +115,9 @@ class LossTracker:
             return {}
         *seen, task = self._order[:step]
         losses = {"propagated_plasticity": output_distance(merged, own, inputs[task], views)}
-        if moved := [output_distance(merged, self._before, inputs[old], views) for old in seen]:
-            means = {layer: sum(each[layer] for each in moved) / len(moved) for layer in views}
-            losses["propagated_stability"] = means
+        if seen:
+            moved = [output_distance(merged, self._before, inputs[old], views) for old in seen]
+            losses["propagated_stability"] = {layer: fmean(each[layer] for each in moved) for layer in views}
         return losses
 
 
@@ -122,21 +125,20 @@ class LossTracker:
 def output_distance(a: nn.Module, b: nn.Module, batches: Iterable[Any], views: Mapping[str, View]) -> dict[str, float]:
     r"""Return :math:`E \|f_l(a; u) - f_l(b; u)\|^2` for each layer l of two models, over the tokens of samples u."""
     total, count = dict.fromkeys(views, 0.0), 0
-    modules = [view.module for view in views.values()]
-    of_a: dict[str, Tensor] = {}
-    of_b: dict[str, Tensor] = {}
-    with (
-        watched_layers(a, modules, lambda name, X, Y: of_a.update({name: tokens_a(Y)})) as tokens_a,
-        watched_layers(b, modules, lambda name, X, Y: of_b.update({name: tokens_b(Y)})) as tokens_b,
-    ):
-        for batch in batches:
-            forward(a, batch)
-            forward(b, batch)
-            for layer, view in views.items():
-                difference = of_a[view.module] - of_b[view.module].to(of_a[view.module].device)
-                total[layer] += float(difference.square().sum())
-            count += len(difference)
+    for batch in batches:
+        of_a, of_b = _outputs(a, batch, views), _outputs(b, batch, views)
+        for layer, Y in of_a.items():
+            total[layer] += float((Y - of_b[layer].to(Y.device)).square().sum())
+        count += len(Y)
     return {layer: value / count for layer, value in total.items()}
+
+
+def _outputs(model: nn.Module, batch: Any, views: Mapping[str, View]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    modules = {view.module: layer for layer, view in views.items()}
+    with watched_layers(model, list(modules), lambda name, X, Y: found.update({modules[name]: tokens(Y)})) as tokens:
+        forward(model, batch)
+    return found
 
 
 def _ranks(settings: Mapping[str, Any]) -> FusionConfig:
@@ -170,10 +172,13 @@ class FinishedRun(NamedTuple):
 
 def finished_runs(folders: Sequence[Path]) -> list[FinishedRun]:
     """Read finished runs, and label each by its method, or by its folder where two have the same method."""
-    manifests = [_last_manifest(RunFolder(folder)) for folder in folders]
+    runs = [RunFolder(folder) for folder in folders]
+    manifests = [_last_manifest(run) for run in runs]
     methods = [manifest["method"] for manifest in manifests]
-    labels = [method if methods.count(method) == 1 else f.name for f, method in zip(folders, methods, strict=True)]
-    return list(map(FinishedRun, map(RunFolder, folders), labels, manifests))
+    labels = [
+        method if methods.count(method) == 1 else run.path.name for run, method in zip(runs, methods, strict=True)
+    ]
+    return list(map(FinishedRun, runs, labels, manifests))
 
 
 def _last_manifest(run: RunFolder) -> Manifest:

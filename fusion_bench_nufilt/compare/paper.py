@@ -21,7 +21,7 @@ from .experiment import Experiment
 from .overrides import key_of, without_method
 from .specs import NEED_DATA, RunSpec, parse_methods
 
-_ORDERS = range(42, 52)  # the seeds of the paper's ten orders
+_ORDERS = list(range(42, 52))  # the seeds of the paper's ten orders
 _FLAN_T5, _LLAVA = "flan-t5-base_glue", "llava-1.5-7b"
 _IN_ORDER = "method.shuffle_order=false"  # the paper's one order, the alphabetical one
 _FREE_OF_ORDER = ("pretrained", "individual")
@@ -49,12 +49,13 @@ def published(modelpool: str, overrides: Sequence[str], seeds: Sequence[int]) ->
     if changing != ([_IN_ORDER] if modelpool == _FLAN_T5 else []):
         return {}
     found: dict[str, Published] = {}
+    orders = modelpool == _FLAN_T5 or list(seeds) == _ORDERS
     for table in _COMPARABLE:
         for method, numbers in printed_tables().get((table, modelpool), {}).items():
-            if modelpool == _FLAN_T5 or method in _FREE_OF_ORDER or list(seeds) == list(_ORDERS):
+            if orders or method in _FREE_OF_ORDER:
                 found[method] = found.get(method, {}) | numbers
     for method, numbers in printed_tables().get(("overhead", modelpool), {}).items():
-        if ":" in method and list(seeds) == list(_ORDERS):  # NUFILT with other numbers of steps
+        if orders and ":" in method:  # NUFILT with other numbers of steps
             found[method] = {"ACC": numbers["ACC"] | {"note": ""}}
     if "nufilt/adapter_only" in found:  # the paper does not say which of the two forms it shows
         found["nufilt/adapter_alone"] = found["nufilt/adapter_only"]

@@ -114,7 +114,7 @@ def _check(specs: Sequence[RunSpec], overrides: Sequence[str], evaluate: str, jo
 def _configure(
     specs: Sequence[RunSpec], overrides: Sequence[str], experiment: Experiment, keep_going: bool
 ) -> tuple[dict[RunSpec, Json], dict[RunSpec, str]]:
-    """Return the configurations of the methods that can be built, and the reasons why others, if allowed, can't."""
+    """Return the configurations of the methods that can be built, and why others, if allowed, can't."""
     configs, wrong = {}, {}
     for spec in specs:
         try:
@@ -141,12 +141,12 @@ def _score_single_models(store: Store, experiment: Experiment, bars: Bars) -> Re
 def _known_runs(
     store: Store, seeds: Sequence[int], configs: Mapping[RunSpec, Json], tasks: Sequence[str]
 ) -> tuple[dict[tuple[RunSpec, int], Run], dict[str, tuple[RunSpec, Json]]]:
-    """Return the runs that are kept, and by name the methods and configurations of the missing ones."""
+    """Return the kept runs, and by name the methods and configurations of the missing ones."""
     runs, missing = {}, {}
     for seed, (spec, config) in product(seeds, configs.items()):  # an interrupted comparison has some seeds whole
         seeded = {**config, "seed": seed}
         order = task_order(tasks, shuffle=config["shuffle_order"], seed=seed)
-        if (run := store.load(spec, seeded, order)) is not None:
+        if run := store.load(spec, seeded, order):
             runs[spec, seed] = run
         else:
             missing[f"{spec.label}, seed {seed}"] = spec, seeded

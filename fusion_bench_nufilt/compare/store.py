@@ -15,7 +15,6 @@ from fusion_bench_nufilt.storage.resumable import differences, in_one_line
 from .specs import RunSpec
 
 _DELETE = "delete it, and it is made again"
-_WAY_OUT = "Choose another folder or label, or delete them with --overwrite"
 
 
 class _Settings(TypedDict):
@@ -56,10 +55,9 @@ class Store:
         elif self._before is not None:
             if (known := self._before.get("weights")) is None:
                 why = "was made by an older version, which did not keep what the models' weights were"
-                raise ValueError(f"{self.folder} {why}. {_WAY_OUT}")
+                raise self._refused(why)
             if other := differences(known, weights):
-                why = f"holds results of other models: '{other[0].name}' has other weights there"
-                raise ValueError(f"{self.folder} {why}. {_WAY_OUT}")
+                raise self._refused(f"holds results of other models: '{other[0].name}' has other weights there")
         self.settings = {**self.settings, "weights": weights}
         write_json(self._file, self.settings)
 
@@ -119,4 +117,7 @@ class Store:
 
     def _refuse_others(self, whose: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if other := differences(before, now):
-            raise ValueError(f"{self.folder} holds results of {whose}other settings: {in_one_line(other)}. {_WAY_OUT}")
+            raise self._refused(f"holds results of {whose}other settings: {in_one_line(other)}")
+
+    def _refused(self, why: str) -> ValueError:
+        return ValueError(f"{self.folder} {why}. Choose another folder or label, or delete them with --overwrite")

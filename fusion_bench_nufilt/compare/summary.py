@@ -65,8 +65,9 @@ class Comparison(Results):
         by_step: dict[int, dict[str, float | None]] = defaultdict(dict)
         for label, method in self.done.items():
             for seed, matrix in method.matrices.items():
+                names = [f"{label}/seed {seed}/{task}" for task in matrix.tasks]
                 for step, row in enumerate(matrix.rows(), 1):
-                    by_step[step] |= zip((f"{label}/seed {seed}/{task}" for task in matrix.tasks), row, strict=True)
+                    by_step[step] |= zip(names, row, strict=True)
             by_step[len(self.tasks)] |= {f"{label}/{name}": or_none(method.mean(name).mean) for name in METRICS}
         for step, scores in by_step.items():
             known = {name: score for name, score in scores.items() if score is not None}
