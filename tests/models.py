@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -70,3 +71,15 @@ def finetuned(model, seed, scale=0.02):
     for parameter in copy.parameters():
         parameter += scale * torch.randn(parameter.shape, generator=generator)
     return copy
+
+
+def damaged_clip(folder):
+    """Save a CLIP tower whose checkpoint lacks a weight; return the entry of a model pool, and the weight's key."""
+    model = clip(2)
+    key = next(name for name, value in model.named_parameters() if "mlp" in name and value.ndim == 2)
+    model.save_pretrained(folder)
+    (file,) = folder.glob("*.safetensors")
+    kept = {name: value for name, value in load_file(file).items() if not name.endswith(key)}
+    save_file(kept, file, metadata={"format": "pt"})
+    load = "transformers.CLIPVisionModel.from_pretrained"
+    return {"_target_": load, "pretrained_model_name_or_path": str(folder)}, key

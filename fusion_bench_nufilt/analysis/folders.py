@@ -21,10 +21,7 @@ DIRECTIONS = 32
 
 
 def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = lambda: None) -> Analysis:
-    """Compare the task vectors of a planned merge, and that of what is already merged, with each other.
-
-    As many layers as there are threads are in memory at a time, as in the merge itself.
-    """
+    """Compare the task vectors of a planned merge, and that of what is already merged, a few layers at a time."""
     for checkpoint in plan.checkpoints:
         checkpoint.fetch()
     labels = [task.checkpoint.label for task in plan.tasks]  # folders of the same name get numbers
@@ -48,7 +45,7 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = la
 
 
 def _update(model: FullModel, layer: Layer, stored: Tensor) -> Tensor:
-    """Return the update tau of a layer ``(d_o, d_i)``, given the base's tensor; zero where an adapter has none."""
+    """Return tau of a layer, ``(d_o, d_i)``, given the base's tensor; zero where an adapter has none."""
     theta_0 = layer.view.matrix(stored)
     if layer.slot not in model.slots:
         return torch.zeros_like(theta_0)

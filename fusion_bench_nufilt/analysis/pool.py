@@ -19,6 +19,7 @@ from fusion_bench_nufilt.layers import check_model, select_layers
 from fusion_bench_nufilt.layers.views import View
 from fusion_bench_nufilt.pages.names import kind
 from fusion_bench_nufilt.storage.files import file_name
+from fusion_bench_nufilt.stream.models import PRETRAINED, refuse_drawn
 
 from .record import Loader, Moments, known_moments, memory_of, record_moments, shared_inputs, task_inputs
 from .settings import AnalysisConfig
@@ -43,42 +44,45 @@ class PoolAnalysis:
         self.taskpool = experiment.evaluator.taskpool  # whose data are looked up before any model is loaded
         self.tasks = experiment.tasks
         self._pairs = config.named_pairs(self.tasks)
-        self.pretrained: nn.Module = experiment.modelpool.load_pretrained_model()
+        self.pretrained, drawn = experiment.load(PRETRAINED)
         self.views = merged_layers(self.pretrained, targets)
+        self._keys = {view.key for view in self.views.values()}
+        self._refuse_drawn(PRETRAINED, drawn)
         self._modules = [view.module for view in self.views.values()]
+        self.width = min(view.shape[1] for view in self.views.values())  # d_i of the narrowest layer
         self._inputs = self._draw_inputs(config.samples)
         self._samples = {task: len(inputs.dataset) for task, inputs in self._inputs.items()}  # type: ignore[arg-type]
         for task, count in self._samples.items():
             if count < config.data_rank:
                 raise ValueError(f"task '{task}' has {count} samples, fewer than r_d = {config.data_rank}")
-        self.owner = shared_inputs(self.pretrained, self._modules, self._inputs[self.tasks[0]])  # by module
+        #: By module, the one whose inputs are the same; the owners alone are recorded.
+        self.owner = shared_inputs(self.pretrained, self._modules, self._inputs[self.tasks[0]])
+        self.owners = sorted(set(self.owner.values()))
         self.moments: dict[str, Moments] = {}
 
     @property
-    def width(self) -> int:
-        """The width d_i of the narrowest layer."""
-        return min(view.shape[1] for view in self.views.values())
-
-    @property
     def memory_note(self) -> str:
-        """A note on how much memory and disk space recording will take."""
-        needed, owners = memory_of(self.pretrained, self.owner.values()), len(set(self.owner.values()))
+        needed = memory_of(self.pretrained, self.owners)
         return (
-            f"second moments of {owners} inputs of {len(self.views)} layers, for each of {len(self.tasks)} tasks: at "
-            f"most {min(needed, MEMORY) / 1e6:.0f} MB of memory at a time, {needed / 3e6:.0f} MB on disk"
+            f"second moments of {len(self.owners)} inputs of {len(self.views)} layers, for each of {len(self.tasks)} "
+            f"tasks: at most {min(needed, MEMORY) / 1e6:.0f} MB of memory at a time, {needed / 3e6:.0f} MB on disk"
         )
 
     @cached_property
     def propagated_inputs(self) -> dict[str, list[Any]]:
         """Batches of a few samples of each task for the propagated losses; none if they are switched off."""
-        drawn = self._draw_inputs(self.config.propagated) if self.config.propagated else {}
-        return {task: list(loader) for task, loader in drawn.items()}
+        samples = self.config.propagated
+        return {task: list(loader) for task, loader in self._draw_inputs(samples).items()} if samples else {}
 
     def load(self, task: str) -> nn.Module:
         """Load a task's model, and check that it can be merged."""
-        model: nn.Module = self.experiment.modelpool.load_model(task)
-        check_model(self.pretrained, model, {view.key for view in self.views.values()}, name=task)
+        model, drawn = self.experiment.load(task)
+        self._refuse_drawn(task, drawn)
+        check_model(self.pretrained, model, self._keys, name=task)
         return model
+
+    def _refuse_drawn(self, name: str, drawn: Sequence[str]) -> None:
+        refuse_drawn(name, [key for key in drawn if key in self._keys], can_exclude=False)
 
     def run(self, on_task: Callable[[], Any] = lambda: None) -> Analysis:
         """Record what has not been recorded yet, and compare the tasks' data with their task vectors."""
@@ -111,14 +115,14 @@ class PoolAnalysis:
 
     def _moments(self, task: str, model: nn.Module) -> Moments:
         """Return the second moments of a task's inputs, recorded now unless they were before."""
-        source, name = (model, task) if self.config.activations == "own" else (self.pretrained, "_pretrained_")
+        source, name = (model, task) if self.config.activations == "own" else (self.pretrained, PRETRAINED)
         about = {
             "task": task,
             "activations": self.config.activations,
             "samples": self._samples[task],
             "seed": self.config.seed,
             "layers": self._modules,
-            "weights": self.experiment.digests[name],
+            "weights": self.experiment.digest(name),
             "taskpool": self.experiment.settings["taskpool"],
         }
         folder = self.folder / "moments" / file_name(task)
@@ -126,18 +130,16 @@ class PoolAnalysis:
         return known or record_moments(source, self._inputs[task], self.owner, folder, about, MEMORY)
 
     def _data_subspaces(self, moments: Moments) -> dict[str, Tensor]:
-        """Return V_d for every layer; layers with the same inputs share it."""
-        owners = sorted(set(self.owner.values()))
-        found = map_layers(lambda owner: data_subspace(moments.read(owner), max(RANKS)), owners, torch.device("cpu"))
-        solved = dict(zip(owners, found, strict=True))
+        found = map_layers(lambda own: data_subspace(moments.read(own), max(RANKS)), self.owners, torch.device("cpu"))
+        solved = dict(zip(self.owners, found, strict=True))
         return {layer: solved[self.owner[view.module]] for layer, view in self.views.items()}
 
     def _examine(
         self, task: str, model: nn.Module, data: Mapping[str, Tensor], layer: str
     ) -> tuple[TaskVector, list[Row]]:
         """Return a task's vector in a layer, and Theorem 1 evaluated for it and the subspaces of its data."""
-        view = self.views[layer]
-        tau, rows = layer_weight(model, view) - layer_weight(self.pretrained, view), []
+        view, rows = self.views[layer], []
+        tau = layer_weight(model, view) - layer_weight(self.pretrained, view)
         for rank in (rank for rank in _THEOREM_RANKS if rank <= min(view.shape)):
             V = data[layer][:, :rank]
             check = check_theorem(*split_by_data(tau, V), V, max(rank, self.config.task_rank))
@@ -147,7 +149,8 @@ class PoolAnalysis:
 
     def _affinities(self, layer: str, data: Mapping[str, Tensor], vectors: Mapping[str, TaskVector]) -> list[Row]:
         """Compare the data and the vectors of all tasks in a layer, at the settings' ranks and for r_d = r_v."""
-        ranks, rows = [rank for rank in RANKS if rank <= min(min(view.shape) for view in self.views.values())], []
+        narrowest = min(min(view.shape) for view in self.views.values())
+        ranks, rows = [rank for rank in RANKS if rank <= narrowest], []
         for (of_data, V_d), (of_vector, vector) in product(data.items(), vectors.items()):
             A = subspace_affinity(V_d[:, : self.config.data_rank], vector.V[:, : self.config.task_rank])
             row = {"layer": layer, "kind": kind(layer), "data": of_data, "vector": of_vector, "affinity": float(A)}
@@ -170,5 +173,4 @@ def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> dict
 
 
 def layer_weight(model: nn.Module, view: View) -> Tensor:
-    """Return a layer's weight, in float32 at least."""
     return widened(view.read(model)).cpu()

@@ -1,4 +1,4 @@
-"""Draw samples from a FusionBench task pool, and record the second moments of a model's layer inputs on them."""
+"""Draw samples from a FusionBench task pool, and record second moments of a model's layer inputs on them."""
 
 import inspect
 import json
@@ -22,6 +22,7 @@ from typing_extensions import TypedDict
 from fusion_bench_nufilt.core.subspace import gram_matrix
 from fusion_bench_nufilt.core.weights import widened
 from fusion_bench_nufilt.storage.files import atomic_file, read_json, write_text
+from fusion_bench_nufilt.storage.resumable import differences, in_one_line
 from fusion_bench_nufilt.storage.tensors import TensorFile
 from fusion_bench_nufilt.stream.evaluation import names_of
 
@@ -31,19 +32,18 @@ Loader = DataLoader[Any]
 
 
 def task_inputs(taskpool: Any, task: str, samples: int, seed: int) -> Loader:
-    """Draw samples of a task's test set (all if it has fewer), in batches like those of the pool's own loader.
+    """Draw samples of a task's test set, all if it has fewer, in batches like those of the pool's loader.
 
     The pool is one of FusionBench's for CLIP vision or Flan-T5 (0.1 pools), or any with ``get_test_dataloader(task)``.
     """
     loader = _test_loader(taskpool, task)
-    dataset, count = loader.dataset, len(loader.dataset)
-    if samples < count:
-        dataset = Subset(dataset, sorted(random.Random(seed).sample(range(count), samples)))
+    dataset = loader.dataset
+    if samples < len(dataset):
+        dataset = Subset(dataset, sorted(random.Random(seed).sample(range(len(dataset)), samples)))
     return DataLoader(dataset, batch_size=loader.batch_size or 1, collate_fn=loader.collate_fn)
 
 
 def _test_loader(taskpool: Any, task: str) -> Any:
-    """Return the loader of a task's test data, which each of FusionBench's pools keeps elsewhere."""
     pool, is_v01 = type(taskpool).__name__, isinstance(taskpool, V01TaskPool)
     known = taskpool.task_names if is_v01 else getattr(taskpool, "_test_datasets", [task])
     own = task if task in known else next((name for name in known if task in names_of(name)), None)
@@ -58,9 +58,8 @@ def _test_loader(taskpool: Any, task: str) -> Any:
     if is_v01:
         return taskpool.load_task(own).test_loader
     raise ValueError(
-        f"the task pool {pool} has no test data of a single task (no test_dataloaders, "
-        "get_test_dataloader or load_task), so that nothing can be recorded; `nufilt analyze --base … --task …` needs "
-        "no data"
+        f"the task pool {pool} has no test data of a single task (no test_dataloaders, get_test_dataloader or "
+        "load_task); `nufilt analyze --base … --task …` needs no data"
     )
 
 
@@ -82,19 +81,17 @@ def watched_layers(
 ) -> Iterator[Callable[[Tensor], Tensor]]:
     """Call ``receive`` with the name, the input and the output of each named layer whenever the model runs.
 
-    Yields:
-        A function that returns the rows ``(n, d)`` of an input or output ``(..., d)`` that are not padding, by the
-        ``attention_mask`` of the transformer that is running; a model may hold several.
+    Yields a function from an input or output ``(..., d)`` to its rows ``(n, d)`` that are not padding, by the
+    ``attention_mask`` of the transformer that is running; a model may hold several.
     """
     mask: Tensor | None = None  # 1 for a token, 0 for padding
 
     def note_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         nonlocal mask
-        if "attention_mask" in kwargs:
-            given = kwargs["attention_mask"]
-            mask = given if isinstance(given, Tensor) and given.dim() == 2 else None
+        given = kwargs.get("attention_mask", mask)
+        mask = given if isinstance(given, Tensor) and given.dim() == 2 else None
 
-    def hand_out(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def pass_on(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         receive(name, args[0], output)
 
     def tokens(X: Tensor) -> Tensor:
@@ -105,7 +102,7 @@ def watched_layers(
             if isinstance(module, PreTrainedModel):
                 stack.callback(module.register_forward_pre_hook(note_mask, with_kwargs=True).remove)
         for name in names:
-            stack.callback(model.get_submodule(name).register_forward_hook(partial(hand_out, name)).remove)
+            stack.callback(model.get_submodule(name).register_forward_hook(partial(pass_on, name)).remove)
         yield tokens
 
 
@@ -119,7 +116,7 @@ class Recorded(TypedDict):
 
 
 class Moments:
-    """The second moments of one task in a folder, read one at a time; a ValueError names a file that is damaged."""
+    """The second moments of one task in a folder, read one at a time; a ValueError names a damaged file."""
 
     def __init__(self, folder: Path, content: Recorded) -> None:
         self.tokens, self._owner = content["tokens"], content["owner"]
@@ -138,8 +135,10 @@ class Moments:
 def known_moments(folder: Path, about: Mapping[str, Any]) -> Moments | None:
     """Return earlier records if they are complete and of the same model, data and layers."""
     try:
-        content = read_json(folder / "about.json", Recorded, advice="its moments can be recorded again")
-        if content is None or content["about"] != json.loads(json.dumps(about)):
+        if (content := read_json(folder / "about.json", Recorded, "its moments can be recorded again")) is None:
+            return None
+        if other := differences(content["about"], about):
+            log.info("'%s': %s; recording again", folder, in_one_line(other))
             return None
         return Moments(folder, content)
     except ValueError as error:
@@ -153,8 +152,8 @@ def record_moments(
 ) -> Moments:
     """Run a model on a task's samples, and save the second moments of its layers' inputs in a folder.
 
-    If all moments together would take more than ``max_memory`` bytes, the samples are run once for each group of layers
-    that fits, and each group is saved before the next. ``owner`` has the layer whose moment each layer shares.
+    The samples are run once for each group of layers whose moments fit into ``max_memory`` bytes. ``owner`` has the
+    layer whose moment each layer shares.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "about.json").unlink(missing_ok=True)
@@ -165,13 +164,13 @@ def record_moments(
         with atomic_file(folder / file) as temporary:
             save_file(moments, temporary)
         files |= dict.fromkeys(group, file)
-    content: Recorded = {"about": dict(about), "owner": dict(owner), "files": files, "tokens": tokens}
+    content = Recorded(about=dict(about), owner=dict(owner), files=files, tokens=tokens)
     write_text(folder / "about.json", json.dumps(content))
     return Moments(folder, content)
 
 
 def _run_and_sum(model: nn.Module, inputs: Loader, layers: Sequence[str]) -> tuple[dict[str, Tensor], int]:
-    """Run the model on the samples; return C, float32, for the given layers, and the number of tokens."""
+    """Run the model on the samples; return C, float32, of the layers' inputs, and the number of tokens."""
     sums = {name: torch.zeros([_width(model, name)] * 2, dtype=torch.float64) for name in layers}
     counts = dict.fromkeys(layers, 0)
 
@@ -188,13 +187,11 @@ def _run_and_sum(model: nn.Module, inputs: Loader, layers: Sequence[str]) -> tup
 
 def shared_inputs(model: nn.Module, names: Sequence[str], inputs: Loader) -> dict[str, str]:
     """Return, for each linear layer, the first one whose input is the same tensor when the model runs on a sample."""
-    first: dict[int, str] = {}
-    held: list[Tensor] = []  # so that no address is used twice
+    first: dict[int, tuple[str, Tensor]] = {}  # holds the tensors, so that no address is used twice
     owner: dict[str, str] = {}
 
     def receive(name: str, X: Tensor, _: Tensor) -> None:
-        held.append(X)
-        owner.setdefault(name, first.setdefault(id(X), name))
+        owner.setdefault(name, first.setdefault(id(X), (name, X))[0])
 
     with watched_layers(model, names, receive):
         forward(model, inputs.collate_fn([inputs.dataset[0]]))
@@ -204,12 +201,12 @@ def shared_inputs(model: nn.Module, names: Sequence[str], inputs: Loader) -> dic
 
 
 def memory_of(model: nn.Module, layers: Iterable[str]) -> int:
-    """Return the bytes of the moments of some layers while they are recorded: float64 sums and float32 means."""
+    """Return the bytes that recording the moments of some layers takes: float64 sums and float32 means."""
     return sum((8 + 4) * _width(model, name) ** 2 for name in set(layers))
 
 
 def _groups(model: nn.Module, names: Sequence[str], max_memory: int) -> Iterator[list[str]]:
-    """Split the layers into groups whose moments fit into memory; a group has at least one layer."""
+    """Split the layers into groups whose moments fit into memory, of one layer at least."""
     group: list[str] = []
     for name in names:
         if group and memory_of(model, [*group, name]) > max_memory:
@@ -222,5 +219,4 @@ def _groups(model: nn.Module, names: Sequence[str], max_memory: int) -> Iterator
 def _width(model: nn.Module, name: str) -> int:
     """Return d_i of a linear layer; transformers' Conv1D stores its weight transposed."""
     module = model.get_submodule(name)
-    width: int = module.in_features if isinstance(module, nn.Linear) else module.get_parameter("weight").shape[0]
-    return width
+    return module.get_parameter("weight").shape[1 if isinstance(module, nn.Linear) else 0]

@@ -16,7 +16,7 @@ option = partial(options.option, panel="Analysis")
 
 @dataclass(frozen=True)
 class AnalysisConfig:
-    """What is measured, and on how much data; a ValueError names a value out of its range."""
+    """What is measured, and on how much data; a ValueError names a bad value."""
 
     data_rank: int = option(8, "Directions of each task's data, at most task_rank.", symbol="r_d")
     task_rank: int = option(8, "Directions of each task vector.", symbol="r_v")
@@ -41,15 +41,15 @@ class AnalysisConfig:
         check_whole(self, "propagated")
         check_choices(self)
         if self.data_rank > self.task_rank:
+            ranks = f"r_d = {self.data_rank} and r_v = {self.task_rank}"
             raise ValueError(
-                f"data_rank must not exceed task_rank, where the affinity can't reach 1: got r_d = {self.data_rank} "
-                f"and r_v = {self.task_rank}"
+                f"data_rank must not exceed task_rank, since the affinity can't reach 1 there: got {ranks}"
             )
         if self.samples < self.data_rank:
             raise ValueError(f"{self.samples} samples do not span {self.data_rank} directions: raise samples")
 
     def named_pairs(self, tasks: Sequence[str]) -> list[tuple[int, int]] | None:
-        """Return the pairs as task numbers, or None for the default; a ValueError names a pair of unknown tasks."""
+        """Return the pairs as task numbers, or None for the default."""
         for text in [self.pairs] if self.pairs else PAPER_PAIRS:
             pairs = [pair.split(":") for pair in text.replace(" ", "").split(",")]
             wrong = [":".join(pair) for pair in pairs if len(pair) != 2 or not {*pair} <= {*tasks}]

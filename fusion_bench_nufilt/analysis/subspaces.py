@@ -21,8 +21,6 @@ _DIRECT, _ROUNDS, _SPARE = 1024, 4, 16
 
 @dataclass(frozen=True)
 class TaskVector:
-    """The task vector of a layer, summarised."""
-
     V: Tensor  # its top right singular vectors, (d_i, r), the most important first; zero beyond the numerical rank
     norm: float  # Frobenius norm
     energy: Tensor  # the share of the squared norm in each of the directions of V, (r,)
@@ -46,9 +44,9 @@ def task_vector(tau: Tensor, rank: int) -> TaskVector:
 def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the top right singular vectors ``(d_i, rank)`` and the singular values, the largest first.
 
-    For a layer with both sides above 1024, the Gram matrix would take most of the time, and a fixed number of rounds of
-    block iteration on the matrix itself is exact enough: for singular values k^-0.4, which fall more slowly than those
-    of task vectors, the energy of 32 directions is off by 0.2 %.
+    If both sides are above 1024, the Gram matrix would take most of the time, and a few rounds of block iteration on
+    the matrix itself are exact enough: for singular values k^-0.4, which fall more slowly than those of task vectors,
+    the energy of 32 directions is off by 0.2 %.
     """
     if min(tau.shape) <= _DIRECT:
         tall = tau if tau.shape[1] <= tau.shape[0] else tau.mT
@@ -67,8 +65,7 @@ def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def overlap(a: TaskVector, b: TaskVector, rank: int) -> float:
     """Return the mean squared cosine of the principal angles between the top ``rank`` directions of two task vectors.
 
-    It is 1 if they use the same directions of a layer's input, so that merging one disturbs the other. Its chance level
-    is ``rank`` over the layer's width.
+    It is 1 if they use the same input directions, so that merging one disturbs the other; by chance, rank / d_i.
     """
     V, W = a.V[:, :rank], b.V[:, :rank]
     narrow, wide = sorted((V, W), key=lambda basis: int(basis.square().sum().round()))
@@ -78,7 +75,7 @@ def overlap(a: TaskVector, b: TaskVector, rank: int) -> float:
 def data_subspace(C: Tensor, rank: int) -> Tensor:
     """Return V_d, the top eigenvectors ``(..., d_i, r_d)`` of a second moment, the largest eigenvalue first.
 
-    Columns beyond the rank of C are zero: fewer inputs than ``rank`` cannot span that many directions.
+    Columns beyond the rank of C are zero.
     """
     V = top_eigenvectors(C, min(rank, C.shape[-1]))
     energy = ((C @ V) * V).sum(dim=-2)
@@ -96,7 +93,7 @@ def dominance(A: Floats) -> dict[str, float]:
     """Compare matched with mismatched affinities; A is ``(layers, T, T)``, by data and vector, with T > 1.
 
     ``rows`` and ``columns`` count those of the mean matrix whose largest value is on the diagonal; ``matched_above`` is
-    the share of comparisons within a row or column of a layer in which the matched affinity is the larger one.
+    the share of comparisons within a layer's row or column that the matched affinity wins.
     """
     count = A.shape[-1]
     own = np.diagonal(A, axis1=1, axis2=2)  # (layers, T)
@@ -117,7 +114,7 @@ def dominance(A: Floats) -> dict[str, float]:
 def example_pairs(M: Floats) -> list[tuple[int, int]]:
     """Choose three pairs (data, vector) of the mean matrix, whose distributions are drawn.
 
-    They are the largest diagonal entry, and the 90th percentile and the lowest of the off-diagonal entries.
+    They are the largest diagonal entry, and the 90th percentile and the lowest of the others.
     """
     best = int(np.diagonal(M).argmax())
     off = sorted((float(M[i, j]), i, j) for i in range(len(M)) for j in range(len(M)) if i != j)

@@ -32,8 +32,7 @@ _PREFIXES = {"fixed": "", "relative": "relative_", "propagated": "propagated_"}
 class Analysis:
     """Everything that tables, pictures and sentences are made of; what was not measured is empty or None.
 
-    The tables leave out ``energy``, the share of each direction of a task vector, and ``by_rank``, the affinities for
-    each r = r_d = r_v.
+    The tables leave out ``energy`` by direction, and ``by_rank``, the affinities for each r = r_d = r_v.
     """
 
     about: Row  # where it comes from, for people
@@ -68,22 +67,18 @@ def save_analysis(analysis: Analysis, folder: Path) -> tuple[Row, list[str]]:
     content["reading"] = reading(content)
     write_json(folder / "analysis.json", content)
     write_text(folder / "reading.md", "".join(f"- {sentence}\n" for sentence in content["reading"]))
-    tables = {
-        "task_vectors.csv": pd.DataFrame(analysis.vectors).astype({"rank_90": "Int64"}),
-        "overlaps.csv": pd.DataFrame(analysis.overlaps),
-        "theorem.csv": pd.DataFrame(analysis.theorem),
-        "losses.csv": pd.DataFrame(analysis.losses),
-        "affinity.csv": pd.DataFrame(analysis.affinity),
-    }
-    known = {name: table for name, table in tables.items() if len(table)}
-    for name, table in known.items():
-        shown = table.drop(columns=["energy", "by_rank"], errors="ignore")
-        write_text(folder / name, shown.to_csv(index=False, lineterminator="\n"))
-    return content, ["analysis.json", "reading.md", *known]
+    files = ["analysis.json", "reading.md"]
+    for name in ("vectors", "overlaps", "theorem", "losses", "affinity"):
+        table = pd.DataFrame(getattr(analysis, name)).drop(columns=["energy", "by_rank"], errors="ignore")
+        if len(table):
+            files.append("task_vectors.csv" if name == "vectors" else f"{name}.csv")
+            whole = {"rank_90": "Int64"} if name == "vectors" else {}
+            write_text(folder / files[-1], table.astype(whole).to_csv(index=False, lineterminator="\n"))
+    return content, files
 
 
 def summarise(analysis: Analysis) -> Row:
-    """Return the summary of an analysis for JSON, without what was not measured; what is not finite is None."""
+    """Return the summary for JSON, without what was not measured; what is not finite is None."""
     vectors, overlaps = pd.DataFrame(analysis.vectors), pd.DataFrame(analysis.overlaps)
     affinity = pd.DataFrame(analysis.affinity, columns=["layer", "kind", "data", "vector", "affinity", "by_rank"])
     layers = pd.DataFrame(
@@ -172,7 +167,6 @@ def _layers_of(vectors: pd.DataFrame, overlaps: pd.DataFrame, affinity: pd.DataF
 
 
 def _affinity(A: Floats) -> Row:
-    """Summarise the affinities ``(layers, T, T)`` of a group of layers."""
     known = {"dominance": dominance(A)} if A.shape[-1] > 1 else {}
     return {"mean": A.mean(axis=0), "p90": np.quantile(A, 0.9, axis=0), **known}
 
@@ -200,7 +194,6 @@ def _theorem(rows: pd.DataFrame) -> list[Row]:
 
 
 def _method(rows: pd.DataFrame) -> Row:
-    """Summarise the losses of one method from the second step on."""
     later = rows[rows["step"] > 1]
     if later.empty:
         return {}
@@ -210,7 +203,7 @@ def _method(rows: pd.DataFrame) -> Row:
 
 
 def _losses(rows: pd.DataFrame, columns: list[str]) -> Row:
-    """Return the layer means by step, their harmonic and arithmetic means, and the averages of these over the steps."""
+    """Return the layer means by step, their harmonic and arithmetic means, and the averages over the steps."""
     by_step = rows.groupby("step")[columns].mean().set_axis(LOSSES, axis=1)
     by_step["harmonic"] = [harmonic_mean(*pair) for pair in by_step.itertuples(index=False)]
     by_step["arithmetic"] = by_step[LOSSES].mean(axis=1, skipna=False)
@@ -223,10 +216,7 @@ def _losses(rows: pd.DataFrame, columns: list[str]) -> Row:
 
 
 def _correlation(rows: pd.DataFrame, columns: list[str]) -> Row:
-    """Return Spearman's rank correlation of a loss with its data-free counterpart.
-
-    It is computed over all layers and steps, and over the layers of each step, averaged over the steps that have it.
-    """
+    """Return Spearman's rank correlation of two losses over all rows, and the mean of that over each step's layers."""
 
     def rho(some: pd.DataFrame) -> float:
         return float(some[columns].corr("spearman", min_periods=3).iloc[0, 1])
@@ -235,9 +225,8 @@ def _correlation(rows: pd.DataFrame, columns: list[str]) -> Row:
 
 
 def _corollary(losses: pd.DataFrame) -> Row:
-    """Return the left side of Corollary 1 as a share of the right side, where it was evaluated."""
     content: Row = {}
-    for loss in LOSSES:
+    for loss in LOSSES:  # the left side of Corollary 1 as a share of the right side, where it was evaluated
         left, right = losses[loss].astype(float), losses[f"{loss}_bound"].astype(float)
         shares = (left / right)[right > 0]
         if len(shares):

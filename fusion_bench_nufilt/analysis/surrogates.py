@@ -24,9 +24,8 @@ def layer_losses(
     r"""Return both surrogates of a layer for inputs with given second moments. Lower is better.
 
     They are ``stability``, :math:`E_{x\sim\text{old tasks}} \|(W_m(t) - W_m(t-1)) x\|^2`, and ``plasticity``,
-    :math:`E_{x\sim\text{task }t} \|(W_m(t) - W_t) x\|^2`; ``relative_stability`` and ``relative_plasticity`` are these
-    over :math:`E \|W_m(t-1) x\|^2` and :math:`E \|W_t x\|^2`, without a unit. Stability is None without ``C_old``, the
-    mean of the old tasks' second moments, and a relative loss where all outputs are zero.
+    :math:`E_{x\sim\text{task }t} \|(W_m(t) - W_t) x\|^2`; the relative ones are over :math:`E \|W_m(t-1) x\|^2` and
+    :math:`E \|W_t x\|^2`. Stability is None without old tasks, and a relative loss where all outputs are zero.
     """
     names = ("stability", "plasticity", "relative_stability", "relative_plasticity")
     found: dict[str, float | None] = dict.fromkeys(names)
@@ -38,7 +37,7 @@ def layer_losses(
 
 
 def harmonic_mean(a: float, b: float) -> float:
-    """Return 2ab / (a + b), or 0 if one is 0, as for a method that ignores the new task or the old ones."""
+    """Return 2ab / (a + b), or 0 if both are 0."""
     return 2 * a * b / (a + b) if a + b else 0.0
 
 
@@ -63,8 +62,8 @@ def data_free_losses(
 class TheoremCheck:
     r"""The measured misalignment 1 - A beside the bound :math:`\zeta^2` of Theorem 1 (Section 3.4).
 
-    ``zeta`` is with the paper's :math:`\sqrt{d_o} \max_k \Psi_k`, ``zeta_spectral`` with :math:`\|E\|_2` in its
-    place, which the proof allows. Where either is infinite, the theorem's condition does not hold.
+    ``zeta`` is with the paper's :math:`\sqrt{d_o} \max_k \Psi_k`, ``zeta_spectral`` with :math:`\|E\|_2`, which the
+    proof allows. It is infinite where the theorem's condition does not hold.
     """
 
     misalignment: float
@@ -73,7 +72,6 @@ class TheoremCheck:
 
     @property
     def violated(self) -> bool:
-        """Whether this contradicts the theorem, with an allowance for rounding."""
         return self.misalignment > min(self.zeta, self.zeta_spectral) ** 2 + 1e-5
 
 
@@ -101,9 +99,8 @@ def corollary_bound(D: Tensor, C: Tensor, V_hat: Tensor) -> tuple[float, float]:
     .. math:: \operatorname{tr}(D C D^\top)
         \le 2 \lambda_{\max}(C) \|D \hat V\|_F^2 + 2 \|D\|_2^2 \operatorname{tr}((I - \hat V \hat V^\top) C)
 
-    The second term stands in for the paper's :math:`2 \sigma_1(X)^2 r_d \zeta^2 \|D\|_2^2`: it is what the proof needs,
-    measured on the data, and is finite where the theorem's condition fails. Shapes are D ``(d_o, d_i)``, C
-    ``(d_i, d_i)`` and V_hat ``(d_i, r_v)``.
+    The second term is what the proof needs where the paper has :math:`2 \sigma_1(X)^2 r_d \zeta^2 \|D\|_2^2`, and is
+    finite where the theorem's condition fails. D is ``(d_o, d_i)``, C ``(d_i, d_i)``, V_hat ``(d_i, r_v)``.
     """
     largest = top_eigenvectors(C, 1)
     lambda_max = float(((C @ largest) * largest).sum())
@@ -113,7 +110,6 @@ def corollary_bound(D: Tensor, C: Tensor, V_hat: Tensor) -> tuple[float, float]:
 
 
 def spectral_norm(X: Tensor) -> float:
-    """Return the largest singular value."""
     if X.shape[-1] > X.shape[-2]:
         X = X.mT
     return float(torch.linalg.vector_norm(X @ top_eigenvectors(gram_matrix(X), 1)))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fusion_bench_nufilt.core.options import options_of, split_options, takes_options
+from fusion_bench_nufilt.stream.models import PRETRAINED, load_stored
 
 from .task_data import EntropyConfig, task_data
 
@@ -43,7 +44,7 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """Merge all models of a pool at once, without changing them."""
         names = modelpool.model_names
         data = task_data("AdaMerging", None if self._program is None else self._program.taskpool, names[-1], modelpool)
-        theta_0, *models = (modelpool.load_model(name) for name in ("_pretrained_", *names))
+        theta_0, *models = (load_stored(modelpool, name) for name in (PRETRAINED, *names))
         merged = _Merged(theta_0, models, self.init_values, self.fabric.device)
         data.minimise_entropy(merged, [merged.coefficients], options_of(EntropyConfig, self), self.seed)
         model = deepcopy(theta_0).requires_grad_()

@@ -24,7 +24,8 @@ from fusion_bench_nufilt.core.options import (
     takes_options,
 )
 from fusion_bench_nufilt.core.weights import wide_dtype
-from fusion_bench_nufilt.storage.checkpoint import Manifest, load_state
+from fusion_bench_nufilt.storage.checkpoint import load_state
+from fusion_bench_nufilt.storage.schemas import Manifest
 from fusion_bench_nufilt.stream import ContinualMergingAlgorithm, ProtocolConfig
 from fusion_bench_nufilt.stream.data_sets import check_train_sets
 from fusion_bench_nufilt.stream.models import MERGED, PRETRAINED

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fusion_bench_nufilt.core.weights import widened
 from fusion_bench_nufilt.layers import check_model, select_layers
+from fusion_bench_nufilt.stream.models import PRETRAINED, load_model, load_stored, refuse_drawn
 
 MergeFunc = Literal["sum", "mean", "max"]
 
@@ -50,10 +51,11 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
         """Merge all models of a pool at once into its pretrained model, which is changed."""
         if not isinstance(modelpool, BaseModelPool):
             modelpool = BaseModelPool(dict(modelpool))
-        pretrained = modelpool.load_pretrained_model()
+        pretrained, drawn = load_model(modelpool, PRETRAINED)
         layers = select_layers(pretrained, "all-linear")
         keys = {view.key for view in layers.values()}
-        models = [modelpool.load_model(name) for name in modelpool.model_names]
+        refuse_drawn(PRETRAINED, [key for key in drawn if key in keys], can_exclude=False)
+        models = [load_stored(modelpool, name, keys) for name in modelpool.model_names]
         for name, model in zip(modelpool.model_names, models, strict=True):
             check_model(pretrained, model, keys, name=name, other_params="pretrained")
         for view in layers.values():

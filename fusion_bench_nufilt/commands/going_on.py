@@ -9,7 +9,8 @@ from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.merge import Settings
 from fusion_bench_nufilt.merge.sources.checkpoint import Checkpoint
 from fusion_bench_nufilt.methods import find_method
-from fusion_bench_nufilt.storage.checkpoint import Manifest, read_manifest
+from fusion_bench_nufilt.storage.checkpoint import read_manifest
+from fusion_bench_nufilt.storage.schemas import Manifest
 
 
 def inherited(said: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,8 @@ from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.merge.sources.checkpoint import some
 from fusion_bench_nufilt.merge.sources.models import LoraAdapter
 from fusion_bench_nufilt.methods import METHODS, find_method
-from fusion_bench_nufilt.storage.files import Count, checked, content_digest, parse_json, read_yaml, shown
+from fusion_bench_nufilt.storage.files import checked, content_digest, parse_json, read_yaml, shown
+from fusion_bench_nufilt.storage.schemas import Count
 
 from .going_on import find_model, inherited
 from .mergekit import from_mergekit

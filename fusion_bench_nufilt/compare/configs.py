@@ -1,8 +1,8 @@
 """Compose the configuration that `fusion_bench` would, and make the objects that it would make from it."""
 
-import io
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -40,7 +40,6 @@ def compose_run(overrides: Sequence[str]) -> DictConfig:
 
 @contextmanager
 def config_loader() -> Iterator[Any]:
-    """Yield Hydra's loader for the configs that `fusion_bench` finds."""
     folder = Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config"
     with initialize_config_dir(str(folder), version_base=None):
         yield GlobalHydra.instance().config_loader()
@@ -55,17 +54,14 @@ def taskpool_config(config: DictConfig) -> DictConfig:
 
 
 def plain(config: DictConfig) -> Any:
-    """Return the resolved configuration as plain JSON values."""
     with composing():
         return json.loads(json.dumps(OmegaConf.to_container(config, resolve=True, throw_on_missing=True), default=str))
 
 
 def make(config: DictConfig, fabric: Fabric, load_v01: Callable[[DictConfig], Any]) -> Any:
     """Make a method or pool as FusionBench's program does; ``load_v01`` reads configs of FusionBench 0.1."""
-    if "_target_" in config:
-        made = instantiate(config, _recursive_=config.get("_recursive_", False))
-    else:
-        made = load_v01(config)
+    recursive = config.get("_recursive_", False)
+    made = instantiate(config, _recursive_=recursive) if "_target_" in config else load_v01(config)
     for attribute in ("_fabric_instance", "_fabric"):  # the second is that of version 0.1
         if hasattr(made, attribute):
             setattr(made, attribute, fabric)
@@ -78,10 +74,7 @@ def is_tracker(override: str) -> bool:
 
 
 def make_trackers(overrides: Sequence[str], folder: Path) -> list[Any]:
-    """Make the trackers that the overrides name, with their files in ``folder``.
-
-    A tracker that takes its name from Hydra, which does not run here, is refused.
-    """
+    """Make the trackers that the overrides name, with their files in ``folder``; refuse one named by Hydra."""
     if not any(map(is_tracker, overrides)):
         return []
     config = compose_run([*overrides, f"path.log_dir='{folder}'"]).fabric.loggers
@@ -93,22 +86,17 @@ def make_trackers(overrides: Sequence[str], folder: Path) -> list[Any]:
         return [instantiate(config)]
 
 
-class _Nowhere(io.TextIOBase):
-    """A stream that drops all that is printed. It is never closed, because log handlers may keep it."""
-
-    def write(self, text: str) -> int:
-        return len(text)
+_nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- never closed: log handlers may keep it
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence standard output and error, with their bar for every data set, and FusionBench's log except errors."""
-    nowhere = _Nowhere()
     levels = {logger: logger.level for logger in map(logging.getLogger, ("fusion_bench", "lightning.fabric"))}
     for logger in levels:
         logger.setLevel(logging.ERROR)
     try:
-        with set_print_function_call(False), redirect_stdout(nowhere), redirect_stderr(nowhere):
+        with set_print_function_call(False), redirect_stdout(_nowhere), redirect_stderr(_nowhere):
             yield
     finally:
         for logger, level in levels.items():

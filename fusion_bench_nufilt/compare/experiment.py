@@ -29,7 +29,7 @@ from fusion_bench_nufilt.pages.metrics import or_none
 from fusion_bench_nufilt.storage.checkpoint import package_versions
 from fusion_bench_nufilt.stream.evaluation import Evaluator, Part, Report, score
 from fusion_bench_nufilt.stream.layerwise import LayerwiseMergingAlgorithm
-from fusion_bench_nufilt.stream.models import PRETRAINED, check_pool, digest_of_stored, load_model, reason
+from fusion_bench_nufilt.stream.models import MERGED, PRETRAINED, check_pool, digest_of_stored, load_model, reason
 
 from .configs import compose_run, make, plain, quiet, taskpool_config
 
@@ -39,8 +39,7 @@ OnStep = Callable[..., Any]
 class WatchingEvaluator(Evaluator):
     """An evaluator that notes the peak memory between scorings: that of merging, and of what stays loaded.
 
-    On a CUDA device, it is the memory that torch has allocated there; elsewhere, the resident memory of the process,
-    which only Linux reports.
+    It is what torch has allocated on a CUDA device; elsewhere, the process's resident memory, which Linux alone tells.
     """
 
     peak: int | None  # bytes since the last `watch`; None if unknown
@@ -51,7 +50,6 @@ class WatchingEvaluator(Evaluator):
         self.watch()
 
     def watch(self) -> None:
-        """Forget the peak so far."""
         self.peak = 0 if reset_peak(self._device) else None
 
     def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
@@ -64,7 +62,7 @@ class WatchingEvaluator(Evaluator):
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Reset the peak of the memory in use; return False where it can't be known."""
+    """Reset the peak of the memory in use; return False where it is not known."""
     try:
         if device.type == "cuda":
             torch.cuda.init()
@@ -77,7 +75,7 @@ def reset_peak(device: torch.device) -> bool:
 
 
 def read_peak(device: torch.device) -> int:
-    """Return the peak of the memory in use, in bytes, since it was last reset."""
+    """Return the peak of the memory in use since it was last reset, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -86,10 +84,7 @@ def read_peak(device: torch.device) -> int:
 
 @contextmanager
 def solver_seconds() -> Iterator[list[float]]:
-    """Measure the seconds from the creation of each of torch's optimizers to its last step.
-
-    The entries of the list that is yielded add up to them; it stays empty where there is no optimizer.
-    """
+    """Yield a list of seconds that add up to those from each torch optimizer's creation to its last step."""
     seconds: list[float] = []
     seen: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()
     init = Optimizer.__init__
@@ -117,7 +112,7 @@ def part_of_test_data(validation: bool, count: int) -> list[int]:
 
 
 class Experiment:
-    """The pools that `fusion_bench` composes, made when they are first needed, and the methods that run on them.
+    """The pools that `fusion_bench` composes, made when they are first needed, and methods run on them.
 
     With ``validation``, a fifth of each task's test data is scored; with False, the rest; with None, all.
     """
@@ -125,14 +120,13 @@ class Experiment:
     def __init__(self, config: DictConfig, validation: bool | None = None) -> None:
         self._config, self._validation = config, validation
         self._digests: dict[str, str] = {}
-        pools = {"modelpool": config.modelpool, "taskpool": taskpool_config(config)}
-        self.settings = {name: plain(pool) for name, pool in pools.items()}
+        self.settings = {"modelpool": plain(config.modelpool), "taskpool": plain(taskpool_config(config))}
         if validation is not None:
             self.settings["validation"] = validation
 
     @cached_property
     def fabric(self) -> lightning.Fabric:
-        """One device and no logger, so that the runs that share it write no files of their own."""
+        """One device and no logger: runs write no files of their own."""
         config = self._config.fabric
         return lightning.Fabric(accelerator=config.accelerator, precision=config.precision, devices=1)
 
@@ -156,41 +150,40 @@ class Experiment:
 
     @cached_property
     def parameters(self) -> int:
-        """The number of parameters of the pretrained model."""
-        return count_parameters(load_model(self.modelpool, PRETRAINED)[0])[1]
+        return count_parameters(self.load(PRETRAINED)[0])[1]
 
     @cached_property
     def width(self) -> int:
         """The smallest input width d_i of the layers that NUFILT merges."""
-        layers = select_layers(load_model(self.modelpool, PRETRAINED)[0])
+        layers = select_layers(self.load(PRETRAINED)[0])
         return min(view.shape[1] for view in layers.values())
 
     @property
     def digests(self) -> dict[str, str]:
         """The :func:`~fusion_bench_nufilt.stream.models.digest_of_stored` of every model."""
-        merged = ["_merged_"] if getattr(self.modelpool, "has_merged", False) else []
-        for name in ["_pretrained_", *self.tasks, *merged]:
-            if name not in self._digests:
-                self._load(name)
-        return dict(sorted(self._digests.items()))
+        merged = [MERGED] if getattr(self.modelpool, "has_merged", False) else []
+        return {name: self.digest(name) for name in sorted([PRETRAINED, *self.tasks, *merged])}
 
-    def _load(self, name: str) -> nn.Module:
+    def digest(self, name: str) -> str:
+        if name not in self._digests:
+            self.load(name)
+        return self._digests[name]
+
+    def load(self, name: str) -> tuple[nn.Module, list[str]]:
+        """Load a model, note its digest, and tell which of its weights were drawn at random."""
         model, drawn = load_model(self.modelpool, name)
-        self._digests[name] = digest_of_stored(model, drawn)
-        return model
+        if name not in self._digests:
+            self._digests[name] = digest_of_stored(model, drawn)
+        return model, drawn
 
     def score_single_models(self, on_step: OnStep) -> References:
         """Score the pretrained model on all T tasks and each fine-tuned one on its own, T + 1 steps in all."""
-
-        def scores(name: str, tasks: Sequence[str]) -> dict[str, float | None]:
+        references: References = {"pretrained": {}, "individual": {}}
+        for name in [PRETRAINED, *self.tasks]:
+            kind, tasks = ("pretrained", self.tasks) if name == PRETRAINED else ("individual", [name])
             with torch.no_grad():
-                report = self.evaluator.report(self._load(name), tasks)
-            return {task: or_none(score(report.get(task, {}))) for task in tasks}
-
-        references: References = {"pretrained": scores("_pretrained_", self.tasks), "individual": {}}
-        on_step()
-        for task in self.tasks:
-            references["individual"] |= scores(task, [task])
+                report = self.evaluator.report(self.load(name)[0], tasks)
+            references[kind] |= {task: or_none(score(report.get(task, {}))) for task in tasks}
             on_step()
         return references
 
@@ -223,7 +216,7 @@ class Experiment:
 
 
 def run_alone(overrides: tuple[str, ...], validation: bool | None, config: dict[str, Any]) -> SeedRun:
-    """Run a method in a separate process, which keeps the pools that the overrides choose, with data and heads."""
+    """Run a method in a process of its own, which keeps the pools, with data and heads, for the next run."""
     with quiet():
         return _experiment(overrides, validation).run(config)
 

@@ -9,7 +9,7 @@ from hydra.errors import HydraException
 
 
 def key_value(word: str) -> tuple[str, Any]:
-    """Return the key and the value of a word that sets one value; refuse a word of another form."""
+    """Return the key and the value of a word that sets one value; refuse any other."""
     override = _parse(word)
     if override.type is not OverrideType.CHANGE or override.is_sweep_override():
         raise ValueError(f"'{word}' is not of the form KEY=VALUE with one value")
@@ -17,12 +17,11 @@ def key_value(word: str) -> tuple[str, Any]:
 
 
 def key_of(word: str) -> str:
-    """Return the key of a word of any form, such as ``+method.x=1`` or ``~taskpool``; refuse one without a key."""
+    """Return the key of a word of any form, such as ``+method.x=1`` or ``~taskpool``."""
     return _parse(word).key_or_group
 
 
 def without_method(words: Iterable[str]) -> list[str]:
-    """Return the words that do not set an option of the method."""
     return [word for word in words if not key_of(word).startswith("method.")]
 
 

@@ -1,7 +1,7 @@
 """The comparisons of the paper (Qiu et al., ICLR 2026, arXiv 2509.21413), and the numbers that it prints for them.
 
-``published.csv`` has all of them, in per cent. They are shown beside measured numbers only where the models, the number
-of tasks, the settings and the set of orders agree.
+``published.csv`` has them in per cent. They stand beside measured numbers only where models, number of tasks, settings
+and orders agree.
 """
 
 import csv
@@ -11,14 +11,17 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from omegaconf import DictConfig
+
 from fusion_bench_nufilt.pages.content import Published
+from fusion_bench_nufilt.stream.models import PRETRAINED
 
 from .configs import compose_run, quiet, taskpool_config
 from .experiment import Experiment
 from .overrides import key_of, without_method
 from .specs import NEED_DATA, RunSpec, parse_methods
 
-_ORDERS = range(42, 52)  # the seeds of the paper's ten orders
+_ORDERS = list(range(42, 52))  # the seeds of the paper's ten orders
 _FLAN_T5, _LLAVA = "flan-t5-base_glue", "llava-1.5-7b"
 _IN_ORDER = "method.shuffle_order=false"  # the paper's one order, the alphabetical one
 _FREE_OF_ORDER = ("pretrained", "individual")
@@ -28,7 +31,6 @@ _COMPARABLE = ("main", "single", "tasks", "ablation", "flan_t5")
 
 @cache
 def printed_tables() -> dict[tuple[str, str], dict[str, Published]]:
-    """Return all numbers of the paper, by table and model pool, and by method."""
     tables: dict[tuple[str, str], dict[str, Published]] = {}
     with Path(__file__).with_name("published.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -47,12 +49,13 @@ def published(modelpool: str, overrides: Sequence[str], seeds: Sequence[int]) ->
     if changing != ([_IN_ORDER] if modelpool == _FLAN_T5 else []):
         return {}
     found: dict[str, Published] = {}
+    orders = modelpool == _FLAN_T5 or list(seeds) == _ORDERS
     for table in _COMPARABLE:
         for method, numbers in printed_tables().get((table, modelpool), {}).items():
-            if modelpool == _FLAN_T5 or method in _FREE_OF_ORDER or list(seeds) == list(_ORDERS):
+            if orders or method in _FREE_OF_ORDER:
                 found[method] = found.get(method, {}) | numbers
     for method, numbers in printed_tables().get(("overhead", modelpool), {}).items():
-        if ":" in method and list(seeds) == list(_ORDERS):  # NUFILT with other numbers of steps
+        if orders and ":" in method:  # NUFILT with other numbers of steps
             found[method] = {"ACC": numbers["ACC"] | {"note": ""}}
     if "nufilt/adapter_only" in found:  # the paper does not say which of the two forms it shows
         found["nufilt/adapter_alone"] = found["nufilt/adapter_only"]
@@ -61,9 +64,9 @@ def published(modelpool: str, overrides: Sequence[str], seeds: Sequence[int]) ->
 
 def paper_settings(modelpool: str) -> dict[str, tuple[str, ...]]:
     """Return, by method, the settings in which the paper differs from our configs on a model pool."""
-    smaller = ("scaling_factor=0.1",)  # its lambda for 14 and 20 tasks
-    more_tasks = modelpool.endswith(("TALL14", "TALL20"))
-    return dict.fromkeys(("task_arithmetic", "ties_merging", "knots_ties"), smaller) if more_tasks else {}
+    if not modelpool.endswith(("TALL14", "TALL20")):
+        return {}
+    return dict.fromkeys(("task_arithmetic", "ties_merging", "knots_ties"), ("scaling_factor=0.1",))
 
 
 class Panel(NamedTuple):
@@ -105,38 +108,48 @@ _PRINTED_FORM = {"lora_wemoe": "released"}
 def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_data: bool = False) -> list[RunSpec]:
     """Return the methods of one of the paper's comparisons.
 
-    ``ablation`` has the four rows of the paper's ablation; ``paper`` the methods of its main table with its settings,
-    by both formulas where there are two; ``sensitivity`` the panels of :data:`SENSITIVITY`, and ``ranks`` those that
-    vary a rank; ``overhead`` the rows of its table of costs. Methods that need data are included only ``with_data``,
-    and where the pool has that data. A comparison scales their ranks to the width.
+    ``ablation`` has the paper's four rows; ``paper`` the methods of its main table with its settings, by both formulas
+    where there are two; ``sensitivity`` the panels of :data:`SENSITIVITY`, and ``ranks`` those that vary a rank;
+    ``overhead`` the rows of its table of costs. Methods that need data are there only ``with_data``, and where the pool
+    has that data. A comparison scales their ranks to the width.
     """
     if with_data and name not in ("paper", "overhead"):
         raise ValueError(f"--with-data goes with --preset paper or overhead: no method of '{name}' needs data")
     if name in ("sensitivity", "ranks"):
-        panels = SENSITIVITY if name == "sensitivity" else [panel for panel in SENSITIVITY if panel.key != "max_steps"]
         with quiet():
-            width = Experiment(compose_run(without_method([f"modelpool={modelpool}", *overrides]))).width
+            width = Experiment(_pools(modelpool, overrides)).width
+        panels = [panel for panel in SENSITIVITY if name == "sensitivity" or panel.key != "max_steps"]
         return [spec for panel in panels for spec in panel_specs(panel, width)]
     if name not in _METHODS:
-        there = ", ".join(sorted([*_METHODS, "ranks", "sensitivity"]))
-        raise ValueError(f"there is no preset '{name}'; there are: {there}")
-    data = _methods_with_data(modelpool, overrides) if with_data else ()
-    methods = [method for method in _METHODS[name] if (short := method.split(":")[0]) not in NEED_DATA or short in data]
-    rows = [] if name == "paper" else methods
+        names = ", ".join(sorted([*_METHODS, "ranks", "sensitivity"]))
+        raise ValueError(f"there is no preset '{name}'; there are: {names}")
+    lacking = NEED_DATA.keys() - (_methods_with_data(modelpool, overrides) if with_data else [])
+    rows = [method for method in _METHODS[name] if method.split(":")[0] not in lacking]
     if name == "paper":
-        own = {table: rows for (table, pool), rows in printed_tables().items() if pool == modelpool}
-        of_pool = own.get("flan_t5", own.get("llava", methods))  # tables with fewer methods than the main one
-        forms = _OTHER_FORM | ({"task_arithmetic": "released"} if modelpool == _FLAN_T5 else {})
-        settings = paper_settings(modelpool)
-        for method in (method for method in methods if method in of_pool):
-            rows.append(":".join([f"{method}={method}", *settings.get(method, ())]))
-            if form := forms.get(method):
-                rows.append(":".join([f"{method} ({form})={method}", f"form={form}", *settings.get(method, ())]))
+        rows = _rows_of_paper(rows, modelpool)
     return [replace(spec, preset=True) for spec in parse_methods(",".join(rows), overrides)]
 
 
+def _rows_of_paper(methods: Sequence[str], modelpool: str) -> list[str]:
+    """Return the methods that the paper shows for a model pool, with its settings, in each of their forms."""
+    tables = {table: rows for (table, pool), rows in printed_tables().items() if pool == modelpool}
+    shown = tables.get("flan_t5", tables.get("llava", methods))  # tables with fewer methods than the main one
+    forms = _OTHER_FORM | ({"task_arithmetic": "released"} if modelpool == _FLAN_T5 else {})
+    rows = []
+    for method in (method for method in methods if method in shown):
+        settings = paper_settings(modelpool).get(method, ())
+        rows.append(":".join([f"{method}={method}", *settings]))
+        if form := forms.get(method):
+            rows.append(":".join([f"{method} ({form})={method}", f"form={form}", *settings]))
+    return rows
+
+
+def _pools(modelpool: str, overrides: Sequence[str]) -> DictConfig:
+    return compose_run(without_method([f"modelpool={modelpool}", *overrides]))
+
+
 def with_fitting_ranks(spec: RunSpec, experiment: Experiment, overrides: Sequence[str]) -> RunSpec:
-    """Return a method of a preset with ranks for the width of the models, except those that the overrides give."""
+    """Return a method of a preset with ranks for the models' width, except those that the overrides give."""
     if not (spec.preset and spec.method.startswith("nufilt")):
         return spec
     config, given = compose_run(spec.overrides).method, {key_of(word) for word in overrides}
@@ -148,19 +161,18 @@ def with_fitting_ranks(spec: RunSpec, experiment: Experiment, overrides: Sequenc
 
 def _methods_with_data(modelpool: str, overrides: Sequence[str]) -> list[str]:
     """Return the methods whose data the pools have: unlabelled (CLIP, Flan-T5) or training data (CLIP)."""
-    config = compose_run(without_method([f"modelpool={modelpool}", *overrides]))
+    config = _pools(modelpool, overrides)
     taskpool, train = taskpool_config(config), config.modelpool.get("train_datasets") or {}
     kind = str(taskpool.get("_target_") or taskpool.get("type")).rpartition(".")[2]
-    trained = kind == "CLIPVisionModelTaskPool" and {*config.modelpool.models} - {"_pretrained_"} <= {*train}
+    trained = kind == "CLIPVisionModelTaskPool" and {*config.modelpool.models} - {PRETRAINED} <= {*train}
     has = {"training": trained, "unlabelled": kind in ("CLIPVisionModelTaskPool", "FlanT5GLUETextGenerationTaskPool")}
     return [method for method, data in NEED_DATA.items() if has[data]]
 
 
 def printed_row(spec: RunSpec, form: str | None, modelpool: str, printed: Mapping[str, Published]) -> Published:
-    """Return the printed numbers for a method and its form if it is run with the paper's settings.
+    """Return the printed numbers for a method if it is run with the paper's settings.
 
-    They stand beside either form, unless it is known which form was printed. With ``form=released``, notes about that
-    form are dropped.
+    They stand beside either form, unless it is known which was printed. A ``released`` form needs no note about it.
     """
     given = tuple(setting for setting in spec.settings if not setting.startswith("form="))
     if _PRINTED_FORM.get(spec.method, form) != form:
@@ -172,7 +184,6 @@ def printed_row(spec: RunSpec, form: str | None, modelpool: str, printed: Mappin
 
 
 def panel_specs(panel: Panel, width: int) -> list[RunSpec]:
-    """Return the methods of a panel for models of a width; below 768, r_p and r_l are in proportion to it."""
     fixed = {key: rank_for_width(key, value, width) for key, value in panel.fixed.items()}
     rows = []
     for value in sorted({rank_for_width(panel.key, value, width) for value in panel.values}):

@@ -2,8 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -30,8 +30,8 @@ Engine = Literal["local", "ray"]
 Bars = Callable[..., tqdm]
 """What makes a progress bar, given tqdm's own arguments."""
 _NO_BARS: Bars = partial(tqdm, disable=True)
-# A run loads each model once, and saves none; the single models are scored before.
-_PROTOCOL = tuple(f"++method.{key}=false" for key in ("save_on_every_step", "check_models", "check_taskpool"))
+#: A run loads each model once, and saves none; the single models are scored before.
+ONE_RUN = tuple(f"++method.{key}=false" for key in ("save_on_every_step", "check_models", "check_taskpool"))
 
 
 def compare(
@@ -55,10 +55,9 @@ def compare(
 
     Args:
         modelpool: the models, as in ``fusion_bench modelpool=…``.
-        specs: the methods.
-        seeds: the seeds, each of which determines the task order and all random draws.
+        seeds: each determines the task order and all random draws.
         out: the folder of the results.
-        overrides: further overrides of `fusion_bench` for all methods; a method's own settings win over them.
+        overrides: of `fusion_bench`, for all methods; a method's own settings win over them.
         evaluate: what to score, see :func:`fusion_bench_nufilt.stream.protocol.tasks_to_score`.
         overwrite: delete what ``out`` holds and start again.
         keep_going: if a method cannot be built, report the reason and run the others.
@@ -75,23 +74,25 @@ def compare(
     """
     _check(specs, overrides, evaluate, jobs, engine)
     everywhere = [f"modelpool={modelpool}", *overrides]
-    experiment = Experiment(compose_run(pools := tuple(without_method(everywhere))), validation)
+    pools = tuple(without_method(everywhere))
     with quiet():
+        experiment = Experiment(compose_run(pools), validation)
         experiment.evaluator  # noqa: B018 -- it looks up the test data before any model is loaded
-    specs = [with_fitting_ranks(spec, experiment, overrides) for spec in specs]
-    words = [f"++method.evaluate={evaluate}", *_PROTOCOL, *everywhere]
-    configs, wrong = _configure(specs, words, experiment, keep_going)
-    settings = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
-    store = Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)
-    with closing(store), quiet():
-        references = _score_single_models(store, experiment, bars)
-        runs, missing = _known_runs(store, seeds, configs, experiment.tasks)
-        runs |= {(spec, seed): SeedRun({}, error=why) for spec, why in wrong.items() for seed in seeds}
-        work = {name: (config,) for name, (_, config) in missing.items()}
-        here, data = engine == "local" and jobs == 1, (pools, validation)
-        results = _run_here(work, experiment, bars) if here else _run_apart(work, data, jobs, engine, address)
-        with closing(results):
-            _keep(results, missing, runs, store, bars)
+        specs = [with_fitting_ranks(spec, experiment, overrides) for spec in specs]
+        words = [f"++method.evaluate={evaluate}", *ONE_RUN, *everywhere]
+        configs, wrong = _configure(specs, words, experiment, keep_going)
+        settings = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
+        with closing(Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)) as store:
+            references = _score_single_models(store, experiment, bars)
+            runs, missing = _known_runs(store, seeds, configs, experiment.tasks)
+            runs |= {(spec, seed): SeedRun({}, error=why) for spec, why in wrong.items() for seed in seeds}
+            work = {name: (config,) for name, (_, config) in missing.items()}
+            if engine == "local" and jobs == 1:
+                results = _run_here(work, experiment, bars)
+            else:
+                results = _run_apart(work, (pools, validation), jobs, engine, address)
+            with closing(results):
+                _keep(results, missing, runs, store, bars)
     by_spec = {spec: {seed: runs[spec, seed] for seed in seeds} for spec in specs}
     return Comparison.of(store.settings, experiment.tasks, list(seeds), references, by_spec, preset)
 
@@ -112,13 +113,12 @@ def _check(specs: Sequence[RunSpec], overrides: Sequence[str], evaluate: str, jo
 def _configure(
     specs: Sequence[RunSpec], overrides: Sequence[str], experiment: Experiment, keep_going: bool
 ) -> tuple[dict[RunSpec, Json], dict[RunSpec, str]]:
-    """Return the configurations of the methods that can be built, and the reasons why others, if allowed, can't."""
+    """Return the configurations of the methods that can be built, and why others, if allowed, can't."""
     configs, wrong = {}, {}
     for spec in specs:
         try:
             config = plain(compose_run([*overrides, *spec.overrides]).method)
-            with quiet():
-                experiment.make_method(config)
+            experiment.make_method(config)
             configs[spec] = config
         except Exception as error:  # whatever a method's constructor raises
             wrong[spec] = reason(error)
@@ -130,8 +130,8 @@ def _configure(
 def _score_single_models(store: Store, experiment: Experiment, bars: Bars) -> References:
     """Score the single models, or return the kept scores; refuse a store of other models."""
     if (references := store.load_references(experiment.tasks)) is None:
-        with _steps_bar(bars, "scoring the single models", 1 + len(experiment.tasks)) as on_step:
-            references = experiment.score_single_models(on_step)
+        with bars(desc="scoring the single models", total=1 + len(experiment.tasks), leave=False) as bar:
+            references = experiment.score_single_models(lambda *_: bar.update())
     store.identify(experiment.digests)
     store.save_references(references)
     return references
@@ -140,12 +140,12 @@ def _score_single_models(store: Store, experiment: Experiment, bars: Bars) -> Re
 def _known_runs(
     store: Store, seeds: Sequence[int], configs: Mapping[RunSpec, Json], tasks: Sequence[str]
 ) -> tuple[dict[tuple[RunSpec, int], SeedRun], dict[str, tuple[RunSpec, Json]]]:
-    """Return the runs that are kept, and by name the methods and configurations of the missing ones."""
+    """Return the kept runs, and by name the methods and configurations of the missing ones."""
     runs, missing = {}, {}
     for seed, (spec, config) in product(seeds, configs.items()):  # an interrupted comparison has some seeds whole
         seeded = {**config, "seed": seed}
         order = task_order(tasks, shuffle=config["shuffle_order"], seed=seed)
-        if (run := store.load(spec, seeded, order)) is not None:
+        if run := store.load(spec, seeded, order):
             runs[spec, seed] = run
         else:
             missing[f"{spec.label}, seed {seed}"] = spec, seeded
@@ -154,8 +154,8 @@ def _known_runs(
 
 def _run_here(work: Work, experiment: Experiment, bars: Bars) -> Results:
     for name, (config,) in work.items():
-        with _steps_bar(bars, name, len(experiment.tasks)) as on_step:
-            run = experiment.run(config, on_step)
+        with bars(desc=name, total=len(experiment.tasks), leave=False) as bar:
+            run = experiment.run(config, lambda *_, bar=bar: bar.update())
         yield name, run
 
 
@@ -182,10 +182,3 @@ def _keep(
             store.save(spec, run)
             log.info("%s: %s", name, run.matrix.summary() if run.matrix else run.error)
             bar.update()
-
-
-@contextmanager
-def _steps_bar(bars: Bars, title: str, total: int) -> Iterator[Callable[..., object]]:
-    """Show a bar while a block runs; yield the function to call after each step."""
-    with bars(total=total, desc=title, leave=False) as bar:
-        yield lambda *_: bar.update()

@@ -47,8 +47,8 @@ def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
             head, *settings = _split(row, ":")
             label, _, name = (word.strip() for word in head.rpartition("="))
             chosen = methods.resolve(name := name.removeprefix("continual/"))
-            placed = (methods.place(chosen, setting) for setting in settings)
-            specs.append(RunSpec(printable(label or row), (*chosen, *placed), name, tuple(settings)))
+            own = (methods.override(chosen, setting) for setting in settings)
+            specs.append(RunSpec(printable(label or row), (*chosen, *own), name, tuple(settings)))
     return specs
 
 
@@ -65,7 +65,6 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def check_specs(specs: Sequence[RunSpec]) -> None:
-    """Refuse a comparison without methods, or with methods that tables or files could not tell apart."""
     if not specs:
         raise ValueError("there is no method to compare: choose some with --methods or --preset")
     by_file: dict[str, RunSpec] = {}
@@ -111,17 +110,18 @@ class _MethodConfigs:
         return [f"method=continual/{kind}", f"+method@method.base_method={name}"]
 
     def _own_settings(self, name: str) -> list[str]:
-        """Return the settings that define a variant of NUFILT, so that overrides for all methods do not undo them."""
+        """Return what defines a variant of NUFILT, so that overrides for all methods do not undo it."""
         default, variant = (plain(self.compose([f"method={method}"])) for method in ("nufilt", name))
         return [f"method.{key}={json.dumps(value)}" for key, value in variant.items() if value != default[key]]
 
-    def place(self, overrides: Sequence[str], setting: str) -> str:
+    def override(self, overrides: Sequence[str], setting: str) -> str:
         """Return the override for ``KEY=VALUE``, which may be an option of the method that the chosen one runs."""
         config, (key, _) = self.compose(overrides), key_value(setting)
         inside = config.get("base_method") or {}
         if key.split(".")[0] not in (known := {*config, *inside}):
             raise ValueError(f"'{setting}': {unknown('option', key, known)}")
-        return f"method.base_method.{setting}" if key not in config and key in inside else f"method.{setting}"
+        group = "method.base_method" if key in inside and key not in config else "method"
+        return f"{group}.{setting}"
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         return compose_run([*overrides, *self._searchpath]).method
@@ -130,14 +130,14 @@ class _MethodConfigs:
         """Return the methods that ``all`` (without those that need data) or ``order_free`` stands for, else none."""
         if word == "order_free":
             return [method.name for method in ORDER_FREE]
+        if word != "all":
+            return []
         ours = [name for name in METHODS if not name.startswith("nufilt/")]
-        data_free = [name for name in self._names("continual") if name not in {*_GENERIC, *NEED_DATA}]
-        return ours + data_free if word == "all" else []
+        return ours + [name for name in self._names("continual") if name not in {*_GENERIC, *NEED_DATA}]
 
     def _names(self, folder: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
         with config_loader() as loader:
-            group = f"method/{folder}".rstrip("/")
-            return list(loader.get_group_options(group, kind, PROGRAM, self._searchpath))
+            return list(loader.get_group_options(f"method/{folder}".rstrip("/"), kind, PROGRAM, self._searchpath))
 
     def _tree(self, folder: str = "") -> Iterator[str]:
         prefix = f"{folder}/" if folder else ""
@@ -148,8 +148,6 @@ class _MethodConfigs:
     def _unknown(self, name: str) -> str:
         ours = {*METHODS, *self._names("continual")} - {*_GENERIC}
         others = {path for path in self._tree() if not path.startswith("continual/")} - ours
-        lists = (
-            f"continual methods: {', '.join(sorted(ours))}"
-            f"\nbatch methods of FusionBench, run continually: {', '.join(sorted(others))}"
-        )
+        lists = f"continual methods: {', '.join(sorted(ours))}\n"
+        lists += f"batch methods of FusionBench, run continually: {', '.join(sorted(others))}"
         return unknown("method", name, ours | others, lists)

@@ -1,10 +1,8 @@
 """The folder of a comparison, with a file for every finished run, so that an interrupted one can go on."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -12,11 +10,11 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.pages.content import References, SeedRun, check_references
 from fusion_bench_nufilt.storage.files import file_name, lock_folder, read_json, write_json
+from fusion_bench_nufilt.storage.resumable import differences, in_one_line
 
 from .specs import RunSpec
 
 _DELETE = "delete it, and it is made again"
-_WAY_OUT = "Choose another folder or label, or delete them with --overwrite"
 
 
 class _Settings(TypedDict):
@@ -41,10 +39,11 @@ class Store:
         self._file, self._references = folder / "compare.json", folder / "references.json"
         self._lock = lock_folder(folder)
         try:
-            self._there = read_json(self._file, _Settings, "delete what it belongs to by hand", sealed=True)
+            self._before = read_json(self._file, _Settings, "delete what it belongs to by hand", sealed=True)
             self._outdated = self._files_to_delete() if overwrite else []
-            if not overwrite and (there := self._there) is not None:
-                self._refuse_others("", {key: value for key, value in there.items() if key != "weights"}, settings)
+            if self._before is not None and not overwrite:
+                before = {key: value for key, value in self._before.items() if key != "weights"}
+                self._refuse_others("", before, settings)
         except BaseException:
             self.close()
             raise
@@ -52,19 +51,13 @@ class Store:
     def identify(self, weights: dict[str, str]) -> None:
         """Save the settings and the digests of the models' weights; refuse weights that differ from those there."""
         if self._outdated:
-            for file in self._outdated:
-                file.unlink(missing_ok=True)
-            for folder in [*self.folder.glob("runs/*"), self.folder / "runs"]:
-                with suppress(OSError):  # holds something else, or is not there
-                    folder.rmdir()
-            self._outdated = []
-        elif self._there is not None:
-            if (known := self._there.get("weights")) is None:
+            self._delete()
+        elif self._before is not None:
+            if (known := self._before.get("weights")) is None:
                 why = "was made by an older version, which did not keep what the models' weights were"
-                raise ValueError(f"{self.folder} {why}. {_WAY_OUT}")
-            if other := [name for name in {**known, **weights} if known.get(name) != weights.get(name)]:
-                why = f"holds results of other models: '{other[0]}' has other weights there"
-                raise ValueError(f"{self.folder} {why}. {_WAY_OUT}")
+                raise self._refused(why)
+            if other := differences(known, weights):
+                raise self._refused(f"holds results of other models: '{other[0].name}' has other weights there")
         self.settings = {**self.settings, "weights": weights}
         write_json(self._file, self.settings)
 
@@ -74,13 +67,21 @@ class Store:
     def _files_to_delete(self) -> list[Path]:
         """Return the comparison's files in the folder; refuse any that no comparison made."""
         runs = sorted(self.folder.glob("runs/*/*.json"))
-        if runs and self._there is None:
+        if runs and self._before is None:
             raise ValueError(f"'{self.folder}' has no compare.json: its runs/ is no comparison's and is not deleted")
         for file in runs:
             if any(path.is_symlink() for path in (file, file.parent, file.parent.parent)):
                 raise ValueError(f"'{file}' is, or lies behind, a link that no comparison made: remove it by hand")
             read_json(file, _RunFile, advice="if it is not of this comparison, move it elsewhere, else delete it")
         return [*runs, self._file, self._references]
+
+    def _delete(self) -> None:
+        for file in self._outdated:
+            file.unlink(missing_ok=True)
+        for folder in [*self.folder.glob("runs/*"), self.folder / "runs"]:
+            with suppress(OSError):  # holds something else, or is not there
+                folder.rmdir()
+        self._outdated = []
 
     def load(self, spec: RunSpec, config: dict[str, Any], order: Sequence[str]) -> SeedRun | None:
         """Return the finished run of a method, or None; refuse one of another configuration or of other tasks."""
@@ -90,9 +91,8 @@ class Store:
             return None
         self._refuse_others(f"'{spec.label}' with ", run.config, config)
         if run.tasks != order:
-            raise ValueError(
-                f"'{file}' is damaged, field 'tasks': must be {', '.join(order)}, in this order; {_DELETE}"
-            )
+            tasks = ", ".join(order)
+            raise ValueError(f"'{file}' is damaged, field 'tasks': must be {tasks}, in this order; {_DELETE}")
         return run
 
     def save(self, spec: RunSpec, run: SeedRun) -> None:
@@ -115,22 +115,9 @@ class Store:
     def _run_file(self, spec: RunSpec, config: dict[str, Any]) -> Path:
         return self.folder / "runs" / file_name(spec.label) / f"{config['seed']}.json"
 
-    def _refuse_others(self, whose: str, there: dict[str, Any], here: dict[str, Any]) -> None:
-        """Refuse results whose settings differ from those wanted here, naming the first differences."""
-        if there != here:
-            differences = "; ".join(islice(_differences(there, here), 3))
-            raise ValueError(f"{self.folder} holds results of {whose}other settings: {differences}. {_WAY_OUT}")
+    def _refuse_others(self, whose: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        if other := differences(before, now):
+            raise self._refused(f"holds results of {whose}other settings: {in_one_line(other)}")
 
-
-def _differences(there: dict[str, Any], here: dict[str, Any], path: str = "") -> Iterator[str]:
-    for key in {**there, **here}:
-        old, new = there.get(key), here.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differences(old, new, f"{path}{key}.")
-        elif old != new:
-            yield f"{path}{key} is {_short(old)} there and {_short(new)} here"
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    def _refused(self, why: str) -> ValueError:
+        return ValueError(f"{self.folder} {why}. Choose another folder or label, or delete them with --overwrite")

@@ -33,7 +33,6 @@ class Comparison(ComparisonContent):
         runs: Mapping[RunSpec, Mapping[int, SeedRun]],
         preset: str | None = None,
     ) -> "Comparison":
-        """Gather all runs, by method and seed."""
         printed = published(settings["modelpool"], settings["overrides"], seeds)
         methods = {}
         for spec, by_seed in runs.items():
@@ -42,7 +41,7 @@ class Comparison(ComparisonContent):
             data = NEED_DATA.get(spec.method, "none")
             methods[spec.label] = Method(list(spec.overrides), dict(by_seed), data, row)
         panels = [{**panel._asdict(), "fixed": list(panel.fixed)} for panel in SENSITIVITY]
-        environments = pd.DataFrame([run.environment for by_seed in runs.values() for run in by_seed.values()])
+        environments = pd.DataFrame(run.environment for by_seed in runs.values() for run in by_seed.values())
         return cls(
             settings=settings,
             environment={name: " and ".join(environments[name].dropna().unique()) for name in environments},
@@ -62,12 +61,13 @@ class Comparison(ComparisonContent):
         return ["results.json", *write_results(folder)]
 
     def log(self, loggers: Sequence[Any], pictures: Sequence[Path]) -> None:
-        """Give trackers the scores of every method and seed by step, and with the last step means and pictures."""
+        """Give trackers all scores by step, and with the last step means and pictures."""
         by_step: dict[int, dict[str, float | None]] = defaultdict(dict)
         for label, method in self.done.items():
             for seed, matrix in method.matrices.items():
+                names = [f"{label}/seed {seed}/{task}" for task in matrix.tasks]
                 for step, row in enumerate(matrix.rows(), 1):
-                    by_step[step] |= zip((f"{label}/seed {seed}/{task}" for task in matrix.tasks), row, strict=True)
+                    by_step[step] |= zip(names, row, strict=True)
             by_step[len(self.tasks)] |= {f"{label}/{name}": or_none(method.mean(name).mean) for name in METRICS}
         for step, scores in by_step.items():
             known = {name: score for name, score in scores.items() if score is not None}

@@ -12,8 +12,9 @@ from fusion_bench_nufilt.layers import TargetConfig, coverage
 from fusion_bench_nufilt.layers.models import UNRELATED, leave_out, unrelated
 from fusion_bench_nufilt.layers.names import block_of
 from fusion_bench_nufilt.methods import LayerMethod, find_method
-from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, Manifest, read_manifest, verify_files
+from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, read_manifest, verify_files
 from fusion_bench_nufilt.storage.files import MANIFEST
+from fusion_bench_nufilt.storage.schemas import Manifest
 from fusion_bench_nufilt.storage.tensors import FLOATS, describe
 
 from .architecture import Architecture

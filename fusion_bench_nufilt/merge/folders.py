@@ -17,7 +17,6 @@ import torch
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.storage.checkpoint import (
     STATE_FILE,
-    Input,
     combined_digest,
     package_versions,
     read_manifest,
@@ -26,6 +25,7 @@ from fusion_bench_nufilt.storage.checkpoint import (
     write_manifest,
 )
 from fusion_bench_nufilt.storage.files import CARD, MANIFEST, naming_full_disk
+from fusion_bench_nufilt.storage.schemas import Input
 from fusion_bench_nufilt.storage.tensors import end_of_file
 
 from .card import model_card

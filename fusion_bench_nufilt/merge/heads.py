@@ -9,7 +9,8 @@ from torch import nn
 
 from fusion_bench_nufilt.layers import Heads
 from fusion_bench_nufilt.layers.heads import labels
-from fusion_bench_nufilt.storage.checkpoint import Head, Manifest, add_head, read_heads, read_manifest
+from fusion_bench_nufilt.storage.checkpoint import add_head, read_heads, read_manifest
+from fusion_bench_nufilt.storage.schemas import Head, Manifest
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Architecture

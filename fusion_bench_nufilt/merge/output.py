@@ -14,7 +14,8 @@ from typing import Annotated, Any, Required, TypeVar
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.storage.files import HOLDER, LOCK, Count, lock_folder, sync, write_text
+from fusion_bench_nufilt.storage.files import HOLDER, LOCK, lock_folder, sync, write_text
+from fusion_bench_nufilt.storage.schemas import Count
 from fusion_bench_nufilt.storage.tensors import file_digest, write_at
 
 from .sources.checkpoint import some

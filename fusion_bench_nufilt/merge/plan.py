@@ -13,7 +13,8 @@ from fusion_bench_nufilt.core.options import check_choices, check_seed, check_wh
 from fusion_bench_nufilt.core.workers import check_devices
 from fusion_bench_nufilt.layers import Coverage, TargetConfig
 from fusion_bench_nufilt.methods import LayerMethod
-from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, Head, Manifest
+from fusion_bench_nufilt.storage.checkpoint import STATE_FILE
+from fusion_bench_nufilt.storage.schemas import Head, Manifest
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, describe, make_header, read_header
 
 from .architecture import Layer

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.storage.files import Count
+from fusion_bench_nufilt.storage.schemas import Count, Coverage, Fate, LayerStep
 
 from .page import Outputs, Tables, render_page
 from .run import layer_charts
@@ -14,26 +14,6 @@ from .run import layer_charts
 _STRONGEST = 20
 _MEANS = {"filtered_share": "share filtered", "overlap": "overlap of subspaces"}
 _NORM = "norm of task vectors"
-
-
-class _Fate(TypedDict):
-    parameters: int
-    share: float  # of the model's elements, 0 to 1
-
-
-class _Coverage(TypedDict):
-    merged: _Fate
-    averaged: _Fate
-    kept: _Fate
-    left_out: dict[str, int]
-
-
-class _Report(TypedDict):
-    """What a step did to a layer; there is more, which depends on the method."""
-
-    step: Count
-    shape: list[int]
-    task_norm: float
 
 
 class MergeContent(TypedDict):
@@ -45,9 +25,9 @@ class MergeContent(TypedDict):
     inputs: dict[str, Any]
     settings: dict[str, Any]
     versions: dict[str, str]
-    coverage: _Coverage
+    coverage: Coverage
     warnings: NotRequired[list[str]]
-    layers: NotRequired[dict[str, list[_Report]]]
+    layers: NotRequired[dict[str, list[LayerStep]]]
 
 
 def merge_outputs(content: MergeContent, _: Tables) -> Outputs:
@@ -84,7 +64,7 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     return pd.concat([norms, groups[list(known)].mean().rename(columns=known)], axis=1)
 
 
-def _fates(coverage: _Coverage) -> pd.DataFrame:
-    fates: dict[str, _Fate] = {name: coverage[name] for name in ("merged", "averaged", "kept")}
+def _fates(coverage: Coverage) -> pd.DataFrame:
+    fates: dict[str, Fate] = {name: coverage[name] for name in ("merged", "averaged", "kept")}
     rows = [(name, fate["parameters"], 100 * fate["share"]) for name, fate in fates.items() if fate["parameters"]]
     return pd.DataFrame(rows, columns=["what", "tensors", "elements %"])

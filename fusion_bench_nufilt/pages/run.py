@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 from altair.typing import ChartType
 
-from fusion_bench_nufilt.storage.files import Score, Seconds
+from fusion_bench_nufilt.storage.schemas import Score, Seconds
 
 from .charts import bars_by_step, by_depth, lines, score_maps
 from .metrics import AccuracyMatrix

@@ -15,12 +15,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from pydantic import NonNegativeInt
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
-from typing_extensions import TypedDict
 
-from .files import CARD, MANIFEST, Count, atomic_folder, content_digest, read_json, write_json
+from .files import CARD, MANIFEST, atomic_folder, content_digest, read_json, write_json
+from .schemas import Fingerprint, Head, Manifest
 from .tensors import digest
 
 _PACKAGES = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers", "safetensors")
@@ -29,50 +28,13 @@ _PACKAGES = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers", "sa
 STATE_FILE = "nufilt_state/model.safetensors"
 
 
-class Fingerprint(TypedDict):
-    size: int  # of a file, in bytes
-    sha256: str  # of its content
-
-
-class Input(TypedDict, total=False):
-    name: str  # of a model that was read
-    source: Any  # of a model pool's entry: a folder, a hub name or a configuration
-    kind: str  # a whole model or an adapter
-    sha256: str  # digest of its weights, or of those that were read
-    tensors_read: int
-
-
-class Head(TypedDict):
-    file: str  # with its tensors, relative to the folder of the merged model
-    modules: list[str]  # their modules' names, as the base would have them
-    config: dict[str, Any]  # of the task's model, with its id2label, label2id and problem_type
-
-
-class Manifest(TypedDict, total=False):
-    """The fields that are read back; there are more, for people."""
-
-    method: str
-    step: Count  # the number of models merged so far
-    tasks: list[str]  # their names, in merging order
-    order: list[str]  # all models of the stream, of which `tasks` are the first ones
-    inputs: dict[str, Input]
-    settings: dict[str, Any]
-    mean_counts: dict[str, NonNegativeInt]  # models in the mean of a tensor, where that is not `step`
-    files: dict[str, Fingerprint]  # all files of the folder but the manifest, by their relative paths
-    digest: str  # of everything else in the manifest
-    heads: dict[str, Head]  # by the names of their tasks
-    merge_seconds: list[float]
-    run: Any  # in a merge of folders: a digest of all that it depends on
-    coverage: dict[str, Any]
-
-
 def read_manifest(folder: Path, advice: str = "fetch it again", *, verify: bool = True) -> Manifest | None:
     """Return the manifest of a folder, if it has one; a ValueError names a damaged field and gives the advice.
 
     With ``verify``, a manifest that was changed is refused as well; earlier versions wrote no digest that would tell.
     """
     manifest = read_json(folder / MANIFEST, Manifest, advice)
-    if manifest and verify and manifest.get("digest", found := content_digest(manifest)) != found:
+    if verify and manifest and "digest" in manifest and manifest["digest"] != content_digest(manifest):
         raise ValueError(f"'{folder / MANIFEST}' is not what was saved (its digest differs); {advice}")
     return manifest
 
@@ -91,8 +53,8 @@ def add_head(heads: dict[str, Head], task: str, modules: list[str], config: Mapp
 
 
 def _unused(name: str, others: Collection[str]) -> str:
-    names = chain([name], (f"{name}-{number}" for number in count(2)))
-    return next(each for each in names if each not in others)
+    numbered = (f"{name}-{number}" for number in count(2))
+    return next(each for each in chain([name], numbered) if each not in others)
 
 
 def read_heads(folder: Path, manifest: Manifest, task: str | None = None) -> dict[str, bytes]:
@@ -112,7 +74,7 @@ def save_checkpoint(
     """Save a model for ``from_pretrained`` (any other module as ``model.safetensors``), atomically and without pickle.
 
     An existing folder is replaced. ``about`` is the manifest's content besides the digests of the files, ``state`` the
-    tensors that the method needs to go on from the model, and ``files`` the content of further files by path.
+    tensors to go on from, and ``files`` the content of further files by path.
     """
     with atomic_folder(folder) as temporary:
         save_pretrained = getattr(model, "save_pretrained", None)
@@ -134,7 +96,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
-    """Write the manifest of a folder, with digests of all other files and of itself."""
+    """Write a folder's manifest, with digests of all other files and of itself."""
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     files = _fingerprints(folder, sorted(names - {MANIFEST}))  # it is there if an earlier process was killed
     write_json(folder / MANIFEST, {**about, "files": files})
@@ -155,8 +117,8 @@ def verify_files(
 ) -> None:
     """Raise a ValueError that names a file which is missing or changed; without ``digests``, sizes alone tell.
 
-    By default, these are all files that the manifest lists except the model card, which people edit. A manifest of an
-    earlier version that lists no files passes.
+    By default, the files are all that the manifest lists except the model card, which people edit. A manifest of an
+    earlier version, which lists none, passes.
     """
     if (files := manifest.get("files")) is None:
         return
@@ -173,7 +135,7 @@ def verify_files(
 
 
 def load_checkpoint(model: nn.Module, folder: Path) -> None:
-    """Load into a model the weights that :func:`save_checkpoint` saved from a model like it."""
+    """Load the weights that :func:`save_checkpoint` saved from such a model."""
     from_pretrained = getattr(model, "from_pretrained", None)
     if callable(from_pretrained):
         # The widest dtype that occurs, so that each weight is read exactly; a model may have several dtypes.
@@ -184,7 +146,6 @@ def load_checkpoint(model: nn.Module, folder: Path) -> None:
 
 
 def load_state(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors that were saved beside a merged model, if there are any."""
     file = folder / STATE_FILE
     return load_file(file) if file.is_file() else {}
 
@@ -193,25 +154,24 @@ def _fingerprints(folder: Path, names: Sequence[str]) -> dict[str, Fingerprint]:
     def fingerprint(name: str) -> Fingerprint:
         with (folder / name).open("rb") as stream:
             sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-            return {"size": os.fstat(stream.fileno()).st_size, "sha256": sha256}
+            return Fingerprint(size=os.fstat(stream.fileno()).st_size, sha256=sha256)
 
     with ThreadPoolExecutor(8) as pool:  # digests of large files are computed without Python's lock
         return dict(zip(names, pool.map(fingerprint, names), strict=True))
 
 
 def model_digest(model: nn.Module | Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of the names, dtypes, shapes and bits of a model's parameters and buffers, in any order."""
+    """Return the SHA-256 of names, dtypes, shapes and bits of a model's parameters and buffers, in any order."""
     state = model.state_dict() if isinstance(model, nn.Module) else model
     tensors = ((name, value) for name, value in state.items() if isinstance(value, Tensor))
     return combined_digest((name, [str(value.dtype), tuple(value.shape), digest(value)]) for name, value in tensors)
 
 
 def combined_digest(parts: Iterable[tuple[str, object]]) -> str:
-    """Return one digest of named parts, such as the digests of tensors; their order does not matter."""
+    """Return one digest of named parts, such as digests of tensors, in any order."""
     lines = sorted(f"{part}\n" for part in parts)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that results depend on, by distribution name."""
     return {package: version(package) for package in _PACKAGES}

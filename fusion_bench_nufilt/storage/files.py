@@ -1,4 +1,4 @@
-"""Files and folders that are either whole or not there, locks on folders, and JSON files checked against a schema."""
+"""Files and folders that are whole or not there, locks on folders, and JSON files checked against a schema."""
 
 import errno
 import hashlib
@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass
 from glob import escape as without_wildcards
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import yaml
 from filelock import BaseFileLock, FileLock, Timeout
 from omegaconf import OmegaConf
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from rich.markup import escape
 from safetensors import SafetensorError
 
@@ -30,11 +30,6 @@ MANIFEST = "nufilt.json"
 CARD = "README.md"
 #: Every folder that only one process may write to has a lock file, and a file that names the process holding it.
 LOCK, HOLDER = ".nufilt.lock", ".nufilt.holder"
-#: A number of models: nobody merges a million, so that a larger number means damage.
-Count = Annotated[int, Field(ge=1, le=10**6)]
-#: A task's score: a fraction, or a metric of another scale, none of which reaches these bounds.
-Score = Annotated[float, Field(ge=-(10**4), le=10**4)]
-Seconds = Annotated[float, Field(ge=0, le=10**9)]
 
 
 def lock_folder(folder: Path) -> BaseFileLock:
@@ -112,11 +107,10 @@ def content_digest(content: Mapping[str, Any]) -> str:
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder, which becomes ``target`` when the block ends without an error, or else is removed.
 
-    An earlier ``target`` is moved aside before that and deleted after it. If the process is killed in between,
-    :func:`restore_folder` finds it.
+    An earlier ``target`` is moved aside meanwhile; :func:`restore_folder` finds it if the process is killed.
     """
     restore_folder(target)
-    # The caller holds a lock, so that these were left by processes that were killed.
+    # The caller holds a lock: processes that were killed left these.
     for left in target.parent.glob(f".{without_wildcards(target.name)}-[0-9]*.new"):
         shutil.rmtree(left, ignore_errors=True)
     temporary = target.with_name(f".{target.name}-{os.getpid()}.new")
@@ -161,12 +155,12 @@ def sync(path: Path) -> None:
 
 
 def printable(name: str) -> str:
-    """Escape the control characters of a name from elsewhere, so that it can't act on a terminal or a page."""
+    """Escape the control characters of a name from elsewhere, which could act on a terminal or a page."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
 
 
 def shown(text: str) -> str:
-    """Escape markup and control characters in lines for a console, since they may hold names from elsewhere."""
+    """Escape markup and control characters in lines for a console, which may hold names from elsewhere."""
     return escape("\n".join(map(printable, text.split("\n"))))
 
 
@@ -179,7 +173,7 @@ def file_name(name: str) -> str:
 def read_yaml(file: Path) -> Any:
     """Read a YAML file of at most 1 MB, 10,000 values and 20 levels, without aliases and interpolations.
 
-    Within these limits, reading takes a second or two; a ValueError or YAMLError gives the line of what exceeds them.
+    This takes two seconds at most; a ValueError or YAMLError gives the line of what exceeds the limits.
     """
     with file.open("rb") as stream:
         content, depth = stream.read(10**6 + 1), 0
@@ -188,19 +182,19 @@ def read_yaml(file: Path) -> Any:
     text = content.decode()
     for number, event in enumerate(yaml.parse(text)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        refers = isinstance(event, yaml.AliasEvent) or "${" in getattr(event, "value", "")
-        if refers or depth > 20 or number > 10_000:
-            what = "an alias or interpolation" if refers else "more than 20 levels or 10,000 values"
-            raise ValueError(f"line {event.start_mark.line + 1} has {what}")
+        line = f"line {event.start_mark.line + 1} has"
+        if isinstance(event, yaml.AliasEvent) or "${" in getattr(event, "value", ""):
+            raise ValueError(f"{line} an alias or interpolation")
+        if depth > 20 or number > 10_000:
+            raise ValueError(f"{line} more than 20 levels or 10,000 values")
     return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
 
 
 def read_json(path: Path, kind: type[_T], advice: str = "fetch it again", *, sealed: bool = False) -> _T | None:
-    """Return the content of a JSON file, or None if there is no such file.
+    """Return the content of a JSON file, as :func:`checked` does, or None if there is no such file.
 
-    The content must be of the type ``kind``, such as ``dict[str, str]`` or a ``TypedDict``, or make that dataclass;
-    further fields are allowed. A ``sealed`` file, which :func:`write_json` wrote, must not have been changed; older
-    versions wrote no digest. Otherwise, a ValueError names the file and the field, and gives the advice.
+    A ``sealed`` file, which :func:`write_json` wrote, must not have been changed; older versions wrote no digest. A
+    ValueError names the file and the field, and gives the advice.
     """
     try:
         if not path.is_file():
@@ -229,9 +223,9 @@ def parse_json(text: bytes, kind: type[_T]) -> _T:
 
 
 def checked(content: Any, kind: type[_T]) -> _T:
-    """Return content from JSON or YAML unchanged if it is of a type, or as the dataclass that it makes.
+    """Return content from JSON or YAML unchanged if it is of a type, such as a ``TypedDict``, or as a dataclass.
 
-    Otherwise, a ValueError names the first field that is missing or of another type.
+    Further fields are allowed. A ValueError names the first field that is missing or of another type.
     """
     try:
         adapter = TypeAdapter(kind)

@@ -1,7 +1,7 @@
 """Read and write safetensors files tensor by tensor, so that memory holds only what is worked on.
 
-`safetensors.safe_open` maps a file into memory, and every page that was read counts as the process's memory. Here,
-safetensors checks the file, and plain reads at the offsets in its header fetch the bytes.
+`safetensors.safe_open` maps a file, and every page that was read counts as the process's memory. Here, it checks the
+file, and plain reads at the offsets in the header fetch the bytes.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class TensorInfo:
         return self.stop - self.start
 
     def rows(self, first: int, last: int) -> Self:
-        """Return these entries of the first dimension, which are contiguous in the file, as a tensor of its own."""
+        """Return these entries of the first dimension, which are contiguous, as a tensor of its own."""
         size = self.nbytes // self.shape[0]
         start, shape = self.start + first * size, (last - first, *self.shape[1:])
         return replace(self, shape=shape, start=start, stop=start + (last - first) * size)
@@ -73,7 +73,7 @@ class TensorFile:
         return _stamp(self.path) != self.stamp
 
     def __getstate__(self) -> dict[str, Any]:
-        """Make the path absolute, since another process has another working directory."""
+        """Make the path absolute, for a process with another working directory."""
         return {**vars(self), "path": self.path.absolute()}
 
     def read(self, info: TensorInfo) -> Tensor:
@@ -85,7 +85,6 @@ class TensorFile:
             yield self._bytes(start, min(start + CHUNK_BYTES, info.stop))
 
     def elements(self, info: TensorInfo, start: int, stop: int) -> Tensor:
-        """Read the elements ``start`` to ``stop`` of the flattened tensor."""
         size = FLOATS[info.dtype].itemsize
         return self._bytes(info.start + start * size, info.start + stop * size).view(FLOATS[info.dtype])
 
@@ -102,7 +101,7 @@ class TensorFile:
 
 
 def read_header(file: str, header: bytes) -> dict[str, TensorInfo]:
-    """Return the tensors described by a safetensors file's header, which begins with the eight bytes of its length."""
+    """Return the tensors that a file's header describes, which begins with the eight bytes of its length."""
     content = json.loads(header[8:])
     content.pop("__metadata__", None)
     return {
@@ -112,7 +111,6 @@ def read_header(file: str, header: bytes) -> dict[str, TensorInfo]:
 
 
 def end_of_file(header: bytes) -> int:
-    """Return the size in bytes of the file that begins with a header."""
     return max((info.stop for info in read_header("", header).values()), default=len(header))
 
 
@@ -123,7 +121,7 @@ def describe(tensor: Tensor) -> TensorInfo:
 
 
 def make_header(tensors: Mapping[str, TensorInfo]) -> bytes:
-    """Return the header of a file with these tensors; the widest dtypes come first, so that every tensor is aligned."""
+    """Return the header of a file with these tensors, the widest dtypes first, so that all are aligned."""
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for key, info in sorted(tensors.items(), key=lambda item: -item[1].nbytes // max(1, math.prod(item[1].shape))):
@@ -141,12 +139,12 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes, without a copy where it is contiguous and in main memory."""
+    """Return a tensor's bytes, not copied if it is contiguous and in main memory."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data`` at a byte offset; threads may write side by side."""
+    """Write all of ``data`` at an offset; threads may write side by side."""
     while data:
         count = os.pwrite(descriptor, data, offset)
         data, offset = data[count:], offset + count

@@ -20,8 +20,9 @@ from fusion_bench_nufilt.layers import check_model
 from fusion_bench_nufilt.pages.metrics import AccuracyMatrix
 from fusion_bench_nufilt.pages.tables import print_matrix
 from fusion_bench_nufilt.pages.write import leave_results
-from fusion_bench_nufilt.storage.checkpoint import Input, Manifest, package_versions
+from fusion_bench_nufilt.storage.checkpoint import package_versions
 from fusion_bench_nufilt.storage.files import write_text
+from fusion_bench_nufilt.storage.schemas import Input, Manifest
 
 from . import models as pools
 from .evaluation import RunScores, find_evaluator

@@ -22,8 +22,9 @@ from fusion_bench_nufilt.layers import Heads, TargetConfig, check_model, coverag
 from fusion_bench_nufilt.layers.models import check_related
 from fusion_bench_nufilt.methods import Report, State, find_method
 from fusion_bench_nufilt.pages.write import read_table
-from fusion_bench_nufilt.storage.checkpoint import Head, Manifest, add_head, load_state, read_heads
+from fusion_bench_nufilt.storage.checkpoint import add_head, load_state, read_heads
 from fusion_bench_nufilt.storage.files import write_text
+from fusion_bench_nufilt.storage.schemas import Head, Manifest
 
 from .algorithm import ContinualMergingAlgorithm
 from .models import MERGED, PRETRAINED, config_of

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fusion_bench_nufilt.layers.models import leave_out
-from fusion_bench_nufilt.storage.checkpoint import Manifest, model_digest, read_manifest, verify_files
+from fusion_bench_nufilt.storage.checkpoint import model_digest, read_manifest, verify_files
+from fusion_bench_nufilt.storage.schemas import Manifest
 
 PRETRAINED, MERGED = "_pretrained_", "_merged_"
 _CHANGED = "merge or fetch it again; method.verify=false goes on from it all the same"
@@ -75,6 +76,13 @@ def refuse_drawn(name: str, keys: Sequence[str], *, can_exclude: bool) -> None:
         why = f"one of {len(keys)} weights to be merged that transformers drew at random"
         hint = leave_out(keys[0].rpartition(".")[0]) if can_exclude else ""
         raise ValueError(f"model '{name}': its checkpoint lacks '{keys[0]}', {why}: is it damaged?{hint}")
+
+
+def load_stored(modelpool: BaseModelPool, name: str, merged: Collection[str] | None = None) -> nn.Module:
+    """Load a model; refuse one whose weights to be merged (by default all) were drawn at random."""
+    model, drawn = load_model(modelpool, name)
+    refuse_drawn(name, [key for key in drawn if merged is None or key in merged], can_exclude=False)
+    return model
 
 
 def _same(key: str, other: str) -> bool:

@@ -10,10 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.storage.checkpoint import Manifest, load_checkpoint, read_whole_checkpoint, save_checkpoint
+from fusion_bench_nufilt.storage import resumable
+from fusion_bench_nufilt.storage.checkpoint import load_checkpoint, read_whole_checkpoint, save_checkpoint
 from fusion_bench_nufilt.storage.files import lock_folder, read_json, restore_folder, write_text
+from fusion_bench_nufilt.storage.schemas import Manifest
 
 log = logging.getLogger(__name__)
+
+_UNREAD = "not read yet"  # in the place of a model's digest
 
 
 @dataclass(frozen=True)
@@ -104,14 +108,18 @@ def differences(manifest: Manifest, run: Mapping[str, Any]) -> list[str]:
 
     Models are compared by their weights: the same weights may come from another place.
     """
-    if lacking := [key for key in ("step", "merge_seconds", "order", "inputs", "settings") if key not in manifest]:
+    if lacking := [
+        key for key in ("step", "merge_seconds", "method", "order", "inputs", "settings") if key not in manifest
+    ]:
         return [f"version of this package (its manifest has no {', '.join(lacking)})"]
-    before, now = manifest["settings"], run["settings"]
-    found = [key for key in ("method", "order") if manifest.get(key) != run[key]]
-    found += [key for key in now if before.get(key) != now[key]]
-    inputs = manifest["inputs"]
-    for name, model in run["inputs"].items():
-        there, here = inputs.get(name, {}).get("sha256"), model.get("sha256")
-        if name not in inputs or (there is not None and there != here):
-            found.append(f"model '{name}'")
-    return found
+    before, now = _depends_on(manifest), _depends_on(run)
+    for model in manifest["inputs"].keys() & run["inputs"].keys():
+        if before[f"model '{model}'"] == _UNREAD:
+            del now[f"model '{model}'"]
+    return [each.name for each in resumable.differences({key: before.get(key) for key in now}, now)]
+
+
+def _depends_on(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all that decides the weights after each step."""
+    models = {f"model '{name}'": model.get("sha256", _UNREAD) for name, model in run["inputs"].items()}
+    return {"method": run["method"], "order": run["order"], **run["settings"], **models}

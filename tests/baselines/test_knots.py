@@ -5,11 +5,12 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
+from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_nufilt.baselines.knots import KnotsTiesMergingAlgorithm, knots_ties
 from tests.baselines.helpers import unchanged
-from tests.models import clip, finetuned
+from tests.models import clip, damaged_clip, finetuned
 
 SHAPES = [(7, 4), (3, 8)]
 
@@ -123,3 +124,11 @@ def test_singular_values_are_cut_where_fusion_bench_cuts_them():
     small[0, 0], large[0, 0] = 0.9e-4, 1.1e-4
     assert not knots_ties([small, torch.zeros(4, 4)], 100, "sum").any()
     assert knots_ties([large, torch.zeros(4, 4)], 100, "sum").any()
+
+
+@pytest.mark.parametrize("damaged", ["_pretrained_", "a"])
+def test_a_weight_that_was_drawn_at_random_is_refused_by_name(tmp_path, damaged):
+    entry, key = damaged_clip(tmp_path)
+    models = BaseModelPool({"_pretrained_": clip(), "a": clip(1), damaged: entry})
+    with pytest.raises(ValueError, match=rf"model '{damaged}': its checkpoint lacks '{key}'"):
+        KnotsTiesMergingAlgorithm().run(models)

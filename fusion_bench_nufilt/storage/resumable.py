@@ -1,0 +1,39 @@
+"""Are these the inputs of before? A result is kept with a description of what it depends on, and used again only if
+that description is still the same; otherwise, what differs is named.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Difference(NamedTuple):
+    """A value of a description that is not the stored one."""
+
+    name: str  # its keys, joined by dots
+    stored: Any
+    wanted: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} is {_short(self.stored)} there and {_short(self.wanted)} here"
+
+
+def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> list[Difference]:
+    """Return what differs between the stored description of a result and that of the result that is wanted."""
+    found: list[Difference] = []
+    for key in {**stored, **wanted}:
+        name, old, new = f"{prefix}{key}", stored.get(key), wanted.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{name}.")
+        elif old != new:
+            found.append(Difference(name, old, new))
+    return found
+
+
+def in_one_line(found: list[Difference]) -> str:
+    return "; ".join(map(str, found[:3]))
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

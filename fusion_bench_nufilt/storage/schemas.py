@@ -1,0 +1,69 @@
+"""What the JSON files beside models and results hold, as far as it is read back; there is more in them, for people."""
+
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeInt
+from typing_extensions import TypedDict
+
+#: A number of models: nobody merges a million, so that a larger number means damage.
+Count = Annotated[int, Field(ge=1, le=10**6)]
+#: A task's score: a fraction, or a metric of another scale, none of which reaches these bounds.
+Score = Annotated[float, Field(ge=-(10**4), le=10**4)]
+Seconds = Annotated[float, Field(ge=0, le=10**9)]
+
+
+class Fingerprint(TypedDict):
+    size: int  # in bytes
+    sha256: str
+
+
+class Input(TypedDict, total=False):
+    name: str
+    source: Any  # of a model pool's entry: a folder, a hub name or a configuration
+    kind: str  # a whole model or an adapter
+    sha256: str  # digest of its weights, or of those that were read
+    tensors_read: int
+
+
+class Head(TypedDict):
+    file: str  # with its tensors, relative to the folder of the merged model
+    modules: list[str]  # their modules' names, as the base would have them
+    config: dict[str, Any]  # of the task's model, with its id2label, label2id and problem_type
+
+
+class Fate(TypedDict):
+    parameters: int
+    share: float  # of the model's elements, 0 to 1
+
+
+class Coverage(TypedDict):
+    merged: Fate
+    averaged: Fate
+    kept: Fate
+    left_out: dict[str, int]
+
+
+class LayerStep(TypedDict):
+    """What a step did to a layer; there is more, which depends on the method."""
+
+    step: Count
+    shape: list[int]
+    task_norm: float
+
+
+class Manifest(TypedDict, total=False):
+    """The file ``nufilt.json`` of a merged model, whether a step of a run or a merge of folders made it."""
+
+    method: str
+    step: Count  # the number of models merged so far
+    tasks: list[str]  # their names, in merging order
+    order: list[str]  # all models of the stream, of which `tasks` are the first ones
+    inputs: dict[str, Input]
+    settings: dict[str, Any]
+    mean_counts: dict[str, NonNegativeInt]  # models in the mean of a tensor, where that is not `step`
+    files: dict[str, Fingerprint]  # all files of the folder but the manifest, by their relative paths
+    digest: str  # of everything else in the manifest
+    heads: dict[str, Head]  # by the names of their tasks
+    merge_seconds: list[float]
+    run: Any  # in a merge of folders: a digest of all that it depends on
+    coverage: dict[str, Any]
