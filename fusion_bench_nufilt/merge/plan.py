@@ -27,6 +27,9 @@ _option = partial(option, panel="Machine")
 # The settings that a manifest keeps beside the method's options.
 _IN_MANIFEST = ("seed", "weights", "tokenizer", "accumulate", "dtype", "max_shard_size", "device")
 
+#: One batch of layers is read, one is solved and one is written at a time.
+BATCHES_PER_GPU = 3
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -113,7 +116,7 @@ class Settings:
     @property
     def workers(self) -> int:
         """The number of batches of layers that this process works on at a time."""
-        return torch.get_num_threads() if self.on_cpu else len(self.devices)
+        return torch.get_num_threads() if self.on_cpu else BATCHES_PER_GPU * len(self.devices)
 
 
 @dataclass
