@@ -8,7 +8,8 @@ import sys
 import threading
 import weakref
 from collections import Counter, defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,9 @@ class Ledger:
         self.up, self.down, self.waits = Counter(), Counter(), Counter()  # by shape, by shape, by function
         self.operations, self.gpus = Counter(), Counter()  # by name and shape, by GPU
         self.peak = defaultdict(int, self.live)
+
+    def room(self, gpu):
+        return 2**40 if self.capacity is None else self.capacity - self.live[gpu]
 
     def take(self, storage, gpu):
         with self._lock:
@@ -216,6 +220,9 @@ def simulated(count=2, capability=(8, 0)):
             ("synchronize", lambda *_: ledger.wait()),
             ("get_device_capability", lambda *_: capability),
             ("get_device_name", lambda *_: "simulated"),
+            ("mem_get_info", lambda gpu: (free := ledger.room(gpu.index), free)),
+            ("Stream", lambda gpu: SimpleNamespace(device=numbered(gpu))),
+            ("stream", nullcontext),
             ("get_rng_state", lambda gpu=0: ledger.random[gpu]),
             ("set_rng_state", lambda state, gpu=0: ledger.random.update({gpu: state})),
         ):

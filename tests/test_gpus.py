@@ -1,7 +1,10 @@
 """Laws of merges on GPUs, which are simulated here."""
 
+import itertools
 import subprocess
 import sys
+import threading
+from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,13 +22,19 @@ from fusion_bench_nufilt.baselines.wemoe import WEMoEConfig, mixture_of
 from fusion_bench_nufilt.core import LowRank, adapter, failures, fuse_layers
 from fusion_bench_nufilt.core.stack import working_bytes
 from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.merge import merge_folders
+from fusion_bench_nufilt.merge.engine import LayerMerger, merge_layers
+from fusion_bench_nufilt.merge.forecast import batches, solving_memory
+from fusion_bench_nufilt.merge.output import Output, work_folder
+from fusion_bench_nufilt.merge.sources.models import FullModel
 from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.sums import Sum
 from fusion_bench_nufilt.stream import Evaluator
 from tests.baselines.helpers import baseline
 from tests.conftest import REPO
 from tests.core.matrices import random_layer
-from tests.merge.helpers import RANKS, merge, save_stream, tensors
+from tests.merge.helpers import RANKS, merge, plan, save_stream, tensors
 from tests.models import build, clip
 from tests.simulated_gpus import SOLVERS, LateLibrary, simulated
 from tests.stream.helpers import pool
@@ -264,6 +273,169 @@ def test_a_weight_is_looked_at_where_it_is_computed(gpus, monkeypatch, stream):
     merge(stream, TASKS, **BOTH)
     assert {device for device, ndim in passes if ndim == 2} == {"cuda"}
     assert passes
+
+
+# --- batches of folders: one is read, one solved and one written at a time ---
+
+
+@pytest.fixture
+def single(monkeypatch, stream):
+    """The folder of models, whose seven layers are batches of their own."""
+    monkeypatch.setattr("fusion_bench_nufilt.methods.nufilt.BATCH_BYTES", 0)
+    return stream
+
+
+def hook(monkeypatch, where, name, before=lambda number: None, after=lambda number: None):
+    """Call functions before and after each call of a method, which they get the number of, from 1."""
+    numbers, method = itertools.count(1), getattr(where, name)
+
+    def hooked(*args, **kwargs):
+        before(number := next(numbers))
+        result = method(*args, **kwargs)
+        after(number)
+        return result
+
+    monkeypatch.setattr(where, name, hooked)
+
+
+def test_a_batch_is_read_and_another_one_written_while_one_is_solved(gpus, monkeypatch, single):
+    """The second solution waits for the third reading and the first writing, which wait for it to begin."""
+    solving, read, written = events = [threading.Event() for _ in range(3)]
+
+    def solve(number):
+        if number == 2:
+            solving.set()
+            assert read.wait(30)
+            assert written.wait(30)
+
+    hook(monkeypatch, FullModel, "weight", lambda n: n != 3 or wait_for(solving), lambda n: n != 3 or read.set())
+    hook(monkeypatch, Output, "add", lambda n: n != 1 or wait_for(solving), lambda n: n != 1 or written.set())
+    hook(monkeypatch, Nufilt, "add_each", solve)
+    merge(single, ["task1"], settings={"device": "cuda:0"})
+    assert all(event.is_set() for event in events)
+
+
+def wait_for(event):
+    assert event.wait(30)
+
+
+def test_batches_that_overlap_have_the_bits_of_batches_one_after_another(gpus, monkeypatch, stream):
+    options = {"tasks": TASKS, "settings": {"device": "cuda:0"}}
+    expected = None
+    for count in (1, 3):
+        monkeypatch.setattr("fusion_bench_nufilt.merge.plan.BATCHES_PER_GPU", count)
+        monkeypatch.setattr("fusion_bench_nufilt.merge.engine.BATCHES_PER_GPU", count)
+        found = tensors(merge(stream, out=f"out{count}", **options))
+        expected = expected or found
+    assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("room", [1, 2])
+def test_only_as_many_batches_are_on_a_gpu_as_the_forecast_has_room_for(gpus, monkeypatch, single, room):
+    planned, active, seen = plan(single, TASKS, settings={"device": "cuda:0"}), [], []
+    needed = sorted(solving_memory(planned, layer) for layer in planned.layers)
+    gpus.capacity = gpus.live[0] + (needed[-1] if room == 1 else sum(needed[-2:]))
+
+    def merge_on(*args):
+        active.append(args)
+        seen.append(sum(solving_memory(planned, layer) for _, _, layers, _ in active for layer in layers))
+        result = whole(*args)
+        active.remove(args)
+        return result
+
+    whole = LayerMerger._merge_on
+    monkeypatch.setattr(LayerMerger, "_merge_on", merge_on)
+    gpus.reset()
+    merge_folders(planned, single / "out")
+    assert gpus.peak[0] <= max(seen) <= gpus.capacity
+    assert len(seen) == len(planned.layers)  # no batch was halved
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize(("where", "name"), [(FullModel, "weight"), (Nufilt, "add_each"), (Output, "add")])
+def test_an_error_in_any_stage_ends_the_merge_with_its_message_and_the_next_run_goes_on(
+    gpus, monkeypatch, single, where, name, devices
+):
+    expected, threads = tensors(merge(single, TASKS, out="expected", settings={"device": devices})), all_threads()
+
+    def fail(number):
+        if number == 4:
+            raise ValueError("model 'task1', layer 'x': damaged")
+
+    with monkeypatch.context() as patch:
+        hook(patch, where, name, fail)
+        with pytest.raises(ValueError, match=r"^model 'task1', layer 'x': damaged$"):
+            merge(single, TASKS, settings={"device": devices})
+    assert all_threads() == threads
+    assert not (single / "out").exists()
+    done = len((work_folder(single / "out") / "journal.jsonl").read_text().splitlines()) - 1
+    again = []
+    with monkeypatch.context() as patch:
+        hook(patch, Nufilt, "add_each", again.append)
+        found = tensors(merge(single, TASKS, settings={"device": devices}))
+    assert all(torch.equal(value, found[key]) for key, value in expected.items())
+    assert len(again) == len(TASKS) * (7 - done)
+
+
+def test_ctrl_c_in_the_caller_s_thread_leaves_no_thread(gpus, single):
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    threads = all_threads()
+    with pytest.raises(KeyboardInterrupt):
+        merge_folders(plan(single, TASKS, settings={"device": "cuda:0"}), single / "out", stop)
+    assert all_threads() == threads
+
+
+def all_threads():
+    return set(threading.enumerate())
+
+
+def test_two_gpus_share_equal_batches_evenly(gpus, monkeypatch, tmp_path):
+    """As if every solution took as long: a GPU's n-th one ends when the other's has begun, or never will."""
+    monkeypatch.setattr("fusion_bench_nufilt.methods.nufilt.BATCH_BYTES", 0)
+    config = hf.LlamaConfig(**{**ONE_BLOCK, "num_hidden_layers": 3}, vocab_size=50)
+    save_stream(tmp_path, build(hf.LlamaForCausalLM, config, 0), 1)
+    taken, solved, changed = Counter(), Counter(), threading.Condition()
+    layers, take, add_each = 21, LayerMerger._merge_on, Nufilt.add_each
+
+    def counted_take(self, device, *args):
+        with changed:
+            taken[device.index] += 1
+            changed.notify_all()
+        take(self, device, *args)
+
+    def add_in_step(self, *args, device, **kwargs):
+        mine, other = device.index, 1 - device.index
+
+        def in_step():
+            no_more = taken.total() == layers and solved[other] == taken[other]
+            return solved[other] >= solved[mine] or no_more
+
+        with changed:
+            solved[mine] += 1
+            changed.notify_all()
+            assert changed.wait_for(in_step, 30)
+        yield from add_each(self, *args, device=device, **kwargs)
+
+    monkeypatch.setattr(LayerMerger, "_merge_on", counted_take)
+    monkeypatch.setattr(Nufilt, "add_each", add_in_step)
+    merge(tmp_path, ["task1"], **BOTH)
+    assert solved.total() == layers
+    assert layers / max(solved.values()) >= 0.8 * 2
+
+
+@pytest.mark.parametrize(("workers", "started"), [(1, 0), (2, 2)])
+def test_layers_on_the_cpu_are_merged_by_its_workers_alone(monkeypatch, stream, workers, started):
+    before, starts, start = torch.get_num_threads(), [], threading.Thread.start
+    planned = plan(stream, TASKS)
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: starts.append(thread) or start(thread))
+    torch.set_num_threads(workers)
+    try:
+        list(merge_layers(planned, list(batches(planned, planned.layers)), lambda record, pieces: None))
+    finally:
+        torch.set_num_threads(before)
+    assert len(starts) == started
 
 
 # --- what runs beside layer-wise methods ---

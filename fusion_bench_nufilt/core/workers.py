@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from threading import RLock
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -50,18 +50,18 @@ def fast_in_float64(where: torch.device) -> bool:
     return where.type == "cuda" and torch.cuda.get_device_capability(where) in capabilities
 
 
-class DevicePool:
-    """Devices that each compute for one thread at a time; a single device computes for all threads."""
+class DevicePool(Generic[_T]):
+    """Devices or CUDA streams that each compute for one thread at a time; a single one computes for all threads."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[_T]) -> None:
         self._only = devices[0] if len(devices) == 1 else None
-        self._free: SimpleQueue[torch.device] = SimpleQueue()
+        self._free: SimpleQueue[_T] = SimpleQueue()
         for device in devices:
             self._free.put(device)
 
     @contextmanager
-    def free(self) -> Iterator[torch.device]:
-        """Wait for a device that is free, and hold it."""
+    def free(self) -> Iterator[_T]:
+        """Wait for one that is free, and hold it."""
         if self._only is not None:
             yield self._only
             return
@@ -80,8 +80,7 @@ def map_layers(
     On a CPU, each of torch's threads (or of ``workers``, if fewer) takes a layer and computes it alone. That beats
     using all threads on one layer (eigenvalue solvers hardly scale), does not stall on a busy machine, and makes the
     result independent of the number of threads, to the last bit. Where torch has one thread, as in such a worker, the
-    caller's thread does everything. So it does on an accelerator, unless ``workers`` gives each of several devices a
-    thread of its own.
+    caller's thread does everything. So it does on an accelerator, unless there are ``workers``.
     """
     threads = torch.get_num_threads() if where.type == "cpu" else workers or 1
     with _exact_products:

@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import numpy
@@ -25,9 +25,9 @@ from fusion_bench_nufilt.methods import State
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, digest, raw
 
 from .architecture import Layer
-from .forecast import layer_budget, layer_memory
+from .forecast import layer_budget, layer_memory, solving_memory
 from .output import Record
-from .plan import Plan, state_layout, state_tensors
+from .plan import BATCHES_PER_GPU, Plan, state_layout, state_tensors
 from .sources.checkpoint import some
 from .sources.fp8 import Quantised
 
@@ -47,11 +47,21 @@ class _Work:
 
 
 class LayerMerger:
-    """Merges the layers of a plan in this process: one per thread on a CPU, a stack of them per accelerator."""
+    """Merges the layers of a plan in this process: one per thread on a CPU, batches of them on GPUs.
+
+    Several batches are on a GPU at a time. One of them is solved while the others are read and written, so that the
+    slowest of the three alone counts. A batch stays in one thread and on one CUDA stream, where its operations wait for
+    no other batch's.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._budget, self._devices = Budget(layer_budget(plan)), DevicePool(plan.settings.devices)
+        self._budget = Budget(layer_budget(plan))
+        gpus = [] if plan.settings.on_cpu else plan.settings.devices
+        streams = [torch.cuda.Stream(device) for device in gpus * BATCHES_PER_GPU]
+        self._streams = DevicePool(streams)
+        self._room = {stream.device: Budget(torch.cuda.mem_get_info(stream.device)[0]) for stream in streams}
+        self._turns = {stream.device: threading.Lock() for stream in streams}
         self._kept = state_layout(plan)[1] if plan.keeps_state else {}
         # By default, every thread keeps freed blocks of up to 32 MB in glibc, and a process of many threads then takes
         # twice what it uses.
@@ -59,9 +69,17 @@ class LayerMerger:
             mallopt(-3, 4 * 2**20)  # M_MMAP_THRESHOLD: larger blocks go back to the system when freed
 
     def merge(self, layers: list[Layer], write: Write) -> None:
-        needed = sum(layer_memory(self.plan, layer) for layer in layers)
-        with self._budget.reserve(needed), self._devices.free() as device:
-            self._merge_on(device, layers, write)
+        with self._budget.reserve(sum(layer_memory(self.plan, layer) for layer in layers)):
+            if self.plan.settings.on_cpu:
+                self._merge_on(torch.device("cpu"), layers, write)
+                return
+            on_gpu = sum(solving_memory(self.plan, layer) for layer in layers)
+            with self._streams.free() as stream, self._room[stream.device].reserve(on_gpu), torch.cuda.stream(stream):
+                self._merge_on(stream.device, layers, write)
+
+    def _turn_on(self, device: torch.device) -> AbstractContextManager[object]:
+        """Wait until no other batch is solved on a GPU; on a CPU, every thread solves."""
+        return self._turns.get(device, nullcontext())
 
     def _merge_on(self, device: torch.device, layers: list[Layer], write: Write) -> None:
         """Merge layers on a device, or half of them at a time if it has no room for all."""
@@ -135,18 +153,22 @@ class LayerMerger:
             return
         states = {name: works[name].state for name in theta_t}
         pretrained = {name: works[name].theta_0 for name in theta_t}
-        for name, state, report, _ in self.plan.method.add_each(states, pretrained, theta_t, step=step, device=device):
-            if not all(map(is_finite, state.values())):
-                too_large = f"the result is too large for {pretrained[name].dtype}, or its squares are"
-                raise ValueError(f"model '{task.checkpoint.name}', layer '{name}': {too_large}")
-            works[name].state = state
-            works[name].record["reports"].append({"step": step, **report})
+        add_each = self.plan.method.add_each
+        with self._turn_on(device):
+            for name, state, report, _ in add_each(states, pretrained, theta_t, step=step, device=device):
+                if not all(map(is_finite, state.values())):
+                    too_large = f"the result is too large for {pretrained[name].dtype}, or its squares are"
+                    raise ValueError(f"model '{task.checkpoint.name}', layer '{name}': {too_large}")
+                works[name].state = state
+                works[name].record["reports"].append({"step": step, **report})
 
     def _finish(self, work: _Work, device: torch.device) -> list[memoryview]:
         """Return the bytes of a layer's state, if it is kept, and of its weights; note their places in the record."""
         layer = work.layer
         states, pretrained = {layer.name: work.state}, {layer.name: work.theta_0}
-        ((_, matrix),) = self.plan.method.weigh_each(states, pretrained, device=device)
+        # A state that is the weight has been solved.
+        with nullcontext() if self.plan.method.state_is_weight else self._turn_on(device):
+            ((_, matrix),) = self.plan.method.weigh_each(states, pretrained, device=device)
         plan, read = self.plan, work.record["read"]
         weight = plan.vocabulary.grown_layer(layer.slot, layer.view.part(matrix), read)
         kept = _state_to_keep(plan, layer, work.state) if self._kept else {}

@@ -24,17 +24,24 @@ def process_memory(workers: int) -> int:
 
 
 def layer_memory(plan: Plan, layer: Layer) -> int:
-    """Return the bytes held while a layer is merged: its weights and state as read, and working memory."""
+    """Return the bytes of main memory held while a layer is merged; on a GPU, it only passes through there."""
+    return solving_memory(plan, layer) if plan.settings.on_cpu else _stored_memory(plan, layer)
+
+
+def solving_memory(plan: Plan, layer: Layer) -> int:
+    """Return the bytes held where a layer is merged: its weights and state as read, and working memory."""
+    wide = max(plan.method.itemsize, plan.dtype(layer.keys[0]).itemsize)
+    return _stored_memory(plan, layer) + plan.method.working_bytes(layer.view.shape, wide)
+
+
+def _stored_memory(plan: Plan, layer: Layer) -> int:
     dtype, shape = plan.dtype(layer.keys[0]), layer.view.shape
     # The factors of a LoRA are too thin to count.
     full = [task.checkpoint.tensors[task.keys[layer.slot]] for task in plan.tasks if layer.slot in task.keys]
     stored = (dtype.itemsize + max((FLOATS[info.dtype].itemsize for info in full), default=0)) * math.prod(shape)
     if plan.keeps_state:
-        stored += sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
-    else:
-        stored += dtype.itemsize * math.prod(shape)
-    wide = max(plan.method.itemsize, dtype.itemsize)
-    return stored + (plan.method.working_bytes(shape, wide) if plan.settings.on_cpu else 0)
+        return stored + sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
+    return stored + dtype.itemsize * math.prod(shape)
 
 
 def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:

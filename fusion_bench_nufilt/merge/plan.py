@@ -26,6 +26,9 @@ from .vocabulary import Vocabulary
 
 _option = partial(option, panel="Machine")
 
+#: One batch of layers is read, one is solved and one is written at a time.
+BATCHES_PER_GPU = 3
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -125,7 +128,7 @@ class Settings:
     @property
     def workers(self) -> int:
         """The number of batches of layers that this process works on at a time."""
-        return torch.get_num_threads() if self.on_cpu else len(self.devices)
+        return torch.get_num_threads() if self.on_cpu else BATCHES_PER_GPU * len(self.devices)
 
 
 @dataclass
