@@ -87,10 +87,8 @@ def compare(
             runs, missing = _known_runs(store, seeds, configs, experiment.tasks)
             runs |= {(spec, seed): SeedRun({}, error=why) for spec, why in wrong.items() for seed in seeds}
             work = {name: (config,) for name, (_, config) in missing.items()}
-            if engine == "local" and jobs == 1:
-                results = _run_here(work, experiment, bars)
-            else:
-                results = _run_apart(work, (pools, validation), jobs, engine, address)
+            here, data = engine == "local" and jobs == 1, (pools, validation)
+            results = _run_here(work, experiment, bars) if here else _run_apart(work, data, jobs, engine, address)
             with closing(results):
                 _keep(results, missing, runs, store, bars)
     by_spec = {spec: {seed: runs[spec, seed] for seed in seeds} for spec in specs}

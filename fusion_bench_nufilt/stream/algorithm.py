@@ -32,7 +32,6 @@ from .protocol import DeviceConfig, Evaluate, ProtocolConfig, task_order
 from .run_folder import RunFolder, open_run_folder
 
 log = logging.getLogger(__name__)
-
 OnStep = Callable[[int, nn.Module], Any]
 _NOT_IN_THE_RESULT = ("_target_", *with_scope((ProtocolConfig, DeviceConfig), "run"))
 
