@@ -104,6 +104,19 @@ def test_a_step_of_nufilt_is_the_cpu_s_to_rounding_and_each_weight_goes_up_once_
     assert len(gpus.gpus) == devices.count("cuda")
 
 
+def test_layers_of_a_shape_are_solved_together(gpus):
+    """Twenty-four layers take the solver calls and operations of two; what grows are transfers and reading reports."""
+    counts = []
+    for repeats in (1, 12):
+        gpus.reset()
+        fuse_layers(*models([(40, 40), (20, 12)] * repeats), CONFIG, device="cuda:0")
+        solved = sum(count for (name, *_), count in gpus.operations.items() if name in SOLVERS)
+        counts.append((solved, gpus.operations.total(), gpus.waits.total()))
+    (solvers, operations, waits), more = counts
+    assert more[:2] == (solvers, operations)
+    assert more[2] < 3 * waits
+
+
 def test_the_adam_loop_moves_nothing_and_waits_for_nothing(gpus, monkeypatch):
     fit, seen = adapter.fit_adapter, []
 
