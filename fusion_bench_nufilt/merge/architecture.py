@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -166,11 +166,21 @@ def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
         try:
             settings = transformers.AutoConfig.from_pretrained(base.folder, trust_remote_code=False)
             with torch.device("meta"):
-                return getattr(transformers, name)._from_config(settings), name
+                model = getattr(transformers, name)._from_config(settings)
+                if config.get("tie_word_embeddings") is False:
+                    _untie_head(model)
+                return model, name
         except Exception as error:  # its own code, another version of transformers, a bad config
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             log.warning("transformers can't build '%s' of '%s' (%s): layers are told by name", name, base.name, reason)
     return from_names(base.tensors), "names of the tensors"
+
+
+def _untie_head(model: Any) -> None:
+    """Give the output head a weight of its own: transformers 5 builds all T5s with tied ones and unties on loading."""
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear) and head.weight is model.get_input_embeddings().weight:
+        head.weight = nn.Parameter(torch.empty_like(head.weight))
 
 
 def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:

@@ -41,10 +41,19 @@ DEEPSEEK = {"hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers"
 DEEPSEEK |= {"q_lora_rank": None, "kv_lora_rank": 512, "moe_intermediate_size": 1408, "n_routed_experts": 64}
 DEEPSEEK |= {"n_shared_experts": 2, "num_experts_per_tok": 6, "vocab_size": 102400, "first_k_dense_replace": 1}
 DEEPSEEK |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_key_value_heads": 16}
+
+
+def flan_t5() -> torch.nn.Module:
+    """Return a T5 whose head is not tied, as Flan-T5's is not; transformers 5 ties all T5s that it builds."""
+    built = model("T5ForConditionalGeneration", "T5Config", **T5, tie_word_embeddings=False)()
+    built.lm_head = torch.nn.Linear(768, 32128, bias=False, device="meta")
+    return built
+
+
 CONVNEXT = {"depths": [3, 3, 27, 3], "hidden_sizes": [128, 256, 512, 1024]}
 MODELS = {
     "CLIP ViT-B/32": model("CLIPVisionModel", "CLIPVisionConfig"),
-    "Flan-T5-base": model("T5ForConditionalGeneration", "T5Config", **T5, tie_word_embeddings=False),
+    "Flan-T5-base": flan_t5,
     "Llama-2-7B": model("LlamaForCausalLM", "LlamaConfig"),
     "Qwen2.5-1.5B": model("Qwen2ForCausalLM", "Qwen2Config", **QWEN),
     "Mixtral-8x7B": model("MixtralForCausalLM", "MixtralConfig"),

@@ -129,6 +129,22 @@ def test_a_task_that_unties_its_head_gives_its_embedding_to_the_tied_weight(tmp_
     assert same(tensors(merge(tmp_path, ["task1"], other_params="mean")), expected)
 
 
+@pytest.mark.oldest
+def test_a_head_that_the_configuration_unties_has_a_mean_of_its_own(tmp_path):
+    """transformers 5 builds every T5 with a tied head, as Flan-T5's is not, and unties it when it loads one."""
+    save_stream(tmp_path, t5(), tasks=2, shards="1GB")
+    for seed, folder in enumerate(("base", "task1", "task2")):
+        path = tmp_path / folder / "model.safetensors"
+        state = load_file(path)
+        head = torch.randn(state["shared.weight"].shape, generator=torch.Generator().manual_seed(seed))
+        save_file({**state, "lm_head.weight": head}, path, metadata={"format": "pt"})
+        change_json(tmp_path / folder / "config.json", tie_word_embeddings=False)
+    out = tensors(merge(tmp_path, ["task1", "task2"], other_params="mean"))
+    tasks = [tensors(tmp_path / task) for task in ("task1", "task2")]
+    for key in ("lm_head.weight", "shared.weight"):
+        torch.testing.assert_close(out[key], (tasks[0][key] + tasks[1][key]) / 2)
+
+
 def test_a_tensor_that_a_task_lacks_is_left_out_of_its_mean_with_a_warning(stream):
     change(stream / "task1", "model.norm.weight", lambda value: None)
     out = merge(stream, ["task1"], other_params="mean")
