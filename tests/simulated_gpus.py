@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +59,13 @@ class Ledger:
                 functions.append(frame.f_code.co_name)
             frame = frame.f_back
         self.waits[tuple(functions)] += 1
+
+
+class Stream:
+    """A stream of a GPU, which only tells the GPU."""
+
+    def __init__(self, gpu):
+        self.device = numbered(gpu)
 
 
 ledger = Ledger()
@@ -221,7 +227,7 @@ def simulated(count=2, capability=(8, 0)):
             ("get_device_capability", lambda *_: capability),
             ("get_device_name", lambda *_: "simulated"),
             ("mem_get_info", lambda gpu: (free := ledger.room(gpu.index), free)),
-            ("Stream", lambda gpu: SimpleNamespace(device=numbered(gpu))),
+            ("Stream", Stream),
             ("stream", nullcontext),
             ("get_rng_state", lambda gpu=0: ledger.random[gpu]),
             ("set_rng_state", lambda state, gpu=0: ledger.random.update({gpu: state})),
