@@ -11,6 +11,7 @@ import venv
 
 import datasets
 import pytest
+import transformers
 import yaml
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
@@ -112,6 +113,8 @@ def test_the_command_line_gives_the_plugins_bits(make, checkout, elsewhere, tmp_
     assert digests(logs / "checkpoints" / "merged_model_2") == digests(tmp_path / "ours") != {}
 
 
+@pytest.mark.oldest
+@pytest.mark.skipif(transformers.__version__ >= "5", reason="FusionBench 0.2.33 alone can't score CLIP with it")
 def test_steps_are_scored_by_fusionbench_as_the_plugin_scores_them(checkout, elsewhere, demo, fusion_bench, tmp_path):
     pictures = load_test_dataset("digits")
     rows = [pictures[i] for i in range(len(pictures))]
