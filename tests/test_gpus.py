@@ -445,7 +445,7 @@ def test_layers_on_the_cpu_are_merged_by_its_workers_alone(monkeypatch, stream, 
     monkeypatch.setattr(threading.Thread, "start", lambda thread: starts.append(thread) or start(thread))
     torch.set_num_threads(workers)
     try:
-        list(merge_layers(planned, list(batches(planned, planned.layers)), lambda record, pieces: None))
+        list(merge_layers(planned, planned.layers, lambda layer, weigh: weigh()))
     finally:
         torch.set_num_threads(before)
     assert len(starts) == started
