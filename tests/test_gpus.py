@@ -24,7 +24,7 @@ from fusion_bench_nufilt.core.stack import working_bytes
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.engine import LayerMerger, merge_layers
-from fusion_bench_nufilt.merge.forecast import batches, solving_memory
+from fusion_bench_nufilt.merge.forecast import solving_memory
 from fusion_bench_nufilt.merge.output import Output, work_folder
 from fusion_bench_nufilt.merge.sources.models import FullModel
 from fusion_bench_nufilt.methods import ORDER_FREE

@@ -100,17 +100,17 @@ def _narrowed(values: Iterable[Tensor], key: str, dtype: torch.dtype) -> Iterato
 
 
 def average_others(plan: Plan, write: Callable[[str, Tensor], object]) -> dict[str, int]:
-    """Average the tensors outside the merged layers, without files; return the number of models in each mean.
+    """Average the tensors outside the merged layers in memory; return the number of models in the mean of each.
 
-    ``write`` takes the key in the base and the new values of each.
+    ``write`` takes a key in the base and the new values; a tied tensor comes once.
     """
     counts = {}
     for slot in plan.averaged:
         count, tasks = _in_mean(plan, slot)
         counts[slot] = count + len(tasks)
-        for key in plan.others[slot] if tasks else ():
-            if pieces := list(_values(plan, slot, key, lambda source, value: None)):
-                write(key, torch.cat(pieces).reshape(plan.base.tensors[key].shape))
+        key = plan.others[slot][0]
+        if tasks and (pieces := list(_values(plan, slot, key, lambda source, value: None))):
+            write(key, torch.cat(pieces).reshape(plan.base.tensors[key].shape))
     return counts
 
 
