@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from importlib.metadata import version
+from functools import cache
 from itertools import chain, count
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -173,5 +174,6 @@ def combined_digest(parts: Iterable[tuple[str, object]]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+@cache
 def package_versions() -> dict[str, str]:
     return {package: version(package) for package in _PACKAGES}
