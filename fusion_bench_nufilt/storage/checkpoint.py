@@ -8,9 +8,8 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
+from functools import cache, reduce
 from importlib.metadata import version
-from functools import cache
 from itertools import chain, count
 from pathlib import Path, PurePosixPath
 from typing import Any
