@@ -223,7 +223,9 @@ def parse_json(text: bytes, kind: type[_T]) -> _T:
     return checked(content, kind)
 
 
-_adapter = cache(TypeAdapter[Any])  # building one takes milliseconds
+@cache  # making one takes milliseconds
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def checked(content: Any, kind: type[_T]) -> _T:
