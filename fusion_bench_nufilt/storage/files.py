@@ -234,7 +234,7 @@ def checked(content: Any, kind: type[_T]) -> _T:
     Further fields are allowed. A ValueError names the first field that is missing or of another type.
     """
     try:
-        adapter = _adapter(kind)
+        adapter = _adapter(cast("Any", kind))
         if not is_dataclass(kind):
             adapter.validate_python(content, strict=True)
             return cast("_T", content)
