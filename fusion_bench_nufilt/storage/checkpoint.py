@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
+from functools import cache, reduce
 from importlib.metadata import version
 from itertools import chain, count
 from pathlib import Path, PurePosixPath
@@ -188,5 +188,6 @@ def combined_digest(parts: Iterable[tuple[str, object]]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+@cache
 def package_versions() -> dict[str, str]:
     return {package: version(package) for package in _PACKAGES}
