@@ -50,7 +50,8 @@ class Architecture:
 
     def __init__(self, base: Checkpoint) -> None:
         built, self.origin = _on_meta(base)
-        self.model, self._rename = as_stored(built, base.tensors)
+        self._stacks = {name: tuple(value.shape) for name, value in built.named_parameters() if value.ndim == 3}
+        self.model, self._rename, self.undo = as_stored(built, base.tensors)
         self.backbone = getattr(self.model, "base_model_prefix", "")
         first: dict[int, str] = {}
         parameters = self.model.named_parameters(remove_duplicate=False)
@@ -107,6 +108,11 @@ class Architecture:
     def _names(self, key: str) -> tuple[str, ...]:
         name = self._rename(key)
         return name, f"{self.backbone}.{name}", name.removeprefix(f"{self.backbone}.")
+
+    def stacks_of(self, module: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a module's own parameters of three dimensions in the loaded model, by name."""
+        names = {module, *self._names(module)}
+        return {name: shape for name, shape in self._stacks.items() if name.rpartition(".")[0] in names}
 
     def _unused(self, base: Checkpoint) -> list[str]:
         """Return stored tensors of layers that the model lacks: their names differ from its own by a number alone."""

@@ -18,6 +18,7 @@ from fusion_bench_nufilt.storage.tensors import digest
 
 from ..architecture import Architecture
 from .checkpoint import Checkpoint, is_adapter, some
+from .experts import Expert, find_experts
 
 PREFIX = "base_model.model."
 _EMBEDDING_A = ".lora_embedding_A"  # (rank, tokens); it and B (d, rank) hold the transpose of the update
@@ -28,7 +29,6 @@ _REFUSED = {
     "kasa_config": "KaSA, which truncates the base",
     "arrow_config": "Arrow, which mixes several adapters by the input",
     "layer_replication": "layer_replication, which adds layers",
-    "target_parameters": "target_parameters",
     "alora_invocation_tokens": "activated LoRA, which acts on some tokens only",
 }
 _TOKENS = ".token_adapter.trainable_tokens_delta"
@@ -52,6 +52,7 @@ class FullModel:
         self.head: dict[str, str] = {}  # keys of the task's own head, by slot
         self.strength = 1.0  # of its update in a merge
         self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths, by slot
+        self.experts: dict[str, Expert] = {}  # by slot, its place in factors of several experts
         self._trained: dict[str, dict[int, int]] = {}  # by slot, the stored place of each row that an adapter trained
         self._rows: dict[str, list[int]] = {}  # by slot, the stored row for each of the base's, or -1 for none
         self._transposed = {slot for slot, view in architecture.views.items() if view.transposed}
@@ -125,6 +126,8 @@ class FullModel:
             return read(self.keys[slot])
         key_a, key_b, scaling = self.pairs[slot]
         (a, digest_a), (b, digest_b) = read(key_a), read(key_b)
+        if slot in self.experts:
+            a, b = self.experts[slot].cut(a, b)
         wide = wide_dtype(a)
         if not is_finite(left := b.to(wide) * scaling):
             what = f"adapter '{self.checkpoint.name}', layer '{slot}'"
@@ -189,14 +192,17 @@ class LoraAdapter(FullModel):
         return slot not in self.ignored  # what an adapter does not change is the base's
 
     def _find_tensors(self, architecture: Architecture) -> None:
-        unknown, tensors = [], self.checkpoint.tensors
+        unknown, tensors, wrapped = [], self.checkpoint.tensors, {}
         saved: defaultdict[str, list[str]] = defaultdict(list)  # whole tensors by slot
         for key, info in tensors.items():
             name = key.removeprefix(PREFIX).replace(".base_layer.bias", ".bias")  # trained biases
             module, is_a, _ = name.partition(_EMBEDDING_A if _EMBEDDING_A in name else ".lora_A.weight")
             partner = re.sub(r"\.lora_(embedding_)?B(\.weight)?$", r".lora_\1A\2", key)
             if is_a and len(info.shape) == 2:
-                self._add_pair(architecture.slot(f"{module}.weight"), module, key)
+                if architecture.stacks_of(outer := module.split(".base_layer")[0]):
+                    wrapped[key] = outer
+                else:
+                    self._add_pair(architecture.slot(f"{module}.weight"), module, key)
             elif name.endswith(_TOKENS):
                 self._add_tokens(architecture, name.removesuffix(_TOKENS), key)
             elif self.config.get("use_dora") and name.endswith(".lora_magnitude_vector"):
@@ -210,6 +216,7 @@ class LoraAdapter(FullModel):
                 self.keys[slot], self.slots[slot] = key, info.shape
             elif partner == key or partner not in tensors:
                 unknown.append(key)
+        self._add_experts(architecture, wrapped)
         self._check_tied(architecture, saved)
         promised = {"use_dora": self.pairs.keys() <= self.magnitudes.keys(), "trainable_token_indices": self._trained}
         if lost := [option for option, there in promised.items() if self.config.get(option) and not there]:
@@ -249,24 +256,46 @@ class LoraAdapter(FullModel):
         key_b, transposed = re.sub(r"\.lora_(embedding_)?A", r".lora_\1B", key_a), key_a.endswith(_EMBEDDING_A)
         if key_b not in tensors:
             raise ValueError(f"adapter '{name}' has '{key_a}' and no '{key_b}'")
-        self.checkpoint.check_floats((key_a, key_b))
-        shape_a, shape_b = tensors[key_a].shape, tensors[key_b].shape
-        rank, d_i = shape_a
-        expected = self._pattern("rank_pattern", module, self.config.get("r", rank))
-        if len(shape_b) != 2 or not rank == shape_b[1] == expected:
-            shapes = f"A is {shape_a}, B {shape_b}, and the rank in its config {expected}"
-            raise ValueError(f"adapter '{name}', '{module}': {shapes}: they do not belong together")
-        if slot in {*self.pairs, *self.keys}:
-            raise ValueError(
-                f"adapter '{name}' changes '{slot}' twice, as '{module}' too: merge it into its base with peft"
-            )
+        targets = self.config.get("target_parameters") or ()
+        parameter = any(f".{module}.weight".endswith(f".{target}") for target in targets)
+        scaling = self._scaling(f"{module}.weight" if parameter else module, key_a, key_b)
+        self._check_new(slot, module)
+        (_, d_i), (d_o, _) = tensors[key_a].shape, tensors[key_b].shape
         if self.config.get("fan_in_fan_out") and slot not in self._transposed and not transposed:
             none = f"'{slot}' of the base is none"
             raise ValueError(f"adapter '{name}' is for transposed layers (fan_in_fan_out), and {none}")
-        alpha = self._pattern("alpha_pattern", module, self.config.get("lora_alpha", 8))
-        scaling = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
         self.pairs[slot] = key_a, key_b, scaling
-        self.slots[slot] = (d_i, shape_b[0]) if transposed or slot in self._transposed else (shape_b[0], d_i)
+        self.slots[slot] = (d_i, d_o) if transposed or slot in self._transposed else (d_o, d_i)
+
+    def _add_experts(self, architecture: Architecture, modules: Mapping[str, str]) -> None:
+        """Note the factors of fused experts, by the key of A with the module that has the experts."""
+        for key_a, key_b, parameter, experts in find_experts(self.checkpoint, architecture, modules):
+            count = next(iter(experts.values())).count
+            scaling = self._scaling(parameter, key_a, key_b, count)
+            for slot, expert in experts.items():
+                self._check_new(slot, parameter)
+                self.pairs[slot], self.experts[slot] = (key_a, key_b, scaling), expert
+                self.slots[slot] = architecture.views[slot].part_shape
+
+    def _scaling(self, name: str, key_a: str, key_b: str, experts: int = 1) -> float:
+        """Return what the product of two factors is multiplied by; refuse factors that do not belong together.
+
+        ``name`` is that of the module or parameter to which the patterns in the config apply.
+        """
+        self.checkpoint.check_floats((key_a, key_b))
+        shape_a, shape_b = self.checkpoint.tensors[key_a].shape, self.checkpoint.tensors[key_b].shape
+        rank = shape_a[0] // experts
+        expected = self._pattern("rank_pattern", name, self.config.get("r", rank))
+        if len(shape_b) != 2 or not shape_a[0] == shape_b[1] == expected * experts:
+            shapes = f"A is {shape_a}, B {shape_b}, and the rank in its config {expected}"
+            raise ValueError(f"adapter '{self.checkpoint.name}', '{name}': {shapes}: they do not belong together")
+        alpha = self._pattern("alpha_pattern", name, self.config.get("lora_alpha", 8))
+        return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
+
+    def _check_new(self, slot: str, name: str) -> None:
+        if slot in {*self.pairs, *self.keys}:
+            twice = f"changes '{slot}' twice, as '{name}' too: merge it into its base with peft"
+            raise ValueError(f"adapter '{self.checkpoint.name}' {twice}")
 
     def _pattern(self, field: str, module: str, default: Any) -> Any:
         """Return the value of the first expression that matches the end of a module's name, as peft does."""
