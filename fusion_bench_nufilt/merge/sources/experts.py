@@ -1,7 +1,7 @@
 """Adapters on fused experts (peft's ``target_parameters``), whose factors hold those of all experts of a parameter.
 
-For a parameter ``(experts, height, width)`` of the loaded model, A is ``(experts * rank, a)``, expert by expert, and B is
-``(b, experts * rank)``. Three things differ between adapters:
+For a parameter ``(experts, height, width)`` of the loaded model, A is ``(experts * rank, a)``, expert by expert, and B
+is ``(b, experts * rank)``. Three things differ between adapters:
 
 - peft wraps a module once for each of its parameters and calls what is inside ``base_layer``, so that no name tells
   the parameter. The sides do: no expert's gate_up_proj, n x 2m, has the sides of its down_proj, m x n.
@@ -76,9 +76,15 @@ def find_experts(
             raise ValueError(f"adapter '{adapter.name}' changes {what} depends on peft's version: {_WITH_PEFT}")
         grouped = _is_grouped(adapter, count, adapter.tensors[key_a].shape[0] // count)
         places = _places(architecture, name, count, sides[0], adapter.name)
-        yield key_a, key_b, name, {
-            slot: Expert(number, count, rows, *alike, flipped, grouped) for slot, number, rows, flipped in places
-        }
+        yield (
+            key_a,
+            key_b,
+            name,
+            {
+                slot: Expert(number, count, rows, alike == {True}, flipped, grouped)
+                for slot, number, rows, flipped in places
+            },
+        )
 
 
 _OTHER_BASE = "it is for another base"
