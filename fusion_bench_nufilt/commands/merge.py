@@ -28,7 +28,7 @@ from fusion_bench_nufilt.merge.distributed import cluster_nodes
 from fusion_bench_nufilt.merge.folders import check_disk, check_output
 from fusion_bench_nufilt.merge.forecast import disk_bytes, peak_memory
 from fusion_bench_nufilt.merge.output import work_folder
-from fusion_bench_nufilt.merge.sources.models import LoraAdapter
+from fusion_bench_nufilt.merge.sources.adapters import LoraAdapter
 from fusion_bench_nufilt.merge.sources.source import some
 from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.storage.files import checked, content_digest, parse_json, read_yaml, shown
