@@ -205,7 +205,7 @@ def other_tensors() -> Iterator[Row]:
     longer = change("task2", EMBEDDING, lambda w: torch.cat([w, w[:2]]))
     yield Row("more rows of the embedding", longer, "~rows of 'task2' and the base are matched by their numbers")
     wider = change("task2", EMBEDDING, lambda w: torch.cat([w, w[:, :2]], 1))
-    says = rf"'{EMBEDDING}': shape \(50, 34\) differs from \(50, 32\).*--on-shape-mismatch keep-base"
+    says = rf"'{EMBEDDING}': shape \(50, 34\) differs from \(50, 32\).*on_shape_mismatch=keep-base"
     yield Row("a wider embedding", wider, says)
     keep = (*mean, "--on-shape-mismatch", "keep-base")
     yield Row("more rows that are kept", longer, f"~kept from the base because of their shape.*{EMBEDDING}", keep)
