@@ -33,6 +33,11 @@ class LowRank:
         r"""Return the update :math:`\tau`, ``(..., d_o, d_i)``."""
         return self.left @ self.right
 
+    def norm(self) -> Tensor:
+        """Return the Frobenius norm of the update, ``(...)``, in float64."""
+        left, right = self.left.double(), self.right.double()
+        return ((left.mT @ left) * (right @ right.mT)).sum(dim=(-2, -1)).clamp_min(0).sqrt()
+
     def to(self, device: torch.device) -> "LowRank":
         """Return the same factors on a device."""
         return LowRank(self.left.to(device), self.right.to(device))

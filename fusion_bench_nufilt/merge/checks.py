@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fusion_bench_nufilt.core.options import split_options, with_scope
 from fusion_bench_nufilt.layers import TargetConfig, coverage
 from fusion_bench_nufilt.layers.models import UNRELATED, leave_out, unrelated
@@ -246,6 +248,9 @@ def _check_state(plan: Plan) -> Iterator[str]:
         return
     name, method, there = plan.merged.checkpoint.name, plan.method, plan.state.keys if plan.state else {}
     before, missing, known = plan.before.get("settings", {}), [], set()
+    if plan.state is None and not before.get("state", True) and not method.state_is_weight:
+        remedy = "merge its tasks again without --no-state, or merge them all at once with the new ones"
+        raise ValueError(f"'{name}' was merged with --no-state, so that {method.label} can't go on from it: {remedy}")
     for layer in plan.layers:
         for key, slot, like in state_tensors(plan, layer).values():
             known.add(slot)
@@ -253,7 +258,8 @@ def _check_state(plan: Plan) -> Iterator[str]:
                 missing.append(key)
                 continue
             found, shape = plan.state.checkpoint.tensors[there[slot]], tuple(like.shape)
-            if (found.dtype, found.shape) != (describe(like).dtype, shape):
+            dtypes = {describe(like).dtype, *(["F32"] if like.dtype == torch.float16 else [])}  # as it was kept before
+            if found.dtype not in dtypes or found.shape != shape:
                 but = f"{found.dtype} {found.shape} is not {str(like.dtype).removeprefix('torch.')} {shape}"
                 advice = "as the base's layer would be; remove that folder if the weights beside it are right"
                 raise ValueError(f"'{plan.state.checkpoint.name}', tensor '{slot}': {but}, {advice}")

@@ -121,7 +121,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                 "own merges of the same layers only; merge again from the start"
             )
         for layer, state in self._states.items():
-            self._states[layer] = {name: saved[f"{layer}.{name}"].to(value.device) for name, value in state.items()}
+            self._states[layer] = {name: saved[f"{layer}.{name}"].to(value) for name, value in state.items()}
 
     def _check(self, pretrained: nn.Module, model: nn.Module, drawn: Sequence[str], name: str) -> None:
         """Find the model's head before all other checks, which concern what is merged."""
