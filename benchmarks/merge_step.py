@@ -146,7 +146,9 @@ def prepared(method: str, layers: list[Layer]) -> list[Layer]:
     """Return what a method starts from: spectral voting has a sum of votes in place of the merged weight."""
     if method != "spectral":
         return layers
-    return [(theta_0, TaskVector(theta - theta_0).vote()[0].float(), theta_t, A) for theta_0, theta, theta_t, A in layers]
+    return [
+        (theta_0, TaskVector(theta - theta_0).vote()[0].float(), theta_t, A) for theta_0, theta, theta_t, A in layers
+    ]
 
 
 @functools.cache

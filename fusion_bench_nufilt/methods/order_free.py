@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.options import check_choices, check_positive, is_number
 from fusion_bench_nufilt.core.subspace import gram_matrix
-from fusion_bench_nufilt.core.weights import LowRank, wide_dtype
+from fusion_bench_nufilt.core.weights import LowRank, wide_dtype, widened
 from fusion_bench_nufilt.layers.names import block_of
 
 from .base import LayerMethod, State
@@ -64,7 +64,7 @@ class OrderFree(LayerMethod):
     defaults = {"target_modules": "all-linear", "other_params": "mean"}  # noqa: RUF012
     itemsize = 8
     takes_factors = True
-    directions: ClassVar[tuple[str, ...]] = ()
+    directions: tuple[str, ...] = ()
     """Names of tensors in the state whose columns are of length 1 or 0, which are kept in :func:`direction_dtype`."""
     strength: ClassVar[str] = "scale"
     """The name of the option that is the strength of the update, in the middle of the model."""
@@ -103,7 +103,7 @@ class OrderFree(LayerMethod):
         if state["count"] == 0:
             return theta_0.clone()
         update = self.update(state, self._scales[layer])
-        return (theta_0.to(update.dtype) + update).to(theta_0.dtype)
+        return (widened(theta_0) + update).to(theta_0.dtype)
 
     @property
     def scale(self) -> float:
@@ -127,45 +127,50 @@ def direction_dtype(wide: torch.dtype) -> torch.dtype:
 
 
 def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""Return :math:`U f(s) V^\top` for :math:`X = U s V^\top`, ``(d_o, d_i)``, from the smaller Gram matrix in float64.
+    r"""Return :math:`U f(s) V^\top` for :math:`X = U s V^\top`, ``(d_o, d_i)``, from a Gram matrix in float64.
 
-    Directions that are rounding error are left out, and the rest is first looked for in a quarter of all directions,
-    which is where sums of low-rank updates are. ``f`` takes all ``min(d_o, d_i)`` singular values.
+    Directions that are rounding error are left out. ``f`` takes all ``min(d_o, d_i)`` singular values.
     """
     if X.shape[0] < X.shape[1]:
         return map_spectrum(X.mT, f).mT
-    wide, (m, d) = X.double(), X.shape
-    start = torch.randn(m, d // 4, generator=torch.Generator().manual_seed(0), dtype=wide.dtype)
-    Q = torch.linalg.qr(wide.mT @ start.to(wide.device)).Q
-    squares, V = torch.linalg.eigh(gram_matrix(B := wide @ Q))
-    if wide.square().sum() - squares.sum() > FAINTEST**2 * squares.amax():
-        Q = None
-        squares, V = torch.linalg.eigh(gram_matrix(B := wide))
+    wide, d = X.double(), X.shape[1]
+    for rank in (d // 16, d // 4, d):  # sums of low-rank updates have all that counts in a few directions
+        Q = _row_space(wide, rank) if 0 < rank < d else None
+        B = wide if Q is None else wide @ Q
+        squares, V = torch.linalg.eigh(gram_matrix(B))
+        if Q is None or wide.square().sum() - squares.sum() <= FAINTEST**2 * squares.amax():
+            break
     s = pad(squares.clamp_min(0).sqrt(), (d - len(squares), 0))
     gain = torch.where(s > FAINTEST * s.amax(), f(s) / s, 0)[-len(squares) :]
     left, right = (B @ V) * gain, V if Q is None else Q @ V
     return left.to(X.dtype) @ right.to(X.dtype).mT
 
 
+def _row_space(X: Tensor, rank: int) -> Tensor:
+    """Return an orthonormal basis ``(d, rank)`` that spans the rows of a matrix ``(m, d)`` of this rank or less."""
+    start = torch.randn(len(X), rank, generator=torch.Generator().manual_seed(0), dtype=X.dtype)
+    return torch.linalg.qr(X.mT @ start.to(X.device)).Q
+
+
 def polar_factor(X: Tensor) -> Tensor:
-    r"""Return :math:`U V^\top` for :math:`X = U s V^\top`, ``(d, n)`` with n <= d, without directions that are rounding.
+    r"""Return :math:`U V^\top` for :math:`X = U s V^\top`, ``(d, n)`` with n <= d, without rounding's directions.
 
     A Gram matrix in float32 cannot tell faint directions from what rounding adds of strong ones. They are few, and a
     second step in float64 takes these parts out.
     """
     eigenvalues, V = torch.linalg.eigh(gram_matrix(X))
     n = int((eigenvalues < FAINT * eigenvalues[-1]).sum())
-    v, V = V[:, :n].double(), V[:, n:]
+    faint_V, V = V[:, :n].double(), V[:, n:]
     U = X @ V
     s = torch.linalg.vector_norm(U, dim=0)
     U = U / s
-    v = v - V.double() @ ((U / s).double().mT @ (X.double() @ v))
-    u = X.double() @ v
-    rotation = torch.linalg.eigh(u.mT @ u).eigenvectors
-    u, v = u @ rotation, v @ rotation
-    s = torch.linalg.vector_norm(u, dim=0)
-    u = u * torch.where(s > FAINTEST, 1 / s, 0)
-    return U @ V.mT + (u @ v.mT).to(X)
+    faint_V = faint_V - V.double() @ ((U / s).double().mT @ (X.double() @ faint_V))
+    faint_U = X.double() @ faint_V
+    rotation = torch.linalg.eigh(faint_U.mT @ faint_U).eigenvectors
+    faint_U, faint_V = faint_U @ rotation, faint_V @ rotation
+    faint_s = torch.linalg.vector_norm(faint_U, dim=0)
+    faint_U = faint_U * torch.where(faint_s > FAINTEST, 1 / faint_s, 0)
+    return U @ V.mT + (faint_U @ faint_V.mT).to(X)
 
 
 def strengths(names: Sequence[str], kappa: float, ramp: float) -> dict[str, float]:

@@ -52,10 +52,9 @@ class Spectral(OrderFree):
 
     def gather(self, state: State, task: TaskVector) -> State:
         (A, s_1), votes, count = task.vote(), state["votes"], state["count"]
-        if count == 1:
-            votes = task.matrix
-        else:
-            votes = (TaskVector(votes).vote()[0] if count == 2 else votes.double()) + A
+        if count == 2:
+            votes, _ = TaskVector(votes).vote()
+        votes = task.matrix if count == 1 else votes.double() + A
         return {**state, "votes": votes, "mean": state["mean"] + (s_1 - state["mean"]) / count}
 
     def update(self, state: State, scale: float) -> Tensor:

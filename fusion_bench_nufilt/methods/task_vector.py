@@ -50,11 +50,13 @@ class TaskVector:
             U, s, V = (each[..., :count] for each in _directions_of(self.factors))
             dtype = wide_dtype(self.factors.left)
         else:
-            parts = self._parts
-            V = parts.V[:, :count]
+            tall, rest, V, gram, _ = self._parts
+            V = V[:, :count]
+            U = tall @ V
             if (more := count - V.shape[1]) > 0:
-                V = torch.cat([V, torch.linalg.eigh(parts.gram).eigenvectors.flip(-1)[:, :more]], dim=1)
-            U = parts.tall @ V
+                # The null space of the rest holds what was taken out of it, so that products must be with the rest.
+                others = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, :more]
+                U, V = torch.cat([U, rest @ others], dim=1), torch.cat([V, others], dim=1)
             s = torch.linalg.vector_norm(U, dim=0)
             U, dtype = U / s.clamp_min(torch.finfo(s.dtype).tiny), s.dtype
             if self._is_wide:
