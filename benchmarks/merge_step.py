@@ -186,13 +186,13 @@ def now() -> float:
     return time.perf_counter()
 
 
-def timed(work: Callable[[], object]) -> tuple[float, float]:
+def timed(work: Callable[[], object], clock: Callable[[], float] = now) -> tuple[float, float]:
     """Return a call's seconds, and the GB of GPU memory that it took at most beside what was held before it."""
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-    begin, held = now(), torch.cuda.memory_allocated()
+    begin, held = clock(), torch.cuda.memory_allocated()
     work()
-    return now() - begin, 1e-9 * (torch.cuda.max_memory_allocated() - held)
+    return clock() - begin, 1e-9 * (torch.cuda.max_memory_allocated() - held)
 
 
 def matmul_rate(device: str, largest: int) -> float:
