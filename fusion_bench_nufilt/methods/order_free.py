@@ -56,8 +56,8 @@ class ScaleConfig(RampConfig):
 class OrderFree(LayerMethod):
     """A method whose result does not depend on the tasks' order, nor the size of its state on their number.
 
-    The state holds the tensors of :meth:`sums`, in float32 at least but for :attr:`directions`, and the ``count`` of the
-    tasks that moved the layer. A task that did not change the layer has no effect.
+    The state holds the tensors of :meth:`sums`, in float32 at least but for :attr:`directions`, and the ``count`` of
+    the tasks that moved the layer. A task that did not change the layer has no effect.
     """
 
     Options: ClassVar[type] = ScaleConfig
@@ -116,7 +116,7 @@ class OrderFree(LayerMethod):
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         d_o, d_i = shape
-        # Held at once: the sums in float64, their eigenvectors and what is solved with them, and the solver's workspace.
+        # Held at once: the sums in float64, their eigenvectors, what is solved with them, and the solver's workspace.
         state = sum(math.prod(each) for name, each in self.sums(d_o, d_i).items() if name not in self.directions)
         return itemsize * (4 * state + 4 * d_o * d_i + 8 * min(d_o, d_i) ** 2)
 
