@@ -33,6 +33,11 @@ class LowRank:
         r"""Return :math:`\tau`."""
         return self.left @ self.right
 
+    def norm(self) -> Tensor:
+        """Return the Frobenius norm of the update, ``(...)``, in float64."""
+        left, right = self.left.double(), self.right.double()
+        return ((left.mT @ left) * (right @ right.mT)).sum(dim=(-2, -1)).clamp_min(0).sqrt()
+
     def to(self, device: torch.device) -> "LowRank":
         return LowRank(self.left.to(device), self.right.to(device))
 

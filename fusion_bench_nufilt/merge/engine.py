@@ -164,10 +164,10 @@ class LayerMerger:
 def _read_state(plan: Plan, layer: Layer, device: torch.device) -> tuple[State, str]:
     """Read the state of a layer that an earlier merge kept, and its digest; both are empty if it kept none."""
     kept, state, digests = plan.state, {}, ""
-    for name, (_, slot, _) in state_tensors(plan, layer).items():
+    for name, (_, slot, like) in state_tensors(plan, layer).items():
         if kept is not None and slot in kept.keys:
-            state[name], found = kept.source.read(kept.keys[slot], device)
-            digests += found
+            value, found = kept.source.read(kept.keys[slot], device)
+            state[name], digests = value.to(like.dtype), digests + found
     return state, digests
 
 

@@ -53,6 +53,8 @@ class LayerMethod(ABC):
     """Whether the state is the merged weight alone, ``{"weight": W}``, so that nothing is kept beside the model."""
     itemsize: ClassVar[int] = 4
     """Bytes per element in its computations: 4 for float32, 8 for float64."""
+    takes_factors: ClassVar[bool] = False
+    """Whether :meth:`add` also takes a task vector as its factors, a ``LowRank``."""
     logged: ClassVar[tuple[str, ...]] = ("task_norm",)
     """Entries of the reports whose means over the layers go to a run's loggers."""
 
@@ -102,12 +104,14 @@ class LayerMethod(ABC):
             begin = time.perf_counter()
             home = pretrained[layer].device
             theta_0, new = pretrained[layer].to(where), task[layer].to(where)
-            tau = widened(new.product()) if isinstance(new, LowRank) else widened(new) - widened(theta_0)
+            tau: Any = new if isinstance(new, LowRank) else widened(new) - widened(theta_0)
+            if isinstance(new, LowRank) and not self.takes_factors:
+                tau = widened(new.product())
             after = self.add(layer, _moved(states[layer], where), theta_0, tau)
             report = {
                 "shape": tuple(theta_0.shape),
                 "seconds": time.perf_counter() - begin,
-                "task_norm": torch.linalg.vector_norm(tau).item(),
+                "task_norm": (tau.norm() if isinstance(tau, LowRank) else torch.linalg.vector_norm(tau)).item(),
                 **{name: value.item() for name, value in after.items() if value.ndim == 0},
             }
             del new, tau
