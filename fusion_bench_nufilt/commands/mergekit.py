@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Required
 
 import typer
+import yaml
 from pydantic import ConfigDict, FiniteFloat, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.core.options import unknown
 from fusion_bench_nufilt.methods import METHODS
-from fusion_bench_nufilt.storage.files import checked, read_yaml
+from fusion_bench_nufilt.storage.files import checked
 
 from .terminal import Quiet, terminal
 
@@ -36,7 +37,7 @@ def mergekit(
         except ImportError as error:
             raise ValueError(f"{error}: pip install 'fusion-bench-nufilt[mergekit]'") from None
         register_methods()
-        _check_names(read_yaml(config))
+        _check_names(yaml.safe_load(config.read_text()))
         words = [str(config), str(out), *(options or ()), *(["--quiet"] if quiet else [])]
         try:
             main(words, prog_name="nufilt mergekit")

@@ -16,10 +16,10 @@ from torch import Tensor
 from fusion_bench_nufilt.core.options import split_options
 from fusion_bench_nufilt.core.weights import is_finite, wide_dtype
 from fusion_bench_nufilt.layers import Heads, TargetConfig
-from fusion_bench_nufilt.layers.models import running_mean
 from fusion_bench_nufilt.methods import METHODS, LayerMethod
 
 from .architecture import Architecture, Layer
+from .others import running_mean
 from .plan import Settings
 from .sources.checkpoint import Checkpoint
 
@@ -100,7 +100,7 @@ def _layers_in(group: Any, targets: TargetConfig) -> tuple[list[str], list[Layer
 def _layers(folder: str, targets: TargetConfig) -> tuple[Architecture, dict[str, list[Layer]]]:
     """Return the architecture of a base, and for each of its tensors, by slot, the layers to merge in it."""
     base = Checkpoint.from_folder(folder, Path(folder))
-    architecture = Architecture(base)
+    architecture = Architecture.of_checkpoint(base)
     layers: dict[str, list[Layer]] = {slot: [] for slot in architecture.by_slot(base)}
     architecture.split(base)
     for layer in architecture.layers(base, targets, Heads("none", {}, {})):
