@@ -16,7 +16,8 @@ from fusion_bench_nufilt.storage.tensors import FLOATS, describe
 
 from .architecture import Architecture, Layer
 from .plan import Plan, Selection, Settings, state_tensors
-from .sources.models import FullModel, LoraAdapter
+from .sources.adapters import LoraAdapter
+from .sources.models import FullModel
 from .sources.module import module_source
 from .sources.source import some
 
