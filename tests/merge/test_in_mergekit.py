@@ -17,6 +17,14 @@ WITHOUT = ("--no-copy-tokenizer", "--no-write-model-card")  # the card asks the 
 pytest.importorskip("mergekit", reason="needs mergekit: pip install '.[mergekit]'")
 
 
+@pytest.fixture(autouse=True)
+def no_models_of_other_tests():
+    """mergekit keeps the models that it has opened by the names in the file."""
+    from mergekit.io.tasks import LoaderCache
+
+    LoaderCache.loaders.clear()
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     save_stream(tmp_path, llama(tie_word_embeddings=False), dtype=torch.bfloat16)
