@@ -57,7 +57,7 @@ docs: $(READY)
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH) --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet $(TORCH) --editable '.[dev,mergekit]'
 	touch $@
 
 # Not the lowest torch: earlier releases without gigabytes of CUDA are only on PyTorch's own index.
