@@ -1,15 +1,16 @@
-"""Measure how strong a merged update should be, and what two numbers of its task vectors say of that.
+"""Measure how strong a merged update should be, and how well the rule of docs/notes/strength.md finds that.
 
     python benchmarks/strength.py --out STRENGTH.json DEV:demo_adamw DEV:demo_muon DEV:demo_adamw+demo_muon:4 ...
 
 A benchmark is FOLDER:POOL, as `tunings.py` leaves it. Several pools joined by a plus sign deal their tasks in turn, and
 a number at the end keeps so many tasks. Each method merges the tasks once; its update of all merged layers is then
-multiplied by powers of the square root of 2, and every model is scored. Scores are kept in the file, so that an
-interrupted run goes on.
+multiplied by powers of the square root of 2, and by the multiple of the rule, and every model is scored. Scores are
+kept in the file, so that an interrupted run goes on.
 """
 
 import argparse
 import json
+from math import exp, hypot, log
 from pathlib import Path
 from unittest.mock import patch
 
@@ -31,6 +32,7 @@ METHODS = {
     "sum": {"scale": 0.4, "ramp": 0.4},
     "nufilt/all_linear": {},
 }
+MOST_KEPT, MOST_MOVED = 1.5, 0.25  # fitted on the development set
 Updates = dict[str, Tensor]  # by layer, (d_o, d_i)
 
 
@@ -93,39 +95,44 @@ class Benchmark:
         return [100 * score(report[task]) for task in tasks]
 
     def measure(self, method: str) -> dict[str, object]:
-        """Return the two numbers, and ACC and the worst task by the multiple of the update."""
+        """Return the numbers of the rule, and ACC and the worst task by its multiple and by all others."""
         algorithm = LayerwiseMergingAlgorithm(method, evaluate="last", **METHODS[method])
         with quiet(), patch.object(sums, "leading_directions", leading_directions):
             merged = algorithm.run({PRETRAINED: self.pretrained, **self.models})
         X = self.difference(merged)
-        numbers = self.numbers(X)
         curve: dict[str, tuple[float, float]] = {}
 
-        def acc(multiple: float) -> float:
-            text = f"{multiple:.4g}"
-            if text not in curve:
-                for layer, view in self.layers.items():
-                    view.write(merged, (self.base[layer] + multiple * X[layer]).float())
-                scores = self.score(merged, self.tasks)
-                curve[text] = sum(scores) / len(scores), min(scores)
-            return curve[text][0]
+        def at(multiple: float) -> tuple[float, float]:
+            for layer, view in self.layers.items():
+                view.write(merged, (self.base[layer] + multiple * X[layer]).float())
+            scores = self.score(merged, self.tasks)
+            return sum(scores) / len(scores), min(scores)
 
-        for direction in (2**0.5, 0.5**0.5):
-            multiple = 1.0
-            while abs(acc(multiple) - max(value for value, _ in curve.values())) < 4 and 0.05 < multiple < 20:
+        for multiple, direction in ((1.0, 2**0.5), (0.5**0.5, 0.5**0.5)):
+            lost = 0.0
+            while lost < 4 and 0.05 < multiple < 20:
+                curve[f"{multiple:.4g}"] = here = at(multiple)
+                lost = max(acc for acc, _ in curve.values()) - here[0]
                 multiple *= direction
-        return {**numbers, "curve": dict(sorted(curve.items(), key=lambda item: float(item[0])))}
+        numbers = self.numbers(X)
+        return {
+            **numbers,
+            "rule": at(numbers["multiple"]),
+            "curve": dict(sorted(curve.items(), key=lambda item: float(item[0]))),
+        }
 
     def numbers(self, X: Updates) -> dict[str, float]:
-        total = {layer: sum(task[layer] for task in self.vectors.values()) for layer in X}
-        energy = sum(squared(task) for task in self.vectors.values())
-        return {
-            "tasks": len(self.vectors),
-            "kept": inner(X, total) / energy,
-            "moved": (squared(X) / squared(self.base)) ** 0.5,
-            "task": (energy / len(self.vectors) / squared(self.base)) ** 0.5,
-            "sum": (squared(total) / squared(self.base)) ** 0.5,
-        }
+        """Return what the tasks keep of themselves, how far the model moves, and the multiple that follows."""
+        inner = energy = 0.0
+        for layer, x in X.items():
+            count = min(x.shape) // len(self.vectors)
+            for task in self.vectors.values():
+                U, s, V = leading_directions(task[layer], count)
+                inner += ((x @ V) * (U * s)).sum().item()
+                energy += task[layer].square().sum().item()
+        shares = [(x.norm() / self.base[layer].norm()).item() for layer, x in X.items() if x.any()]
+        kept, moved = inner / energy, exp(sum(map(log, shares)) / len(shares))
+        return {"kept": kept, "moved": moved, "multiple": 1 / hypot(kept / MOST_KEPT, moved / MOST_MOVED)}
 
 
 def leading_directions(tau: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,14 +142,6 @@ def leading_directions(tau: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 original = sums.leading_directions
-
-
-def inner(X: Updates, Y: Updates) -> float:
-    return sum((X[layer] * Y[layer]).sum().item() for layer in X)
-
-
-def squared(X: Updates) -> float:
-    return inner(X, X)
 
 
 if __name__ == "__main__":
