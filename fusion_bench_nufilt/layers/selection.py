@@ -27,13 +27,21 @@ _BLOCKS = r"(.*\.)?\d+\..*"  # inside a numbered block
 # The first family that fits wins. CLIP and T5 merge the authors' layers, the others all projections in blocks.
 FAMILIES = (
     Family("T5", r".*\.DenseReluDense\..*", r".*\.(SelfAttention|EncDecAttention|DenseReluDense)\..*"),
-    Family(_VLM, r"(.*\.)?language_model\..*", r"(.*\.)?language_model\.(.*\.)?\d+\..*"),
+    Family(
+        _VLM,
+        r"(.*\.)?(language_model|text_model\.layers)\..*",
+        r"(.*\.)?(language_model\.(.*\.)?|text_model\.layers\.)\d+\..*",
+    ),
     Family(
         "OpenCLIP vision tower",
         r"(.*\.)?visual\.transformer\.resblocks\.\d+\.attn\.in_proj\.q",
         r"(.*\.)?visual\.transformer\.resblocks\.\d+\.(attn\..*|mlp\.c_fc)",
     ),
-    Family(_VLM, r"(.*\.)?(vision_tower|visual)\..*", r"(?!.*(vision_tower|visual))(.*\.)?\d+\..*"),
+    Family(
+        _VLM,
+        r"(.*\.)?(vision_tower|visual|embed_tokens_extend)\..*",
+        r"(?!.*(vision_tower|visual|embed_tokens_extend))(.*\.)?\d+\..*",
+    ),
     Family(
         "CLIP vision tower", r"(?!.*text_model)(.*\.)?encoder\.layers\.\d+\.mlp\.fc1", r"(?!.*text_model).*(attn|fc1).*"
     ),

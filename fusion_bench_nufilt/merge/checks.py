@@ -135,6 +135,10 @@ def _check_shapes(selection: Selection, task: FullModel, architecture: Architect
             if not outside or selection.targets.on_shape_mismatch == "error":
                 differs = f"shape {shape} differs from {expected} of the base '{base}'"
                 why = "it comes from another base, its vocabulary was changed, or it is a head that --heads can name"
+                if len(shape) == 3 and shape == (expected[0], *expected[:0:-1]):
+                    why = (
+                        "transformers 5 saves these experts transposed: load the other model with it and save it again"
+                    )
                 hint = "; on_shape_mismatch=keep-base leaves it as it is in the base" if outside else ""
                 raise ValueError(f"model '{name}', tensor '{slot}': {differs}: {why}{hint}")
             task.ignore(slot)

@@ -12,13 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusion_bench_nufilt.storage.tensors import TensorInfo
+
 Rename = Callable[[str], str]
 Undo = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 _KEPT = ("base_model_prefix", "_keys_to_ignore_on_load_unexpected", "get_input_embeddings", "get_output_embeddings")
 
 
-def as_stored(model: Any, keys: Iterable[str]) -> tuple[nn.Module, Rename, Undo]:
-    """Return a model on the meta device as a checkpoint with these keys stores it, and two functions.
+def as_stored(model: Any, tensors: Mapping[str, TensorInfo]) -> tuple[nn.Module, Rename, Undo]:
+    """Return a model on the meta device as a checkpoint with these tensors stores it, and two functions.
 
     The first renames keys: one and the model's name for it differ in prefixes only, such as that of the language model
     among other towers. The second returns what is stored for parameters of the given model, by name.
@@ -30,15 +32,21 @@ def as_stored(model: Any, keys: Iterable[str]) -> tuple[nn.Module, Rename, Undo]
         return model, partial(_rename, getattr(model, "_checkpoint_conversion_mapping", None) or {}), dict
     changes: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
     joining = [change for change in changes if hasattr(change, "operations")]
-    for key in keys:
-        rename_source_key(key, [change for change in changes if change not in joining], joining)
-    used = [change for change in changes if change.was_used()]
+    renaming = [change for change in changes if change not in joining]
+    own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    kept = set()  # patterns of tensors that are stored in the shape in which the model has them
+    for key, info in tensors.items():
+        name, pattern = rename_source_key(key, renaming, joining, model.base_model_prefix, own)
+        if name in own and own[name].shape == info.shape:
+            kept.add(pattern)
+    idle = [change for change in joining if _by_shape(change) and kept.issuperset(change.source_patterns)]
+    used = [change for change in changes if change.was_used() and change not in idle]
     prefixes = [change for change in used if _adds_prefix(change)]
     names: dict[str, str] = {}
     undo: Undo = dict
     if undone := [change for change in used if change not in prefixes]:
-        own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
         holder: Any = SimpleNamespace(_weight_conversions=undone, config=model.config)
+        holder.get_parameter = lambda name: SimpleNamespace(shape=None)  # another than any tensor's: it is transposed
         undo = partial(revert_weight_conversion, holder)
         stored = undo(own)
         key_of = {id(tensor): key for key, tensor in stored.items()}
@@ -59,6 +67,11 @@ def _adds_prefix(change: Any) -> bool:
     """Tell whether transformers 4 makes the change, too."""
     at_start = change._original_source_patterns[0].startswith("^")
     return at_start and getattr(change, "prefix_to_remove", None) is None
+
+
+def _by_shape(change: Any) -> bool:
+    """Tell whether the change transposes those tensors whose shape is not the model's, as of Qwen3-VL's experts."""
+    return any(getattr(operation, "check_dims", False) for operation in getattr(change, "operations", ()))
 
 
 def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str, str]) -> nn.Module:

@@ -1,6 +1,7 @@
 """The choice of the layers that are merged, and what happens to the rest."""
 
 import logging
+import re
 
 import pytest
 from peft import LoraConfig
@@ -9,6 +10,7 @@ from torch import nn
 
 from fusion_bench_nufilt.layers import TargetConfig, select_layers
 from tests.models import TOWER, Shared, clip, llama, llava, t5, tower
+from tests.released import released
 
 pytestmark = pytest.mark.oldest
 
@@ -67,6 +69,13 @@ def test_auto_finds_the_language_model_also_where_the_model_does_not_name_it():
     model.model.vision_tower, model.model.mm_projector = clip(), nn.Sequential(nn.Linear(4, 4))
     assert len(names(model)) == 14
     assert all(name.startswith("model.layers.") for name in names(model))
+
+
+@pytest.mark.parametrize(("family", "count"), [("SmolVLM", 14), ("Phi-4-multimodal", 8)])
+def test_auto_finds_the_language_model_beside_an_encoder_named_as_clip_s(family, count):
+    found = names(released(family))
+    assert len(found) == count
+    assert all(re.match(r"model\.(text_model\.)?layers\.", name) for name in found)
 
 
 def test_a_string_is_one_regular_expression_for_the_whole_name():

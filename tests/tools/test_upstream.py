@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from fusion_bench_nufilt.layers import TargetConfig, coverage, select_layers
 from tests.conftest import REPO
 from tests.families import FAMILIES, openclip
 from tests.models import clip, finetuned, full_clip, llama, llava, t5
+from tests.released import released
 
 _spec = importlib.util.spec_from_file_location("upstream_tool", REPO / "tools" / "upstream.py")
 upstream = importlib.util.module_from_spec(_spec)
@@ -24,6 +26,7 @@ sys.modules["upstream_tool"] = upstream
 _spec.loader.exec_module(upstream)
 
 MODELS = {**FAMILIES, **{make.__name__: make for make in (openclip, clip, full_clip, t5, llama, llava)}}
+MODELS |= {family: partial(released, family) for family in ("SmolVLM", "Phi-4-multimodal")}
 SMALL = {"null_rank": 8, "lora_rank": 4, "task_rank": 2, "max_steps": 5}
 METHODS = """\
 _import_structure = {

@@ -124,8 +124,8 @@ FAMILIES = (
     ),
     Family(
         VLM,
-        r"(.*\.)?language_model\..*",
-        r"(.*\.)?language_model\.(.*\.)?\d+\..*",
+        r"(.*\.)?(language_model|text_model\.layers)\..*",
+        r"(.*\.)?(language_model\.(.*\.)?|text_model\.layers\.)\d+\..*",
     ),
     Family(
         "OpenCLIP vision tower",
@@ -134,8 +134,8 @@ FAMILIES = (
     ),
     Family(
         VLM,
-        r"(.*\.)?(vision_tower|visual)\..*",
-        r"(?!.*(vision_tower|visual))(.*\.)?\d+\..*",
+        r"(.*\.)?(vision_tower|visual|embed_tokens_extend)\..*",
+        r"(?!.*(vision_tower|visual|embed_tokens_extend))(.*\.)?\d+\..*",
     ),
     Family(
         "CLIP vision tower",
