@@ -116,3 +116,11 @@ def change(folder, key, function):
             save_file(state, path, metadata={"format": "pt"})
             return
     raise KeyError(key)
+
+
+def transpose_experts(folder):
+    """Store the fused experts of a folder with one weight file transposed, as those of Qwen3-VL-MoE were released."""
+    (path,) = folder.glob("*.safetensors")
+    stored = load_file(path)
+    turned = {key: value.mT.contiguous() for key, value in stored.items() if ".experts." in key}
+    save_file(stored | turned, path, metadata={"format": "pt"})

@@ -1,5 +1,7 @@
 """An adapter of peft's `target_parameters` on fused experts is the model that peft makes of it."""
 
+from functools import partial
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -9,7 +11,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, __version__
 
 from fusion_bench_nufilt.merge import plan_merge
 from tests.families import FAMILIES, WIDE
-from tests.merge.helpers import change_json, merge, save_stream, tensors
+from tests.merge.helpers import SHARDED, change_json, merge, save_stream, tensors, transpose_experts
+from tests.released import released
 
 QWEN = {**WIDE, "num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}
 
@@ -34,9 +37,9 @@ TYPES = {
 fused = pytest.mark.skipif(__version__ < "5", reason="transformers 4 has a module for every expert")
 
 
-def save_adapter(folder, make, **config):
+def save_adapter(folder, make, shards=SHARDED, **config):
     """Folders `base` and `task1`; `adapter` and `task9`, the same model as peft's adapter and merged by peft."""
-    models = save_stream(folder, make(), tasks=1, dtype=torch.float64)
+    models = save_stream(folder, make(), tasks=1, dtype=torch.float64, shards=shards)
     base = type(models["_pretrained_"]).from_pretrained(folder / "base", dtype=torch.float64)
     model = get_peft_model(base, LoraConfig(**{"r": 4, "lora_alpha": 8, **BOTH, **config}))
     generator = torch.Generator().manual_seed(3)
@@ -77,6 +80,15 @@ def test_its_factors_are_merged_as_the_whole_model_is(tmp_path, family):
     save_adapter(tmp_path, MAKE[family])
     expected = added(tmp_path, "task1", "task9", method="nufilt")
     torch.testing.assert_close(added(tmp_path, "task1", "adapter", method="nufilt"), expected, rtol=0, atol=1e-9)
+
+
+@fused
+@pytest.mark.parametrize("transposed", [False, True])
+def test_an_adapter_on_experts_that_a_checkpoint_may_store_transposed(tmp_path, transposed):
+    save_adapter(tmp_path, partial(released, "Qwen3-VL-MoE"), shards="5GB")
+    for name in ("base", "task9") if transposed else ():
+        transpose_experts(tmp_path / name)
+    assert_merged_as_peft_merges(tmp_path)
 
 
 @fused

@@ -4,11 +4,14 @@ import os
 import subprocess
 
 import pytest
+import torch
+from transformers import __version__
 
 from tests.conftest import REPO
 from tests.families import FAMILIES
-from tests.merge.helpers import manifest, merge, same, save_stream, tensors
+from tests.merge.helpers import manifest, merge, same, save_stream, tensors, transpose_experts
 from tests.models import full_clip, llava
+from tests.released import released
 
 pytestmark = pytest.mark.oldest
 
@@ -22,6 +25,7 @@ LAYERS = {
     "llava": ("model.language_model.layers.0.self_attn.q_proj", 2 * 7),
     "clip": ("encoder.layers.0.self_attn.q_proj", 2 * 5),
 }
+EXPERTS, PROJECTIONS = "model.language_model.layers.0.mlp.experts", ("gate_up_proj", "down_proj")
 MAKE = {**FAMILIES, "llava": llava, "clip": full_clip}
 
 
@@ -38,6 +42,36 @@ def test_layers_have_the_names_and_shapes_of_transformers_4(tmp_path, family):
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     loaded.save_pretrained(tmp_path / "again")
     assert same(tensors(tmp_path / "again"), result)
+
+
+@pytest.fixture
+def released_experts(tmp_path):
+    """Models with their experts as those of Qwen3-VL-MoE were released, and in `saved` as transformers 5 saves them."""
+    if __version__ < "5":
+        pytest.skip("transformers 4 knows the released form only")
+    kind = type(save_stream(tmp_path, released("Qwen3-VL-MoE"), tasks=2, shards="5GB")["_pretrained_"])
+    for name in ("base", "task1", "task2"):
+        transpose_experts(tmp_path / name)
+        kind.from_pretrained(tmp_path / name).save_pretrained(tmp_path / "saved" / name)
+    return tmp_path
+
+
+def test_experts_are_merged_alike_as_released_and_as_transformers_5_saves_them(released_experts):
+    """Experts of Qwen3-VL-MoE were released transposed, and transformers 5 saves them as it holds them."""
+    out, other = (merge(folder, ["task1", "task2"]) for folder in (released_experts, released_experts / "saved"))
+    assert manifest(out)["layers"].keys() > {f"{EXPERTS}.{i}.{name}" for i in range(4) for name in PROJECTIONS}
+    experts = {key for key in tensors(other) if key.startswith(EXPERTS)}
+    assert tensors(out)[f"{EXPERTS}.down_proj"].shape == (4, 24, 32)
+    assert tensors(other)[f"{EXPERTS}.down_proj"].shape == (4, 32, 24)
+    for key in experts:
+        torch.testing.assert_close(tensors(out)[key].mT, tensors(other)[key])
+        assert not torch.equal(tensors(other)[key], tensors(released_experts / "saved" / "base")[key])
+
+
+def test_experts_that_only_one_model_has_transposed_are_refused_with_the_remedy(released_experts):
+    transpose_experts(released_experts / "base")
+    with pytest.raises(ValueError, match=r"task1', tensor '.*proj': .*: load the other model .* save it again"):
+        merge(released_experts, ["task1"])
 
 
 # A LLaVA that transformers 5 saves without having loaded it lacks a prefix that transformers 4 looks for.
