@@ -36,7 +36,7 @@ RELEASED = {
     "Llama 3": ("LlamaForCausalLM", TEXT),
     "Qwen2.5": ("Qwen2ForCausalLM", TEXT),
     "Qwen3": ("Qwen3ForCausalLM", TEXT),
-    "Gemma 3, text": ("Gemma3ForCausalLM", TEXT),
+    "Gemma 3 text": ("Gemma3ForCausalLM", TEXT),
     "Ministral 3": ("Ministral3ForCausalLM", TEXT),
     "Phi-4": ("Phi3ForCausalLM", TEXT),
     "GLM-4": ("Glm4ForCausalLM", TEXT),

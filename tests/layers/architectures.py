@@ -71,6 +71,11 @@ print(json.dumps(["%d.%d" % sys.version_info[:2], versions, found]))
 """
 
 
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
 def real_size(tiny: Any) -> torch.nn.Module:
     """Return a model of the same class in the size of its configuration's defaults, on the meta device."""
     configs = {name: getattr(tiny.config, name) for name in tiny.config.sub_configs}
@@ -99,8 +104,8 @@ def differing(base: Any, models: dict[str, Any], folder: Path, method: str) -> l
     return [key for key, value in result.state_dict().items() if not torch.equal(value, expected[key])]
 
 
-def row(family: str) -> str:
-    """Merge two tasks of a family, as folders and loaded, by two methods; return its row in the table."""
+def cells(family: str) -> list[str]:
+    """Merge two tasks of a family, as folders and loaded, by two methods; return what the table says of it."""
     base = MODELS[family]()
     real = real_size(base)
     share = coverage(real, select_layers(real), TargetConfig()).merged_share_of_blocks
@@ -114,16 +119,17 @@ def row(family: str) -> str:
         same = "but experts" if all(map(_EXPERTS.fullmatch, order_free)) else f"no: {', '.join(order_free)}"
     else:
         same = "but seeds" if sequential else "yes"
-    return line([family, f"{share:.1%}", left, same])
-
-
-def line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |\n"
+    return [f"{share:.1%}", left, same]
 
 
 def families_table() -> str:
-    head = ["family", "merged in blocks", "left in blocks", "same bits"]
-    return line(head) + line(["---"] * len(head)) + "".join(map(row, MODELS))
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for family in MODELS:
+        rows.setdefault(tuple(cells(family)), []).append(family)
+    return table(
+        ["families", "merged in blocks", "left in blocks", "same bits"],
+        [[", ".join(families), *found] for found, families in rows.items()],
+    )
 
 
 def pools_table(pythons: list[str]) -> str:
@@ -138,7 +144,7 @@ def pools_table(pythons: list[str]) -> str:
         rows.append([name, models, *(found[name.partition(",")[0]] for *_, found in answers), *rest])
     said = "; ".join(f"Python {version}: {versions}" for version, versions, _ in answers)
     head = ["FusionBench's pool", "models", *columns, "its task pool", "`modelpool=` with both"]
-    return "".join(map(line, [head, ["---"] * len(head), *rows])) + f"\n{said}.\n"
+    return table(head, rows) + f"\n{said}.\n"
 
 
 def replaced(page: str, what: str, text: str) -> str:
