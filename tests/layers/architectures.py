@@ -119,7 +119,7 @@ def cells(family: str) -> list[str]:
         same = "but experts" if all(map(_EXPERTS.fullmatch, order_free)) else f"no: {', '.join(order_free)}"
     else:
         same = "but seeds" if sequential else "yes"
-    return [f"{share:.1%}", left, same]
+    return [f"{share:.0%}", left, same]
 
 
 def families_table() -> str:
