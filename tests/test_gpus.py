@@ -24,7 +24,7 @@ from fusion_bench_nufilt.core.stack import working_bytes
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.engine import LayerMerger, merge_layers
-from fusion_bench_nufilt.merge.forecast import batches, solving_memory
+from fusion_bench_nufilt.merge.forecast import solving_memory
 from fusion_bench_nufilt.merge.output import Output, work_folder
 from fusion_bench_nufilt.merge.sources.models import FullModel
 from fusion_bench_nufilt.methods import ORDER_FREE
@@ -445,7 +445,7 @@ def test_layers_on_the_cpu_are_merged_by_its_workers_alone(monkeypatch, stream, 
     monkeypatch.setattr(threading.Thread, "start", lambda thread: starts.append(thread) or start(thread))
     torch.set_num_threads(workers)
     try:
-        list(merge_layers(planned, list(batches(planned, planned.layers)), lambda record, pieces: None))
+        list(merge_layers(planned, planned.layers, lambda layer, weigh: weigh()))
     finally:
         torch.set_num_threads(before)
     assert len(starts) == started

@@ -23,10 +23,10 @@ READS = {
     "methods": {"core", "layers"},
     "cluster": {"storage"},
     "compat": set(),
-    "stream": {"compat", "core", "layers", "methods", "pages", "storage"},
-    "taskpools": {"stream", "pages", "storage"},
-    "baselines": {"compat", "stream", "core", "layers", "storage"},
     "merge": {"cluster", "core", "layers", "methods", "storage"},
+    "stream": {"compat", "core", "layers", "merge", "methods", "pages", "storage"},
+    "taskpools": {"stream", "pages", "storage"},
+    "baselines": {"compat", "stream", "core", "layers", "merge", "storage"},
     "compare": {"baselines", "cluster", "stream", "core", "layers", "methods", "pages", "storage"},
     "analysis": {"compare", "stream", "core", "merge", "layers", "methods", "pages", "storage"},
 }
@@ -74,6 +74,14 @@ def test_there_is_no_import_circle():
     while leaves := {module for module, others in graph.items() if not others & graph.keys()}:
         graph = {module: others for module, others in graph.items() if module not in leaves}
     assert not graph, f"these import each other: {sorted(graph)}"
+
+
+def test_models_in_memory_and_folders_are_merged_by_the_same_code():
+    shared = {f"{NAME}.merge.{part}" for part in ("engine", "checks", "heads", "others", "relation", "plan")}
+    rooms = {"stream": ("stream.layerwise",), "merge": ("merge.folders", "merge.planning")}
+    for room_, modules in rooms.items():
+        read = {other for module in modules for other in imports(MODULES[f"{NAME}.{module}"], inside_functions=True)}
+        assert shared <= read, f"{room_} lacks {shared - read}"
 
 
 def test_no_file_is_longer_than_300_lines():

@@ -24,7 +24,7 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = la
     """Compare the task vectors of a planned merge, and that of what is already merged, a few layers at a time."""
     for checkpoint in plan.checkpoints:
         checkpoint.fetch()
-    labels = [task.checkpoint.label for task in plan.tasks]  # folders of the same name get numbers
+    labels = [task.source.label for task in plan.tasks]  # folders of the same name get numbers
     tasks = [label if labels.count(label) == 1 else f"{label} ({i})" for i, label in enumerate(labels, 1)]
     models = dict(zip(tasks, plan.tasks, strict=True))
     if plan.merged is not None:

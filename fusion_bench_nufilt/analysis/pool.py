@@ -15,8 +15,9 @@ from fusion_bench_nufilt.compare.experiment import Experiment
 from fusion_bench_nufilt.core.subspace import subspace_affinity
 from fusion_bench_nufilt.core.weights import widened
 from fusion_bench_nufilt.core.workers import map_layers
-from fusion_bench_nufilt.layers import check_model, select_layers
+from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.layers.views import View
+from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.pages.names import kind
 from fusion_bench_nufilt.storage.files import file_name
 from fusion_bench_nufilt.stream.models import PRETRAINED, refuse_drawn
@@ -47,7 +48,7 @@ class PoolAnalysis:
         self.pretrained, drawn = experiment.load(PRETRAINED)
         self.views = merged_layers(self.pretrained, targets)
         self._keys = {view.key for view in self.views.values()}
-        self._refuse_drawn(PRETRAINED, drawn)
+        refuse_drawn(PRETRAINED, [key for key in drawn if key in self._keys], can_exclude=False)
         self._modules = [view.module for view in self.views.values()]
         self.width = min(view.shape[1] for view in self.views.values())  # d_i of the narrowest layer
         self._inputs = self._draw_inputs(config.samples)
@@ -77,12 +78,8 @@ class PoolAnalysis:
     def load(self, task: str) -> nn.Module:
         """Load a task's model, and check that it can be merged."""
         model, drawn = self.experiment.load(task)
-        self._refuse_drawn(task, drawn)
-        check_model(self.pretrained, model, self._keys, name=task)
+        check_module(self.pretrained, model, task, drawn, self._keys)
         return model
-
-    def _refuse_drawn(self, name: str, drawn: Sequence[str]) -> None:
-        refuse_drawn(name, [key for key in drawn if key in self._keys], can_exclude=False)
 
     def run(self, on_task: Callable[[], Any] = lambda: None) -> Analysis:
         """Record what has not been recorded yet, and compare the tasks' data with their task vectors."""

@@ -10,7 +10,8 @@ from fusion_bench.method.ties_merging.ties_merging_utils import disjoint_merge, 
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.core.weights import widened
-from fusion_bench_nufilt.layers import check_model, select_layers
+from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.stream.models import PRETRAINED, load_model, load_stored, refuse_drawn
 
 MergeFunc = Literal["sum", "mean", "max"]
@@ -57,7 +58,7 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
         refuse_drawn(PRETRAINED, [key for key in drawn if key in keys], can_exclude=False)
         models = [load_stored(modelpool, name, keys) for name in modelpool.model_names]
         for name, model in zip(modelpool.model_names, models, strict=True):
-            check_model(pretrained, model, keys, name=name, other_params="pretrained")
+            check_module(pretrained, model, name, layers=keys)
         for view in layers.values():
             theta_0 = widened(view.read(pretrained))
             taus = [widened(view.read(model)) - theta_0 for model in models]

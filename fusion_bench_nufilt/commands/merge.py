@@ -24,12 +24,12 @@ from fusion_bench_nufilt.core.options import split_options, unknown, with_scope
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.merge import Plan, Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.merge.changes import kept_from_base
-from fusion_bench_nufilt.merge.engine import cluster_nodes
+from fusion_bench_nufilt.merge.distributed import cluster_nodes
 from fusion_bench_nufilt.merge.folders import check_disk, check_output
 from fusion_bench_nufilt.merge.forecast import disk_bytes, peak_memory
 from fusion_bench_nufilt.merge.output import work_folder
-from fusion_bench_nufilt.merge.sources.checkpoint import some
 from fusion_bench_nufilt.merge.sources.models import LoraAdapter
+from fusion_bench_nufilt.merge.sources.source import some
 from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.storage.files import checked, content_digest, parse_json, read_yaml, shown
 from fusion_bench_nufilt.storage.schemas import Count
@@ -127,7 +127,7 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
 
 def _as_json(plan: Plan, out: Path) -> dict[str, Any]:
     return {
-        "inputs": {source: model.checkpoint.name for source, model in plan.models.items()},
+        "inputs": {source: model.source.name for source, model in plan.models.items()},
         "out": str(out),
         "first_step": plan.first_step,
         "settings": plan.options(),
@@ -155,14 +155,14 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
     yield "base", plan.base.name
     if plan.merged is not None:
         exact = plan.state is not None and plan.method.state_is_weight
-        yield "merged so far", f"{plan.merged.checkpoint.name}{', layers in float32' if exact else ''}"
+        yield "merged so far", f"{plan.merged.source.name}{', layers in float32' if exact else ''}"
     if taken:
         options = chain(*map(fields, (plan.method.Options, TargetConfig, Settings)))
         usual = {"base": taken.get("base"), **{each.name: each.default for each in options}, **plan.method.defaults}
         yield "taken over", ", ".join(f"{key} {value}" for key, value in taken.items() if value != usual.get(key))
     for number, task in enumerate(plan.tasks, plan.first_step):
         kind = "LoRA adapter" if isinstance(task, LoraAdapter) else "model"
-        yield f"step {number}", f"{task.checkpoint.name} ({kind})"
+        yield f"step {number}", f"{task.source.name} ({kind})"
     yield "method", str(plan.method)
     layers, averaged = plan.layers, len(plan.averaged)
     yield "merged", f"{len(layers)} layers, {layers[0].name} … {layers[-1].name} (known from {plan.origin})"

@@ -2,8 +2,7 @@
 
 from fusion_bench_nufilt.layers.coverage import Coverage, coverage
 from fusion_bench_nufilt.layers.heads import Heads
-from fusion_bench_nufilt.layers.models import check_model, merge_other_params
 from fusion_bench_nufilt.layers.selection import select_layers
 from fusion_bench_nufilt.layers.targets import TargetConfig
 
-__all__ = ["Coverage", "Heads", "TargetConfig", "check_model", "coverage", "merge_other_params", "select_layers"]
+__all__ = ["Coverage", "Heads", "TargetConfig", "coverage", "select_layers"]

@@ -60,6 +60,11 @@ class TargetConfig:
         return self.other_params == "mean" or (self.other_params == "first" and step == 1)
 
 
+def leave_out(layer: str) -> str:
+    """Return the end of a message about a layer that only some of the models have."""
+    return f"; exclude_modules=[{layer}] leaves it out"
+
+
 def _check_patterns(key: str, value: object) -> None:
     """Raise a ValueError unless a pattern is one regular expression or a list of words, none of them empty."""
     items = [value] if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The architecture of a checkpoint: which tensors hold layers, and what the model calls them."""
+"""The architecture of a model: which of its tensors hold layers, and what its modules call them."""
 
 import logging
 import re
@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from fusion_bench_nufilt.layers import Heads, TargetConfig, select_layers
-from fusion_bench_nufilt.layers.models import leave_out
 from fusion_bench_nufilt.layers.names import without_numbers
+from fusion_bench_nufilt.layers.targets import leave_out
 from fusion_bench_nufilt.layers.views import View, views
 from fusion_bench_nufilt.storage.files import printable
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo
 
-from .sources.checkpoint import Checkpoint, Parts, part
-from .stored import as_stored, submodule
+from .sources.checkpoint import Checkpoint
+from .sources.source import Parts, Source, part
+from .stored import Rename, as_stored, submodule
 
 log = logging.getLogger(__name__)
 
@@ -39,18 +40,22 @@ class Layer(NamedTuple):
 
 
 class Architecture:
-    """The model's modules on PyTorch's meta device: names and shapes without numbers.
+    """A model's modules, of which names and shapes alone count: its own, or modules on PyTorch's meta device.
 
     Keys of a checkpoint may differ from the model's names (older LLaVA checkpoints, a base model without its head)
     and several names may share one weight. A *slot* is the first of the model's names for a weight; a key that the
     model does not know is its own slot. Where a parameter holds several layers (packed attention projections, fused
     experts), each part is a slot, and :meth:`split` makes each part a tensor of its own, which is read, merged or
-    copied, and written by itself. The architecture is that in the config.json of ``base``.
+    copied, and written by itself.
+
+    Args:
+        model: a model of this architecture.
+        rename: the model's name, up to its prefix, for a key of a checkpoint.
+        origin: where the architecture is known from.
     """
 
-    def __init__(self, base: Checkpoint) -> None:
-        built, self.origin = _on_meta(base)
-        self.model, self._rename = as_stored(built, base.tensors)
+    def __init__(self, model: nn.Module, rename: Rename = str, origin: str = "the modules") -> None:
+        self.model, self._rename, self.origin = model, rename, origin
         self.backbone = getattr(self.model, "base_model_prefix", "")
         first: dict[int, str] = {}
         parameters = self.model.named_parameters(remove_duplicate=False)
@@ -64,6 +69,12 @@ class Architecture:
                 parts = ((name, rows) for name in self.names(slot) for rows in self._parts[slot])
                 self._slots |= {part(name, rows): part(slot, rows) for name, rows in parts}
             self.views |= {self.slot_of(view): view for view in held}
+
+    @classmethod
+    def of_checkpoint(cls, base: Checkpoint) -> "Architecture":
+        """Return the architecture in the config.json of a checkpoint, or else the one that its tensors' names tell."""
+        built, origin = _on_meta(base)
+        return cls(*as_stored(built, base.tensors), origin)
 
     def slot_of(self, view: View) -> str:
         slot = self._slots[view.key]
@@ -83,20 +94,20 @@ class Architecture:
     def shape(self, slot: str) -> tuple[int, ...]:
         return tuple(self.model.get_parameter(slot).shape)
 
-    def split(self, checkpoint: Checkpoint) -> None:
-        """Split the tensors of a checkpoint that hold several layers; those of another shape stay whole."""
-        slots = {key: slot for key in checkpoint.tensors if (slot := self.slot(key)) in self._parts}
-        whole = (key for key, slot in slots.items() if checkpoint.tensors[key].shape == self.shape(slot))
-        checkpoint.split({key: self._parts[slots[key]] for key in whole})
+    def split(self, source: Source) -> None:
+        """Split the tensors of a model that hold several layers; those of another shape stay whole."""
+        slots = {key: slot for key in source.tensors if (slot := self.slot(key)) in self._parts}
+        whole = (key for key, slot in slots.items() if source.tensors[key].shape == self.shape(slot))
+        source.split({key: self._parts[slots[key]] for key in whole})
 
     def slot(self, key: str) -> str:
         """Return the model's first name for the tensor that a checkpoint stores under ``key``."""
         return self._slots.get(name := self.module_name(key), name)
 
-    def by_slot(self, checkpoint: Checkpoint) -> dict[str, list[str]]:
-        """Return a checkpoint's keys by slot, in its own order."""
+    def by_slot(self, source: Source) -> dict[str, list[str]]:
+        """Return a model's keys by slot, in its own order."""
         slots = defaultdict(list)
-        for key in checkpoint.tensors:
+        for key in source.tensors:
             slots[self.slot(key)].append(key)
         return slots
 
@@ -108,7 +119,7 @@ class Architecture:
         name = self._rename(key)
         return name, f"{self.backbone}.{name}", name.removeprefix(f"{self.backbone}.")
 
-    def _unused(self, base: Checkpoint) -> list[str]:
+    def _unused(self, base: Source) -> list[str]:
         """Return stored tensors of layers that the model lacks: their names differ from its own by a number alone."""
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         known = set(map(without_numbers, self._slots))
@@ -129,7 +140,7 @@ class Architecture:
         found = [name for name, parameter in self.model.named_parameters() if id(parameter) in held and name in stored]
         return [slot for slot in found if stored[slot][0] == stored[found[0]][0]]
 
-    def layers(self, base: Checkpoint, targets: TargetConfig, heads: Heads) -> list[Layer]:
+    def layers(self, base: Source, targets: TargetConfig, heads: Heads) -> list[Layer]:
         """Return the layers to merge, in the base's order; refuse a base whose weights and config do not match."""
         selected = select_layers(self.model, targets.target_modules, targets.exclude_modules)
         selected = {name: view for name, view in selected.items() if not heads.of([view.key])}
@@ -150,7 +161,7 @@ class Architecture:
         merged = {slot: tuple(keys) for slot, keys in stored.items() if slot in chosen}
         return [Layer(chosen[slot], slot, keys, self.views[slot]) for slot, keys in merged.items()]
 
-    def others(self, base: Checkpoint, layers: Iterable[Layer]) -> dict[str, tuple[str, ...]]:
+    def others(self, base: Source, layers: Iterable[Layer]) -> dict[str, tuple[str, ...]]:
         """Return the base's keys of every tensor outside the layers, by slot."""
         chosen = {layer.slot for layer in layers}
         return {slot: tuple(keys) for slot, keys in self.by_slot(base).items() if slot not in chosen}

@@ -32,7 +32,7 @@ def _yaml(content: Mapping[str, Any]) -> str:
 def _metadata(plan: Plan) -> dict[str, Any]:
     found = map(_HUB_NAME.fullmatch, (plan.base.label, *plan.names))
     made_from = list(dict.fromkeys(name[1] for name in found if name))
-    base = _metadata_of(plan.base.folder / CARD)
+    base = _metadata_of(plan.pretrained.checkpoint.folder / CARD)
     return {
         **({"base_model": made_from, "base_model_relation": "merge"} if made_from else {}),
         "library_name": "transformers",
@@ -93,8 +93,8 @@ def _recipe(plan: Plan) -> dict[str, Any]:
     method, _ = options.pop("method"), options.pop("device")
     return {
         "base": plan.base.label,
-        **({"merged": plan.merged.checkpoint.label} if plan.merged else {}),
-        "tasks": [task.checkpoint.label for task in plan.tasks],
+        **({"merged": plan.merged.source.label} if plan.merged else {}),
+        "tasks": [task.source.label for task in plan.tasks],
         "out": "OUT",
         "method": method,
         "settings": {key: value for key, value in options.items() if value is not None},

@@ -10,8 +10,8 @@ from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, FLOATS
 
 from .output import Record
 from .plan import Plan
-from .sources.checkpoint import some
 from .sources.models import FullModel
+from .sources.source import some
 
 
 def changed_by(plan: Plan, slot: str) -> list[str]:
@@ -27,8 +27,8 @@ def _differs(plan: Plan, slot: str, task: FullModel) -> bool:
     """Compare a task's tensor with the base's piece by piece, up to the first difference."""
     if slot in task.magnitudes:  # a DoRA changes whole rows
         return True
-    base, key = plan.base, plan.pretrained.keys[slot]
-    info, own = base.tensors[key], task.checkpoint.tensors[task.keys[slot]] if slot in task.keys else None
+    base, key = plan.pretrained.checkpoint, plan.pretrained.keys[slot]
+    info, own = base.tensors[key], task.source.tensors[task.keys[slot]] if slot in task.keys else None
     if info.dtype not in FLOATS or (own and own.dtype not in FLOATS):
         if own is None or (own.dtype, own.shape) != (info.dtype, info.shape):
             return True
@@ -92,7 +92,7 @@ def refuse_losses(plan: Plan, records: Iterable[Record]) -> None:
     """Raise a ValueError if, by the records, the result lacks something that a task changed."""
     for source, found in changes(plan, records).items():
         if found["left_out"]:
-            what = f"strict: '{plan.models[source].checkpoint.name}' changed {some(found['left_out'])}"
+            what = f"strict: '{plan.models[source].source.name}' changed {some(found['left_out'])}"
             remedy = "merge more (target_modules, other_params), or go on without --strict"
             raise ValueError(f"{what}, which the result would not have: {remedy}")
 
@@ -103,5 +103,5 @@ def account(plan: Plan, found: dict[str, dict[str, Any]]) -> list[str]:
     for source, counts in found.items():
         lost = f" Left out: {some(counts['left_out'])}." if counts["left_out"] else ""
         merged = f"{counts['merged']} of the {counts['changed']} tensors it changed are merged."
-        sentences.append(f"{plan.models[source].checkpoint.label}: {merged}{lost}")
+        sentences.append(f"{plan.models[source].source.label}: {merged}{lost}")
     return sentences

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
@@ -28,16 +28,20 @@ from fusion_bench_nufilt.storage.files import CARD, MANIFEST, naming_full_disk
 from fusion_bench_nufilt.storage.schemas import Input
 from fusion_bench_nufilt.storage.tensors import end_of_file
 
+from .architecture import Layer
 from .card import model_card
 from .changes import account, changes, refuse_losses
-from .checks import check_relation, verify_merged
+from .checks import verify_merged
+from .distributed import merge_on_cluster
+from .encode import LayerBytes
 from .engine import merge_layers
-from .forecast import batches, disk_bytes
+from .forecast import disk_bytes, give_back_freed_memory
 from .heads import head_files
 from .others import NOT_FINITE, write_other
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan, state_layout
-from .sources.checkpoint import some
+from .relation import check_relation
+from .sources.source import some
 
 log = logging.getLogger(__name__)
 
@@ -148,15 +152,23 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
     done, total = output.done, len(plan.layers) + len(plan.others)
     if done:
         log.info("going on: %d of %d tensors are done", len(done), total)
-    layers = list(batches(plan, [layer for layer in plan.layers if layer.slot not in done]))
+    layers = [layer for layer in plan.layers if layer.slot not in done]
     others = [slot for slot in plan.others if slot not in done]
     written = map_layers(lambda slot: write_other(plan, slot, output), others, torch.device("cpu"))
     for _ in written if plan.settings.strict else ():
         progress(len(done), total)
     if plan.settings.strict:  # before the layers, which take most of the time
         refuse_losses(plan, done.values())
-    for _ in chain(merge_layers(plan, layers, output.add), written):
+    for _ in chain(_merge_layers(plan, layers, output), written):
         progress(len(done), total)
+
+
+def _merge_layers(plan: Plan, layers: Sequence[Layer], output: Output) -> Iterator[int]:
+    if plan.settings.engine == "ray":
+        return merge_on_cluster(plan, layers, output.add)
+    give_back_freed_memory()
+    encode = LayerBytes(plan)
+    return merge_layers(plan, layers, lambda layer, weigh: output.add(layer.record, encode(layer, weigh)))
 
 
 def _check_inputs(plan: Plan, inputs: Mapping[str, Input]) -> None:
@@ -166,7 +178,7 @@ def _check_inputs(plan: Plan, inputs: Mapping[str, Input]) -> None:
         known["base"] = plan.before.get("inputs", {}).get("base", {}).get("sha256", inputs["base"]["sha256"])
     for source, found in inputs.items() if plan.settings.verify else ():
         if known.get(source, found["sha256"]) != found["sha256"]:
-            other = f"'{plan.models[source].checkpoint.name}' has other weights than the {source} that {MANIFEST} names"
+            other = f"'{plan.models[source].source.name}' has other weights than the {source} that {MANIFEST} names"
             raise ValueError(f"{other}: name that one, or add --no-verify, and the finished work is gone on with")
 
 
@@ -193,7 +205,7 @@ def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
     records = [done[slot] for slot in chain((layer.slot for layer in plan.layers), plan.others)]
     inputs = {
         source: {
-            "name": model.checkpoint.label,
+            "name": model.source.label,
             **({"kind": type(model).__name__} if source.startswith("task") else {}),
             "tensors_read": sum(source in record["read"] for record in records),
             "sha256": combined_digest((record["slot"], record["read"].get(source)) for record in records),

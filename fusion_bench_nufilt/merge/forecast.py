@@ -1,6 +1,8 @@
 """Predict the memory and disk space that a merge will take."""
 
+import ctypes
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -23,6 +25,15 @@ def process_memory(workers: int) -> int:
     return int(psutil.Process().memory_info().rss) + workers * _WORKER_BYTES
 
 
+def give_back_freed_memory() -> None:
+    """Have glibc give blocks above 4 MB back to the system when they are freed.
+
+    By default, every thread keeps freed blocks of up to 32 MB, and a process of many threads takes twice what it uses.
+    """
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+        mallopt(-3, 4 * 2**20)  # M_MMAP_THRESHOLD
+
+
 def layer_memory(plan: Plan, layer: Layer) -> int:
     """Return the bytes of main memory held while a layer is merged; on a GPU, it only passes through there."""
     return solving_memory(plan, layer) if plan.settings.on_cpu else _stored_memory(plan, layer)
@@ -37,7 +48,7 @@ def solving_memory(plan: Plan, layer: Layer) -> int:
 def _stored_memory(plan: Plan, layer: Layer) -> int:
     dtype, shape = plan.dtype(layer.keys[0]), layer.view.shape
     # The factors of a LoRA are too thin to count.
-    full = [task.checkpoint.tensors[task.keys[layer.slot]] for task in plan.tasks if layer.slot in task.keys]
+    full = [task.source.tensors[task.keys[layer.slot]] for task in plan.tasks if layer.slot in task.keys]
     stored = (dtype.itemsize + max((FLOATS[info.dtype].itemsize for info in full), default=0)) * math.prod(shape)
     if plan.keeps_state:
         return stored + sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
@@ -80,5 +91,5 @@ def _quantising_memory(plan: Plan) -> int:
 
 def disk_bytes(plan: Plan) -> int:
     held = [state_layout(plan)[1]] if plan.keeps_state else []
-    heads = sum(task.checkpoint.tensors[key].nbytes for task in plan.tasks for key in task.head.values())
+    heads = sum(task.source.tensors[key].nbytes for task in plan.tasks for key in task.head.values())
     return heads + sum(info.nbytes for tensors in (*plan.files.values(), *held) for info in tensors.values())

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load, load_file, save
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_bench_nufilt.layers import Heads
 from fusion_bench_nufilt.layers.heads import labels
@@ -15,8 +15,9 @@ from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Architecture
 from .plan import Plan
-from .sources.checkpoint import Checkpoint, some
+from .sources.checkpoint import Checkpoint
 from .sources.models import PREFIX, FullModel, LoraAdapter
+from .sources.source import some
 
 # The classes that peft trains for a type of task; for any other type, the adapter names the class.
 _CLASSES = {
@@ -30,19 +31,29 @@ def take_heads(
     rule: str, base: FullModel, tasks: Sequence[FullModel], architecture: Architecture, before: Manifest
 ) -> Heads:
     """Find the heads of the tasks, and take them out of the merge."""
-    heads = Heads(rule, base.slots, base.checkpoint.config, architecture.backbone)
+    heads = Heads(rule, base.slots, base.source.config, architecture.backbone)
     heads.keep(before.get("heads", {}).values())
     for task in tasks:
-        trained = task.config.get("modules_to_save") or () if isinstance(task, LoraAdapter) else None
-        shapes = {slot: task.slots[slot] for slot in _floats(task)}
-        heads.add(task.checkpoint.name, shapes, task.checkpoint.config, trained)
+        find_head(heads, task)
     for task in tasks:
-        task.take_head(heads.of(_floats(task)))
+        take_head(heads, task)
     return heads
 
 
+def find_head(heads: Heads, task: FullModel) -> None:
+    """Add a task's head, if it has one of its own, to those that are kept out of the merge."""
+    trained = task.config.get("modules_to_save") or () if isinstance(task, LoraAdapter) else None
+    shapes = {slot: task.slots[slot] for slot in _floats(task)}
+    heads.add(task.source.name, shapes, task.source.config, trained)
+
+
+def take_head(heads: Heads, task: FullModel) -> None:
+    """Take a task's head out of the merge."""
+    task.take_head(heads.of(_floats(task)))
+
+
 def _floats(task: FullModel) -> list[str]:
-    return [slot for slot, key in task.keys.items() if task.checkpoint.tensors[key].dtype in FLOATS]
+    return [slot for slot, key in task.keys.items() if task.source.tensors[key].dtype in FLOATS]
 
 
 def describe_heads(heads: Heads, base: FullModel, tasks: Sequence[FullModel], before: Manifest) -> dict[str, Head]:
@@ -50,17 +61,17 @@ def describe_heads(heads: Heads, base: FullModel, tasks: Sequence[FullModel], be
     described = dict(before.get("heads", {}))
     for task in tasks:
         if task.head:
-            add_head(described, task.checkpoint.label, heads.modules_of(task.head), _config(task, base))
+            add_head(described, task.source.label, heads.modules_of(task.head), _config(task, base))
     return described
 
 
 def _config(task: FullModel, base: FullModel) -> Mapping[str, Any]:
     """Return the configuration of a task's model; an adapter has the base's, with the labels that it trained."""
-    config = task.checkpoint.config
+    config = task.source.config
     if isinstance(task, LoraAdapter) and not config:
-        count = [task.checkpoint.tensors[key].shape for key in task.head.values()][-1][0]
+        count = [task.source.tensors[key].shape for key in task.head.values()][-1][0]
         kind = (task.config.get("auto_mapping") or {}).get("base_model_class")
-        config = {**base.checkpoint.config, "architectures": [kind or _CLASSES.get(str(task.config.get("task_type")))]}
+        config = {**base.source.config, "architectures": [kind or _CLASSES.get(str(task.config.get("task_type")))]}
         if len(labels(config) or ()) != count:
             names = {str(number): f"LABEL_{number}" for number in range(count)}
             config |= {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
@@ -69,13 +80,22 @@ def _config(task: FullModel, base: FullModel) -> Mapping[str, Any]:
 
 def head_files(plan: Plan) -> dict[str, bytes]:
     """Return the files of all heads by path in the result; those of earlier tasks come from the merged model."""
-    files = {}
-    if plan.merged is not None and plan.before.get("heads"):
-        files = read_heads(plan.merged.checkpoint.folder_with("heads/*"), plan.before)
-    new = (head["file"] for name, head in plan.heads.items() if name not in plan.before.get("heads", {}))
-    for file, task in zip(new, filter(lambda task: task.head, plan.tasks), strict=True):
-        files[file] = save({key.removeprefix(PREFIX): task.checkpoint.read(key)[0] for key in task.head.values()})
-    return files
+    if plan.merged is None or not plan.before.get("heads"):
+        return new_heads(plan)
+    return read_heads(plan.merged.checkpoint.folder_with("heads/*"), plan.before) | new_heads(plan)
+
+
+def new_heads(plan: Plan) -> dict[str, bytes]:
+    """Return the files of the heads of a merge's own tasks by path in the result."""
+    files = (head["file"] for name, head in plan.heads.items() if name not in plan.before.get("heads", {}))
+    tasks = (task for task in plan.tasks if task.head)
+    return {file: save(_head(task)) for file, task in zip(files, tasks, strict=True)}
+
+
+def _head(task: FullModel) -> dict[str, Tensor]:
+    """Return the tensors of a task's head by their names in the task's model."""
+    tensors = ((key, task.source.read(key)[0]) for key in task.head.values())
+    return {key.removeprefix(PREFIX): value.contiguous() for key, value in tensors}
 
 
 def load_task(folder: str | Path, task: str) -> nn.Module:

@@ -10,8 +10,9 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, make_header, read_header
 
-from .sources.checkpoint import INDEX, Checkpoint, some, split_rows
+from .sources.checkpoint import INDEX, Checkpoint
 from .sources.fp8 import Quantised, join_scales
+from .sources.source import some, split_rows
 
 Files = dict[str, dict[str, TensorInfo]]
 """The tensors in each file, by key; their places in it are in the file's header alone."""

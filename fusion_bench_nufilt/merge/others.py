@@ -7,14 +7,13 @@ import hashlib
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.weights import is_finite
-from fusion_bench_nufilt.layers.models import running_mean
+from fusion_bench_nufilt.core.weights import is_finite, wide_dtype
 from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, FLOATS, TensorInfo, raw
 
 from .changes import changed_by
@@ -65,7 +64,11 @@ def _new_tensors(
     plan: Plan, slot: str, key: str, read: defaultdict[str, Any]
 ) -> Iterator[tuple[TensorInfo, Iterable[Tensor]]]:
     """Yield what the result's files hold for a tensor of the base, in pieces; update the digests of what is read."""
-    info, place, values = plan.base.tensors[key], plan.places[key], _values(plan, slot, key, read)
+
+    def note(source: str, value: Tensor) -> None:
+        read[source].update(raw(value))
+
+    info, place, values = plan.base.tensors[key], plan.places[key], _values(plan, slot, key, note)
     grows = slot in plan.vocabulary.slots
     kept = info.dtype not in FLOATS or not (slot in plan.averaged or plan.merged or grows)
     if grows:
@@ -96,27 +99,53 @@ def _narrowed(values: Iterable[Tensor], key: str, dtype: torch.dtype) -> Iterato
         yield narrow
 
 
-def _values(plan: Plan, slot: str, key: str, read: defaultdict[str, Any]) -> Iterator[Tensor]:
-    """Yield the new values, flattened, piece by piece, and update the digests of what is read."""
+def average_others(plan: Plan, write: Callable[[str, Tensor], object]) -> dict[str, int]:
+    """Average the tensors outside the merged layers in memory; return the number of models in the mean of each.
+
+    ``write`` takes a key in the base and the new values; a tied tensor comes once.
+    """
+    counts = {}
+    for slot in plan.averaged:
+        count, tasks = _in_mean(plan, slot)
+        counts[slot] = count + len(tasks)
+        key = plan.others[slot][0]
+        if tasks and (pieces := list(_values(plan, slot, key, lambda source, value: None))):
+            write(key, torch.cat(pieces).reshape(plan.base.tensors[key].shape))
+    return counts
+
+
+def _values(plan: Plan, slot: str, key: str, note: Callable[[str, Tensor], object]) -> Iterator[Tensor]:
+    """Yield the new values, flattened, piece by piece; ``note`` takes every piece that is read, by its model."""
     base, merged, dtype = plan.base, plan.merged, plan.dtype(key)
     count, tasks = _in_mean(plan, slot)
     averaged = slot in plan.averaged
     for start in range(0, numel := math.prod(base.tensors[key].shape), CHUNK_BYTES // 8):
         between = start, min(start + CHUNK_BYTES // 8, numel)
         theta_0 = base.elements(key, *between)
-        read["base"].update(raw(theta_0))
+        note("base", theta_0)
         value = theta_0 = theta_0.to(dtype)
         if merged is not None:
             so_far = merged.elements(slot, *between, theta_0)
-            read["merged"].update(raw(so_far))
+            note("merged", so_far)
             value = so_far.to(dtype)
         for number, (source, task) in enumerate(tasks.items() if averaged else (), count + 1):
             new = task.elements(slot, *between, theta_0)
-            read[source].update(raw(new))
+            note(source, new)
             if not is_finite(new):
-                raise ValueError(f"model '{task.checkpoint.name}', tensor '{slot}' has NaN or infinite values")
+                raise ValueError(f"model '{task.source.name}', tensor '{slot}' has NaN or infinite values")
             value = running_mean(value, task.at_strength(new, theta_0), number)  # type: ignore[arg-type]
         value = value.to(dtype)  # once, since rounding after every task would add up
         if averaged and not is_finite(value):
             raise ValueError(f"tensor '{slot}': the mean has values that {dtype} can't hold")
         yield value
+
+
+def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:
+    r"""Return the mean of ``count`` tensors, given that of all but the last: :math:`m + (\theta - m) / \text{count}`.
+
+    It is exact for the first tensor, and computed in float32 at least, so that bfloat16 does not stall.
+    """
+    if count == 1:
+        return new
+    wide = wide_dtype(mean)
+    return torch.lerp(mean.to(wide), new.to(wide), 1 / count)

@@ -18,7 +18,7 @@ from fusion_bench_nufilt.storage.files import HOLDER, LOCK, lock_folder, sync, w
 from fusion_bench_nufilt.storage.schemas import Count
 from fusion_bench_nufilt.storage.tensors import file_digest, write_at
 
-from .sources.checkpoint import some
+from .sources.source import some
 
 log = logging.getLogger(__name__)
 

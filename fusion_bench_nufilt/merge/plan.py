@@ -1,4 +1,4 @@
-"""How folders are merged: the settings, and the plan of a merge."""
+"""How models are merged: the settings, and the plan of a merge."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,17 +11,18 @@ from torch import Tensor
 
 from fusion_bench_nufilt.core.options import check_choices, check_seed, check_whole, is_number, option, with_scope
 from fusion_bench_nufilt.core.workers import check_devices
-from fusion_bench_nufilt.layers import Coverage, TargetConfig
+from fusion_bench_nufilt.layers import Coverage, Heads, TargetConfig, coverage
 from fusion_bench_nufilt.methods import LayerMethod
 from fusion_bench_nufilt.storage.checkpoint import STATE_FILE
 from fusion_bench_nufilt.storage.schemas import Head, Manifest
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, describe, make_header, read_header
 
-from .architecture import Layer
+from .architecture import Architecture, Layer
 from .layout import Files, arrange, as_written, find_places, make_headers
 from .sources.checkpoint import Checkpoint
 from .sources.fp8 import Quantised
 from .sources.models import FullModel
+from .sources.source import Source
 from .vocabulary import Vocabulary
 
 _option = partial(option, panel="Machine")
@@ -132,24 +133,57 @@ class Settings:
 
 
 @dataclass
-class Plan:
-    """A merge whose models have passed all checks that need no more than headers and samples."""
+class Selection:
+    """What is merged of a base, and what happens to its other tensors."""
 
     pretrained: FullModel
-    merged: FullModel | None  # the result to merge into; None means the base
-    state: FullModel | None  # the state of the layers that the method kept beside `merged`
-    tasks: list[FullModel]
+    targets: TargetConfig
     layers: list[Layer]  # merged by the method, in the base's order
     others: dict[str, tuple[str, ...]]  # the base's keys of every other tensor, by slot
+    head_slots: set[str]  # the base's tensors of heads that tasks have for themselves, which stay as they are
     coverage: Coverage  # how much of the model the layers cover
     origin: str  # where the layers are known from
+
+    @property
+    def base(self) -> Source:
+        """The base's tensors, all of which the result has."""
+        return self.pretrained.source
+
+    def averaged_at(self, step: int) -> set[str]:
+        """The slots of ``others`` that the task of a step (from 1) changes."""
+        if not self.targets.changes_others(step):
+            return set()
+        floats = {slot for slot, keys in self.others.items() if self.base.tensors[keys[0]].dtype in FLOATS}
+        return floats - self.head_slots
+
+
+def select(pretrained: FullModel, architecture: Architecture, targets: TargetConfig, heads: Heads) -> Selection:
+    """Select what is merged of a base; a ValueError names what is wrong with the base, or with the targets."""
+    source = pretrained.source
+    layers = architecture.layers(source, targets, heads)
+    return Selection(
+        pretrained=pretrained,
+        targets=targets,
+        layers=layers,
+        others=architecture.others(source, layers),
+        head_slots=set(heads.of(pretrained.slots)),
+        coverage=coverage(architecture.model, {layer.name: layer.view for layer in layers}, targets),
+        origin=architecture.origin,
+    )
+
+
+@dataclass
+class Plan(Selection):
+    """A merge whose models have passed all checks that need no more than headers and samples."""
+
+    tasks: list[FullModel]
     method: LayerMethod
-    targets: TargetConfig
     settings: Settings
-    small_files: dict[str, bytes]  # by path: all of the result but weights, card and manifest
-    heads: dict[str, Head]  # of all tasks in the result that have their own, by task
-    head_slots: set[str]  # the base's tensors of such heads, which stay as they are
     before: Manifest  # that of `merged`; empty if it has none
+    merged: FullModel | None = None  # the result to merge into; None means the base
+    state: FullModel | None = None  # the state of the layers that the method kept beside `merged`
+    heads: dict[str, Head] = field(default_factory=dict)  # of all tasks in the result that have their own, by task
+    small_files: dict[str, bytes] = field(default_factory=dict)  # by path: all but weights, card and manifest
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     known: dict[str, str] = field(default_factory=dict)  # digests that models must have, by their role in the merge
     warnings: list[str] = field(default_factory=list)
@@ -157,36 +191,28 @@ class Plan:
     @cached_property
     def averaged(self) -> set[str]:
         """The slots of ``others`` that the tasks change."""
-        if not self.targets.changes_others(self.first_step):
-            return set()
-        floats = {slot for slot, keys in self.others.items() if self.base.tensors[keys[0]].dtype in FLOATS}
-        return floats - self.head_slots
+        return self.averaged_at(self.first_step)
 
     def averaged_of(self, task: FullModel) -> set[str]:
         """The slots of ``others`` that a task changes."""
         return self.averaged if self.targets.other_params == "mean" or task is self.tasks[0] else set()
-
-    @property
-    def base(self) -> Checkpoint:
-        """The base's checkpoint; the result has its tensors, and by default in files of the same names."""
-        return self.pretrained.checkpoint
 
     @cached_property
     def files(self) -> Files:
         """The tensors in each file of the result."""
         slots = {**self.others, **{layer.slot: layer.keys for layer in self.layers}}
         rows = {key: self.vocabulary.rows for slot in self.vocabulary.slots for key in slots[slot]}
-        return arrange(self.base, rows, self.settings.dtype, self.settings.max_shard_size)
+        return arrange(self.pretrained.checkpoint, rows, self.settings.dtype, self.settings.max_shard_size)
 
     @cached_property
     def headers(self) -> dict[str, bytes]:
         """The header of each file of the result, once the base is on this disk."""
-        return make_headers(self.base, self.files)
+        return make_headers(self.pretrained.checkpoint, self.files)
 
     @cached_property
     def places(self) -> dict[str, TensorInfo]:
         """Where the result has each tensor, by its key in the base."""
-        return find_places(self.base, self.headers)
+        return find_places(self.pretrained.checkpoint, self.headers)
 
     @property
     def models(self) -> dict[str, FullModel]:
@@ -206,7 +232,7 @@ class Plan:
     @property
     def names(self) -> list[str]:
         """The names of all tasks in the result, in merging order."""
-        return [*self.before.get("tasks", []), *(task.checkpoint.label for task in self.tasks)]
+        return [*self.before.get("tasks", []), *(task.source.label for task in self.tasks)]
 
     @property
     def first_step(self) -> int:

@@ -23,8 +23,8 @@ from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.storage.files import parse_json
 from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, raw
 
-from .sources.checkpoint import some
 from .sources.models import FullModel
+from .sources.source import some
 
 _TOKENIZER = r"(.*token.*|special_tokens_map|vocab|chat_template)\.json|(vocab|merges)\.txt|.*\.(model|tiktoken|jinja)"
 
@@ -48,7 +48,7 @@ class Vocabulary:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the manifest's entry."""
-        sources = {token: self.models[self.holders[row][0][0]].checkpoint.label for row, token in self.tokens.items()}
+        sources = {token: self.models[self.holders[row][0][0]].source.label for row, token in self.tokens.items()}
         return {"tokenizer": self.tokenizer, "rows": self.rows, "new_tokens": sources} if self.slots else {}
 
     def __str__(self) -> str:
@@ -58,11 +58,11 @@ class Vocabulary:
     def check(self) -> None:
         """Refuse a new token whose rows differ between models; models still on the hub are not compared."""
         for row, held in self.holders.items():
-            near = [(source, own) for source, own in held if not self.models[source].checkpoint.remote]
+            near = [(source, own) for source, own in held if not self.models[source].source.remote]
             for slot in self.slots if len(near) > 1 else ():
                 first, *others = (self._row(slot, source, own).double() for source, own in near)
                 if not all(torch.equal(first, other) for other in others):
-                    names = [self.models[source].checkpoint.label for source, _ in held]
+                    names = [self.models[source].source.label for source, _ in held]
                     what = f"token '{self.tokens[row]}' is new in {some(names)} with different rows of '{slot}'"
                     takes = f"--tokenizer {names[0]} takes that model's tokens alone, --tokenizer base none"
                     raise ValueError(f"{what}: {takes}")
@@ -91,7 +91,7 @@ class Vocabulary:
                 read[source].update(raw(value))
                 if not is_finite(value.to(dtype)):
                     what = f"tensor '{slot}' has values for token '{self.tokens[row]}' that {dtype} can't hold"
-                    raise ValueError(f"model '{self.models[source].checkpoint.name}', {what}")
+                    raise ValueError(f"model '{self.models[source].source.name}', {what}")
                 first, last = max(row * width, offset), min((row + 1) * width, end)
                 piece[first - offset : last - offset] = value[first - row * width : last - row * width]
             offset = end
@@ -111,7 +111,7 @@ class _Tokens:
     """The tokens of a model and their rows. Rows whose tokens are unknown are named by their numbers."""
 
     def __init__(self, model: FullModel, slots: Sequence[str], base: "_Tokens | None" = None) -> None:
-        self.model, self.label, self._base = model, model.checkpoint.label, base
+        self.model, self.label, self._base = model, model.source.label, base
         self.rows: int = min(
             model.slots[each][0] if base is None or each in model.keys else base.rows for each in slots
         )
@@ -186,7 +186,7 @@ def join_vocabularies(models: Models, slots: Sequence[str], choice: str, files: 
     if not slots and choice not in ("base", "union"):
         raise ValueError(f"tokenizer '{choice}': the base has no embedding that can be told to be of tokens")
     owner = _owner(models, choice)
-    name = models[owner].checkpoint.label if choice == models[owner].checkpoint.name else choice
+    name = models[owner].source.label if choice == models[owner].source.name else choice
     if not slots:
         return Vocabulary()
     base = _Tokens(models["base"], slots)
@@ -203,7 +203,7 @@ def join_vocabularies(models: Models, slots: Sequence[str], choice: str, files: 
     matched: dict[str, list[int]] = {}
     for tokens in known.values():
         result.warnings += _warnings(result, base, tokens)
-        tokens.model.checkpoint.check_floats(key for slot, key in tokens.model.keys.items() if slot in slots)
+        tokens.model.source.check_floats(key for slot, key in tokens.model.keys.items() if slot in slots)
         rows = tokens.rows_of(base)
         if tokens.rows != base.rows or rows != list(range(base.rows)):
             for slot in tokens.model.keys.keys() & set(slots):
@@ -218,10 +218,10 @@ def _owner(models: Models, choice: str) -> str:
     """Return the role of the model whose tokenizer the result has, or to which tokens are added."""
     if choice in ("base", "union"):
         return "merged" if choice == "union" and "merged" in models else "base"
-    named = {model.checkpoint.name: source for source, model in models.items()}
-    named |= {model.checkpoint.label: source for source, model in models.items()}
+    named = {model.source.name: source for source, model in models.items()}
+    named |= {model.source.label: source for source, model in models.items()}
     if choice not in named:
-        labels = some(model.checkpoint.label for source, model in models.items() if source != "base")
+        labels = some(model.source.label for source, model in models.items() if source != "base")
         raise ValueError(f"tokenizer '{choice}' is neither base nor union nor one of {labels}")
     return named[choice]
 
@@ -267,7 +267,7 @@ def _set_files(result: Vocabulary, base: _Tokens, owner: _Tokens, added: Any) ->
         result.files = {name: content for name, content in result.files.items() if name not in base.files} | files
     own = {}
     if owner is not base:
-        own = owner.model.checkpoint.config
+        own = owner.model.source.config
         result.files |= owner.model.checkpoint.small_files("generation_config.json")
     if "config.json" in result.files:
         before = parse_json(result.files["config.json"], dict[str, Any])

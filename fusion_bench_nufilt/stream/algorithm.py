@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.core.options import split_options, takes_options, unknown, with_scope
-from fusion_bench_nufilt.layers import check_model
+from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.pages.metrics import AccuracyMatrix
 from fusion_bench_nufilt.pages.tables import print_matrix
 from fusion_bench_nufilt.pages.write import leave_results
@@ -88,13 +88,13 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         """Prepare a run; called once, with the pretrained model and the names in merging order."""
 
-    def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
-        """Raise a ValueError, naming model and layer, if the model cannot be merged: other shapes, or NaN."""
-        check_model(pretrained, model, name=name)
+    def check_model(self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str] = ()) -> None:
+        """Raise a ValueError, naming model and tensor, if the model cannot be merged: other shapes, or NaN.
 
-    def uses(self, key: str) -> bool:
-        """Return whether every model must bring its own values of a parameter, named as in the state dict."""
-        return True
+        ``drawn`` has the keys of the weights that its checkpoint lacks, which were drawn at random.
+        """
+        pools.refuse_drawn(name, drawn, can_exclude=False)
+        check_module(pretrained, model, name)
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
         """Merge model ``name``, number ``step`` (from 1), and return the new merged model.
@@ -160,14 +160,16 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         self.check_data()
         pretrained, self.drawn = self._load(modelpool, PRETRAINED)
         self.start(pretrained, names)
-        self._check(pretrained, pretrained, self.drawn, PRETRAINED)
+        self.check_model(pretrained, pretrained, PRETRAINED, self.drawn)
         if self.scores is not None and self.check_taskpool:
             self.scores.evaluator.check(pretrained, names)
         self._checked_first = self.check_models or self.resume  # a resumed run must know all weights
         if self._checked_first:
             with self.profile("checking models"):
                 for name in tqdm(names, desc="Checking models", disable=None):
-                    self._check(pretrained, *self._load(modelpool, name), name)
+                    model, drawn = self._load(modelpool, name)
+                    self.check_model(pretrained, model, name, drawn)
+                    del model
         if self.folder is not None:
             write_text(self.folder.path / "model_names.json", json.dumps(names))
         merged = self.merge_stream(modelpool, pretrained, names)
@@ -189,7 +191,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         merged = deepcopy(pretrained)
         if MERGED in modelpool.all_model_names:
             previous, drawn = self._load(modelpool, MERGED)
-            self._check(pretrained, previous, drawn, MERGED)
+            self.check_model(pretrained, previous, MERGED, drawn)
             self.go_on_from(*merged_checkpoint(modelpool, pretrained, self.drawn, verify=self.verify))
             merged.load_state_dict(previous.state_dict())
             del previous
@@ -198,7 +200,7 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         for step, name in tqdm(left, "Merging models", disable=None):
             task, drawn = self._load(modelpool, name)
             if not self._checked_first:
-                self._check(pretrained, task, drawn, name)
+                self.check_model(pretrained, task, name, drawn)
             begin = time.perf_counter()
             with self.profile("merging"):
                 merged = self.merge_step(step, name, pretrained, merged, task)
@@ -243,11 +245,6 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
             if self._kept is not None and "sha256" not in self._inputs[name]:
                 self._inputs[name]["sha256"] = digest_of_stored(model, drawn)
         return model, drawn
-
-    def _check(self, pretrained: nn.Module, model: nn.Module, drawn: Sequence[str], name: str) -> None:
-        """Refuse a model that cannot be merged, or whose merged weights were drawn at random."""
-        pools.refuse_drawn(name, list(filter(self.uses, drawn)), can_exclude=hasattr(self, "exclude_modules"))
-        self.check_model(pretrained, model, name)
 
     def _resume(self, merged: nn.Module) -> int:
         """Give ``merged`` the weights of the newest complete step in the log directory; return that step's number."""

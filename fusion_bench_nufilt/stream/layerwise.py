@@ -1,33 +1,41 @@
 """The FusionBench algorithm of every layer-wise method."""
 
+import dataclasses
 import logging
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from fusion_bench import auto_register_config
 from omegaconf import ListConfig
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import options_of, split_options, takes_options
-from fusion_bench_nufilt.core.weights import is_finite
-from fusion_bench_nufilt.layers import Heads, TargetConfig, check_model, coverage, merge_other_params, select_layers
-from fusion_bench_nufilt.layers.models import check_related
-from fusion_bench_nufilt.methods import Report, State, find_method
+from fusion_bench_nufilt.layers import Heads, TargetConfig
+from fusion_bench_nufilt.merge.architecture import Architecture
+from fusion_bench_nufilt.merge.checks import check_made_from, check_state, check_task
+from fusion_bench_nufilt.merge.engine import MergedLayer, merge_layers
+from fusion_bench_nufilt.merge.heads import describe_heads, find_head, new_heads, take_head
+from fusion_bench_nufilt.merge.others import average_others
+from fusion_bench_nufilt.merge.plan import Plan, Settings, select
+from fusion_bench_nufilt.merge.relation import check_relation
+from fusion_bench_nufilt.merge.sources.models import FullModel
+from fusion_bench_nufilt.merge.sources.module import MemorySource, module_source
+from fusion_bench_nufilt.methods import Report, find_method
 from fusion_bench_nufilt.pages.write import read_table
-from fusion_bench_nufilt.storage.checkpoint import add_head, load_state, read_heads
+from fusion_bench_nufilt.storage.checkpoint import load_state, read_heads
 from fusion_bench_nufilt.storage.files import write_text
 from fusion_bench_nufilt.storage.schemas import Head, Manifest
 
 from .algorithm import ContinualMergingAlgorithm
-from .models import MERGED, PRETRAINED, config_of
+from .models import MERGED, PRETRAINED, refuse_drawn
 from .protocol import DeviceConfig, ProtocolConfig
 
 log = logging.getLogger(__name__)
@@ -65,30 +73,32 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self.options, self.targets, self.device_config = (options_of(kind, self) for kind in self._own)
         self.task_heads: dict[str, Head] = {}
         self.head_tensors: dict[str, dict[str, Tensor]] = {}
-        self._heads = Heads("none", {}, {})
-        self._drawn: dict[str, Sequence[str]] = {}  # weights that a checkpoint lacks
-        self._lacking: dict[str, list[str]] = {}  # those of them that are outside heads
-        self._choose(pretrained)
+        self._states: dict[str, Tensor] = {}  # what the method keeps of the layers: a layer's name, a dot, its own name
+        self._mean_counts: dict[str, int] = {}  # of tensors outside the merged layers, where not one for each step
+        self._reports: list[dict[str, Any]] = []  # the rows of layers.csv
+        self._lacking: dict[str, set[str]] = {}  # weights that the models lack, or have in another shape
+        self._architecture = Architecture(pretrained)
+        self._base = FullModel(module_source(PRETRAINED, pretrained), self._architecture)
+        stored = self._model(PRETRAINED, pretrained, self.drawn).slots
+        config = self._base.source.config
+        self._heads = Heads(self.targets.heads, stored, config, self._architecture.backbone)
+        self._heads.keep(self.before.get("heads", {}).values())
+        self._heads.add(PRETRAINED, self._base.slots, config, ())  # a head that its checkpoint lacks counts, too
+        self._select()
         log.info("%s", self.method)
 
-    def _choose(self, pretrained: nn.Module) -> None:
-        """Choose the layers, without those of the heads that are known by now."""
-        layers = select_layers(pretrained, self.targets.target_modules, self.targets.exclude_modules)
-        self._layers = {layer: view for layer, view in layers.items() if not self._heads.of([view.key])}
-        self._coverage = coverage(pretrained, self._layers, self.targets)
-        self.method = self._kind(self.options, list(self._layers), self.seed)
-        self._states: dict[str, State] = {}
-        if not self.method.state_is_weight:
-            self._states = {layer: self.method.start(layer, W) for layer, W in self._read(pretrained).items()}
-        self._mean_counts: defaultdict[str, int] = defaultdict(int)
-        self._reports: list[dict[str, Any]] = []  # the rows of layers.csv
-        log.info("%s", self._coverage)
-        for warning in (self._coverage.warning, self.method.warning([view.shape for view in self._layers.values()])):
-            if warning:
-                _warn_once("%s", warning)
+    def _select(self) -> None:
+        """Select the layers, without those of the heads that are known by now."""
+        self._selection = select(self._base, self._architecture, self.targets, self._heads)
+        layers = self._selection.layers
+        self.method = self._kind(self.options, [layer.name for layer in layers], self.seed)
+        log.info("%s", self._selection.coverage)
+        doubts = self._selection.coverage.warning, self.method.warning([layer.view.shape for layer in layers])
+        for warning in filter(None, doubts):
+            _warn_once("%s", warning)
 
-    def _read(self, model: nn.Module) -> dict[str, Tensor]:
-        return {layer: view.read(model) for layer, view in self._layers.items()}
+    def _model(self, name: str, model: nn.Module, lacking: Collection[str]) -> FullModel:
+        return FullModel(module_source(name, model, lacking), self._architecture)
 
     @property
     def solving_share(self) -> float | None:
@@ -99,108 +109,101 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     def describe(self) -> dict[str, Any]:
         step = self.first_step + len(self.merge_seconds) - 1
         counts = {key: count for key, count in self._mean_counts.items() if count != step}
-        return {"coverage": self._coverage.as_dict(), "mean_counts": counts, "heads": self.task_heads}
+        return {"coverage": self._selection.coverage.as_dict(), "mean_counts": counts, "heads": self.task_heads}
 
     def state(self) -> dict[str, Tensor]:
-        return {f"{layer}.{name}": value for layer, state in self._states.items() for name, value in state.items()}
+        return self._states
 
     def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
-        step = manifest.get("step", self.first_step - 1)
-        self._mean_counts = defaultdict(lambda: step, manifest.get("mean_counts", {}))
+        self._mean_counts = dict(manifest.get("mean_counts", {}))
         self.task_heads = dict(manifest.get("heads", {}))
         self.files = {} if folder is None else read_heads(folder, manifest)
         self.head_tensors = {task: load(self.files[head["file"]]) for task, head in self.task_heads.items()}
-        if self.method.state_is_weight:
+        if not self.method.state_is_weight:
+            self._states = {} if folder is None else load_state(folder)
+            step = manifest.get("step", self.first_step - 1) + 1
+            plan = dataclasses.replace(self._plan([], step), before=manifest)
+            for warning in check_state(plan, MERGED if folder is None else str(folder)):
+                log.warning("%s", warning)
+
+    def check_model(self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str] = ()) -> None:
+        if name in (PRETRAINED, MERGED):
+            layers = {layer.view.key for layer in self._selection.layers}
+            refuse_drawn(name, [key for key in drawn if key in layers], can_exclude=True)
+            if name == MERGED:
+                check_made_from(self._base, self._model(name, model, ()))
             return
-        saved = {} if folder is None else load_state(folder)
-        missing = self.state().keys() - saved.keys()
-        if missing or len(saved) > len(self.state()):
-            what = f"lacks '{min(missing)}'" if missing else "is of more layers"
-            raise ValueError(
-                f"the state of {self.name} beside the merged model in '{folder}' {what}: this method goes on from its "
-                "own merges of the same layers only; merge again from the start"
-            )
-        for layer, state in self._states.items():
-            self._states[layer] = {name: saved[f"{layer}.{name}"].to(value.device) for name, value in state.items()}
+        task, before = self._model(name, model, drawn), self._heads.of(self._base.slots)
+        find_head(self._heads, task)
+        if self._heads.of(self._base.slots) != before:
+            self._refuse_late_head(name)
+            self._select()
+        take_head(self._heads, task)
+        if lost := self._heads.of(map(self._architecture.slot, drawn)):
+            why = f"its checkpoint has no head ('{lost[0]}' was drawn at random)"
+            log.warning("model '%s': %s: none is kept", name, why)
+        plan = self._plan([task], self.first_step + self.matrix.tasks.index(name))
+        for warning in chain(check_task(plan, task, self._architecture, plan.averaged), check_relation(plan)):
+            log.warning("%s", warning)
+        ignored = (key for key in task.source.tensors if self._architecture.slot(key) in task.ignored)
+        self._lacking[name] = {*drawn, *ignored}
 
-    def _check(self, pretrained: nn.Module, model: nn.Module, drawn: Sequence[str], name: str) -> None:
-        """Find the model's head before all other checks, which concern what is merged."""
-        self._drawn[name], names = drawn, self._names(pretrained, model)
-        shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-        if name == PRETRAINED:
-            known = {key: shape for key, shape in shapes.items() if key not in drawn}
-            backbone = getattr(pretrained, "base_model_prefix", "")
-            self._heads = Heads(self.targets.heads, known, config_of(pretrained), backbone)
-            self._heads.keep(self.before.get("heads", {}).values())
-            self._heads.add(name, shapes, config_of(pretrained), ())  # a head that its checkpoint lacks counts, too
-        elif name != MERGED:
-            before = self._heads.of(pretrained.state_dict())
-            own = {base_name: shapes[key] for base_name, key in names.items() if key not in drawn}
-            self._heads.add(name, own, config_of(model))
-            is_late = not self._checked_first and self.first_step + len(self.merge_seconds) > 1
-            if is_late and self._heads.of(pretrained.state_dict()) != before:
-                heads = ", ".join(sorted(self._heads.modules))
-                said = f"model '{name}' has a head of its own ({heads}), which the models before it had not"
-                raise ValueError(f"{said}: set heads='{heads}', or leave check_models on")
-        if self._heads.of(view.key for view in self._layers.values()):
-            self._choose(pretrained)
-        left = [base_name for base_name, key in names.items() if key in drawn and not self._heads.of([base_name])]
-        self._lacking[name] = left
-        super()._check(pretrained, _backbone(pretrained, model), left, name)
+    def _refuse_late_head(self, name: str) -> None:
+        """Refuse a head that is found after a step has merged it as a layer."""
+        if not self._checked_first and self.first_step + len(self.merge_seconds) > 1:
+            heads = ", ".join(sorted(self._heads.modules))
+            said = f"model '{name}' has a head of its own ({heads}), which the models before it had not"
+            raise ValueError(f"{said}: set heads='{heads}', or leave check_models on")
 
-    def _names(self, pretrained: nn.Module, model: nn.Module) -> dict[str, str]:
-        """Return the keys of a model by the pretrained model's names for them."""
-        inside = "" if _backbone(pretrained, model) is model else f"{model.base_model_prefix}."
-        return {key.removeprefix(inside): key for key in model.state_dict()}
-
-    def check_model(self, pretrained: nn.Module, model: nn.Module, name: str) -> None:
-        keys = dict.fromkeys(view.key for view in self._layers.values())
-        others, mismatch = self.targets.other_params, self.targets.on_shape_mismatch
-        heads = self._heads.of(model.state_dict())
-        check_model(pretrained, model, keys, name=name, other_params=others, on_shape_mismatch=mismatch, heads=heads)
-        check_related(pretrained, model, self._layers, name=name)
-
-    def uses(self, key: str) -> bool:
-        return any(view.key == key for view in self._layers.values())
+    def _plan(self, tasks: list[FullModel], step: int, merged: FullModel | None = None) -> Plan:
+        """Return the plan of a step."""
+        state = MemorySource("the state", self._states)
+        devices = self.device_config.choose(self.fabric.device)
+        before = Manifest(step=step - 1, mean_counts=self._mean_counts, heads=self.task_heads)
+        return Plan(
+            **vars(self._selection),
+            tasks=tasks,
+            method=self.method,
+            settings=Settings(seed=self.seed, step=step, device=",".join(map(str, devices))),
+            before=before,
+            merged=merged,
+            state=FullModel(state, self._architecture) if self._states else None,
+            heads=describe_heads(self._heads, self._base, tasks, before),
+        )
 
     def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
-        self._keep_head(name, pretrained, task)
-        task, method, theta_0 = _backbone(pretrained, task), self.method, self._read(pretrained)
-        states = self._states or {layer: {"weight": W} for layer, W in self._read(merged).items()}
-        devices = self.device_config.choose(self.fabric.device)
-        weigh = method.state_is_weight or self.is_used(step)
-        added = method.add_each(states, theta_0, self._read(task), step=step, device=devices, weigh=weigh)
-        bar = tqdm(added, total=len(self._layers), desc=f"Merging {name}", unit="layer", leave=False, disable=None)
-        reports = {}
-        for layer, state, reports[layer], weight in bar:
-            if not method.state_is_weight:
-                self._states[layer] = state
-            if weight is not None:
-                self._layers[layer].write(merged, weight)
-        if self.targets.changes_others(step):
-            if lacking := self._lacking.get(name, []):
-                log.warning("'%s' is left out of the mean of %s, which its checkpoint lacks", name, ", ".join(lacking))
-            heads = self._heads.of(merged.state_dict())
-            merge_other_params(merged, task, self._layers, self._mean_counts, heads, lacking)
-        self._report(step, name, reports)
+        model = self._model(name, task, self._lacking[name])
+        take_head(self._heads, model)
+        result = module_source(MERGED, merged)
+        plan = self._plan([model], step, so_far := FullModel(result, self._architecture))
+        self._keep_heads(plan)
+        reports: dict[str, Report] = {}
+        states: dict[str, Tensor] = {}
+
+        def take(each: MergedLayer, weigh: Callable[[], Tensor]) -> None:
+            layer = each.layer
+            if self.method.state_is_weight or self.is_used(step):
+                result.write(so_far.keys[layer.slot], weigh())
+            if not self.method.state_is_weight:
+                home = layer.view.read(pretrained).device
+                states.update({f"{layer.name}.{key}": value.to(home) for key, value in each.state.items()})
+            reports[layer.name] = each.record["reports"][0]
+
+        with tqdm(total=len(plan.layers), desc=f"Merging {name}", unit="layer", leave=False, disable=None) as bar:
+            for count in merge_layers(plan, plan.layers, take):
+                bar.update(count)
+        self._states = states
+        self._mean_counts |= average_others(plan, result.write)
+        self._report(name, {layer.name: reports[layer.name] for layer in plan.layers})
         return merged
 
-    def _keep_head(self, task: str, pretrained: nn.Module, model: nn.Module) -> None:
-        names, state = self._names(pretrained, model), model.state_dict()
-        head = [name for name in self._heads.of(names) if state[names[name]].is_floating_point()]
-        if not head:
-            return
-        if drawn := [names[name] for name in head if names[name] in self._drawn.get(task, ())]:
-            log.warning(
-                "model '%s': its checkpoint has no head ('%s' was drawn at random): none is kept", task, drawn[0]
-            )
-            return
-        tensors = {names[name]: state[names[name]].cpu().contiguous().clone() for name in head}
-        if bad := [key for key, value in tensors.items() if not is_finite(value)]:
-            raise ValueError(f"model '{task}', parameter '{bad[0]}' of its head has NaN or infinite values")
-        name = add_head(self.task_heads, task, self._heads.modules_of(head), config_of(model))
-        self.head_tensors[name] = tensors
-        self.files = {**self.files, self.task_heads[name]["file"]: save(tensors)}
+    def _keep_heads(self, plan: Plan) -> None:
+        """Keep the head of the plan's task, if it has one."""
+        files = new_heads(plan)
+        self.files = {**self.files, **files}
+        new = {name: head for name, head in plan.heads.items() if name not in self.task_heads}
+        self.head_tensors |= {name: load(files[head["file"]]) for name, head in new.items()}
+        self.task_heads = plan.heads
 
     def restore(self, step: int) -> None:
         if self.folder is not None and (file := self.folder.path / "layers.csv").is_file():
@@ -210,22 +213,15 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             except ValueError as error:
                 log.warning("%s: it begins anew with step %d", error, step + 1)
 
-    def _report(self, step: int, name: str, reports: Mapping[str, Report]) -> None:
-        self._reports += [{"step": step, "task": name, "layer": layer, **row} for layer, row in reports.items()]
+    def _report(self, name: str, reports: Mapping[str, Report]) -> None:
+        self._reports += [{"step": row["step"], "task": name, "layer": layer, **row} for layer, row in reports.items()]
         if self.folder is None:
             return
         write_text(self.folder.path / "layers.csv", pd.DataFrame(self._reports).to_csv(index=False))
         if self.fabric.loggers:
+            step = next(row["step"] for row in reports.values())
             means = {key: sum(row[key] for row in reports.values()) / len(reports) for key in self.method.logged}
             self.log_dict({f"layers/{key}": mean for key, mean in means.items()}, step=step)
-
-
-def _backbone(pretrained: nn.Module, model: nn.Module) -> nn.Module:
-    """Return the part of a model that the pretrained model has, too: the backbone if that model has no head."""
-    prefix = getattr(model, "base_model_prefix", "")
-    part = getattr(model, prefix, None) if prefix else None
-    bare = not any(key.startswith(f"{prefix}.") for key in pretrained.state_dict())
-    return part if isinstance(part, nn.Module) and bare else model
 
 
 @auto_register_config

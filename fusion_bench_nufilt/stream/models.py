@@ -1,6 +1,5 @@
 """The models of a pool: where they come from, which weights their checkpoints lack, and what was merged before."""
 
-import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fusion_bench_nufilt.layers.models import leave_out
+from fusion_bench_nufilt.layers.targets import leave_out
 from fusion_bench_nufilt.storage.checkpoint import model_digest, read_manifest, verify_files
 from fusion_bench_nufilt.storage.schemas import Manifest
 
@@ -102,18 +101,6 @@ def _drawn_at_random() -> Iterator[set[str]]:
 
     with patch.object(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
         yield missing
-
-
-def config_of(model: nn.Module) -> dict[str, Any]:
-    """Return the labels and class of a transformers or timm model, in the form of its config.json."""
-    config, of_timm = getattr(model, "config", None), getattr(model, "pretrained_cfg", None) or {}
-    if callable(to_json := getattr(config, "to_json_string", None)):
-        return {**json.loads(to_json()), "architectures": [type(model).__name__]}
-    if "architecture" not in of_timm:
-        return {}
-    classifier = {"classifier": of_timm.get("classifier")}
-    size = getattr(model, "num_classes", 0)
-    return {"architecture": of_timm["architecture"], "num_classes": size, "pretrained_cfg": classifier}
 
 
 def source_of(modelpool: BaseModelPool, name: str) -> Any:

@@ -1,16 +1,14 @@
 """The choice of the layers that are merged, and what happens to the rest."""
 
 import logging
-from collections import defaultdict
 
 import pytest
-import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
-from fusion_bench_nufilt.layers import TargetConfig, check_model, merge_other_params, select_layers
-from tests.models import TOWER, Shared, clip, finetuned, llama, llava, t5, tower
+from fusion_bench_nufilt.layers import TargetConfig, select_layers
+from tests.models import TOWER, Shared, clip, llama, llava, t5, tower
 
 pytestmark = pytest.mark.oldest
 
@@ -118,86 +116,6 @@ def test_the_name_of_a_layer_does_not_depend_on_the_wrapper_of_a_clip_tower():
     layers = select_layers(nn.ModuleDict({"vision_model": tower(clip())}), ["fc1"])
     assert list(layers) == list(select_layers(tower(clip()), ["fc1"]))
     assert "encoder.layers.0.mlp.fc1" in layers
-
-
-# --- checks ---
-
-
-def test_a_model_of_another_size_is_refused_by_name_layer_and_shape():
-    with pytest.raises(ValueError, match=r"model 'svhn' lacks layer .*k_proj"):
-        check_model(clip(), nn.Linear(2, 2), keys(clip()), name="svhn")
-    other = clip()
-    tower(other).encoder.layers[1].mlp.fc1.weight = nn.Parameter(torch.zeros(3, 32))
-    with pytest.raises(ValueError, match=r"model 'svhn', layer '.*layers\.1\.mlp\.fc1.*': shape \(3, 32\)"):
-        check_model(clip(), other, keys(clip()), name="svhn")
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-@pytest.mark.parametrize("where", ["mlp.fc1.weight", "layer_norm1.bias"])
-def test_values_that_are_not_finite_are_refused_by_name(value, where):
-    other = clip()
-    other.get_parameter(f"{TOWER}encoder.layers.0.{where}").data.view(-1)[3] = value
-    with pytest.raises(ValueError, match=rf"model 'svhn'.*{where}.*NaN or infinite"):
-        check_model(clip(), other, keys(clip()), name="svhn")
-
-
-def test_a_buffer_of_infinities_is_refused_only_where_it_would_be_written():
-    """A causal mask is such a buffer."""
-    models = clip(), clip()
-    for model in models:
-        model.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
-    check_model(*models, keys(clip()), name="svhn", other_params="pretrained")
-    for other_params in ("first", "mean"):
-        with pytest.raises(ValueError, match="model 'svhn', parameter 'mask' has NaN or infinite values"):
-            check_model(*models, keys(clip()), name="svhn", other_params=other_params)
-
-
-# --- other_params ---
-
-
-def run_mean(models, pretrained, layers):
-    merged, counts = finetuned(pretrained, seed=0, scale=0.0), defaultdict(int)
-    for model in models:
-        merge_other_params(merged, model, layers, counts)
-    return merged.state_dict(), counts
-
-
-def test_the_mean_leaves_the_merged_layers_alone_and_averages_the_rest():
-    base = clip()
-    models = [finetuned(base, seed) for seed in (1, 2, 3)]
-    merged, counts = run_mean(models, base, select_layers(base))
-    rest = [key for key, _ in base.named_parameters() if key not in keys(base)]
-    for key in keys(base):
-        assert torch.equal(merged[key], base.state_dict()[key])
-    for key in rest:
-        torch.testing.assert_close(merged[key], torch.stack([model.state_dict()[key] for model in models]).mean(0))
-    assert counts == dict.fromkeys(rest, 3)
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_mean_counts_the_models_that_have_the_tensor_in_any_order(order):
-    base = llama()
-    grown = finetuned(base, 2)
-    grown.resize_token_embeddings(base.config.vocab_size + 3)
-    models = [finetuned(base, 1), grown]
-    merged, counts = run_mean([models[i] for i in order], base, select_layers(base))
-    torch.testing.assert_close(merged["model.embed_tokens.weight"], models[0].state_dict()["model.embed_tokens.weight"])
-    assert counts["model.embed_tokens.weight"] == 1
-    assert counts["model.norm.weight"] == 2
-
-
-def test_the_mean_writes_a_tied_parameter_once():
-    base = Shared()
-    _, counts = run_mean([finetuned(base, 1)], base, select_layers(base, ["first"]))
-    assert counts == {"embedding.weight": 1}  # which is also the head's
-
-
-def test_whole_numbers_such_as_position_ids_stay():
-    base = nn.BatchNorm1d(3)
-    task = finetuned(base, 1)
-    task.num_batches_tracked += 5
-    merge_other_params(base, task, {}, defaultdict(int))
-    assert base.num_batches_tracked == 0
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeyp
     monkeypatch.setattr("fusion_bench_nufilt.merge.plan.check_devices", torch.device)  # as if there was one
     # What this process takes by itself grows while tests run.
     monkeypatch.setattr(forecast, "process_memory", lambda workers: 10**9)
-    monkeypatch.setattr("fusion_bench_nufilt.merge.checks.process_memory", lambda workers: 10**9)
+    monkeypatch.setattr("fusion_bench_nufilt.merge.planning.process_memory", lambda workers: 10**9)
     free = plan(stream, settings={"device": "cuda"})
 
     def held(planned):

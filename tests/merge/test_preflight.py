@@ -1,7 +1,7 @@
 """What is checked before anything is merged, and what the checks cost."""
 
 from fusion_bench_nufilt.merge.architecture import Architecture
-from fusion_bench_nufilt.merge.checks import _check_task
+from fusion_bench_nufilt.merge.checks import check_task
 from tests.merge.helpers import plan, save_stream
 from tests.models import llama
 
@@ -21,5 +21,5 @@ def test_the_tensors_that_a_task_changes_are_not_gathered_again_for_every_one_of
     planned = plan(tmp_path, ["task1"], other_params="mean")
     planned.averaged = CountedSet(planned.averaged)
     assert len(planned.tasks[0].slots) > 10
-    list(_check_task(planned, planned.tasks[0], Architecture(planned.base)))
+    list(check_task(planned, planned.tasks[0], Architecture.of_checkpoint(planned.base), planned.averaged))
     assert planned.averaged.joined <= 1

@@ -97,7 +97,7 @@ def test_a_head_that_comes_after_the_first_step_unchecked_is_refused():
     checked = NufiltContinualMergingAlgorithm(**OPTIONS, target_modules="all-linear")
     checked.run({"_pretrained_": base, "one": one, "two": two})
     assert list(checked.task_heads) == ["one", "two"]
-    assert "classifier" not in checked._layers
+    assert "classifier" not in checked.method.layers
 
 
 def relabelled(base, seed):

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -18,9 +18,10 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.storage.files import CARD, MANIFEST, printable, read_json
-from fusion_bench_nufilt.storage.tensors import FLOATS, TensorFile, TensorInfo, digest
+from fusion_bench_nufilt.storage.tensors import TensorFile, TensorInfo, digest
 
 from .fp8 import Quantisation, Quantised, join_scales, other_quantisation
+from .source import Source, some
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -54,10 +55,9 @@ class AdapterConfig(TypedDict, total=False):
 
 
 _Files = Mapping[str, Mapping[str, TensorInfo]]  # the tensors of each weight file, by key
-Parts = Sequence[tuple[int, int]]  # first and last row of each part of a tensor
 
 
-class Checkpoint:
+class Checkpoint(Source):
     """A model in safetensors files, of which only headers are read until a tensor is asked for.
 
     ``name`` is the user's name for it, and ``folder`` has its small files. No files are ``opened`` while the weights
@@ -69,7 +69,6 @@ class Checkpoint:
         self.name, self.folder, self.files, self.remote = name, folder, list(files), opened is None
         self.tensors: dict[str, TensorInfo] = {}
         self.opened = opened or {}
-        self.parts: Mapping[str, Parts] = {}
         for file, found in files.items():
             if twice := sorted(self.tensors.keys() & found.keys()):
                 raise ValueError(f"'{name}' has {some(twice)} in '{file}' and in another file: remove one of them")
@@ -115,11 +114,6 @@ class Checkpoint:
         """Return the folder; if it is the hub's, download the files that match these patterns first."""
         here = Path(self.name).expanduser().is_dir()
         return self.folder if here else download(self.name, self.folder.name, files)
-
-    def split(self, parts: Mapping[str, Parts]) -> None:
-        """Make groups of rows of some tensors tensors of their own, under the keys that :func:`part` gives them."""
-        self.parts = parts
-        self.tensors = split_rows(self.whole, parts)
 
     @property
     def label(self) -> str:
@@ -191,23 +185,13 @@ class Checkpoint:
         return self.opened[self.tensors[key].file]
 
     def elements(self, key: str, start: int, stop: int) -> Tensor:
-        """Read the elements ``start`` to ``stop`` of a flattened tensor."""
         info = self.tensors[key]
         if not isinstance(info, Quantised):
             return self.file(key).elements(info, start, stop)
         rows, first = info.around(start, stop)
         return rows.read(self.opened).flatten()[start - first : stop - first]
 
-    def check_floats(self, keys: Iterable[str]) -> None:
-        """Raise a ValueError that names a tensor if one that the merge computes with is not floating point."""
-        for key in keys:
-            if (dtype := self.tensors[key].dtype) not in FLOATS:
-                only = f"only {', '.join(FLOATS)}; name the model it was quantised from"
-                stored = f"model '{self.name}', tensor '{key}' is stored as {dtype}"
-                raise ValueError(f"{stored}: quantised weights can't be merged, {only}")
-
     def read(self, key: str, where: torch.device | str = "cpu") -> tuple[Tensor, str]:
-        """Read a tensor, whose values must be finite, to a device; return it and the digest of its bytes."""
         info = self.tensors[key]
         stored = info.read(self.opened) if isinstance(info, Quantised) else self.file(key).read(info)
         tensor = stored.to(where)
@@ -216,26 +200,8 @@ class Checkpoint:
         return tensor, digest(stored)
 
 
-def part(key: str, rows: tuple[int, int]) -> str:
-    return f"{key}[{rows[0]}:{rows[1]}]"
-
-
-def split_rows(tensors: Mapping[str, TensorInfo], parts: Mapping[str, Parts]) -> dict[str, TensorInfo]:
-    """Return the tensors; those in ``parts`` are replaced by their groups of rows, under the keys of :func:`part`."""
-    found: dict[str, TensorInfo] = {}
-    for key, info in tensors.items():
-        rows = parts.get(key)
-        found |= {part(key, row): info.rows(*row) for row in rows} if rows else {key: info}
-    return found
-
-
 def is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").is_file() and (folder / _ADAPTER).is_file()
-
-
-def some(names: Iterable[str]) -> str:
-    first, rest = (names := list(names))[:4], names[4:]
-    return ", ".join(f"'{name}'" for name in first) + (f" and {len(rest)} more" if rest else "")
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -17,7 +17,8 @@ from fusion_bench_nufilt.layers.targets import matches
 from fusion_bench_nufilt.storage.tensors import digest
 
 from ..architecture import Architecture
-from .checkpoint import Checkpoint, is_adapter, some
+from .checkpoint import Checkpoint, is_adapter
+from .source import Source, some
 
 PREFIX = "base_model.model."
 _EMBEDDING_A = ".lora_embedding_A"  # (rank, tokens); it and B (d, rank) hold the transpose of the update
@@ -36,14 +37,14 @@ _REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class FullModel:
-    """A full checkpoint.
+    """A model with all its weights, in files or in memory.
 
     By slot, ``slots`` has the shape of each tensor that the model changes or brings, ``keys`` the key of each that it
     holds in full, and ``pairs`` the keys of the factors A and B of a layer's update, with their scaling.
     """
 
-    def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, source: Source, architecture: Architecture) -> None:
+        self.source = source
         self.slots: dict[str, tuple[int, ...]] = {}
         self.keys: dict[str, str] = {}
         self.pairs: dict[str, tuple[str, str, float]] = {}
@@ -55,15 +56,21 @@ class FullModel:
         self._trained: dict[str, dict[int, int]] = {}  # by slot, the stored place of each row that an adapter trained
         self._rows: dict[str, list[int]] = {}  # by slot, the stored row for each of the base's, or -1 for none
         self._transposed = {slot for slot, view in architecture.views.items() if view.transposed}
-        architecture.split(checkpoint)
+        architecture.split(source)
         self._find_tensors(architecture)
 
     def _find_tensors(self, architecture: Architecture) -> None:
-        for slot, keys in architecture.by_slot(self.checkpoint).items():
+        for slot, keys in architecture.by_slot(self.source).items():
             # Where a model that the base ties is stored untied, the slot's own name wins: the embedding, not the head.
             key = next((key for key in keys if architecture.module_name(key) == slot), keys[0])
-            self.keys[slot], self.slots[slot] = key, self.checkpoint.tensors[key].shape
+            self.keys[slot], self.slots[slot] = key, self.source.tensors[key].shape
             self.twins |= {twin: slot for twin in keys if twin != key}
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The source of a model that is in files."""
+        assert isinstance(self.source, Checkpoint)
+        return self.source
 
     def has(self, slot: str) -> bool:
         """Return whether the model has a tensor of the base, changed or not."""
@@ -93,8 +100,8 @@ class FullModel:
         """Read a row of a tensor, flattened, by its number here; an adapter that lacks it returns the base's."""
         width = math.prod(base.slots[slot][1:])
         if slot in self.keys and (stored := self._stored_row(slot, row)) >= 0:
-            return self.checkpoint.elements(self.keys[slot], stored * width, (stored + 1) * width)
-        theta_0 = base.checkpoint.elements(base.keys[slot], row * width, (row + 1) * width)
+            return self.source.elements(self.keys[slot], stored * width, (stored + 1) * width)
+        theta_0 = base.source.elements(base.keys[slot], row * width, (row + 1) * width)
         return self.elements(slot, row * width, (row + 1) * width, theta_0) if slot in self.pairs else theta_0
 
     def _shown(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
@@ -107,7 +114,7 @@ class FullModel:
             pieces.append(theta_0[first - start : last - start])
             if shift is not None:
                 there = first + shift * width, last + shift * width
-                pieces[-1] = self.checkpoint.elements(self.keys[slot], *there).to(theta_0.device)
+                pieces[-1] = self.source.elements(self.keys[slot], *there).to(theta_0.device)
         return torch.cat(pieces)
 
     def weight(self, slot: str, theta_0: Tensor) -> tuple[Tensor | LowRank, str]:
@@ -115,11 +122,11 @@ class FullModel:
 
         ``theta_0`` is the base's tensor, on whose device it is put, and which provides the rows that the model lacks.
         """
-        read = partial(self.checkpoint.read, where=theta_0.device)
+        read = partial(self.source.read, where=theta_0.device)
         if slot in self._rows:
             value = self._shown(slot, 0, theta_0.numel(), theta_0.flatten()).reshape(theta_0.shape)
             if not is_finite(value):
-                raise ValueError(f"model '{self.checkpoint.name}', tensor '{slot}' has NaN or infinite values")
+                raise ValueError(f"model '{self.source.name}', tensor '{slot}' has NaN or infinite values")
             return value, digest(value)
         if slot in self.keys:
             return read(self.keys[slot])
@@ -127,7 +134,7 @@ class FullModel:
         (a, digest_a), (b, digest_b) = read(key_a), read(key_b)
         wide = wide_dtype(a)
         if not is_finite(left := b.to(wide) * scaling):
-            what = f"adapter '{self.checkpoint.name}', layer '{slot}'"
+            what = f"adapter '{self.source.name}', layer '{slot}'"
             raise ValueError(f"{what}: B times its scaling of {scaling:g} is too large for {wide}")
         update, digests = LowRank(left, a.to(wide)), digest_a + digest_b
         if key_a.endswith(_EMBEDDING_A):
@@ -153,7 +160,7 @@ class FullModel:
         if slot in self._rows:
             return self._shown(slot, start, stop, theta_0)
         if slot in self.keys:
-            return self.checkpoint.elements(self.keys[slot], start, stop)
+            return self.source.elements(self.keys[slot], start, stop).to(theta_0.device)
         if slot not in self.pairs:
             return theta_0
         update, _ = self.weight(slot, theta_0)
@@ -189,7 +196,7 @@ class LoraAdapter(FullModel):
         return slot not in self.ignored  # what an adapter does not change is the base's
 
     def _find_tensors(self, architecture: Architecture) -> None:
-        unknown, tensors = [], self.checkpoint.tensors
+        unknown, tensors = [], self.source.tensors
         saved: defaultdict[str, list[str]] = defaultdict(list)  # whole tensors by slot
         for key, info in tensors.items():
             name = key.removeprefix(PREFIX).replace(".base_layer.bias", ".bias")  # trained biases
@@ -214,9 +221,9 @@ class LoraAdapter(FullModel):
         promised = {"use_dora": self.pairs.keys() <= self.magnitudes.keys(), "trainable_token_indices": self._trained}
         if lost := [option for option, there in promised.items() if self.config.get(option) and not there]:
             what = f"uses {some(lost)} and lacks tensors of it"
-            raise ValueError(f"adapter '{self.checkpoint.name}' {what}: merge it into its base with peft")
+            raise ValueError(f"adapter '{self.source.name}' {what}: merge it into its base with peft")
         if unknown:
-            raise ValueError(f"adapter '{self.checkpoint.name}': {some(unknown)}: no LoRA of a linear layer")
+            raise ValueError(f"adapter '{self.source.name}': {some(unknown)}: no LoRA of a linear layer")
 
     def _check_tied(self, architecture: Architecture, saved: Mapping[str, Sequence[str]]) -> None:
         """Refuse a full tensor that was trained apart from the one to which the base ties it."""
@@ -225,31 +232,31 @@ class LoraAdapter(FullModel):
             if len(tied := architecture.names(slot)) < 2:
                 continue
             alone = len(keys) == 1 and any(f".{keys[0]}".endswith(f".{module}.weight") for module in trained)
-            if alone or len({self.checkpoint.read(key)[1] for key in keys if len(keys) > 1}) > 1:
+            if alone or len({self.source.read(key)[1] for key in keys if len(keys) > 1}) > 1:
                 ties = f"'{keys[0]}' apart from what the base ties it to ({some(tied)})"
                 remedy = "save the base with tie_word_embeddings=False, and merge into that"
-                raise ValueError(f"adapter '{self.checkpoint.name}' trained {ties}: {remedy}")
+                raise ValueError(f"adapter '{self.source.name}' trained {ties}: {remedy}")
 
     def _add_tokens(self, architecture: Architecture, module: str, key: str) -> None:
         """Note the rows of an embedding that the adapter trained, which replace the base's."""
         slot, numbers = architecture.slot(f"{module}.weight"), self.config.get("trainable_token_indices")
         if isinstance(numbers, dict):
             numbers = next((numbers[name] for name in numbers if f".{module}".endswith(f".{name}")), None)
-        count, rows = self.checkpoint.tensors[key].shape[0], architecture.rows(slot)
+        count, rows = self.source.tensors[key].shape[0], architecture.rows(slot)
         if not numbers or len(numbers) != count or max(numbers) >= rows or slot in {*self.keys, *self.pairs}:
             what = f"{count} rows for the tokens {numbers} of '{slot}' with {rows} rows"
-            raise ValueError(f"adapter '{self.checkpoint.name}' has {what}: merge it into its base with peft")
+            raise ValueError(f"adapter '{self.source.name}' has {what}: merge it into its base with peft")
         self._trained[slot] = {number: place for place, number in enumerate(numbers)}
-        self.keys[slot], self.slots[slot] = key, self.checkpoint.tensors[key].shape
+        self.keys[slot], self.slots[slot] = key, self.source.tensors[key].shape
         self.show_rows(slot, range(rows))
 
     def _add_pair(self, slot: str, module: str, key_a: str) -> None:
         """Note the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of a layer's update, and their scaling."""
-        name, tensors = self.checkpoint.name, self.checkpoint.tensors
+        name, tensors = self.source.name, self.source.tensors
         key_b, transposed = re.sub(r"\.lora_(embedding_)?A", r".lora_\1B", key_a), key_a.endswith(_EMBEDDING_A)
         if key_b not in tensors:
             raise ValueError(f"adapter '{name}' has '{key_a}' and no '{key_b}'")
-        self.checkpoint.check_floats((key_a, key_b))
+        self.source.check_floats((key_a, key_b))
         shape_a, shape_b = tensors[key_a].shape, tensors[key_b].shape
         rank, d_i = shape_a
         expected = self._pattern("rank_pattern", module, self.config.get("r", rank))
@@ -270,7 +277,7 @@ class LoraAdapter(FullModel):
 
     def _pattern(self, field: str, module: str, default: Any) -> Any:
         """Return the value of the first expression that matches the end of a module's name, as peft does."""
-        of = f"adapter '{self.checkpoint.name}', {field}"
+        of = f"adapter '{self.source.name}', {field}"
         values = self.config.get(field) or {}
         return next((values[key] for key in values if matches(rf"(.*\.)?({key})", module, of=of)), default)
 

@@ -1,0 +1,154 @@
+"""Plan a merge of folders: open the models and check them."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_nufilt.core.options import split_options
+from fusion_bench_nufilt.layers import TargetConfig
+from fusion_bench_nufilt.methods import LayerMethod, find_method
+from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, read_manifest
+from fusion_bench_nufilt.storage.schemas import Manifest
+
+from .architecture import Architecture
+from .changes import refuse_losses
+from .checks import check_merged, check_state, check_task, verify_merged
+from .forecast import layer_memory, process_memory
+from .heads import describe_heads, take_heads
+from .layout import check_fp8, small_files_of
+from .plan import Plan, Settings, select
+from .relation import check_relation
+from .sources.checkpoint import Checkpoint, is_adapter
+from .sources.models import FullModel, open_task
+from .sources.source import some
+from .vocabulary import join_vocabularies
+
+_CHANGED = "merge or fetch it again; --no-verify goes on from it all the same"
+
+
+def plan_merge(
+    base: str,
+    tasks: Sequence[str],
+    merged: str | None = None,
+    options: Any = None,
+    targets: TargetConfig | None = None,
+    settings: Settings | None = None,
+    *,
+    method: str = "nufilt",
+) -> Plan:
+    """Plan a merge: check all that headers tell, and samples of the weights that are on this disk.
+
+    Args:
+        base: folder or hub name of the pretrained model.
+        tasks: folders or hub names of fine-tuned models or peft LoRA adapters, in merging order.
+        merged: folder or hub name of the model to merge into; by default, the base.
+        options: the method's options; by default its own defaults.
+        targets: which layers are merged, and what happens to the rest; by default, the method's choice.
+        settings: how folders are merged.
+        method: the method's name in :data:`fusion_bench_nufilt.methods.METHODS`.
+
+    Raises:
+        ValueError: there is no such method, or a model does not fit; the message names it and says what to do.
+    """
+    kind, settings = find_method(method), settings or Settings()
+    (own, usual), _ = split_options((kind.Options, TargetConfig), kind.defaults)
+    options, targets = options or own, targets or usual
+    if not isinstance(options, kind.Options):
+        raise ValueError(f"the options of method {method} are {kind.Options.__name__}, got {type(options).__name__}")
+    if not tasks:
+        raise ValueError("there is no task to merge")
+    if settings.step not in (None, 1) and merged is None:
+        raise ValueError(f"step {settings.step} needs the merged model that holds the tasks before it: name it")
+    checkpoint = _open("base", base, "name the model that it was trained on")
+    architecture = Architecture.of_checkpoint(checkpoint)
+    pretrained = FullModel(checkpoint, architecture)
+    so_far, before, state = _open_merged(merged, architecture, kind, settings)
+    opened = _open_tasks(tasks, architecture, settings.weights or [1.0] * len(tasks))
+    heads = take_heads(targets.heads, pretrained, opened, architecture, before)
+    selection = select(pretrained, architecture, targets, heads)
+    plan = Plan(
+        **vars(selection),
+        tasks=opened,
+        method=kind(options, [layer.name for layer in selection.layers], settings.seed),
+        settings=settings,
+        before=before,
+        merged=so_far,
+        state=state,
+        heads=describe_heads(heads, pretrained, opened, before),
+        small_files=checkpoint.small_files(),
+    )
+    plan.warnings += _check(plan, architecture)
+    plan.small_files = small_files_of(plan.small_files, checkpoint, plan.files, settings.dtype)
+    return plan
+
+
+def _open(what: str, name: str, advice: str) -> Checkpoint:
+    checkpoint = Checkpoint.open(name)
+    if is_adapter(checkpoint.folder):
+        raise ValueError(f"the {what} '{name}' is an adapter: {advice}")
+    return checkpoint
+
+
+def _open_merged(
+    name: str | None, architecture: Architecture, kind: type[LayerMethod], settings: Settings
+) -> tuple[FullModel | None, Manifest, FullModel | None]:
+    """Open the model to merge into, its manifest, and the state beside it, as far as they exist."""
+    if name is None:
+        return None, Manifest(), None
+    merged = _open("merged model", name, "give it as a --task")
+    before = read_manifest(merged.folder, _CHANGED, verify=settings.verify) or Manifest()
+    keeps = not kind.state_is_weight or settings.accumulate == "float32"
+    kept = (merged.folder_with(STATE_FILE) / STATE_FILE).parent if keeps else None
+    state = FullModel(Checkpoint.from_folder(str(kept), kept), architecture) if kept and kept.is_dir() else None
+    return FullModel(merged, architecture), before, state
+
+
+def _open_tasks(names: Sequence[str], architecture: Architecture, weights: Sequence[float]) -> list[FullModel]:
+    if len(weights) != len(names):
+        raise ValueError(f"there are {len(weights)} weights for {len(names)} tasks")
+    return [open_task(name, architecture, weight) for name, weight in zip(names, weights, strict=True)]
+
+
+def _join_vocabularies(plan: Plan, architecture: Architecture) -> Iterator[str]:
+    """Enter the result's tokens into the plan, and have its models present the base's rows."""
+    if plan.settings.tokenizer is None and plan.targets.on_shape_mismatch == "keep-base":
+        return
+    models = {source: model for source, model in plan.models.items() if source != "state"}
+    slots, choice = architecture.embeddings(plan.pretrained.slots), plan.settings.tokenizer or "union"
+    joined = join_vocabularies(models, slots, choice, plan.small_files)
+    plan.vocabulary, plan.small_files = joined, joined.files or plan.small_files
+    plan.settings = dataclasses.replace(plan.settings, tokenizer=plan.settings.tokenizer and joined.tokenizer)
+    yield from joined.warnings
+
+
+def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
+    """Refuse what does not fit, and yield warnings about what is doubtful, as do all checks below."""
+    plan.base.check_floats(key for layer in plan.layers for key in layer.keys)
+    yield from _join_vocabularies(plan, architecture)
+    if plan.settings.dtype == "fp8":
+        check_fp8(plan.pretrained.checkpoint)
+    if plan.merged is not None:
+        yield from check_merged(plan, plan.merged)
+    if plan.coverage.warning:
+        yield plan.coverage.warning
+    if warning := plan.method.warning([layer.view.shape for layer in plan.layers]):
+        yield warning
+    folders = [task.checkpoint.folder.resolve() for task in plan.tasks]
+    if twice := [task.source.name for i, task in enumerate(plan.tasks) if folders[i] in folders[:i]]:
+        yield f"{some(twice)} comes more than once in the stream"
+    for task in plan.tasks:
+        yield from check_task(plan, task, architecture, plan.averaged)
+    if plan.settings.strict:
+        refuse_losses(plan, ())
+    if plan.merged is not None:
+        yield from check_state(plan, plan.merged.source.name)
+    yield from check_relation(plan)
+    bound = plan.settings.max_memory
+    needed = process_memory(plan.settings.workers) + max(layer_memory(plan, layer) for layer in plan.layers)
+    if bound is not None and needed > bound:
+        needs = f"{needed / 1e9:.2f} GB that the largest layer needs by itself"
+        raise ValueError(f"max_memory of {bound / 1e9:.2f} GB is below the {needs}")
+    if (taken := Path(STATE_FILE).parts[0]) in plan.small_files and plan.keeps_state:
+        raise ValueError(f"the base '{plan.base.name}' has a file '{taken}', where the state is to be kept: rename it")
+    yield from verify_merged(plan)

@@ -1,0 +1,68 @@
+"""Was a model fine-tuned from the base? Its weights tell: they are close to the base's."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from fusion_bench_nufilt.layers.names import block_of
+from fusion_bench_nufilt.layers.targets import leave_out
+
+from .architecture import Layer
+from .plan import Plan
+from .sources.models import FullModel
+
+# A fine-tuned weight has a cosine of nearly 1 with its pretrained value; unrelated weights have one of about 0.
+_LEAST_COSINE, _MOST_CHANGE = 0.9, 0.5  # of a whole model
+_LEAST_COSINE_OF_A_LAYER = 0.1
+_SAMPLED_LAYERS, _SAMPLED_ELEMENTS = 8, 2**20
+
+
+def check_relation(plan: Plan) -> Iterator[str]:
+    """Warn if the weights suggest another base, and refuse a layer that was drawn at random.
+
+    Of files, a sample of the layers is read; of models in memory, all layers.
+    """
+    for model in plan.models.values():
+        is_full = type(model) is FullModel and model is not plan.pretrained
+        if is_full and not (model.source.remote or plan.base.remote):
+            layers = plan.layers if model.source.in_memory else _sample(plan.layers)
+            yield from _compare(plan, model, [layer for layer in layers if model.has(layer.slot)])
+
+
+def _sample(layers: Sequence[Layer]) -> list[Layer]:
+    """Return layers from all over the model, and some outside its blocks, such as a pooler or a head."""
+    outside = [layer for layer in layers if block_of(layer.name) is None]
+    step = max(1, len(layers) // _SAMPLED_LAYERS)
+    return list(dict.fromkeys([*layers[::step][:_SAMPLED_LAYERS], *outside[:_SAMPLED_LAYERS]]))
+
+
+def _compare(plan: Plan, model: FullModel, layers: Sequence[Layer]) -> Iterator[str]:
+    base, name, apart = plan.base, model.source.name, []
+    total = torch.zeros(4, dtype=torch.float64)  # inner products of the base's and the model's values x and y
+    for layer in layers:
+        count = min(math.prod(layer.view.shape), _SAMPLED_ELEMENTS)
+        x = base.elements(layer.keys[0], 0, count).double()
+        y = model.elements(layer.slot, 0, count, x).double()
+        products = torch.stack([x @ x, y @ y, x @ y, (y - x) @ (y - x)]).cpu()
+        total += products
+        if _unrelated(*products[:3].tolist()):
+            apart.append(layer)
+    xx, yy, xy, dd = total.tolist()
+    if not xx * yy > 0:
+        return
+    if 0 < len(apart) <= (len(layers) + 1) // 2:
+        layer, why = apart[0], "has nothing to do with the pretrained model's: one of them was drawn at random"
+        raise ValueError(f"model '{name}', layer '{layer.name}' {layer.view.shape} {why}{leave_out(layer.name)}")
+    cosine, change = xy / (xx * yy) ** 0.5, (dd / xx) ** 0.5
+    if cosine < _LEAST_COSINE or change > _MOST_CHANGE:
+        evidence = f"their weights have cosine {cosine:.3f}, ||tau|| / ||theta_0|| is {change:.2f}"
+        other = f"'{name}' looks as if it was made from another base than '{base.name}'"
+        yield f"{other}: over {len(layers)} layers {evidence}"
+    elif not dd:
+        yield f"'{name}' does not differ from the base in the {len(layers)} layers looked at"
+
+
+def _unrelated(xx: float, yy: float, xy: float) -> bool:
+    """Tell from their inner products whether two weights are unrelated; one that is zero counts as untrained."""
+    return xx * yy > 0 and xy < _LEAST_COSINE_OF_A_LAYER * math.sqrt(xx * yy)

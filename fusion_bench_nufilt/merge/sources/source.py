@@ -1,0 +1,70 @@
+"""Where a merge reads a model's tensors: what the files of a checkpoint and a model in memory have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.storage.tensors import FLOATS, TensorFile, TensorInfo
+
+Parts = Sequence[tuple[int, int]]  # first and last row of each part of a tensor
+
+
+class Source(ABC):
+    """The tensors of a model.
+
+    ``name`` is the user's name for the model, and ``label`` one for files that others will see. ``tensors`` describes
+    those that a merge works on, by key; ``whole`` describes them as they are stored, before :meth:`split`.
+    """
+
+    name: str
+    label: Any
+    config: Any  # the content of config.json
+    tensors: Mapping[str, TensorInfo]
+    whole: Mapping[str, TensorInfo]
+    parts: Mapping[str, Parts] = {}
+    opened: Mapping[str, TensorFile] = {}  # the files that are read
+    remote = False  # whether the weights are still on the hub
+    in_memory = False
+
+    @abstractmethod
+    def read(self, key: str, where: torch.device | str = "cpu") -> tuple[Tensor, str]:
+        """Read a tensor, whose values must be finite, to a device; return it and the digest of its bytes."""
+
+    @abstractmethod
+    def elements(self, key: str, start: int, stop: int) -> Tensor:
+        """Read the elements ``start`` to ``stop`` of a flattened tensor."""
+
+    def split(self, parts: Mapping[str, Parts]) -> None:
+        """Make groups of rows of some tensors tensors of their own, under the keys that :func:`part` gives them."""
+        self.parts = parts
+        self.tensors = split_rows(self.whole, parts)
+
+    def check_floats(self, keys: Iterable[str]) -> None:
+        """Raise a ValueError that names a tensor if one that the merge computes with is not floating point."""
+        for key in keys:
+            if (dtype := self.tensors[key].dtype) not in FLOATS:
+                only = f"only {', '.join(FLOATS)}; name the model it was quantised from"
+                stored = f"model '{self.name}', tensor '{key}' is stored as {dtype}"
+                raise ValueError(f"{stored}: quantised weights can't be merged, {only}")
+
+
+def part(key: str, rows: tuple[int, int]) -> str:
+    return f"{key}[{rows[0]}:{rows[1]}]"
+
+
+def split_rows(tensors: Mapping[str, TensorInfo], parts: Mapping[str, Parts]) -> dict[str, TensorInfo]:
+    """Return the tensors; those in ``parts`` are replaced by their groups of rows, under the keys of :func:`part`."""
+    found: dict[str, TensorInfo] = {}
+    for key, info in tensors.items():
+        rows = parts.get(key)
+        found |= {part(key, row): info.rows(*row) for row in rows} if rows else {key: info}
+    return found
+
+
+def some(names: Iterable[str | Path]) -> str:
+    first, rest = (names := list(names))[:4], names[4:]
+    return ", ".join(f"'{name}'" for name in first) + (f" and {len(rest)} more" if rest else "")

@@ -1,0 +1,87 @@
+"""Models in memory as the sources of a merge: what is refused, and what becomes of the rest of them."""
+
+import pytest
+import torch
+from torch import nn
+
+from fusion_bench_nufilt import LayerwiseMergingAlgorithm
+from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.merge.checks import check_module
+from tests.models import TOWER, Shared, clip, finetuned, llama, tower
+
+
+def keys(model, target="auto"):
+    return [view.key for view in select_layers(model, target).values()]
+
+
+def merge(base, *models, **options):
+    """Return the merged tensors, and the number of models in the mean of each that is outside the merged layers."""
+    algorithm = LayerwiseMergingAlgorithm("sum", shuffle_order=False, **{"other_params": "mean", **options})
+    merged = algorithm.run({"_pretrained_": base} | {f"task{i}": model for i, model in enumerate(models)})
+    return merged.state_dict(), algorithm._mean_counts
+
+
+def test_a_model_of_another_size_is_refused_by_name_layer_and_shape():
+    with pytest.raises(ValueError, match=r"model 'svhn' lacks layer .*, one of 13"):
+        check_module(clip(), nn.Linear(2, 2), "svhn")
+    other = clip()
+    tower(other).encoder.layers[1].mlp.fc1.weight = nn.Parameter(torch.zeros(3, 32))
+    with pytest.raises(ValueError, match=r"model 'svhn', tensor '.*layers\.1\.mlp\.fc1.*': shape \(3, 32\)"):
+        check_module(clip(), other, "svhn")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("where", ["mlp.fc1.weight", "layer_norm1.bias"])
+def test_values_that_are_not_finite_are_refused_by_name(value, where):
+    other = clip()
+    other.get_parameter(f"{TOWER}encoder.layers.0.{where}").data.view(-1)[3] = value
+    with pytest.raises(ValueError, match=rf"model 'svhn'.*{where}.*NaN or infinite"):
+        check_module(clip(), other, "svhn")
+
+
+def test_a_buffer_of_infinities_is_refused_only_where_it_would_be_written():
+    """A causal mask is such a buffer."""
+    base = clip()
+    base.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+    merge(base, finetuned(base, 1), other_params="pretrained")
+    for other_params in ("first", "mean"):
+        with pytest.raises(ValueError, match="model 'task0', tensor 'mask' has NaN or infinite values"):
+            merge(base, finetuned(base, 1), other_params=other_params)
+
+
+def test_the_mean_is_of_everything_outside_the_merged_layers():
+    base = clip()
+    models = [finetuned(base, seed) for seed in (1, 2, 3)]
+    merged, counts = merge(base, *models, target_modules="auto")
+    rest = [key for key, _ in base.named_parameters() if key not in keys(base)]
+    for key in rest:
+        torch.testing.assert_close(merged[key], torch.stack([model.state_dict()[key] for model in models]).mean(0))
+    assert counts == dict.fromkeys(rest, 3)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_mean_counts_the_models_that_have_the_tensor_in_any_order(order):
+    base = llama()
+    models = [finetuned(base, 1), finetuned(base, 2)]
+    models[1].resize_token_embeddings(base.config.vocab_size + 3)
+    merged, counts = merge(base, *(models[i] for i in order), on_shape_mismatch="keep-base")
+    torch.testing.assert_close(merged["model.embed_tokens.weight"], models[0].state_dict()["model.embed_tokens.weight"])
+    assert counts["model.embed_tokens.weight"] == 1
+    assert counts["model.norm.weight"] == 2
+
+
+def test_the_mean_writes_a_tied_parameter_once():
+    base = Shared()
+    models = [finetuned(base, seed) for seed in (1, 2)]
+    merged, counts = merge(base, *models, target_modules=["first"])
+    assert counts == {"embedding.weight": 2}  # which is also the head's
+    mean = torch.stack([model.embedding.weight.data for model in models]).mean(0)
+    torch.testing.assert_close(merged["embedding.weight"], mean)
+
+
+def test_whole_numbers_such_as_position_ids_stay():
+    base = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    task = finetuned(base, 1)
+    task[1].num_batches_tracked += 5
+    merged, _ = merge(base, task, target_modules="all-linear")
+    assert merged["1.num_batches_tracked"] == 0
