@@ -1,11 +1,11 @@
 """The content of a comparison's tables."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 
-from .content import ComparisonContent, Json, Published
+from .content import ComparisonContent, Json, Method, Published, Scores
 from .metrics import METRICS, Mean, percent
 from .page import sentences
 from .tables import Table
@@ -19,37 +19,42 @@ _PRINTED_COSTS = ("iterations", "solving_seconds", "total_seconds", "gpu_gigabyt
 
 def main_table(results: ComparisonContent) -> Table:
     """Tabulate the headline metrics, mean ± standard deviation over the seeds, beside the paper's numbers."""
-    methods, printed = results.methods, results.printed
-    rows = [
-        {"method": label, "ACC %": percent(Mean.of(scores.values()).mean), "paper ACC": _printed(printed[label], "ACC")}
-        for label, scores in results.references.items()
-    ]
-    complete = all(method.complete for method in methods.values())
-    for label, method in methods.items():
-        row = {"method": label}
+    complete = all(method.complete for method in results.methods.values())
+
+    def of_single_models(scores: Scores, printed: Published) -> Json:
+        return {"ACC %": percent(Mean.of(scores.values()).mean), "paper ACC": _printed(printed, "ACC")}
+
+    def of_method(method: Method) -> Json:
+        row = {}
         for name in _HEADLINE:
             row[f"{name} %"] = method.words(method.mean(name), sign=METRICS[name].signed)
-            row[f"paper {name}"] = _printed(printed[label], name)
+            row[f"paper {name}"] = _printed(method.published_percent, name)
         row["extra params"] = _millions(method.known("extra_parameters"))
         row["data"] = method.data
         row["merging s"] = _number(method.mean("merging_seconds").mean)
         row["runs"] = "" if complete else f"{len(method.matrices)}/{len(method.runs)}"
-        rows.append(row)
-    means = {f"{name} %": [method.mean(name) for method in methods.values()] for name in _HEADLINE}
-    title = f"{len(results.tasks)} models merged one after another"
-    return _ranked(results, title, pd.DataFrame(rows).fillna(""), means, _HEADLINE)
+        return row
+
+    texts = _rows(results, of_single_models, of_method).fillna("")
+    means = {f"{name} %": [method.mean(name) for method in results.methods.values()] for name in _HEADLINE}
+    return _ranked(results, f"{len(results.tasks)} models merged one after another", texts, means, _HEADLINE)
 
 
 def task_table(results: ComparisonContent) -> Table:
     """Tabulate the score of each task after the last step, mean ± standard deviation over the seeds."""
-    tasks, methods = results.tasks, results.methods
-    rows = [[label, *(Mean.of([row[task]]).percent() for task in tasks)] for label, row in results.references.items()]
-    rows += [[label, *(row.words(row.final(task)) for task in tasks)] for label, row in methods.items()]
-    for label, numbers in results.printed.items():
-        if not numbers.keys().isdisjoint(tasks):
-            rows.append([f"{label}, paper", *(_printed(numbers, task) for task in tasks)])
-    means = {task: [method.final(task) for method in methods.values()] for task in tasks}
-    texts = pd.DataFrame(rows, columns=["method", *tasks])
+    tasks = results.tasks
+    measured = _rows(
+        results,
+        lambda scores, _: {task: Mean.of([scores[task]]).percent() for task in tasks},
+        lambda method: {task: method.words(method.final(task)) for task in tasks},
+    )
+    printed = [
+        {"method": f"{label}, paper"} | {task: _printed(numbers, task) for task in tasks}
+        for label, numbers in results.printed.items()
+        if not numbers.keys().isdisjoint(tasks)
+    ]
+    texts = pd.concat([measured, pd.DataFrame(printed, columns=measured.columns)], ignore_index=True)
+    means = {task: [method.final(task) for method in results.methods.values()] for task in tasks}
     return _ranked(results, "Score (%) of each task after the last step", texts, means, tasks)
 
 
@@ -108,33 +113,41 @@ def _filled(texts: pd.DataFrame) -> pd.DataFrame:
 def method_numbers(results: ComparisonContent) -> pd.DataFrame:
     """Return the numbers of every method as fractions, seconds and bytes, for ``table.csv``."""
     names = {name: name for name in (*METRICS, "merging_seconds", "solving_seconds")} | {"memory_bytes": "memory"}
-    references = [
-        {"method": label, "ACC_mean": Mean.of(scores.values()).mean, **_printed_fractions(results.printed[label])}
-        for label, scores in results.references.items()
-    ]
-    rows = [
-        {"method": label}
-        | _mean_and_std({title: method.mean(name) for title, name in names.items()})
-        | {name: method.known(name) for name in ("parameters", "extra_parameters")}
-        | {"data": method.data, **_printed_fractions(method.published_percent)}
-        | {"finished": " ".join(map(str, method.matrices)), "failed": "; ".join(method.failures)}
-        for label, method in results.methods.items()
-    ]
-    return pd.DataFrame([*references, *rows], columns=list(rows[0]), dtype=object)
+    return _rows(
+        results,
+        lambda scores, printed: {"ACC_mean": Mean.of(scores.values()).mean, **_printed_fractions(printed)},
+        lambda method: {
+            **_mean_and_std({title: method.mean(name) for title, name in names.items()}),
+            **{name: method.known(name) for name in ("parameters", "extra_parameters")},
+            "data": method.data,
+            **_printed_fractions(method.published_percent),
+            "finished": " ".join(map(str, method.matrices)),
+            "failed": "; ".join(method.failures),
+        },
+    )
 
 
 def task_numbers(results: ComparisonContent) -> pd.DataFrame:
     """Return the score of each task after the last step as a fraction, for ``per_task.csv``."""
-    tasks = results.tasks
-    references = [
-        {"method": label} | {f"{task}_mean": scores[task] for task in tasks}
+    return _rows(
+        results,
+        lambda scores, _: {f"{task}_mean": scores[task] for task in results.tasks},
+        lambda method: _mean_and_std({task: method.final(task) for task in results.tasks}),
+    )
+
+
+def _rows(
+    results: ComparisonContent,
+    of_single_models: Callable[[Scores, Published], Json],
+    of_method: Callable[[Method], Json],
+) -> pd.DataFrame:
+    """Return a row for each kind of single models, given their scores and the paper's, and one for each method."""
+    rows = [
+        {"method": label} | of_single_models(scores, results.printed[label])
         for label, scores in results.references.items()
     ]
-    rows = [
-        {"method": label} | _mean_and_std({task: method.final(task) for task in tasks})
-        for label, method in results.methods.items()
-    ]
-    return pd.DataFrame([*references, *rows], columns=list(rows[0]), dtype=object)
+    methods = [{"method": label} | of_method(method) for label, method in results.methods.items()]
+    return pd.DataFrame([*rows, *methods], columns=list(methods[0]), dtype=object)
 
 
 def _mean_and_std(means: Mapping[str, Mean]) -> Json:
