@@ -67,7 +67,7 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         states = {name: method.start(name, theta_0) for name, theta_0 in pretrained.items()}
         for step, task in enumerate(tasks, 1):
             added = method.add_each(states, pretrained, _matrices(layers, task), step=step)
-            states = {name: state for name, state, _, _ in added}
+            states = {name: state for name, state, _ in added}
         merged, result = dict(method.weigh_each(states, pretrained)), base.clone()
         for layer in layers:
             result[slice(*layer.view.rows)] = layer.view.part(merged[layer.name])
