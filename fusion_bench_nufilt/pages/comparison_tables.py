@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 
 import pandas as pd
 
 from .content import ComparisonContent, Json, Published
 from .metrics import METRICS, Mean, percent
+from .page import sentences
 from .tables import Table
 
 _NOTED = "†"  # marks a printed number that has a note below the table
@@ -142,28 +142,12 @@ def _mean_and_std(means: Mapping[str, Mean]) -> Json:
 
 
 def _notes(results: ComparisonContent, shown: Sequence[str]) -> list[str]:
-    """Return notes on where the numbers come from, what is missing, and the printed numbers that are shown."""
-    settings, methods = results.settings, results.methods
-    over = "mean ± standard deviation over " if len(results.seeds) > 1 else ""
-    notes = [f"{settings['modelpool']}: {len(results.tasks)} tasks; {over}{_seeds(results.seeds)}"]
-    if results.preset == "ranks":
-        curves = filter(None, results.curves.values())
-        best = (max(curve, key=lambda label: curve[label].mean("ACC").mean) for curve in curves)
-        notes.append(f"highest ACC of each panel: {', '.join(best)}")
-    if "validation" in settings.get("resolved", {}):
-        notes.append(f"scored on {results.scored}")
-    if settings.get("overrides"):
-        notes.append(f"with {' '.join(settings['overrides'])}")
-    if results.environment:  # it is empty where nothing was run
-        notes.append(", ".join(f"{name} {version}" for name, version in results.environment.items()))
-    matrices = [matrix for method in methods.values() for matrix in method.matrices.values()]
-    if missing := sorted({task for matrix in matrices for task in matrix.missing}):
-        notes.append(f"no score, and not in the means: {', '.join(missing)}")
-    for label, method in methods.items():
-        notes += [f"{label} failed on {_seeds(failed)}: {reason}" for reason, failed in method.failures.items()]
-    for label, row in results.printed.items():
-        said = [row[name]["note"] for name in shown if name in row]
-        notes += [f"{_NOTED} the paper's {label}: {note}" for note in said if note]
+    """Return notes on the numbers of a table that shows these metrics or tasks."""
+    curves = filter(None, results.curves.values()) if results.preset == "ranks" else ()
+    best = [max(curve, key=lambda label: curve[label].mean("ACC").mean) for curve in curves]
+    matrices = [matrix for method in results.methods.values() for matrix in method.matrices.values()]
+    missing = sorted({task for matrix in matrices for task in matrix.missing})
+    notes = sentences("notes.txt", results=results, shown=shown, best=best, missing=missing)
     return list(dict.fromkeys(notes))
 
 
@@ -193,12 +177,3 @@ def _number(number: float | None, digits: int = 1) -> str:
     if number is None or math.isnan(number):
         return "-"
     return f"{number:.{digits}f}" if number >= 0.1 or number == 0 else f"{number:.2g}"
-
-
-def _seeds(numbers: Sequence[int]) -> str:
-    """Return words such as ``seed 42`` or ``seeds 42-51, 60``."""
-    ranges = []
-    for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in group]
-        ranges.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
-    return f"seed{'s' if len(numbers) > 1 else ''} {', '.join(ranges)}"
