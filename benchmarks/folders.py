@@ -5,6 +5,10 @@
 Makes a base, a merged model and a task in bfloat16 (a 7B takes 42 GB, and 14 GB for the result), merges the task as
 step 2 in a process of its own, and prints a row of a table. The updates have a decaying spectrum and the rounding of
 bfloat16, as fine-tuned models have: the time of the singular subspaces depends on it.
+
+    python benchmarks/folders.py --size 7B --blocks 1 --stream two --no-state --again="--method best"
+
+merges both models at once, and `--stream adapters` eight LoRA adapters of rank 16.
 """
 
 import argparse
@@ -18,6 +22,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 # The rest of CLIP ViT-L/14-336 and of Llama-2-7B are the defaults of these classes.
@@ -106,7 +112,36 @@ def update(shape, generator):
     return value * (CHANGE * 0.02 * (d_o * d_i) ** 0.5 / value.norm())
 
 
-def measure(folder, arguments):
+def make_adapters(folder, count=8, rank=16):
+    """Write LoRA adapters of all merged layers of the base in a folder, and return their folders."""
+    index = json.loads((folder / "base" / "model.safetensors.index.json").read_text())
+    generator, factors = torch.Generator().manual_seed(1), [{} for _ in range(count)]
+    for key, file in index["weight_map"].items():
+        if MERGED_LAYER.fullmatch(key):
+            with safe_open(folder / "base" / file, "pt") as base:
+                d_o, d_i = base.get_slice(key).get_shape()
+            for each in factors:
+                name = f"base_model.model.{key.removesuffix('.weight')}.lora"
+                each[f"{name}_A.weight"] = torch.randn(rank, d_i, generator=generator) * d_i**-0.5
+                each[f"{name}_B.weight"] = torch.randn(d_o, rank, generator=generator) * 0.01
+    folders = [folder / f"adapter{i}" for i in range(count)]
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+    for path, each in zip(folders, factors, strict=True):
+        path.mkdir(exist_ok=True)
+        (path / "adapter_config.json").write_text(json.dumps(settings))
+        save_file(each, path / "adapter_model.safetensors")
+    return folders
+
+
+def models_of(stream, folder):
+    """Return the words of `nufilt merge` that name the models of a stream."""
+    tasks = {"next": ["task"], "two": ["merged", "task"], "adapters": []}[stream]
+    folders = [folder / name for name in tasks] or make_adapters(folder)
+    merged = ["--merged", str(folder / "merged")] if stream == "next" else []
+    return ["--base", str(folder / "base"), *merged, *(word for path in folders for word in ("--task", str(path)))]
+
+
+def measure(folder, arguments, stream="next"):
     """Merge in a separate process: elapsed and CPU seconds, peak memory, traffic."""
     code = (
         "import json, pathlib, resource, sys, time\n"
@@ -122,9 +157,16 @@ def measure(folder, arguments):
         "    traffic = {'read': int(io.get('rchar', 0)), 'written': int(io.get('wchar', 0))}\n"
         "    print(json.dumps({'cpu': time.process_time(), **memory, **traffic}))\n"
     )
-    names = ("base", "merged", "task")
-    options = [part for name in names for part in (f"--{name}", str(folder / name))]
-    command = [sys.executable, "-c", code, "merge", *options, "--out", str(folder / "out"), *arguments]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "merge",
+        *models_of(stream, folder),
+        "--out",
+        str(folder / "out"),
+        *arguments,
+    ]
     begin = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
     seconds = time.perf_counter() - begin
@@ -139,6 +181,7 @@ def main():
     parser.add_argument("--size", action="append", choices=SIZES, help="default: 1B and 7B")
     parser.add_argument("--blocks", type=int, help="at most so many, which leaves the peak of memory as it is")
     parser.add_argument("--again", action="append", default=[], metavar="WORDS", help="merge again with these settings")
+    parser.add_argument("--stream", choices=["next", "two", "adapters"], default="next", help="what is merged")
     parser.add_argument("--folder", type=Path, default=Path("outputs/folders"))
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints, and use those that are there")
     arguments, options = parser.parse_known_args()
@@ -161,7 +204,7 @@ def main():
         try:
             for words in (), *map(str.split, arguments.again):
                 shutil.rmtree(folder / "out", ignore_errors=True)
-                result = measure(folder, [*options, *words])
+                result = measure(folder, [*options, *words], arguments.stream)
                 row = [", ".join([title, *words]), f"{parameters / 1e9:.2f}B", str(layers)]
                 row += (f"{result[key] / 60:.1f}" for key in ("seconds", "cpu"))
                 row += (f"{result[key] / 1e9:.2f}" for key in ("rss", "read", "written"))

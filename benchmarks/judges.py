@@ -87,10 +87,16 @@ def draw_task(name: str, out: Path, seed: int) -> None:
 
 
 def train(
-    mini8: Path, data: Path, models: Path, tasks: tuple[str, ...], more: dict[str, str], seed: int
+    mini8: Path,
+    data: Path,
+    models: Path,
+    tasks: tuple[str, ...],
+    more: dict[str, str],
+    seed: int,
+    further: tuple[str, ...] = (),
 ) -> dict[str, str]:
-    """Run mini8's own script on these tasks with one thread; return the prompt templates by task."""
-    options = [f"--out={models}", f"--seed={seed}"]
+    """Run mini8's own script on these tasks, with one thread; return the prompt templates by task."""
+    options = [f"--out={models}", f"--seed={seed}", *further]
     program = (
         "import runpy, sys; sys.path.insert(0, sys.argv[1]); import common; "
         f"common.TASKS = {list(tasks)!r}; common.TEMPLATES |= {more!r}; "

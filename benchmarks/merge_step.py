@@ -35,8 +35,9 @@ from fusion_bench_nufilt.core import FusionConfig, fuse_each
 from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, loop_gram
 from fusion_bench_nufilt.core.subspace import null_space_filter, top_right_singular_vectors
 from fusion_bench_nufilt.core.workers import fast_in_float64
-from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig, vote
+from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig
 from fusion_bench_nufilt.methods.sums import RidgeConfig, WudiSums
+from fusion_bench_nufilt.methods.task_vector import TaskVector
 
 # Convolutions as matrices: in each stage those of the blocks (reducing, 3 x 3, expanding), and the shortcut's.
 RESNET_50: Counter[tuple[int, int]] = Counter()
@@ -145,7 +146,9 @@ def prepared(method: str, layers: list[Layer]) -> list[Layer]:
     """Return what a method starts from: spectral voting has a sum of votes in place of the merged weight."""
     if method != "spectral":
         return layers
-    return [(theta_0, vote(theta - theta_0)[0], theta_t, A) for theta_0, theta, theta_t, A in layers]
+    return [
+        (theta_0, TaskVector(theta - theta_0).vote()[0].float(), theta_t, A) for theta_0, theta, theta_t, A in layers
+    ]
 
 
 @functools.cache
@@ -183,13 +186,13 @@ def now() -> float:
     return time.perf_counter()
 
 
-def timed(work: Callable[[], object]) -> tuple[float, float]:
+def timed(work: Callable[[], object], clock: Callable[[], float] = now) -> tuple[float, float]:
     """Return a call's seconds, and the GB of GPU memory that it took at most beside what was held before it."""
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-    begin, held = now(), torch.cuda.memory_allocated()
+    begin, held = clock(), torch.cuda.memory_allocated()
     work()
-    return now() - begin, 1e-9 * (torch.cuda.max_memory_allocated() - held)
+    return clock() - begin, 1e-9 * (torch.cuda.max_memory_allocated() - held)
 
 
 def matmul_rate(device: str, largest: int) -> float:

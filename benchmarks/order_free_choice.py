@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run, quiet
 from fusion_bench_nufilt.compare.experiment import Experiment
+from fusion_bench_nufilt.methods import State
 from fusion_bench_nufilt.stream.evaluation import score
 from fusion_bench_nufilt.stream.models import PRETRAINED, load_model
 
@@ -93,9 +94,9 @@ class Benchmark:
         with quiet(), torch.no_grad():
             for member, setting in members.items():
                 algorithm, model = self._merge(member)
-                method = type(algorithm.method)(algorithm.method.Options(**setting), list(algorithm._layers))
-                weights.append(dict(method.weigh_each(algorithm._states, self._pretrained(algorithm))))
-            for layer, view in algorithm._layers.items():
+                method = type(algorithm.method)(algorithm.method.Options(**setting), list(algorithm.layers))
+                weights.append(dict(method.weigh_each(states_of(algorithm), self._pretrained(algorithm))))
+            for layer, view in algorithm.layers.items():
                 view.write(model, sum(each[layer] for each in weights) / len(weights))
             report = self.experiment.evaluator.report(model, self.experiment.tasks)
         return 100 * sum(score(report[task]) for task in self.experiment.tasks) / len(self.experiment.tasks)
@@ -107,7 +108,17 @@ class Benchmark:
         return self._merged[member]
 
     def _pretrained(self, algorithm: LayerwiseMergingAlgorithm) -> dict[str, Tensor]:
-        return algorithm._read(load_model(self.experiment.modelpool, PRETRAINED)[0])
+        pretrained, _ = load_model(self.experiment.modelpool, PRETRAINED)
+        return {layer: view.read(pretrained) for layer, view in algorithm.layers.items()}
+
+
+def states_of(algorithm: LayerwiseMergingAlgorithm) -> dict[str, State]:
+    """Return what the method keeps of each layer."""
+    states: dict[str, State] = {layer: {} for layer in algorithm.layers}
+    for key, value in algorithm.state().items():
+        layer, _, name = key.rpartition(".")
+        states[layer][name] = value
+    return states
 
 
 def print_table(scores: Scores, benchmarks: list[str]) -> None:

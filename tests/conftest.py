@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -26,6 +27,12 @@ REPO = Path(__file__).resolve().parent.parent
 GPU = (pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))
 every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 SHARED = Path(os.environ.get("NUFILT_SHARED", REPO.parent / "shared"))
+
+
+def pytest_collection_finish():
+    """Spare the garbage collector, which comparisons call after each run, what was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def shared_or_skip(part: str) -> Path:

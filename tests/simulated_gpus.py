@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch._dynamo  # it takes stock of functions that are replaced below
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 CPU, TO = torch.device("cpu"), torch.Tensor.to
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "_linalg_eigh", "_linalg_svd", "_linalg_check_errors"}
@@ -120,11 +119,10 @@ class Rules(TorchDispatchMode):
 
 def run(func, args, kwargs):
     """Do an operation on the CPU, and put its results where they belong."""
-    name, tensors = (
-        func.overloadpacket.__name__,
-        [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)],
-    )
-    places = {x.device for x in tensors if x.device.type == "cuda"}
+    name, tensors = func.overloadpacket.__name__, tensors_in(args) + tensors_in(kwargs.values())
+    places = {x.device for x in tensors if isinstance(x, OnGPU)}
+    if not places and "device" not in kwargs:
+        return func(*args, **kwargs)
     target = kwargs.get("device") or torch.device("meta")
     if target.type == "meta" and places:
         target = next(iter(places))
@@ -147,7 +145,7 @@ def run(func, args, kwargs):
     if name in WAITS:
         ledger.wait()
     own = {id(x.inner): x for x in tensors if isinstance(x, OnGPU)}
-    values, options = tree_map(lambda x: x.inner if isinstance(x, OnGPU) else x, (args, kwargs))
+    values, options = mapped(lambda x: x.inner if isinstance(x, OnGPU) else x, (args, kwargs))
     if "device" in options:
         options = {**options, "device": CPU}
 
@@ -156,7 +154,25 @@ def run(func, args, kwargs):
             return x
         return own.get(id(x)) if id(x) in own else OnGPU(x, target)
 
-    return tree_map(place, func(*values, **options))
+    return mapped(place, func(*values, **options))
+
+
+def tensors_in(values):
+    """Return the tensors among values and in lists of them."""
+    found = []
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif isinstance(x, list | tuple):
+            found += tensors_in(x)
+    return found
+
+
+def mapped(function, x):
+    """Apply a function to all values in lists, tuples and dicts, in less time than PyTorch's ``tree_map``."""
+    if isinstance(x, list | tuple):
+        return type(x)([mapped(function, each) for each in x])
+    return {key: mapped(function, each) for key, each in x.items()} if isinstance(x, dict) else function(x)
 
 
 def numbered(device):

@@ -100,7 +100,7 @@ def test_no_function_is_longer_than_60_lines():
 def test_every_package_that_is_imported_is_declared():
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = project["dependencies"] + extras["lm-eval"] + extras["ray"]
+    lines = project["dependencies"] + extras["lm-eval"] + extras["mergekit"] + extras["ray"]
     declared = {re.match(r"[\w-]+", line)[0].lower().replace("_", "-") for line in lines}
     declared |= {
         "fusion-bench-nufilt",

@@ -47,6 +47,6 @@ def test_the_package_installs_and_its_demo_runs(tmp_path):
     if cuda:
         warnings.warn(f"without the demo: for Python {NEWEST}, pip has only a torch with CUDA", stacklevel=1)
         return
-    demo = (python, "-m", "fusion_bench_nufilt.demo", "--out", tmp_path / "demo")
-    run(*demo, NUFILT_DEMO="tiny", NUFILT_CACHE=str(tmp_path / "cache"))
+    demo = ("compare", "--methods", "nufilt,best,opcm", "--out", tmp_path / "demo")
+    run(tmp_path / "bin" / "nufilt", *demo, NUFILT_DEMO="tiny", NUFILT_CACHE=str(tmp_path / "cache"))
     assert (tmp_path / "demo" / "table.md").is_file()

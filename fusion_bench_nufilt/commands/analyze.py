@@ -1,7 +1,6 @@
 """`nufilt analyze`: the paper's measures besides accuracy."""
 
 import json
-import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.storage.files import lock_folder, printable, read_json, refuse_foreign, shown
 
 from .options import patterns, takes_options, was_typed
-from .terminal import AsJson, Quiet, bars_on, terminal
+from .terminal import AsJson, Quiet, bars_on, name_files, only_log_of, terminal, warn
 
 without_data = partial(typer.Option, rich_help_panel="Folders, without data")
 
@@ -86,7 +85,7 @@ def analyze(
         finally:
             lock.release()
     print(json.dumps(content) if as_json else "\n".join(map(printable, content["reading"])))
-    console.print(f"[bold]{shown(str(out))}[/bold]: {', '.join(files)}", highlight=False)
+    name_files(console, out, files)
 
 
 def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
@@ -107,8 +106,7 @@ def _plan(console: Console, base: str, tasks: list[str], merged: str | None, tar
 
     settings = Settings(step=2 if merged else None)  # the number matters only in a merge
     plan = plan_merge(base, tasks, merged, targets=TargetConfig(target_modules=targets), settings=settings)
-    for warning in plan.warnings:
-        console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
+    warn(console, plan.warnings)
     return plan
 
 
@@ -123,11 +121,10 @@ def _pool(
     from fusion_bench_nufilt.compare.specs import parse_methods
 
     words = [f"modelpool={modelpool}", *overrides]
-    logging.getLogger().setLevel(logging.WARNING)
-    logging.getLogger("fusion_bench_nufilt.analysis").setLevel(logging.INFO)
+    only_log_of("analysis")
     with quiet():
         pool = PoolAnalysis(Experiment(compose_run(without_method(words))), modelpool, *analysis)
-        console.print(pool.memory_note, highlight=False)
+        console.print(pool.memory_note)
         wanted = "" if runs or methods == "none" else methods or default_methods(pool.width)
         specs = parse_methods(wanted, overrides)
         bars = bars_on(console)
@@ -139,5 +136,5 @@ def _pool(
             for run in runs:
                 measure_run(pool, result, run, bar.update)
     for label, reason in result.failures.items():
-        console.print(f"[yellow]{shown(label)} failed:[/yellow] {shown(reason)}", highlight=False, soft_wrap=True)
+        console.print(f"[yellow]{shown(label)} failed:[/yellow] {shown(reason)}")
     return result

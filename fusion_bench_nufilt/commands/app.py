@@ -9,6 +9,7 @@ from typer.core import TyperCommand
 
 COMMANDS = {
     "merge": "Merge fine-tuned models into one, layer by layer, without loading a model.",
+    "mergekit": "Run mergekit with the methods of nufilt merge.",
     "push": "Upload a merged folder to the Hugging Face hub.",
     "compare": "Compare continual merging methods over task orders.",
     "report": "Make one self-contained page of a run, a comparison, an analysis or a merge.",
@@ -16,6 +17,7 @@ COMMANDS = {
 }
 EXAMPLES = {
     "merge": ("--base BASE --task T1 --task T2 --out OUT --dry-run", "--base BASE --merged OUT --task T3 --out OUT3"),
+    "mergekit": ("mergekit.yaml OUT --lazy-unpickle",),
     "push": ("OUT owner/merged --private",),
     "compare": ("--methods spectral,nufilt:null_rank=21:lora_rank=10,opcm", "--preset paper --seeds 42:52 --jobs 2"),
     "report": ("outputs/compare",),
@@ -49,7 +51,9 @@ class _Lazy(TyperCommand):
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         examples = "\n\n".join(["Examples:", *(f"nufilt {self.name} {words}" for words in EXAMPLES[self.name])])
         function = getattr(import_module(f"{__package__}.{self.name}"), self.name)
-        alone.command(self.name, epilog=examples, **_SETTINGS)(function)
+        of_mergekit = {"ignore_unknown_options": self.name == "mergekit"}  # which takes its own options
+        settings = {**_SETTINGS["context_settings"], **of_mergekit}
+        alone.command(self.name, epilog=examples, context_settings=settings)(function)
         return typer.main.get_command(alone).make_context(info_name, args, *others, **more)
 
 

@@ -1,15 +1,14 @@
 """`nufilt compare`: compare methods over task orders."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from fusion_bench_nufilt.storage.files import refuse_foreign, shown
+from fusion_bench_nufilt.storage.files import refuse_foreign
 
-from .terminal import AsJson, Quiet, bars_on, interruptible, terminal
+from .terminal import AsJson, Quiet, bars_on, interruptible, name_files, only_log_of, terminal
 
 
 def compare(
@@ -56,8 +55,7 @@ def compare(
     how: Any = {"evaluate": evaluate, "overwrite": overwrite, "keep_going": keep_going, "preset": preset}
     how |= {"validation": validation, "jobs": jobs, "engine": engine, "address": address}
     with terminal(quiet) as console:
-        logging.getLogger().setLevel(logging.WARNING)
-        logging.getLogger("fusion_bench_nufilt.compare").setLevel(logging.INFO)
+        only_log_of("compare")
         from fusion_bench_nufilt.compare import configs, run, specs
 
         refuse_foreign(out, "compare.json")
@@ -69,7 +67,7 @@ def compare(
         files = found.save(out)
         found.log(loggers, [out / file for file in files if file.endswith(".png")])
         _print(found, as_json)
-        console.print(f"[bold]{shown(str(out))}[/bold]: {', '.join(files)}", highlight=False)
+        name_files(console, out, files)
     if any(method.failures for method in found.methods.values()):
         raise typer.Exit(1)
 

@@ -28,7 +28,7 @@ from fusion_bench_nufilt.merge.distributed import cluster_nodes
 from fusion_bench_nufilt.merge.folders import check_disk, check_output
 from fusion_bench_nufilt.merge.forecast import disk_bytes, peak_memory
 from fusion_bench_nufilt.merge.output import work_folder
-from fusion_bench_nufilt.merge.sources.models import LoraAdapter
+from fusion_bench_nufilt.merge.sources.adapters import LoraAdapter
 from fusion_bench_nufilt.merge.sources.source import some
 from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.storage.files import checked, content_digest, parse_json, read_yaml, shown
@@ -37,7 +37,7 @@ from fusion_bench_nufilt.storage.schemas import Count
 from .going_on import find_model, inherited
 from .mergekit import from_mergekit
 from .options import SIZES, takes_options, typed_values
-from .terminal import AsJson, Quiet, bars_on, interruptible, terminal
+from .terminal import AsJson, Quiet, bars_on, interruptible, terminal, warn
 
 KINDS = (*dict.fromkeys(method.Options for method in METHODS.values()), TargetConfig, Settings)
 MODELS = ("base", "tasks", "merged", "out", "digests")
@@ -95,9 +95,8 @@ def merge(
             table = Table(show_header=False, box=None, title="Plan", title_justify="left")
             for key, value in _rows(plan, folder, taken):
                 table.add_row(key, shown(value))
-            (Console() if dry_run else console).print(table)
-            for warning in plan.warnings:
-                console.print(f"[yellow]warning:[/yellow] {shown(warning)}", highlight=False, soft_wrap=True)
+            (Console() if dry_run else console).print(table, soft_wrap=False)
+            warn(console, plan.warnings)
         finished = check_output(plan, folder) if dry_run else _run(console, plan, folder)
         if dry_run and not finished:
             check_disk(plan, folder)

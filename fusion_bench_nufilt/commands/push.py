@@ -35,7 +35,7 @@ def push(
             api.create_commit(url.repo_id, added, commit_message="A model merged with NUFILT")
         except (LookupError, TypeError, AttributeError) as error:  # huggingface_hub takes every answer for a hub's
             raise ValueError(f"'{api.endpoint}' does not answer like a hub ({error!r}): look at HF_ENDPOINT") from error
-        console.print(f"[bold]{url}[/bold]", highlight=False)
+        console.print(f"[bold]{url}[/bold]")
 
 
 def _files_of_result(out: Path) -> list[str]:

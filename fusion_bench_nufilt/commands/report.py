@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from fusion_bench_nufilt.pages.write import write_results
-from fusion_bench_nufilt.storage.files import shown
 
-from .terminal import Quiet, terminal
+from .terminal import Quiet, name_files, terminal
 
 
 def report(
@@ -19,4 +18,4 @@ def report(
 ) -> None:
     """Make tables, pictures and one self-contained page, index.html, of a run, a comparison, an analysis or a merge."""
     with terminal(quiet) as console:
-        console.print(f"[bold]{shown(str(folder))}[/bold]: {', '.join(write_results(folder))}", highlight=False)
+        name_files(console, folder, write_results(folder))

@@ -4,9 +4,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
@@ -36,14 +37,30 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON i
 @contextmanager
 def terminal(quiet: bool = False) -> Iterator[Console]:
     """Open a console for the log and for progress; an error ends the command with one line and exit code 1."""
-    console = Console(file=sys.stderr, quiet=quiet)  # a comparison silences sys.stderr later
+    # a comparison silences sys.stderr later
+    console = Console(file=sys.stderr, quiet=quiet, highlight=False, soft_wrap=True)
     logging.basicConfig(level=logging.INFO, handlers=[_Log(console=console, show_path=False, show_time=False)])
     try:
         yield console
     except (ValueError, OSError) as error:  # a hub out of reach is an OSError
         console.quiet = False
-        console.print(f"[red]error:[/red] {shown(str(error))}", highlight=False, soft_wrap=True)
+        console.print(f"[red]error:[/red] {shown(str(error))}")
         raise typer.Exit(1) from None
+
+
+def warn(console: Console, warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        console.print(f"[yellow]warning:[/yellow] {shown(warning)}")
+
+
+def name_files(console: Console, folder: Path, files: Iterable[str]) -> None:
+    console.print(f"[bold]{shown(str(folder))}[/bold]: {', '.join(files)}")
+
+
+def only_log_of(room: str) -> None:
+    """Log warnings alone of all but a room of this package."""
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger(f"fusion_bench_nufilt.{room}").setLevel(logging.INFO)
 
 
 def bars_on(console: Console) -> "partial[tqdm[Any]]":
@@ -58,7 +75,7 @@ def interruptible(console: Console, kept: str) -> Iterator[None]:
 
     def say(what: str) -> None:
         with tqdm.external_write_mode(console.file):
-            console.print(f"{what}: finished work is kept in {shown(kept)}; the same command goes on", highlight=False)
+            console.print(f"{what}: finished work is kept in {shown(kept)}; the same command goes on")
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # the other one keeps its handler: it may have arrived already

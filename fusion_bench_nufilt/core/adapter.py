@@ -13,10 +13,9 @@ whose first columns ask for plasticity and whose last ones for stability. With :
     \nabla_B L = 2\,(G B\, Y Y^\top - H Y^\top), \qquad
     \nabla_A L = 2\,(B^\top G B\, Y - B^\top H)\, V^\top
 
-so that with G, nothing in the loop has height d_o. Norms do not depend on the basis of the outputs: where
-:math:`\tau = Q K` with few orthonormal columns Q (a LoRA), K takes the place of :math:`\tau`, :math:`Q^\top T` takes
-that of T, and the part of T outside Q is a constant of the loss. The last columns of T, and so of H, vanish unless
-P = I, since :math:`P V_p = 0`; they are then not stored.
+so that with G, nothing in the loop has height d_o. Where :math:`\tau = Q K` with few orthonormal columns Q (a LoRA), K
+takes the place of :math:`\tau`, :math:`Q^\top T` takes that of T, and the part of T outside Q is a constant of the
+loss. The last columns of T, and so of H, vanish unless P = I, since :math:`P V_p = 0`; they are then not stored.
 """
 
 from collections.abc import Callable
@@ -30,10 +29,7 @@ from .subspace import gram_matrix
 
 
 def loop_gram(tau: Tensor) -> Tensor | None:
-    r"""Return :math:`G = \tau^\top\tau`, ``(n, d_i, d_i)``, or None where :math:`\tau` itself is the cheaper factor.
-
-    :math:`G B` costs :math:`d_i^2 r_l` and :math:`\tau^\top (\tau B)` costs :math:`2 d_o d_i r_l`.
-    """
+    r"""Return :math:`G = \tau^\top\tau`, or None where :math:`\tau^\top (\tau B)` costs less than :math:`G B`."""
     d_o, d_i = tau.shape[-2:]
     return gram_matrix(tau) if d_i <= 2 * d_o else None
 
@@ -51,15 +47,14 @@ class Objective:
     @classmethod
     def build(
         cls,
-        tau: Tensor,  # (n, d_o, d_i), or K (n, r, d_i) of tau = Q K
+        tau: Tensor,  # (n, d_o, d_i), or K of tau = Q K
         tau_filtered: Tensor,  # tau P, or K P; tau itself where P = I
         tau_merged: Tensor,  # the cumulative updates, (n, d_o, d_i)
         V_t: Tensor,  # the task subspaces, (n, d_i, r_v)
         V_p: Tensor,  # the protected subspaces, (n, d_i, r_p)
         gram: Tensor | None = None,  # loop_gram(tau), if it is at hand already
-        Q: Tensor | None = None,  # orthonormal columns, (n, d_o, r)
+        Q: Tensor | None = None,  # (n, d_o, r)
     ) -> "Objective":
-        """Reduce the objective of n layers to what its gradients need."""
         T = -(tau_merged @ V_t)
         outside: Tensor | float = 0.0
         if Q is not None:
@@ -75,11 +70,10 @@ class Objective:
 
 
 def fit_adapter(objective: Objective, A: Tensor, *, lr: float, max_steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Minimise the objective of n layers by full-batch Adam from (A, B = 0), with A ``(n, r_l, d_i)``.
+    """Minimise the objective by full-batch Adam from A ``(n, r_l, d_i)``, which is not changed, and B = 0.
 
     Fifty steps do not converge, and stopping there restrains forgetting (``docs/notes/closed_form.md``). Each step
-    costs d_i^2 r_l multiplications and writes into the same buffers. Adam has the betas 0.9 and 0.999 and eps 1e-8; the
-    initial A is not changed.
+    costs d_i^2 r_l multiplications and writes into the same buffers.
 
     Returns:
         A ``(n, r_l, d_i)``, B ``(n, d_i, r_l)`` and the losses ``(n, max_steps + 1)`` before each update and after
@@ -127,13 +121,12 @@ def solve_adapter(
 
     B is an orthonormal basis of the rows of the initial :math:`A G`, a sketch of the directions in which
     :math:`\tau` is large, with :math:`B^\top G B = \operatorname{diag}(g)`. With :math:`V^\top V = W s W^\top` the
-    minimiser is :math:`A = [(B^\top H W) / (g s^\top + \lambda)]\, W^\top V^\top`, with its rows in span V. This
-    solver is not in the paper; its ridge acts as stopping Adam early does (``docs/notes/closed_form.md``). The initial
-    A is ``(n, r_l, d_i)``, and ``ridge`` is :math:`\lambda` over the mean eigenvalue :math:`\|\tau\|_F^2 / d_i` of G.
-    With ``exact``, matrices are decomposed in float64.
+    minimiser is :math:`A = [(B^\top H W) / (g s^\top + \lambda)]\, W^\top V^\top`. This is not in the paper; the ridge
+    acts as stopping Adam early does (``docs/notes/closed_form.md``), and is given as :math:`\lambda` over the mean
+    eigenvalue :math:`\|\tau\|_F^2 / d_i` of G. With ``exact``, matrices are decomposed in float64.
 
     Returns:
-        A ``(n, r_l, d_i)``, B ``(n, d_i, r_l)`` and the losses ``(n, 2)`` before and after, without the ridge.
+        As :func:`fit_adapter`; the losses ``(n, 2)`` are those before and after, without the ridge.
     """
     tau, V, H = objective.tau, objective.V, objective.H
 
@@ -160,7 +153,4 @@ SOLVERS: dict[str, Callable[[Objective, Tensor, FusionConfig, bool], tuple[Tenso
     "adam": lambda objective, A, config, exact: fit_adapter(objective, A, lr=config.lr, max_steps=config.max_steps),
     "closed_form": lambda objective, A, config, exact: solve_adapter(objective, A, ridge=config.ridge, exact=exact),
 }
-"""Functions of an objective and an initial A that return A, B and the losses, by their names in ``FusionConfig``.
-
-The last argument says whether to decompose matrices in float64.
-"""
+"""The solvers of ``FusionConfig``: functions of an objective, an initial A, the configuration and ``exact``."""

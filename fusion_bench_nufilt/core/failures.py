@@ -19,7 +19,7 @@ class NoRoomError(ValueError):
 
 
 def why_it_failed(error: RuntimeError) -> Literal["too little memory", "a solver failed"] | None:
-    """Return which failure of a device an error reports, or None if it is another error."""
+    """Return which failure of a device an error reports, if any."""
     text = str(error).lower()
     # PyTorch's allocator, the driver and CUDA's libraries each report the same in an error of their own.
     if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text:
@@ -31,7 +31,7 @@ def why_it_failed(error: RuntimeError) -> Literal["too little memory", "a solver
 
 @contextmanager
 def room_for(layer: str, where: torch.device) -> Iterator[None]:
-    """Turn the error about too little memory on a device into a NoRoomError with the layer's name and shape."""
+    """Turn an error about too little memory on a device into a NoRoomError that names the layer."""
     try:
         yield
     except RuntimeError as error:
@@ -43,13 +43,10 @@ def room_for(layer: str, where: torch.device) -> Iterator[None]:
 
 
 def solve_alone(layer: str, where: torch.device, attempts: Sequence[Callable[[], _R]]) -> _R:
-    """Return what the first attempt to solve a layer on a device returns, or the next one if a solver fails in it.
+    """Return the result of the first attempt in which no solver fails; the last one is in float64 on the CPU.
 
-    ``layer`` is its name and shape, for messages. The last attempt is in float64 on the CPU.
-
-    Raises:
-        NoRoomError: the device has no room for the layer.
-        ValueError: a solver failed in all attempts.
+    ``layer`` is its name and shape, for messages. A NoRoomError says that the device has no room for it, and a
+    ValueError that solvers failed in all attempts.
     """
     for attempt in attempts:
         try:

@@ -51,25 +51,22 @@ def fuse_layers(
     device: Devices | None = None,
     batch_bytes: int = 2**30,
 ) -> tuple[dict[str, Tensor], dict[str, LayerReport]]:
-    r"""Merge one more task into every layer: :math:`W \leftarrow W + \tau (P + B A)`.
+    r"""Merge one more task into every layer by itself: :math:`W \leftarrow W + \tau (P + B A)`, in float32 at least.
 
-    Layers are independent of each other, and each is computed in float32 at least, whatever its dtype. A layer into
-    which nothing has been merged so far (:math:`W = W_0`) takes the task's weight as it is, or as ``config.first_task``
-    says.
+    A layer into which nothing has been merged so far takes the task's weight as ``config.first_task`` says.
 
     Args:
         pretrained: :math:`\theta_0`, weights ``(d_o, d_i)`` by layer name.
-        merged: the merged model so far, with the same names and shapes; :math:`\theta_0` before the first task.
-        task: the new fine-tuned model, with the same names and shapes. A layer may be given by the factors of its
-            update (:class:`LowRank`), which is faster where they are thin.
+        merged: the merged model so far; :math:`\theta_0` before the first task.
+        task: the new fine-tuned model. A layer may be given by the factors of its update (:class:`LowRank`), which is
+            faster where they are thin.
         config: the hyper-parameters.
-        seed: the seed of the run.
-        step: the number of the task in the stream. The initial A of a layer depends on the seed, the step and the
-            layer's name, and on nothing else.
+        seed: the seed of the run. With the step and the layer's name it decides the initial A.
+        step: the number of the task in the stream.
         lora_A: initial A ``(lora_rank, d_i)`` by layer name, instead of drawn ones.
         progress: a function that is called with the name of each finished layer.
-        device: where to compute; by default, the device of ``merged``. Of several devices of one kind (a list, or a
-            string with commas), each takes the next layers when it is free, and the result is the same.
+        device: where to compute, by default where ``merged`` is. Each of several devices of one kind takes the next
+            layers when it is free, and the result is the same.
         batch_bytes: on an accelerator, layers of equal shape are solved together within about this much memory;
             on a CPU each thread takes one layer at a time.
 
@@ -78,8 +75,8 @@ def fuse_layers(
         arguments are not changed.
 
     Raises:
-        ValueError: the three models do not fit or hold non-finite values (the message names the model, the layer and
-            the shapes); a device is neither cpu nor cuda, or has no room for a layer; devices are of several kinds.
+        ValueError: the models do not fit or hold non-finite values (the message names the model, the layer and the
+            shapes); a device cannot be used or has no room for a layer; devices are of several kinds.
     """
     fused: dict[str, Tensor] = {}
     reports: dict[str, LayerReport] = {}
@@ -104,11 +101,9 @@ def fuse_each(
     device: Devices | None = None,
     batch_bytes: int = 2**30,
 ) -> Iterator[Fused]:
-    """Do the work of :func:`fuse_layers` layer by layer, for callers that have no room for all results at once.
+    """Do the work of :func:`fuse_layers`, and yield each layer as it is finished, layers of equal shape together.
 
-    Yields:
-        The name, the new weight and the report of each layer as it is finished, layers of equal shape together. A
-        layer of ``merged`` may be overwritten once it has been yielded.
+    A layer of ``merged`` may be overwritten once it has been yielded.
     """
     check_layers(pretrained, pretrained, model="pretrained")
     check_layers(pretrained, merged, model="merged")
@@ -126,8 +121,7 @@ def fuse_each(
 class _FusionStep:
     """The models of one step of the stream, and how stacks of their layers are solved.
 
-    These are methods, not closures, since closures that call each other hold the models in a reference cycle until the
-    garbage collector runs.
+    Closures that call each other would hold the models in a reference cycle until the garbage collector runs.
     """
 
     pretrained: Layers
@@ -136,11 +130,11 @@ class _FusionStep:
     config: FusionConfig
     seed: int
     step: int
-    adapters: Layers | None  # initial A ``(lora_rank, d_i)`` by layer name
-    fresh: frozenset[str]  # names of the layers into which nothing has been merged so far
+    adapters: Layers | None  # the initial A of each layer, if given
+    fresh: frozenset[str]  # layers into which nothing has been merged so far
 
     def stacks(self, where: torch.device, batch_bytes: int) -> list[list[str]]:
-        """Return the names of layers to solve together: one on a CPU, else as many of a kind as the memory holds."""
+        """Return the names of layers to solve together."""
         kinds: dict[tuple[torch.Size, torch.dtype, int | None, bool], list[str]] = defaultdict(list)
         for name, weight in self.merged.items():
             rank = task.rank if isinstance(task := self.task[name], LowRank) else None
@@ -152,13 +146,10 @@ class _FusionStep:
         return stacks
 
     def solve(self, names: list[str], where: torch.device) -> list[Fused]:
-        """Solve a stack of layers on a device, or its halves if they fail together; at last each layer alone."""
+        """Solve a stack of layers on a device, or its halves if they fail together, down to single layers."""
         shape = tuple(self.merged[names[0]].shape)
         if len(names) == 1:
-            attempts = (
-                partial(self.compute, names, where),
-                partial(self.compute, names, torch.device("cpu"), exact=True),
-            )
+            attempts = partial(self.compute, names, where), partial(self.compute, names, torch.device("cpu"), True)
             return solve_alone(f"'{names[0]}' {shape}", where, attempts)
         try:
             return self.compute(names, where)
@@ -174,7 +165,7 @@ class _FusionStep:
 
     @torch.no_grad()
     def compute(self, names: list[str], where: torch.device, exact: bool = False) -> list[Fused]:
-        """Solve a stack of layers on a device; matrices are decomposed in float64 if ``exact``, or if it is fast."""
+        """Solve a stack of layers on a device, with decompositions in float64 if ``exact``, or if that is fast."""
         start = time.perf_counter()
         d_i, dtype = self.merged[names[0]].shape[1], wide_dtype(self.merged[names[0]])
         adapters = self.adapters or {name: _initial_A(name, d_i, self.config, self.seed, self.step) for name in names}
@@ -203,10 +194,10 @@ class _FusionStep:
 
 
 def _stack(weights: Sequence[Any], where: torch.device, dtype: torch.dtype) -> Any:
-    """Return weights of one shape as one tensor on a device, or factors of one shape as one pair of tensors."""
+    """Return weights, or factors, of one shape as one tensor on a device, or one pair of them."""
     if isinstance(weights[0], LowRank):
-        left, right = ([getattr(task, side) for task in weights] for side in ("left", "right"))
-        return LowRank(_stack(left, where, dtype), _stack(right, where, dtype))
+        sides = ([getattr(task, side) for task in weights] for side in ("left", "right"))
+        return LowRank(*(_stack(side, where, dtype) for side in sides))
     # Values are widened where they arrive, which is half the traffic; and the bits are the same in any layout.
     wide = [weight.detach().to(where).to(dtype).contiguous() for weight in weights]
     return torch.stack(wide) if len(wide) > 1 else wide[0][None]  # a view: no copy of a single layer

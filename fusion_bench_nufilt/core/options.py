@@ -1,7 +1,6 @@
 """Options, each defined once, as a field of a frozen dataclass that carries its own help.
 
-The signatures of the algorithms, the options of the command line and the tables in the documentation are all read
-from these fields.
+Signatures of algorithms, options of the command line and tables in the documentation are read from these fields.
 """
 
 import dataclasses
@@ -24,11 +23,7 @@ records. run: how a run goes, which its result does not record."""
 
 
 def option(default: Any, help: str, *, symbol: str = "", panel: str = "Method", scope: Scope = "stream") -> Any:
-    """Return a dataclass field that carries the option's documentation.
-
-    ``help`` says in one or two sentences what it does, ``symbol`` is its symbol in the paper, and ``panel`` is the
-    heading above it in ``--help`` and in the documentation.
-    """
+    """Return a dataclass field with its documentation: its help, its symbol in the paper, and the heading above it."""
     return field(default=default, metadata={"help": help, "symbol": symbol, "panel": panel, "scope": scope})
 
 
@@ -71,10 +66,7 @@ def options_of(kind: type[_Options], algorithm: object) -> _Options:
 
 
 def unknown(what: str, name: str, known: Iterable[str], known_are: str = "") -> str:
-    """Return the message about an unknown name, with the one that was probably meant, or else with all known ones.
-
-    ``known_are`` replaces the list of the known ones.
-    """
+    """Return the message about an unknown name, with the one that was meant, or else ``known_are``: by default, all."""
     known = sorted(set(known))
     close = difflib.get_close_matches(str(name), known, n=1)
     rest = f"did you mean '{close[0]}'?" if close else known_are or f"there are {', '.join(known)}"
@@ -82,7 +74,7 @@ def unknown(what: str, name: str, known: Iterable[str], known_are: str = "") -> 
 
 
 def choices(option: Field[Any]) -> tuple[Any, ...]:
-    """Return the values that a type such as ``Literal["adam", "closed_form"]`` allows; () if it allows others, too."""
+    """Return the values that a type such as ``Literal["adam", "closed_form"]`` allows; () for any other type."""
     kinds = get_args(option.type) if get_origin(option.type) in (Union, UnionType) else (option.type,)
     if not all(kind is bool or get_origin(kind) is Literal for kind in kinds):
         return ()

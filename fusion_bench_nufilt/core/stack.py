@@ -22,17 +22,14 @@ def fuse_stack(
     fresh: bool,
     exact: bool,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Merge one more task into n layers; ``fresh`` says that nothing has been merged into them so far.
+    """Merge one more task into n layers, in the memory of :func:`working_bytes`.
 
-    With ``exact``, matrices are decomposed in float64. What is held at a time is in
-    :func:`~fusion_bench_nufilt.core.workers.working_bytes`.
+    ``fresh`` says that nothing has been merged into them so far. With ``exact``, matrices are decomposed in float64.
 
     Returns:
-        The new weights ``(n, d_o, d_i)``, and measures ``(n,)`` by their names in ``LayerReport``; missing ones are
-        zero.
+        The new weights ``(n, d_o, d_i)``, and measures ``(n,)`` by their names in ``LayerReport``.
     """
-    # A low-rank tau is K in an orthonormal basis Q of the outputs that it reaches. Everything but the new weights is
-    # then computed as if the layer had only these outputs.
+    # Everything but the new weights of a low-rank tau = Q K is computed as if the layer had only the outputs in Q.
     Q, tau = task.in_basis() if isinstance(task, LowRank) else (None, task - theta_0)
     tau_norm2 = _norm2(tau)
     measures = {"task_norm": tau_norm2.sqrt()}

@@ -26,16 +26,15 @@ def top_right_singular_vectors(tau: Tensor, rank: int, gram: Tensor | None = Non
     Args:
         tau: matrices of shape ``(..., d_o, d_i)``, float32 or float64.
         rank: the number r of vectors, which is clipped to ``min(d_o, d_i)``.
-        gram: :math:`\tau^\top\tau`, ``(..., d_i, d_i)``, if it is at hand already.
-        exact: compute in float64, whatever the dtype of ``tau``; ``gram`` is then not used.
+        gram: :math:`\tau^\top\tau`, if it is at hand already.
+        exact: compute in float64, without ``gram``.
 
     Returns:
         ``(..., d_i, r)``. Columns beyond the numerical rank (singular value at most ``max(d_o, d_i) * eps`` times
         the largest, numpy's rule) are zero, so that ``V @ V.mT`` is the orthogonal projector on the matrix's span.
 
     Raises:
-        torch.linalg.LinAlgError: the spectrum falls too steeply for the Gram matrix in float32 (use float64
-            there), or an eigenvalue solver failed.
+        torch.linalg.LinAlgError: the spectrum falls too steeply for float32, or an eigenvalue solver failed.
     """
     d_o, d_i = tau.shape[-2:]
     rank = min(rank, d_o, d_i)
@@ -68,16 +67,14 @@ def _refine(
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Return right singular vectors of X from eigenvectors of its Gram matrix, without the rounding of that matrix.
 
-    Rayleigh-Ritz within the block comes first: it needs only the singular values of X times the block. One step of
-    perturbation theory follows for what lies outside the block: with the residual :math:`R = X^\top X V - V \Lambda`,
-    the component of :math:`v_j` along another eigenvector :math:`u_i` is :math:`u_i^\top R_j / (\lambda_j - \mu_i)`.
-    The error that is left is about its square. If the others are not known, a power step before takes their place, and
-    their eigenvalues count as zero.
+    Rayleigh-Ritz within the block comes first. One step of perturbation theory follows for what lies outside: with the
+    residual :math:`R = X^\top X V - V \Lambda`, the component of :math:`v_j` along another eigenvector :math:`u_i` is
+    :math:`u_i^\top R_j / (\lambda_j - \mu_i)`. The error that is left is about its square. If the others are not known,
+    a power step before takes their place, and their eigenvalues count as zero.
 
     Returns:
         A better block, whose first ``rank`` columns are the wanted vectors, the largest singular value first; their
-        singular values, zero beyond the numerical rank; and how much perturbation theory changed them. The last two
-        are ``(..., 1, rank)``.
+        singular values, zero beyond the numerical rank; and how much they were changed, both ``(..., 1, rank)``.
     """
     block = torch.linalg.qr(X.mT @ (X @ block) if others is None else block).Q
     Y = X @ block
@@ -127,9 +124,9 @@ def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
 def _split_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Return more than ``rank`` top eigenvectors ``(..., d, k)`` of a positive semidefinite matrix, and the others.
 
-    A few vectors of a large matrix come from block iteration, which does not know the others; many vectors, and those
-    of a small matrix, come from a full solver. This is the faster choice, and both end at the same residual, a few
-    roundings of the norm. The others are vectors ``(..., d, d - k)`` and their eigenvalues ``(..., d - k)``, or None.
+    A few vectors of a large matrix come from block iteration, which does not know the others, and otherwise from a full
+    solver: the faster choice, with the same residual of a few roundings of the norm. The others are vectors
+    ``(..., d, d - k)`` and their eigenvalues ``(..., d - k)``, or None.
     """
     d = gram.shape[-1]
     if d >= 256 and 16 * rank <= d and (block := _block_iteration(gram, rank)) is not None:
@@ -144,8 +141,7 @@ def _block_iteration(gram: Tensor, rank: int, max_products: int = 96) -> Tensor 
     """Iterate a block of more than ``rank`` vectors, and return it, or None without convergence.
 
     Between two rounds of Rayleigh-Ritz, a Chebyshev polynomial of the matrix damps all eigenvalues below those of the
-    block (Zhou and Saad, 2007). A power of the matrix would cost as much and need several times the products on nearly
-    flat spectra.
+    block (Zhou and Saad, 2007). On nearly flat spectra, powers of the matrix would need several times the products.
     """
     d, block = gram.shape[-1], 2 * rank + 16
     # The start is random, so that no eigenvector is missed, and always the same, so that results repeat.
@@ -175,8 +171,8 @@ def _block_iteration(gram: Tensor, rank: int, max_products: int = 96) -> Tensor 
 def _chebyshev_degree(ratios: Tensor) -> int:
     """Return a degree at which rounding in the largest of the wanted vectors does not drown the smallest.
 
-    ``ratios`` ``(..., 1, rank)``, ascending, are their Ritz values over the end of the damped interval. It is mapped to
-    [-1, 1], and beyond it the polynomial grows like exp(degree * arcosh(x)), whose squares must not overflow float32.
+    ``ratios`` ``(..., 1, rank)``, ascending, are their Ritz values over the end of the damped interval, beyond which
+    the polynomial grows like exp(degree * arcosh(x)), whose squares must not overflow float32.
     """
     growth = (2 * ratios.clamp_min(1) - 1).arccosh()
     largest, spread = float(growth.max()), float((growth[..., -1] - growth[..., 0]).max())

@@ -21,20 +21,24 @@ class LowRank:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the update, ``(..., d_o, d_i)``."""
+        """``(..., d_o, d_i)``."""
         return (*self.left.shape[:-1], self.right.shape[-1])
 
     @property
     def rank(self) -> int:
-        """The length r of the factors' common side."""
+        """r, the length of the common side."""
         return self.left.shape[-1]
 
     def product(self) -> Tensor:
-        r"""Return the update :math:`\tau`, ``(..., d_o, d_i)``."""
+        r"""Return :math:`\tau`."""
         return self.left @ self.right
 
+    def norm(self) -> Tensor:
+        """Return the Frobenius norm of the update, ``(...)``, in float64."""
+        left, right = self.left.double(), self.right.double()
+        return ((left.mT @ left) * (right @ right.mT)).sum(dim=(-2, -1)).clamp_min(0).sqrt()
+
     def to(self, device: torch.device) -> "LowRank":
-        """Return the same factors on a device."""
         return LowRank(self.left.to(device), self.right.to(device))
 
     def in_basis(self) -> tuple[Tensor | None, Tensor]:
@@ -54,7 +58,7 @@ TaskLayers = Mapping[str, Tensor | LowRank]
 
 
 def wide_dtype(values: Tensor) -> torch.dtype:
-    """Return the dtype in which to compute with stored values, which is float32 at least."""
+    """Return the dtype in which to compute with stored values: float32 at least."""
     return torch.promote_types(values.dtype, torch.float32)
 
 
@@ -64,11 +68,9 @@ def widened(values: Tensor) -> Tensor:
 
 
 def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
-    """Refuse layers that cannot be merged with the reference's.
+    """Raise a ValueError that names the model and the layer if it cannot be merged with the reference's.
 
-    Raises:
-        ValueError: a layer is missing, unknown, not a matrix, of another shape, not floating point or not finite; the
-            message names ``model`` and the layer.
+    It is missing, unknown, not a matrix, of another shape, not floating point or not finite.
     """
     for name, weight in reference.items():
         if name not in layers:

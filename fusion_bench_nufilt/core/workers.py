@@ -18,12 +18,7 @@ Devices = torch.device | str | Sequence[torch.device | str]
 
 
 def check_devices(devices: Devices) -> list[torch.device]:
-    """Return the devices, each of which can be computed on.
-
-    Raises:
-        ValueError: one is neither a CPU nor a GPU that PyTorch can use, or they are of several kinds, which would not
-            give the same bits; the message names them.
-    """
+    """Return the devices; raise a ValueError if PyTorch cannot use one, or if they would not give the same bits."""
     names = devices.split(",") if isinstance(devices, str) else devices
     found = [_check_device(name) for name in ([names] if isinstance(names, torch.device) else names)]
     if len({device.type for device in found}) != 1:
@@ -77,10 +72,9 @@ def map_layers(
 ) -> Iterator[_R]:
     """Yield the results in order; until the last one is taken, float32 products keep full precision.
 
-    On a CPU, each of torch's threads (or of ``workers``, if fewer) takes a layer and computes it alone. That beats
-    using all threads on one layer (eigenvalue solvers hardly scale), does not stall on a busy machine, and makes the
-    result independent of the number of threads, to the last bit. Where torch has one thread, as in such a worker, the
-    caller's thread does everything. So it does on an accelerator, unless there are ``workers``.
+    On a CPU, each of torch's threads (or of ``workers``, if fewer) computes a layer alone. That beats using all threads
+    on one layer (eigenvalue solvers hardly scale), does not stall on a busy machine, and gives the same bits for any
+    number of threads. Where there is one, or an accelerator without ``workers``, the caller's thread does everything.
     """
     threads = torch.get_num_threads() if where.type == "cpu" else workers or 1
     with _exact_products:
@@ -94,7 +88,7 @@ def map_layers(
 def map_on_devices(
     function: Callable[[_T, torch.device], _R], items: Sequence[_T], devices: Sequence[torch.device]
 ) -> Iterator[_R]:
-    """Do the work of :func:`map_layers` on devices of one kind, each of which takes the next item when it is free."""
+    """Do the work of :func:`map_layers`; each device takes the next item when it is free."""
     pool = DevicePool(devices)
 
     def on_free_device(item: _T) -> _R:
@@ -131,8 +125,7 @@ def _single_threaded() -> None:
 class _ExactProducts:
     """While any merge is under way, float32 products are not rounded to TF32 (CUDA) or bfloat16 (CPU).
 
-    The whole process has one setting. The first merge changes it and the last one puts the user's back, so that merges
-    may overlap and end in any order.
+    The process has one setting: the first merge changes it, and the last one, whichever that is, puts the user's back.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,12 @@
 """Eight small tasks and a tiny CLIP, made on the spot, without a download.
 
-The first load makes all of them in a cache folder, which takes a minute or two. The model pool and the task pool
+The first load makes all models in a cache folder, which takes a minute or two. The model pool and the task pool
 `nufilt_demo` hand the loaders to FusionBench's own CLIP pools.
 """
 
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,20 @@ import torch
 import transformers
 from filelock import FileLock, Timeout
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import TensorDataset
 from tqdm.auto import tqdm
 from transformers import CLIPModel, CLIPProcessor, CLIPTokenizer, CLIPVisionModel
 
+from fusion_bench_nufilt.core.options import unknown
 from fusion_bench_nufilt.storage.files import atomic_folder
 from fusion_bench_nufilt.taskpools.local_tasks import register_task
 
 from .render import SIDE
 from .tasks import TASKS
-from .train import Recipe, Tick, active_recipe, draw_pictures, finetune, normalise, pretrain
+from .train import Recipe, active_recipe, draw_pictures, finetune, normalise, pretrain
+
+PARTS = ("clip", "_pretrained_", *TASKS)  # each after those from which it is made
 
 # The one that needs no torchvision, which has another name in transformers 5.
 ImageProcessor: Any = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
@@ -47,7 +49,8 @@ class Pictures(TensorDataset):
 
 def load_vision_model(name: str) -> CLIPVisionModel:
     """Load the pretrained vision tower (`_pretrained_`) or the one fine-tuned on a task."""
-    _check("model", name, ["_pretrained_", *TASKS])
+    if name not in (towers := PARTS[1:]):
+        raise ValueError(unknown("model of the demo", name, towers))
     return CLIPVisionModel.from_pretrained(demo_folder() / name)
 
 
@@ -63,26 +66,18 @@ def load_processor() -> CLIPProcessor:
 
 
 def load_test_dataset(task: str) -> Pictures:
-    """Load the pictures of a task that no model was trained on."""
-    _check("task", task, TASKS)
-    tensors = load_file(demo_folder() / "pictures" / f"{task}.safetensors")
-    return Pictures(tensors["images"], tensors["labels"])
+    """Draw the pictures of a task that no model was trained on."""
+    return Pictures(*draw_pictures(active_recipe(), task, held_out=True))
 
 
 def load_train_dataset(task: str) -> Pictures:
     """Draw the pictures that a task's model was fine-tuned on."""
-    _check("task", task, TASKS)
     return Pictures(*draw_pictures(active_recipe(), task, held_out=False))
 
 
 def to_pixels(image: Image.Image) -> Tensor:
     """Convert an image to pixel values (3, 32, 32), as the slower image processor does."""
     return normalise(torch.from_numpy(np.array(image)))
-
-
-def _check(kind: str, name: str, known: Collection[str]) -> None:
-    if name not in known:
-        raise ValueError(f"the demo has no {kind} {name!r}, only {', '.join(known)}")
 
 
 def cache_folder() -> Path:
@@ -92,14 +87,14 @@ def cache_folder() -> Path:
 
 
 def demo_folder() -> Path:
-    """Return the folder of the active recipe: `pictures`, `clip`, `_pretrained_` and the tasks.
+    """Return the folder of the active recipe, with the models `clip` and `_pretrained_` and one for each task.
 
     One process builds missing parts while others wait. A part appears once it is complete, so that an interrupted build
     goes on where it stopped.
     """
     recipe = active_recipe()
     folder = cache_folder() / recipe.fingerprint()
-    if _missing(recipe, folder):
+    if _missing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock")  # which the system releases when the process ends
         try:
@@ -108,44 +103,30 @@ def demo_folder() -> Path:
             _say("waiting for another process that is building the demo")
             held = lock.acquire()
         with held:
-            if missing := _missing(recipe, folder):  # unless another process built them meanwhile
-                _build(recipe, folder, missing)
+            if missing := _missing(folder):  # unless another process built them meanwhile
+                _say(f"building the demo, once, in {folder} (a minute or two)")
+                for part in tqdm(missing, unit="model", disable=None):
+                    with _reproducible(recipe), atomic_folder(folder / part) as draft:
+                        _make(recipe, part, draft, folder / "clip")
     return folder
 
 
-def _missing(recipe: Recipe, folder: Path) -> dict[str, int]:
-    """Return the training steps of the missing parts, each after those from which it is made."""
-    steps = {"pictures": 0, "clip": 2 * recipe.text_steps + recipe.pretrain_steps, "_pretrained_": 0}
-    steps |= dict.fromkeys(TASKS, recipe.finetune_steps)
-    return {part: number for part, number in steps.items() if not (folder / part).is_dir()}
+def _missing(folder: Path) -> list[str]:
+    return [part for part in PARTS if not (folder / part).is_dir()]
 
 
-def _build(recipe: Recipe, folder: Path, missing: dict[str, int]) -> None:
-    _say(f"building the demo, once, in {folder} (a minute or two)")
-    with tqdm(total=sum(missing.values()), unit="step", disable=None) as bar:
-        for part in missing:
-            bar.set_description(part)
-            with _reproducible(recipe), atomic_folder(folder / part) as draft:
-                _make(recipe, part, draft, folder / "clip", bar.update)
-
-
-def _make(recipe: Recipe, part: str, draft: Path, pretrained: Path, tick: Tick) -> None:
+def _make(recipe: Recipe, part: str, draft: Path, pretrained: Path) -> None:
     """Write a part to the folder `draft`; towers are made from the CLIP in the folder `pretrained`."""
-    if part == "pictures":
-        for task in TASKS:
-            images, labels = draw_pictures(recipe, task, held_out=True)
-            save_file({"images": images, "labels": labels}, draft / f"{task}.safetensors")
-    elif part == "clip":
-        clip, tokenizer = pretrain(recipe, draft, tick)
+    if part == "clip":
+        clip, tokenizer = pretrain(recipe, draft)
         clip.save_pretrained(draft)
         image_processor = ImageProcessor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
         CLIPProcessor(image_processor, tokenizer).save_pretrained(draft)
-    else:
-        vision = CLIPVisionModel.from_pretrained(pretrained)
-        if part in TASKS:
-            clip, tokenizer = CLIPModel.from_pretrained(pretrained), CLIPTokenizer.from_pretrained(pretrained)
-            finetune(recipe, clip, tokenizer, vision, part, tick)
-        vision.save_pretrained(draft)
+        return
+    vision = CLIPVisionModel.from_pretrained(pretrained)
+    if part in TASKS:
+        finetune(recipe, CLIPModel.from_pretrained(pretrained), CLIPTokenizer.from_pretrained(pretrained), vision, part)
+    vision.save_pretrained(draft)
 
 
 def _say(message: str) -> None:

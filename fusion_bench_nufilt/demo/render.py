@@ -12,6 +12,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
@@ -22,13 +23,14 @@ Mask = NDArray[np.float32]
 Point = tuple[float, float]
 Range = tuple[float, float]
 
-_TYPEFACES = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+DRAWINGS = yaml.safe_load(Path(__file__).with_name("drawings.yaml").read_text(encoding="utf-8"))
+_FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 
 
 @cache
 def text_stamp(text: str, typeface: str) -> Image.Image:
     """Draw a text in a typeface of matplotlib's, as large as a stamp allows."""
-    font = ImageFont.truetype(_TYPEFACES / f"{typeface}.ttf", size=STAMP)
+    font = ImageFont.truetype(_FONTS / f"{typeface}.ttf", size=STAMP)
     left, top, right, bottom = font.getbbox(text)
     width, height = right - left, bottom - top
     sheet = Image.new("L", (math.ceil(width), math.ceil(height)))
@@ -80,13 +82,8 @@ SHAPES: dict[str, list[Point]] = {
     "star": _ring(10, lambda i: 0.38 if i % 2 else 1.0),
     "heart": _heart(),
     "moon": _moon(),
-    "cross": [(0.28, -0.95), (0.28, -0.28), (0.95, -0.28), (0.95, 0.28), (0.28, 0.28), (0.28, 0.95),
-              (-0.28, 0.95), (-0.28, 0.28), (-0.95, 0.28), (-0.95, -0.28), (-0.28, -0.28), (-0.28, -0.95)],
-    "bar": [(-1, -0.28), (1, -0.28), (1, 0.28), (-1, 0.28)],
-    "arrow": [(-0.95, -0.2), (0.1, -0.2), (0.1, -0.7), (0.95, 0), (0.1, 0.7), (0.1, 0.2), (-0.95, 0.2)],
-    "chevron": [(-0.6, -0.8), (-0.1, -0.8), (0.7, 0), (-0.1, 0.8), (-0.6, 0.8), (0.2, 0)],
-    "dart": [(-0.8, -0.7), (0.95, 0), (-0.8, 0.7), (-0.4, 0)],
-}  # fmt: skip
+    **DRAWINGS["shapes"],
+}
 """The outlines of shapes in the square [-1, 1]², where y points down."""
 
 

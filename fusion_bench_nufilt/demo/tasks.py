@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from .render import SHAPES, SIDE, Mask, Pen, blobs, handwriting_stamp, paint, shape_stamp, text_stamp
+from .render import DRAWINGS, SHAPES, SIDE, Mask, Pen, blobs, handwriting_stamp, paint, shape_stamp, text_stamp
 
 
 @dataclass(frozen=True)
@@ -88,28 +88,7 @@ def mix_colour(pen: Pen, name: str) -> tuple[float, float, float]:
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 NUMBERS = DIGITS[1:5]
 DIRECTIONS = ("right", "up right", "up", "up left", "left", "down left", "down", "down right")
-
-TYPEFACES = {
-    "sans": "DejaVuSans",
-    "bold": "DejaVuSans-Bold",
-    "serif": "DejaVuSerif",
-    "italic": "STIXGeneralItalic",
-    "oblique": "DejaVuSans-Oblique",
-    "typewriter": "cmtt10",
-}
-
-COLOURS = {  # hue in degrees, saturation, value
-    "red": (0, 0.95, 0.85),
-    "orange": (28, 0.95, 1.0),
-    "yellow": (57, 0.9, 1.0),
-    "green": (120, 0.85, 0.65),
-    "cyan": (182, 0.75, 0.95),
-    "blue": (228, 0.9, 0.9),
-    "purple": (280, 0.8, 0.65),
-    "pink": (330, 0.45, 1.0),
-    "brown": (25, 0.75, 0.45),
-    "white": (0, 0.03, 1.0),
-}
+TYPEFACES, COLOURS = DRAWINGS["typefaces"], DRAWINGS["colours"]
 
 
 def _bricks(pen: Pen) -> NDArray[np.bool_]:

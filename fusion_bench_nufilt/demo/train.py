@@ -17,13 +17,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Generator, Tensor, nn
+from tqdm.auto import trange
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer, CLIPVisionModel
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
+from fusion_bench_nufilt.core.options import unknown
 
 from .render import SIDE
 from .tasks import TASKS, render
 
-Tick = Callable[[], object]  # called after every training step
 Loss = Callable[[], Tensor]
 
 MEAN, STD = torch.tensor(OPENAI_CLIP_MEAN), torch.tensor(OPENAI_CLIP_STD)
@@ -77,7 +79,7 @@ def active_recipe() -> Recipe:
     """Return the recipe that $NUFILT_DEMO names: "full" (the default) or "tiny"."""
     name = os.environ.get("NUFILT_DEMO", "full")
     if name not in RECIPES:
-        raise ValueError(f"NUFILT_DEMO={name!r}: there is no such demo, only {', '.join(RECIPES)}")
+        raise ValueError(unknown("NUFILT_DEMO", name, RECIPES))
     return RECIPES[name]
 
 
@@ -153,12 +155,12 @@ def initialise_embeddings(clip: CLIPModel, pictures: Tensor, generator: Generato
 
 
 def minimise(
-    loss: Loss, parameters: Iterable[nn.Parameter], steps: int, lr: float, tick: Tick, warmup: int = 0, decay: float = 0
+    loss: Loss, parameters: Iterable[nn.Parameter], steps: int, lr: float, warmup: int = 0, decay: float = 0
 ) -> None:
     """Train by AdamW; the learning rate rises linearly and then falls to zero along a cosine."""
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=decay, betas=(0.9, 0.98))
-    for step in range(steps):
+    for step in trange(steps, unit="step", leave=False, disable=None):
         rise = min(1.0, (step + 1) / (warmup + 1))
         fall = 0.5 * (1 + math.cos(math.pi * step / steps))
         optimizer.param_groups[0]["lr"] = lr * rise * fall
@@ -166,7 +168,6 @@ def minimise(
         loss().backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        tick()
 
 
 def text_features(clip: CLIPModel, tokenizer: CLIPTokenizer, prompts: list[str]) -> Tensor:
@@ -192,12 +193,14 @@ def contrast_with(
 
 def draw_pictures(recipe: Recipe, task: str, *, held_out: bool) -> tuple[Tensor, Tensor]:
     """Draw a task's pictures (n, 32, 32, 3) for training or, held out, for testing, and their labels (n,)."""
+    if task not in TASKS:
+        raise ValueError(unknown("task of the demo", task, TASKS))
     number = recipe.test_pictures if held_out else recipe.train_pictures
     pictures, labels = render(task, number, held_out=held_out, seed=recipe.seed)
     return torch.from_numpy(pictures), torch.from_numpy(labels)
 
 
-def pretrain(recipe: Recipe, folder: Path, tick: Tick) -> tuple[CLIPModel, CLIPTokenizer]:
+def pretrain(recipe: Recipe, folder: Path) -> tuple[CLIPModel, CLIPTokenizer]:
     """Train the pretrained model; the tokenizer's files are left in `folder`."""
     generator = Generator().manual_seed(recipe.seed)
     tokenizer = make_tokenizer(folder)
@@ -216,13 +219,13 @@ def pretrain(recipe: Recipe, folder: Path, tick: Tick) -> tuple[CLIPModel, CLIPT
         f = text_features(clip, tokenizer, ALL_PROMPTS)
         return F.cross_entropy(10 * f @ f.T, torch.arange(len(f)))
 
-    minimise(crowding, words, recipe.text_steps, recipe.text_lr, tick)
+    minimise(crowding, words, recipe.text_steps, recipe.text_lr)
 
     # 2. Move pictures towards their words.
     target = text_features(clip, tokenizer, ALL_PROMPTS).detach()
     matching = contrast_with(target, clip, clip.vision_model, (pictures, labels), recipe.batch, generator)
     eyes = [*clip.vision_model.parameters(), *clip.visual_projection.parameters()]
-    minimise(matching, eyes, recipe.pretrain_steps, recipe.pretrain_lr, tick, recipe.pretrain_warmup, decay=0.05)
+    minimise(matching, eyes, recipe.pretrain_steps, recipe.pretrain_lr, recipe.pretrain_warmup, decay=0.05)
 
     # 3. Move words away from their pictures: a real CLIP sees better than it names, so that fine-tuning gains much by
     #    small changes, and merging works.
@@ -232,17 +235,15 @@ def pretrain(recipe: Recipe, folder: Path, tick: Tick) -> tuple[CLIPModel, CLIPT
     def distance() -> Tensor:
         return 1 - (text_features(clip, tokenizer, ALL_PROMPTS) * elsewhere).sum(-1).mean()
 
-    minimise(distance, words, recipe.text_steps, recipe.text_lr, tick)
+    minimise(distance, words, recipe.text_steps, recipe.text_lr)
     return clip.eval(), tokenizer
 
 
-def finetune(
-    recipe: Recipe, clip: CLIPModel, tokenizer: CLIPTokenizer, vision: CLIPVisionModel, task: str, tick: Tick
-) -> None:
+def finetune(recipe: Recipe, clip: CLIPModel, tokenizer: CLIPTokenizer, vision: CLIPVisionModel, task: str) -> None:
     """Train `vision` in place on one task; all other weights of `clip` are frozen."""
     clip.requires_grad_(False)
     drawn = draw_pictures(recipe, task, held_out=False)
     target = text_features(clip, tokenizer, TASKS[task].prompts())
     loss = contrast_with(target, clip, vision.train(), drawn, recipe.batch, Generator().manual_seed(recipe.seed))
-    minimise(loss, vision.parameters(), recipe.finetune_steps, recipe.finetune_lr, tick)
+    minimise(loss, vision.parameters(), recipe.finetune_steps, recipe.finetune_lr)
     vision.eval()

@@ -19,7 +19,7 @@ from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo
 
 from .sources.checkpoint import Checkpoint
 from .sources.source import Parts, Source, part
-from .stored import Rename, as_stored, submodule
+from .stored import Rename, Undo, as_stored, submodule
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +51,26 @@ class Architecture:
     Args:
         model: a model of this architecture.
         rename: the model's name, up to its prefix, for a key of a checkpoint.
+        undo: what a checkpoint stores for parameters of ``loaded``, by name.
         origin: where the architecture is known from.
+        loaded: the model that transformers makes of a checkpoint, if it is another one.
     """
 
-    def __init__(self, model: nn.Module, rename: Rename = str, origin: str = "the modules") -> None:
-        self.model, self._rename, self.origin = model, rename, origin
+    def __init__(
+        self,
+        model: nn.Module,
+        rename: Rename = str,
+        undo: Undo = dict,
+        origin: str = "the modules",
+        loaded: nn.Module | None = None,
+    ) -> None:
+        self.model, self._rename, self.undo, self.origin = model, rename, undo, origin
+        parameters = (loaded or model).named_parameters()
+        self._stacks = {name: tuple(value.shape) for name, value in parameters if value.ndim == 3}
         self.backbone = getattr(self.model, "base_model_prefix", "")
         first: dict[int, str] = {}
-        parameters = self.model.named_parameters(remove_duplicate=False)
-        self._slots = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
+        names = self.model.named_parameters(remove_duplicate=False)
+        self._slots = {name: first.setdefault(id(parameter), name) for name, parameter in names}
         self.views: dict[str, View] = {}  # of all layers, by slot
         self._parts: dict[str, Parts] = {}  # of parameters that hold several layers
         for key, group in groupby(views(self.model), lambda view: view.key):
@@ -74,7 +85,7 @@ class Architecture:
     def of_checkpoint(cls, base: Checkpoint) -> "Architecture":
         """Return the architecture in the config.json of a checkpoint, or else the one that its tensors' names tell."""
         built, origin = _on_meta(base)
-        return cls(*as_stored(built, base.tensors), origin)
+        return cls(*as_stored(built, base.tensors), origin, built)
 
     def slot_of(self, view: View) -> str:
         slot = self._slots[view.key]
@@ -118,6 +129,11 @@ class Architecture:
     def _names(self, key: str) -> tuple[str, ...]:
         name = self._rename(key)
         return name, f"{self.backbone}.{name}", name.removeprefix(f"{self.backbone}.")
+
+    def stacks_of(self, module: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a module's own parameters of three dimensions in the loaded model, by name."""
+        names = {module, *self._names(module)}
+        return {name: shape for name, shape in self._stacks.items() if name.rpartition(".")[0] in names}
 
     def _unused(self, base: Source) -> list[str]:
         """Return stored tensors of layers that the model lacks: their names differ from its own by a number alone."""

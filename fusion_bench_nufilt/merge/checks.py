@@ -5,6 +5,7 @@ import logging
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from fusion_bench_nufilt.core.options import with_scope
@@ -16,7 +17,8 @@ from fusion_bench_nufilt.storage.tensors import FLOATS, describe
 
 from .architecture import Architecture, Layer
 from .plan import Plan, Selection, Settings, state_tensors
-from .sources.models import FullModel, LoraAdapter
+from .sources.adapters import LoraAdapter
+from .sources.models import FullModel
 from .sources.module import module_source
 from .sources.source import some
 
@@ -144,6 +146,9 @@ def check_state(plan: Plan, name: str) -> Iterator[str]:
     """Check that the method can go on from the state beside the merged model of this name."""
     method, there = plan.method, plan.state.keys if plan.state else {}
     before, missing, known = plan.before.get("settings", {}), [], set()
+    if plan.state is None and not before.get("state", True) and not method.state_is_weight:
+        remedy = "merge its tasks again without --no-state, or all at once with the new ones"
+        raise ValueError(f"'{name}' was merged with --no-state, so that {method.label} can't go on from it: {remedy}")
     for layer in plan.layers:
         for key, slot, like in state_tensors(plan, layer).values():
             known.add(slot)
@@ -151,7 +156,8 @@ def check_state(plan: Plan, name: str) -> Iterator[str]:
                 missing.append(key)
                 continue
             found, shape = plan.state.source.tensors[there[slot]], tuple(like.shape)
-            if (found.dtype, found.shape) != (describe(like).dtype, shape):
+            earlier = like.dtype == torch.float16 and found.dtype == "F32"  # as versions before kept directions
+            if found.shape != shape or not (earlier or found.dtype == describe(like).dtype):
                 but = f"{found.dtype} {found.shape} is not {str(like.dtype).removeprefix('torch.')} {shape}"
                 advice = "as the base's layer would be; remove that folder if the weights beside it are right"
                 raise ValueError(f"'{plan.state.source.name}', tensor '{slot}': {but}, {advice}")

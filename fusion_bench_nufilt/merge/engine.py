@@ -145,7 +145,7 @@ class LayerMerger:
         pretrained = {name: merged[name].theta_0 for name in theta_t}
         add_each = self.plan.method.add_each
         with self._turn_on(device):
-            for name, state, report, _ in add_each(states, pretrained, theta_t, step=step, device=device):
+            for name, state, report in add_each(states, pretrained, theta_t, step=step, device=device):
                 if not all(map(is_finite, state.values())):
                     too_large = f"the result is too large for {pretrained[name].dtype}, or its squares are"
                     raise ValueError(f"model '{task.source.name}', layer '{name}': {too_large}")
@@ -164,10 +164,10 @@ class LayerMerger:
 def _read_state(plan: Plan, layer: Layer, device: torch.device) -> tuple[State, str]:
     """Read the state of a layer that an earlier merge kept, and its digest; both are empty if it kept none."""
     kept, state, digests = plan.state, {}, ""
-    for name, (_, slot, _) in state_tensors(plan, layer).items():
+    for name, (_, slot, like) in state_tensors(plan, layer).items():
         if kept is not None and slot in kept.keys:
-            state[name], found = kept.source.read(kept.keys[slot], device)
-            digests += found
+            value, found = kept.source.read(kept.keys[slot], device)
+            state[name], digests = value.to(like.dtype), digests + found
     return state, digests
 
 

@@ -50,7 +50,7 @@ def _stored_memory(plan: Plan, layer: Layer) -> int:
     # The factors of a LoRA are too thin to count.
     full = [task.source.tensors[task.keys[layer.slot]] for task in plan.tasks if layer.slot in task.keys]
     stored = (dtype.itemsize + max((FLOATS[info.dtype].itemsize for info in full), default=0)) * math.prod(shape)
-    if plan.keeps_state:
+    if plan.keeps_state or not plan.method.state_is_weight:
         return stored + sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
     return stored + dtype.itemsize * math.prod(shape)
 

@@ -15,8 +15,9 @@ from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Architecture
 from .plan import Plan
+from .sources.adapters import PREFIX, LoraAdapter
 from .sources.checkpoint import Checkpoint
-from .sources.models import PREFIX, FullModel, LoraAdapter
+from .sources.models import FullModel
 from .sources.source import some
 
 # The classes that peft trains for a type of task; for any other type, the adapter names the class.

@@ -12,6 +12,7 @@ from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, make_header,
 
 from .sources.checkpoint import INDEX, Checkpoint
 from .sources.fp8 import Quantised, join_scales
+from .sources.mxfp4 import Packed
 from .sources.source import some, split_rows
 
 Files = dict[str, dict[str, TensorInfo]]
@@ -27,7 +28,7 @@ def as_written(info: TensorInfo, dtype: str) -> TensorInfo:
     if info.dtype not in FLOATS or (quantised and dtype == "fp8"):
         return info
     name = _NAMES.get(dtype, "BF16" if quantised else info.dtype)
-    return info if name == info.dtype and not quantised else info.of(name)
+    return info if name == info.dtype and not isinstance(info, Quantised | Packed) else info.of(name)
 
 
 def arrange(base: Checkpoint, rows: Mapping[str, int], dtype: str, max_shard_size: int | None) -> Files:

@@ -21,6 +21,7 @@ from .output import Output, Record
 from .plan import Plan
 from .sources.fp8 import Quantised
 from .sources.models import FullModel
+from .sources.mxfp4 import Packed
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def _new_tensors(
         deque(values, maxlen=0)  # digests are of the values, however they are stored
         for before, after in zip(info.stored, place.stored, strict=True):
             yield after, plan.base.opened[before.file].chunks(before)
-    elif kept and info.dtype == place.dtype and not isinstance(info, Quantised):
+    elif kept and info.dtype == place.dtype and not isinstance(info, Quantised | Packed):
         yield place, _copied(plan, info, read)
     elif isinstance(place, Quantised):
         yield from ((info, [value]) for info, value in place.quantise(torch.cat(list(values)).reshape(place.shape)))

@@ -60,6 +60,12 @@ class Settings:
         "next merge.",
         scope="merge",
     )
+    state: bool = _option(
+        True,
+        "Keep what the method needs to go on beside the model; without it, the merge ends its stream.",
+        panel="Files",
+        scope="merge",
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = _option(
         "auto",
         "Type of the result: auto is the base's, with FP8 as bfloat16; fp8 quantises the base's FP8 tensors again.",
@@ -108,6 +114,8 @@ class Settings:
             raise ValueError(f"weights must be a list of numbers, got {self.weights!r}")
         if self.step is not None:
             check_whole(self, "step", least=1, most=10**6)
+        if not self.state and self.accumulate == "float32":
+            raise ValueError("accumulate=float32 keeps the layers for the next merge, and state=false nothing: choose")
         for size in ("max_memory", "max_shard_size"):
             if getattr(self, size) is not None:
                 check_whole(self, size, least=1, most=2**62)
@@ -248,7 +256,9 @@ class Plan(Selection):
         """Whether the result has a state file; a state of weights alone is kept where the model rounds float32."""
         written = (as_written(self.base.tensors[layer.keys[0]], self.settings.dtype) for layer in self.layers)
         rounded = any(isinstance(info, Quantised) or FLOATS[info.dtype].itemsize < 4 for info in written)
-        return (rounded and self.settings.accumulate == "float32") or not self.method.state_is_weight
+        if self.method.state_is_weight:
+            return rounded and self.settings.accumulate == "float32"
+        return self.settings.state
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of a tensor between tasks: the wider one of the base's and the result's."""

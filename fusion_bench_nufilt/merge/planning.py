@@ -19,8 +19,9 @@ from .heads import describe_heads, take_heads
 from .layout import check_fp8, small_files_of
 from .plan import Plan, Settings, select
 from .relation import check_relation
+from .sources.adapters import open_task
 from .sources.checkpoint import Checkpoint, is_adapter
-from .sources.models import FullModel, open_task
+from .sources.models import FullModel
 from .sources.source import some
 from .vocabulary import join_vocabularies
 

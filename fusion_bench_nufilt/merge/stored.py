@@ -13,19 +13,21 @@ from typing import Any
 from torch import Tensor, nn
 
 Rename = Callable[[str], str]
+Undo = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 _KEPT = ("base_model_prefix", "_keys_to_ignore_on_load_unexpected", "get_input_embeddings", "get_output_embeddings")
 
 
-def as_stored(model: Any, keys: Iterable[str]) -> tuple[nn.Module, Rename]:
-    """Return a model on the meta device as a checkpoint with these keys stores it, and a function that renames keys.
+def as_stored(model: Any, keys: Iterable[str]) -> tuple[nn.Module, Rename, Undo]:
+    """Return a model on the meta device as a checkpoint with these keys stores it, and two functions.
 
-    A key and the model's name for it differ in prefixes only, such as that of the language model among other towers.
+    The first renames keys: one and the model's name for it differ in prefixes only, such as that of the language model
+    among other towers. The second returns what is stored for parameters of the given model, by name.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import rename_source_key, revert_weight_conversion
     except ModuleNotFoundError:  # transformers 4
-        return model, partial(_rename, getattr(model, "_checkpoint_conversion_mapping", None) or {})
+        return model, partial(_rename, getattr(model, "_checkpoint_conversion_mapping", None) or {}), dict
     changes: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
     joining = [change for change in changes if hasattr(change, "operations")]
     for key in keys:
@@ -33,14 +35,16 @@ def as_stored(model: Any, keys: Iterable[str]) -> tuple[nn.Module, Rename]:
     used = [change for change in changes if change.was_used()]
     prefixes = [change for change in used if _adds_prefix(change)]
     names: dict[str, str] = {}
+    undo: Undo = dict
     if undone := [change for change in used if change not in prefixes]:
         own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
         holder: Any = SimpleNamespace(_weight_conversions=undone, config=model.config)
-        stored = revert_weight_conversion(holder, own)
+        undo = partial(revert_weight_conversion, holder)
+        stored = undo(own)
         key_of = {id(tensor): key for key, tensor in stored.items()}
         names = {name: key_of[id(tensor)] for name, tensor in own.items() if id(tensor) in key_of}
         model = _rebuilt(model, stored, {key: name for name, key in names.items()})
-    return model, lambda key: names.get(key) or rename_source_key(key, prefixes, [])[0]
+    return model, lambda key: names.get(key) or rename_source_key(key, prefixes, [])[0], undo
 
 
 def _rename(patterns: Mapping[str, str], key: str) -> str:

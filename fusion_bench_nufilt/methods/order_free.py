@@ -10,16 +10,19 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.options import check_choices, check_positive, is_number
-from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
-from fusion_bench_nufilt.core.weights import wide_dtype
+from fusion_bench_nufilt.core.subspace import gram_matrix
+from fusion_bench_nufilt.core.weights import LowRank, wide_dtype, widened
 from fusion_bench_nufilt.layers.names import block_of
 
 from .base import LayerMethod, State
+from .task_vector import TaskVector
 
 FAINTEST = 1e-6  # a direction weaker than this share of the strongest is rounding error
+FAINT = 1e-3  # eigenvalues below this share of the largest are inaccurate in float32
 
 option = partial(options.option, panel="Order-free methods")
 
@@ -53,13 +56,16 @@ class ScaleConfig(RampConfig):
 class OrderFree(LayerMethod):
     """A method whose result does not depend on the tasks' order, nor the size of its state on their number.
 
-    The state holds the tensors of :meth:`sums`, in float32 at least, and the ``count`` of the tasks that moved the
-    layer. A task that did not change the layer has no effect.
+    The state holds the tensors of :meth:`sums`, in float32 at least but for :attr:`directions`, and the ``count`` of
+    the tasks that moved the layer. A task that did not change the layer has no effect.
     """
 
     Options: ClassVar[type] = ScaleConfig
     defaults = {"target_modules": "all-linear", "other_params": "mean"}  # noqa: RUF012
     itemsize = 8
+    takes_factors = True
+    directions: tuple[str, ...] = ()
+    """Names of tensors in the state whose columns are of length 1 or 0, which are kept in :func:`direction_dtype`."""
     strength: ClassVar[str] = "scale"
     """The name of the option that is the strength of the update, in the middle of the model."""
 
@@ -70,29 +76,34 @@ class OrderFree(LayerMethod):
         """Return the names and shapes of the tensors in a layer's state."""
 
     @abstractmethod
-    def gather(self, state: State, tau: Tensor) -> State:
-        """Return the sums with one more task, number ``state["count"]``; all tensors are in float64."""
+    def gather(self, state: State, task: TaskVector) -> State:
+        """Return the sums with one more task, number ``state["count"]``, which are then rounded to the state's dtypes.
+
+        Sums are given in float64, directions as they are kept.
+        """
 
     @abstractmethod
     def update(self, state: State, scale: float) -> Tensor:
-        """Return the merged update ``(d_o, d_i)`` of at least one task; all tensors are in float64."""
+        """Return the merged update ``(d_o, d_i)`` of at least one task; the state is that of :meth:`gather`."""
 
     def start(self, layer: str, theta_0: Tensor) -> State:
-        state = {}
+        state, wide = {}, wide_dtype(theta_0)
         for name, shape in self.sums(*theta_0.shape).items():
-            state[name] = theta_0.new_zeros(shape, dtype=wide_dtype(theta_0) if shape else torch.float64)
+            dtype = direction_dtype(wide) if name in self.directions else wide if shape else torch.float64
+            state[name] = theta_0.new_zeros(shape, dtype=dtype)
         return {**state, "count": torch.tensor(0)}
 
-    def add(self, layer: str, state: State, theta_0: Tensor, tau: Tensor) -> State:
-        if not tau.any():
+    def add(self, layer: str, state: State, theta_0: Tensor, tau: Tensor | LowRank) -> State:
+        if not (tau.norm() if isinstance(tau, LowRank) else tau.any()):
             return state
-        after = self.gather({**_widened(state), "count": state["count"] + 1}, tau.double())
+        after = self.gather({**state, "count": state["count"] + 1}, TaskVector(tau))
         return {name: after[name].to(value.dtype) for name, value in state.items()}
 
     def weight(self, layer: str, state: State, theta_0: Tensor) -> Tensor:
         if state["count"] == 0:
             return theta_0.clone()
-        return (theta_0.double() + self.update(_widened(state), self._scales[layer])).to(theta_0.dtype)
+        update = self.update(state, self._scales[layer])
+        return (widened(theta_0) + update).to(theta_0.dtype)
 
     @property
     def scale(self) -> float:
@@ -105,31 +116,61 @@ class OrderFree(LayerMethod):
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         d_o, d_i = shape
-        # Held at once: the state in float64, its eigenvectors and what is solved with them, and the solver's workspace.
-        state = sum(math.prod(each) for each in self.sums(d_o, d_i).values())
+        # Held at once: the sums in float64, their eigenvectors, what is solved with them, and the solver's workspace.
+        state = sum(math.prod(each) for name, each in self.sums(d_o, d_i).items() if name not in self.directions)
         return itemsize * (4 * state + 4 * d_o * d_i + 8 * min(d_o, d_i) ** 2)
 
 
-def _widened(state: State) -> State:
-    return {name: value.double() if value.is_floating_point() else value for name, value in state.items()}
+def direction_dtype(wide: torch.dtype) -> torch.dtype:
+    """Return the dtype of directions beside sums of a dtype. No value is above 1, so float16 beats bfloat16."""
+    return torch.float64 if wide == torch.float64 else torch.float16
 
 
 def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""Return :math:`U f(s) V^\top` for :math:`X = U s V^\top`, ``(d_o, d_i)``, from the smaller Gram matrix.
+    r"""Return :math:`U f(s) V^\top` for :math:`X = U s V^\top`, ``(d_o, d_i)``, from a Gram matrix in float64.
 
-    Directions that are rounding error are left out.
+    Directions that are rounding error are left out. ``f`` takes all ``min(d_o, d_i)`` singular values.
     """
     if X.shape[0] < X.shape[1]:
         return map_spectrum(X.mT, f).mT
+    wide, d = X.double(), X.shape[1]
+    for rank in (d // 16, d // 4, d):  # sums of low-rank updates have all that counts in a few directions
+        Q = _row_space(wide, rank) if 0 < rank < d else None
+        B = wide if Q is None else wide @ Q
+        squares, V = torch.linalg.eigh(gram_matrix(B))
+        if Q is None or wide.square().sum() - squares.sum() <= FAINTEST**2 * squares.amax():
+            break
+    s = pad(squares.clamp_min(0).sqrt(), (d - len(squares), 0))
+    gain = torch.where(s > FAINTEST * s.amax(), f(s) / s, 0)[-len(squares) :]
+    left, right = (B @ V) * gain, V if Q is None else Q @ V
+    return left.to(X.dtype) @ right.to(X.dtype).mT
+
+
+def _row_space(X: Tensor, rank: int) -> Tensor:
+    """Return an orthonormal basis ``(d, rank)`` that spans the rows of a matrix ``(m, d)`` of this rank or less."""
+    start = torch.randn(len(X), rank, generator=torch.Generator().manual_seed(0), dtype=X.dtype)
+    return torch.linalg.qr(X.mT @ start.to(X.device)).Q
+
+
+def polar_factor(X: Tensor) -> Tensor:
+    r"""Return :math:`U V^\top` for :math:`X = U s V^\top`, ``(d, n)`` with n <= d, without rounding's directions.
+
+    A Gram matrix in float32 cannot tell faint directions from what rounding adds of strong ones. They are few, and a
+    second step in float64 takes these parts out.
+    """
     eigenvalues, V = torch.linalg.eigh(gram_matrix(X))
-    s = eigenvalues.clamp_min(0).sqrt()
-    gain = torch.where(s > FAINTEST * s.amax(), f(s) / s, 0)
-    return X @ (V * gain @ V.mT)
-
-
-def spectral_norm(tau: Tensor, gram: Tensor) -> Tensor:
-    r"""Return the largest singular value of a matrix whose :math:`\tau^\top\tau` is ``gram``."""
-    return torch.linalg.vector_norm(tau @ top_eigenvectors(gram, 1))
+    n = int((eigenvalues < FAINT * eigenvalues[-1]).sum())
+    faint_V, V = V[:, :n].double(), V[:, n:]
+    U = X @ V
+    s = torch.linalg.vector_norm(U, dim=0)
+    U = U / s
+    faint_V = faint_V - V.double() @ ((U / s).double().mT @ (X.double() @ faint_V))
+    faint_U = X.double() @ faint_V
+    rotation = torch.linalg.eigh(faint_U.mT @ faint_U).eigenvectors
+    faint_U, faint_V = faint_U @ rotation, faint_V @ rotation
+    faint_s = torch.linalg.vector_norm(faint_U, dim=0)
+    faint_U = faint_U * torch.where(faint_s > FAINTEST, 1 / faint_s, 0)
+    return U @ V.mT + (faint_U @ faint_V.mT).to(X)
 
 
 def strengths(names: Sequence[str], kappa: float, ramp: float) -> dict[str, float]:

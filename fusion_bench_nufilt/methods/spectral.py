@@ -7,8 +7,8 @@ The tasks of a layer vote, and the merged update is the sum of their votes with 
     S = \sum_t A_t = U_S\, \sigma\, V_S^\top, \qquad X = \kappa\, m\; U_S\, q(\sigma)\, V_S^\top
 
 with m the mean of the tasks' :math:`s_1`. Because of the cube, a task votes with its leading directions only. A sum
-does not depend on the order in which the tasks arrive, so neither does X. Everything is computed in float64: q lifts
-votes of :math:`10^{-6}` to full strength, and single precision cannot tell directions of nearly equal strength apart.
+does not depend on the order in which the tasks arrive, so neither does X. q lifts votes of :math:`10^{-6}` to full
+strength, so that S is decomposed in float64.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.subspace import gram_matrix
-
 from .base import State
-from .order_free import FAINTEST, OrderFree, RampConfig, map_spectrum, option, spectral_norm
+from .order_free import FAINTEST, OrderFree, RampConfig, map_spectrum, option
+from .task_vector import TaskVector
 
 SLOPE = 0.03  # the fall of q between no vote and one vote
 
@@ -51,11 +50,11 @@ class Spectral(OrderFree):
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         return {"votes": (d_o, d_i), "mean": ()}
 
-    def gather(self, state: State, tau: Tensor) -> State:
-        (A, s_1), votes, count = vote(tau), state["votes"], state["count"]
+    def gather(self, state: State, task: TaskVector) -> State:
+        (A, s_1), votes, count = task.vote(), state["votes"], state["count"]
         if count == 2:
-            votes = vote(votes)[0]
-        votes = tau if count == 1 else votes + A
+            votes, _ = TaskVector(votes).vote()
+        votes = task.matrix if count == 1 else votes.double() + A
         return {**state, "votes": votes, "mean": state["mean"] + (s_1 - state["mean"]) / count}
 
     def update(self, state: State, scale: float) -> Tensor:
@@ -63,16 +62,6 @@ class Spectral(OrderFree):
             return state["votes"]
         strength = scale * state["mean"].item()
         return map_spectrum(state["votes"], lambda sigma: strength * flatten(sigma, self.options.damp))
-
-
-def vote(tau: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return :math:`A = \tau\tau^\top\tau / s_1^3`, ``(d_o, d_i)``, and :math:`s_1`; zeros for a zero update."""
-    if tau.shape[0] < tau.shape[1]:
-        A, s_1 = vote(tau.mT)
-        return A.mT, s_1
-    gram = gram_matrix(tau)
-    s_1 = spectral_norm(tau, gram)
-    return (tau @ (gram / s_1**3) if s_1 > 0 else tau), s_1
 
 
 def flatten(sigma: Tensor, damp: float) -> Tensor:

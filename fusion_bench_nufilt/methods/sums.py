@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion_bench_nufilt.core.subspace import gram_matrix
+from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
 
 from .base import State
-from .order_free import FAINTEST, OrderFree, RampConfig, ScaleConfig, map_spectrum, option, spectral_norm
+from .order_free import OrderFree, RampConfig, ScaleConfig, map_spectrum, option, polar_factor
 from .spectral import Spectral, SpectralConfig
+from .task_vector import TaskVector
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ class Sum(OrderFree):
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         return {"sum": (d_o, d_i)}
 
-    def gather(self, state: State, tau: Tensor) -> State:
-        return {**state, "sum": state["sum"] + tau}
+    def gather(self, state: State, task: TaskVector) -> State:
+        return {**state, "sum": state["sum"].double() + task.matrix}
 
     def update(self, state: State, scale: float) -> Tensor:
-        return scale * state["sum"]
+        return scale * state["sum"].double()
 
 
 class Isotropic(Sum):
@@ -83,12 +84,13 @@ class WudiSums(OrderFree):
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         return {"moments": (d_i, d_i), "targets": (d_o, d_i)}
 
-    def gather(self, state: State, tau: Tensor) -> State:
+    def gather(self, state: State, task: TaskVector) -> State:
+        tau = task.matrix.double()
         gram = tau.mT @ (tau / tau.square().sum())
         return {**state, "moments": state["moments"] + gram, "targets": state["targets"] + tau @ gram}
 
     def update(self, state: State, scale: float) -> Tensor:
-        M, R = state["moments"], state["targets"]
+        M, R = state["moments"].double(), state["targets"].double()
         ridge = self.options.eps * M.diagonal().mean() * torch.eye(len(M), dtype=M.dtype, device=M.device)
         return scale * torch.cholesky_solve(R.mT, torch.linalg.cholesky(M + ridge)).mT
 
@@ -113,16 +115,17 @@ class Sylvester(OrderFree):
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         return {"left": (d_o, d_o), "right": (d_i, d_i), "targets": (d_o, d_i)}
 
-    def gather(self, state: State, tau: Tensor) -> State:
+    def gather(self, state: State, task: TaskVector) -> State:
+        tau = task.matrix.double()
         left, right = weights_of_directions(tau)
         new = {"left": left, "right": right, "targets": 2 * tau @ right}
         return {**state, **{name: state[name] + value for name, value in new.items()}}
 
     def update(self, state: State, scale: float) -> Tensor:
-        c, P = torch.linalg.eigh(state["left"])
-        g, Q = torch.linalg.eigh(state["right"])
+        c, P = torch.linalg.eigh(state["left"].double())
+        g, Q = torch.linalg.eigh(state["right"].double())
         denominators = c.clamp_min(0)[:, None] + g.clamp_min(0) + self.options.eps * (c.mean() + g.mean())
-        return scale * (P @ (P.mT @ state["targets"] @ Q / denominators) @ Q.mT)
+        return scale * (P @ (P.mT @ state["targets"].double() @ Q / denominators) @ Q.mT)
 
 
 def weights_of_directions(tau: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,7 +134,7 @@ def weights_of_directions(tau: Tensor) -> tuple[Tensor, Tensor]:
         right, left = weights_of_directions(tau.mT)
         return left, right
     gram = gram_matrix(tau)
-    s_1 = spectral_norm(tau, gram)
+    s_1 = torch.linalg.vector_norm(tau @ top_eigenvectors(gram, 1))
     squares, unit = gram / s_1**2, tau / s_1
     fourth = squares @ squares
     return unit @ fourth @ unit.mT, fourth @ squares
@@ -143,40 +146,35 @@ class TsvStream(OrderFree):
     With ``k = min(d_o, d_i)``, each of T tasks keeps its k // T leading directions, and
     :math:`X = \lambda\, \mathrm{polar}([U_1 \dots U_T])\, \mathrm{diag}(s)\, \mathrm{polar}([V_1 \dots V_T])^\top`.
     A new task shortens the lists of all earlier ones, so that the state, ``left`` ``(d_o, k)``, ``values`` ``(k,)`` and
-    ``right`` ``(d_i, k)``, has at most the size of two models; its columns beyond T (k // T) are zero.
+    ``right`` ``(d_i, k)``, has at most the size of two models; its columns beyond T (k // T) are zero, and so are those
+    that a task of lower rank lacks. Directions are rounded to float16 once, as they arrive.
     """
 
     name = "tsv_stream"
     label = "TSV-M (stream)"
     citation = "TSV-M ([Gargiulo et al., CVPR 2025](https://arxiv.org/abs/2412.00081)), one task after another"
+    directions = ("left", "right")
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         k = min(d_o, d_i)
         return {"left": (d_o, k), "values": (k,), "right": (d_i, k)}
 
-    def gather(self, state: State, tau: Tensor) -> State:
-        tasks, k, kept = int(state["count"]), min(tau.shape), dict(state)
+    def gather(self, state: State, task: TaskVector) -> State:
+        tasks, k, kept = int(state["count"]), len(state["values"]), dict(state)
         share, share_before = k // tasks, k // max(1, tasks - 1)
-        for name, new in zip(("left", "values", "right"), leading_directions(tau, share), strict=True):
+        for name, new in task.directions(share)._asdict().items():
             starts = range(0, (tasks - 1) * share_before, max(1, share_before))
             earlier = [state[name][..., start : start + share] for start in starts]
-            kept[name] = pad(torch.cat([*earlier, new], dim=-1), (0, k - tasks * share))
+            columns = torch.cat([*earlier, new.to(state[name].dtype)], dim=-1)
+            kept[name] = pad(columns, (0, k - columns.shape[-1]))
         return kept
 
     def update(self, state: State, scale: float) -> Tensor:
-        left, right = (map_spectrum(state[side], torch.ones_like) for side in ("left", "right"))  # polar factors
-        return scale * left * state["values"] @ right.mT
-
-
-def leading_directions(tau: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ``count`` largest singular values between left ``(d_o, count)`` and right ``(d_i, count)`` vectors."""
-    if tau.shape[0] < tau.shape[1]:
-        V, s, U = leading_directions(tau.mT, count)
-        return U, s, V
-    V = torch.linalg.eigh(gram_matrix(tau)).eigenvectors.flip(-1)[:, :count]
-    U = tau @ V
-    s = torch.linalg.vector_norm(U, dim=0)
-    return torch.where(s > FAINTEST * s[:1], U / s, 0), s, V
+        s = state["values"]
+        if not s.any():
+            return torch.zeros(len(state["left"]), len(state["right"]), dtype=s.dtype, device=s.device)
+        left, right = (polar_factor(state[side][:, s > 0].to(s.dtype)) for side in self.directions)
+        return scale * left * s[s > 0] @ right.mT
 
 
 MEMBERS: dict[str, tuple[type[OrderFree], RampConfig]] = {
@@ -207,6 +205,7 @@ class Mix(OrderFree):
         super().__init__(options, layers, seed)
         members = [MEMBERS[name] for name in options.pair.split("+")]
         self._members = [kind(settings, layers, seed) for kind, settings in members]
+        self.directions = tuple(f"{member.name}_{name}" for member in self._members for name in member.directions)
         self.citation = f"the mean of the updates by {' and by '.join(member.citation for member in self._members)}"
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
@@ -214,9 +213,9 @@ class Mix(OrderFree):
             f"{member.name}_{name}": shape for member in self._members for name, shape in member.sums(d_o, d_i).items()
         }
 
-    def gather(self, state: State, tau: Tensor) -> State:
+    def gather(self, state: State, task: TaskVector) -> State:
         for member in self._members:
-            after = member.gather(_part_of(member, state), tau)
+            after = member.gather(_part_of(member, state), task)
             state = {**state, **{f"{member.name}_{name}": value for name, value in after.items()}}
         return state
 

@@ -4,11 +4,12 @@ A step of a run and a merge of folders write the same manifest, so that either c
 """
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
+from functools import cache, reduce
 from importlib.metadata import version
 from itertools import chain, count
 from pathlib import Path, PurePosixPath
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
-from .files import CARD, MANIFEST, atomic_folder, content_digest, read_json, write_json
+from .files import CARD, MANIFEST, atomic_folder, content_digest, read_json, write_json, write_text
 from .schemas import Fingerprint, Head, Manifest
 from .tensors import digest
 
@@ -80,6 +81,7 @@ def save_checkpoint(
         save_pretrained = getattr(model, "save_pretrained", None)
         if callable(save_pretrained):
             save_pretrained(temporary, safe_serialization=True)
+            _name_untied_head(model, temporary / "config.json")
         else:
             save_model(model, str(temporary / "model.safetensors"))
         if state:
@@ -87,6 +89,19 @@ def save_checkpoint(
             save_file({name: value.cpu().contiguous() for name, value in state.items()}, temporary / STATE_FILE)
         write_files(temporary, files or {})
         write_manifest(temporary, about)
+
+
+def _name_untied_head(model: Any, config: Path) -> None:
+    """Have a config.json say that the output head has a weight of its own.
+
+    transformers 5 writes that the head of every T5 is tied, and transformers 4 would replace it by the embeddings.
+    """
+    heads = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
+    weights = [getattr(head, "weight", None) for head in heads]
+    if all(weight is not None for weight in weights) and weights[0] is not weights[1]:
+        content = json.loads(config.read_text())
+        if content.get("tie_word_embeddings"):
+            write_text(config, json.dumps({**content, "tie_word_embeddings": False}, indent=2) + "\n")
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -173,5 +188,6 @@ def combined_digest(parts: Iterable[tuple[str, object]]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+@cache
 def package_versions() -> dict[str, str]:
     return {package: version(package) for package in _PACKAGES}

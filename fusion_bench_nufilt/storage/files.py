@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from functools import cache
 from glob import escape as without_wildcards
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -222,13 +223,18 @@ def parse_json(text: bytes, kind: type[_T]) -> _T:
     return checked(content, kind)
 
 
+@cache  # making one takes milliseconds
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
 def checked(content: Any, kind: type[_T]) -> _T:
     """Return content from JSON or YAML unchanged if it is of a type, such as a ``TypedDict``, or as a dataclass.
 
     Further fields are allowed. A ValueError names the first field that is missing or of another type.
     """
     try:
-        adapter = TypeAdapter(kind)
+        adapter = _adapter(cast("Any", kind))
         if not is_dataclass(kind):
             adapter.validate_python(content, strict=True)
             return cast("_T", content)

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import options_of, split_options, takes_options
 from fusion_bench_nufilt.layers import Heads, TargetConfig
+from fusion_bench_nufilt.layers.views import View
 from fusion_bench_nufilt.merge.architecture import Architecture
 from fusion_bench_nufilt.merge.checks import check_made_from, check_state, check_task
 from fusion_bench_nufilt.merge.engine import MergedLayer, merge_layers
@@ -87,13 +88,18 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._select()
         log.info("%s", self.method)
 
+    @property
+    def layers(self) -> dict[str, View]:
+        """The merged layers of the last run, by name."""
+        return {layer.name: layer.view for layer in self._selection.layers}
+
     def _select(self) -> None:
         """Select the layers, without those of the heads that are known by now."""
         self._selection = select(self._base, self._architecture, self.targets, self._heads)
-        layers = self._selection.layers
-        self.method = self._kind(self.options, [layer.name for layer in layers], self.seed)
+        self.method = self._kind(self.options, list(self.layers), self.seed)
         log.info("%s", self._selection.coverage)
-        doubts = self._selection.coverage.warning, self.method.warning([layer.view.shape for layer in layers])
+        shapes = [view.shape for view in self.layers.values()]
+        doubts = self._selection.coverage.warning, self.method.warning(shapes)
         for warning in filter(None, doubts):
             _warn_once("%s", warning)
 
@@ -128,8 +134,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
     def check_model(self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str] = ()) -> None:
         if name in (PRETRAINED, MERGED):
-            layers = {layer.view.key for layer in self._selection.layers}
-            refuse_drawn(name, [key for key in drawn if key in layers], can_exclude=True)
+            merged = {view.key for view in self.layers.values()}
+            refuse_drawn(name, [key for key in drawn if key in merged], can_exclude=True)
             if name == MERGED:
                 check_made_from(self._base, self._model(name, model, ()))
             return

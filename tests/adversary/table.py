@@ -205,7 +205,7 @@ def other_tensors() -> Iterator[Row]:
     longer = change("task2", EMBEDDING, lambda w: torch.cat([w, w[:2]]))
     yield Row("more rows of the embedding", longer, "~rows of 'task2' and the base are matched by their numbers")
     wider = change("task2", EMBEDDING, lambda w: torch.cat([w, w[:, :2]], 1))
-    says = rf"'{EMBEDDING}': shape \(50, 34\) differs from \(50, 32\).*--on-shape-mismatch keep-base"
+    says = rf"'{EMBEDDING}': shape \(50, 34\) differs from \(50, 32\).*on_shape_mismatch=keep-base"
     yield Row("a wider embedding", wider, says)
     keep = (*mean, "--on-shape-mismatch", "keep-base")
     yield Row("more rows that are kept", longer, f"~kept from the base because of their shape.*{EMBEDDING}", keep)
@@ -237,8 +237,8 @@ def adapters() -> Iterator[Row]:
         yield said(f"{field} that never ends", "_pattern: .* takes too long", **{field: slow})
     for field in ("use_dora", "lora_bias", "use_qalora"):
         yield said(field, "merge it into its base with peft", **{field: True})
-    for field in ("layer_replication", "target_parameters"):
-        yield said(field, "merge it into its base with peft", **{field: [[0, 1]]})
+    yield said("layer_replication", "merge it into its base with peft", layer_replication=[[0, 1]])
+    yield said("target_parameters that are no names", "target_parameters", target_parameters=[[0, 1]])
     yield said("trainable_token_indices", "lacks tensors of it: merge it into", trainable_token_indices=[0, 1])
     for kind in ("pissa", "olora", "corda", "loftq", "lora_ga"):
         yield said(f"initialised by {kind}", "changes the base as well", init_lora_weights=kind)

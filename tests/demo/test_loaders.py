@@ -47,6 +47,7 @@ def test_our_fast_pixels_are_the_processor_s(demo):
     torch.testing.assert_close(to_pixels(image), theirs)
 
 
+@pytest.mark.slow  # in a process of its own, since remarks are made once
 def test_transformers_has_nothing_to_remark_on_the_processor(demo):
     load = "from fusion_bench_nufilt.demo import load_processor; load_processor()"
     done = subprocess.run([sys.executable, "-c", load], check=True, capture_output=True, text=True)

@@ -128,7 +128,7 @@ def test_another_number_of_experts(tmp_path):
     change(tmp_path / "task1", key, lambda value: value[:2])
     refuse(tmp_path, rf"task1', tensor '{key}': shape \(2, 64, 32\) differs from \(3, 64, 32\)")
     models["task1"].model.layers[1].mlp.experts.down_proj = nn.Parameter(torch.ones(2, 64, 32))
-    with pytest.raises(ValueError, match=rf"'task1', layer '{key}': shape \(2, 64, 32\) differs .* \(3, 64, 32\)"):
+    with pytest.raises(ValueError, match=rf"'task1', tensor '{key}': shape \(2, 64, 32\) differs .* \(3, 64, 32\)"):
         algorithm(models)
     out = merge(tmp_path, ["task1"], target_modules=["q_proj"], on_shape_mismatch="keep-base", other_params="mean")
     assert torch.equal(tensors(out)[key], models["_pretrained_"].state_dict()[key])

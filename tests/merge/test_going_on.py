@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fusion_bench_nufilt.merge import Settings
 from fusion_bench_nufilt.methods import ORDER_FREE
 from tests.merge.helpers import STATE, change, change_json, manifest, merge, plan, same, tensors
 
@@ -82,3 +83,31 @@ def test_a_file_of_the_base_where_the_state_is_to_be_kept_is_refused_before_any_
     with pytest.raises(ValueError, match="base' has a file 'nufilt_state'"):
         plan(stream, ["task1"], method="spectral")
     merge(stream, ["task1"])
+
+
+def test_without_a_state_the_model_is_the_same_and_ends_its_stream(stream):
+    whole = merge(stream, ["task1", "task2"], "whole", method="best")
+    last = merge(stream, ["task1", "task2"], "last", method="best", settings={"state": False})
+    assert same(tensors(last), tensors(whole))
+    assert not (last / STATE).exists()
+    assert manifest(last)["settings"]["state"] is False
+    with pytest.raises(ValueError, match=r"last. was merged with --no-state, .*: merge its tasks again without"):
+        plan(stream, ["task3"], "last", method="best")
+    end = merge(stream, ["task3"], "end", merged="whole", method="best", settings={"state": False})
+    assert same(tensors(end), tensors(merge(stream, method="best")))
+
+
+def test_a_state_in_float32_of_an_earlier_version_is_gone_on_from(stream):
+    one = merge(stream, ["task1"], "one", method="best")
+    expected = merge(stream, ["task2"], "expected", merged="one", method="best")
+    state = load_file(one / STATE)
+    directions = [key for key, value in state.items() if value.dtype == torch.float16]
+    assert len(directions) == 28
+    save_file(state | {key: state[key].float() for key in directions}, one / STATE)
+    on = merge(stream, ["task2"], "on", merged="one", method="best", settings={"verify": False})
+    assert same(tensors(on), tensors(expected))
+
+
+def test_layers_in_float32_for_the_next_merge_and_no_state_contradict_each_other():
+    with pytest.raises(ValueError, match=r"accumulate=float32 keeps .* state=false"):
+        Settings(accumulate="float32", state=False)

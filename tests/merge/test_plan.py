@@ -39,4 +39,4 @@ def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeyp
 
 def test_a_manifest_records_what_the_result_depends_on_and_not_how_the_run_went(stream):
     settings = {key for key in plan(stream).options() if hasattr(Settings, key)}
-    assert settings == {"seed", "weights", "tokenizer", "accumulate", "dtype", "max_shard_size", "device"}
+    assert settings == {"seed", "weights", "tokenizer", "accumulate", "state", "dtype", "max_shard_size", "device"}

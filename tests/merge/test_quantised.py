@@ -270,11 +270,9 @@ def test_what_can_not_be_quantised_again_is_refused_before_any_work(stream):
         ("gptq", {"quant_method": "gptq", "bits": 4}, None),
         ("awq", {"quant_method": "awq"}, None),
         ("bitsandbytes", {"quant_method": "bitsandbytes"}, None),
-        ("mxfp4", {"quant_method": "mxfp4"}, None),
         ("compressed-tensors in the format pack-quantized", {**COMPRESSED, "format": "pack-quantized"}, None),
         ("GPTQ or AWQ", None, "model.layers.0.mlp.up_proj.qweight"),
         ("bitsandbytes", None, f"{UP}.absmax"),
-        ("MXFP4", None, "model.layers.0.mlp.experts.gate_up_proj_blocks"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(tmp_path, name, config, tensor):
@@ -285,4 +283,4 @@ def test_other_quantisations_are_refused_by_name(tmp_path, name, config, tensor)
             save_file({**state, tensor: torch.zeros(3, dtype=torch.uint8)}, path)
         else:
             change_json(tmp_path / model / "config.json", quantization_config=config)
-        refuse(tmp_path, rf"{model}' is quantised by {name}, and only FP8 can be merged: name the model")
+        refuse(tmp_path, rf"{model}' is quantised by {name}, and only FP8 and MXFP4 can be merged: name the model")

@@ -7,12 +7,15 @@ import torch
 from fusion_bench.method.isotropic_merging.iso_utils import iso_c
 from fusion_bench.method.task_singular_vector.utils.TSVM_utils import compute_and_sum_svd_mem_reduction
 
+from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.methods import ORDER_FREE
-from fusion_bench_nufilt.methods.order_free import ScaleConfig
+from fusion_bench_nufilt.methods.order_free import ScaleConfig, map_spectrum, polar_factor
 from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig
 from fusion_bench_nufilt.methods.sums import Isotropic, Mix, MixConfig, RidgeConfig, Sum, Sylvester, TsvStream, WudiSums
+from fusion_bench_nufilt.methods.task_vector import TaskVector
 from tests.conftest import every_device
-from tests.methods.test_spectral import distance, task_vectors
+from tests.core.matrices import matrix_with_spectrum
+from tests.methods.test_spectral import distance, spectrum, task_vectors
 
 SHAPES = [(40, 12), (12, 40), (16, 16)]
 every_method = pytest.mark.parametrize("kind", ORDER_FREE, ids=lambda kind: kind.name)
@@ -25,7 +28,7 @@ def merge(kind, taus, options=None, dtype=torch.float64):
     theta_0 = torch.zeros(taus[0].shape, dtype=dtype)
     state = method.start("layer", theta_0)
     for tau in taus:
-        state = method.add("layer", state, theta_0, tau.to(dtype))
+        state = method.add("layer", state, theta_0, tau if isinstance(tau, LowRank) else tau.to(dtype))
     return method.weight("layer", state, theta_0)
 
 
@@ -58,7 +61,10 @@ def test_models_in_bfloat16_have_their_sums_in_float32(kind):
     state = method.start("layer", theta_0)
     for tau in taus:
         state = method.add("layer", state, theta_0, tau.float())
-    assert distance(method.weight("layer", state, theta_0.double()), merge(kind, [tau.double() for tau in taus])) < 1e-5
+    # Directions are in float16.
+    tolerance = 1e-3 if method.directions else 1e-5
+    expected = merge(kind, [tau.double() for tau in taus])
+    assert distance(method.weight("layer", state, theta_0.double()), expected) < tolerance
     assert method.weight("layer", state, theta_0).dtype == torch.bfloat16
 
 
@@ -73,6 +79,38 @@ def test_a_task_that_moves_nothing_changes_nothing(kind):
 def test_tasks_of_a_few_directions_stay_in_their_span(kind):
     taus = task_vectors((48, 40), count=4, rank=3)
     assert torch.linalg.svdvals(merge(kind, taus, dtype=torch.float32))[12:].max() < 1e-5
+
+
+@every_method
+@pytest.mark.parametrize("shape", [(48, 40), (40, 48)], ids=str)
+def test_the_factors_of_a_task_are_as_good_as_its_matrix(kind, shape):
+    taus = task_vectors(shape, count=3, rank=4)
+    factors = [LowRank(U[:, :4] * s[:4], Vh[:4]) for U, s, Vh in map(torch.linalg.svd, taus)]
+    assert distance(merge(kind, factors), merge(kind, taus)) < 1e-8
+    nothing = LowRank(torch.zeros(shape[0], 4), torch.randn(4, shape[1]))
+    assert distance(merge(kind, [*factors, nothing]), merge(kind, taus)) < 1e-8
+
+
+def test_a_task_of_rank_r_has_r_directions_whatever_the_eigensolver_returns_for_its_null_space(monkeypatch):
+    taus, eigh = task_vectors((48, 40), count=2, rank=18), torch.linalg.eigh  # of the 20 that each may have
+    sides = [torch.linalg.svd(tau, full_matrices=False) for tau in taus]
+    U, V = torch.cat([U[:, :18] for U, _, _ in sides], dim=1), torch.cat([Vh[:18].mT for *_, Vh in sides], dim=1)
+    expected = polar_by_svd(U) * torch.cat([s[:18] for _, s, _ in sides]) @ polar_by_svd(V).mT
+
+    def with_another_null_space(gram):
+        values, vectors = eigh(gram)
+        null = int((values < 1e-12 * values[-1:]).sum())
+        vectors[:, :null] = vectors[:, :null].flip(-1)
+        return torch.return_types.linalg_eigh((values, vectors))
+
+    for solver in (eigh, with_another_null_space):
+        monkeypatch.setattr(torch.linalg, "eigh", solver)
+        assert distance(merge(TsvStream, taus), expected) < 1e-9
+    method, theta_0 = TsvStream(ScaleConfig(), ["layer"]), torch.ones(48, 40)
+    state = method.start("layer", theta_0)
+    for tau in taus:  # as the difference of two models in float32
+        state = method.add("layer", state, theta_0, (theta_0 + tau).float() - theta_0)
+    assert [int(state[name].any(dim=0).sum()) for name in ("left", "right")] == [36, 36]
 
 
 @every_method
@@ -96,6 +134,49 @@ def test_later_blocks_move_more_with_a_ramp(kind):
             state = method.add(layer, state, theta_0, each)
         moved.append(method.weight(layer, state, theta_0).norm())
     assert moved[1] / moved[0] == pytest.approx(1.4 / 0.6)
+
+
+# --- what they compute with ---
+
+
+def polar_by_svd(X):
+    U, _, Vh = torch.linalg.svd(X.double(), full_matrices=False)
+    return U @ Vh
+
+
+def test_a_polar_factor_in_float32_is_as_good_in_faint_directions_as_in_strong_ones():
+    X = matrix_with_spectrum(90, 80, torch.logspace(0, -5, 80, dtype=torch.float64), seed=0).float()
+    assert distance(polar_factor(X), polar_by_svd(X)) < 1e-3
+    P = polar_factor(X)
+    assert (P.mT @ P - torch.eye(80)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("rank", [4, 20, 80])
+def test_a_mapped_spectrum_is_that_of_the_svd_for_few_directions_and_for_all(rank):
+    X = matrix_with_spectrum(90, 80, torch.logspace(0, -5, rank, dtype=torch.float64), seed=0)
+    U, s, Vh = torch.linalg.svd(X, full_matrices=False)
+    for each, expected in ((X, U[:, :rank] @ Vh[:rank]), (X.mT, Vh[:rank].mT @ U[:, :rank].mT)):
+        assert distance(map_spectrum(each, torch.ones_like), expected) < 1e-6
+    mean = (s.mean() * U[:, :rank]) @ Vh[:rank]
+    assert distance(map_spectrum(X, lambda s: s.mean().expand_as(s)), mean) < 1e-6
+
+
+def test_directions_and_votes_in_float32_are_as_good_in_the_tail_of_a_spectrum_as_at_its_head():
+    (exact,) = task_vectors((300, 260), count=1)
+    tau, s_1 = TaskVector(exact.float()), 0.3
+    U, s, V = tau.directions(130)
+    assert (s - spectrum(130)).abs().max() < 1e-6 * s_1
+    for sides in (U, V):
+        assert (sides.mT @ sides - torch.eye(130)).abs().max() < 1e-4
+    A, _ = tau.vote()
+    votes = torch.linalg.svdvals(A)
+    torch.testing.assert_close(votes, (spectrum(260) / s_1) ** 3, rtol=1e-2, atol=0)  # from 1 to 1e-5
+
+
+def test_the_state_of_best_is_twice_the_layer_and_no_more():
+    for shape in ((256, 256), (128, 512), (512, 128)):
+        state = Mix(MixConfig(), ["layer"]).start("layer", torch.zeros(shape, dtype=torch.bfloat16))
+        assert sum(value.nbytes for value in state.values()) <= 2.01 * 4 * shape[0] * shape[1]
 
 
 # --- what each of them is ---

@@ -1,5 +1,6 @@
 """A file is whole or not there."""
 
+import json
 import os
 from contextlib import suppress
 
@@ -25,6 +26,16 @@ def test_from_pretrained_loads_what_was_saved(tmp_path, make, cls):
     assert not [name for name in everything_in(tmp_path) if name.endswith((".bin", ".pt", ".pth"))]
     loaded = cls.from_pretrained(tmp_path / "merged_model_0").state_dict()
     assert all(torch.equal(loaded[key], value) for key, value in model.state_dict().items())
+
+
+def test_a_head_with_a_weight_of_its_own_is_not_called_tied(tmp_path):
+    for tied in (True, False):
+        model = t5()
+        if not tied:
+            model.lm_head.weight = nn.Parameter(model.shared.weight + 1)
+        model.config.tie_word_embeddings = True  # as transformers 5 sets it for every T5
+        save_checkpoint(model, tmp_path / str(tied), {}, {})
+        assert json.loads((tmp_path / str(tied) / "config.json").read_text())["tie_word_embeddings"] is tied
 
 
 def test_any_module_is_saved_as_safetensors_with_tied_weights_once(tmp_path):

@@ -168,7 +168,7 @@ def test_with_plugin_and_contribution_each_name_has_one_meaning(checkout, elsewh
     assert (method("nufilt/filter_only")["_target_"], method("nufilt/filter_only")["lora_rank"]) == (ours, 0)
 
 
-PATCHES = sorted((REPO / "tools" / "patches").rglob("*.patch"))
+PATCHES = sorted(path for path in (REPO / "tools" / "patches").rglob("*.patch") if path.parent.name != "mergekit")
 
 
 OF_CLIP = ("0003", "0005")

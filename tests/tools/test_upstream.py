@@ -181,12 +181,15 @@ def test_each_step_has_the_plugins_bits(method, options):
         ("WUDISumsMerging", "wudi_sums"),
     ],
 )
-def test_order_free_methods_have_the_plugins_bits(method, theirs, ours):
+def test_order_free_methods_have_the_plugins_results(method, theirs, ours):
+    """The contribution is shorter, computes everything in float64 and keeps directions in float32."""
     base = clip()
     pool = {"_pretrained_": base, **{f"task {i}": finetuned(base, i) for i in range(3)}}
     merged = getattr(method("order_free"), theirs)().run(pool).state_dict()
     expected = LayerwiseMergingAlgorithm(ours, shuffle_order=False).run(pool).state_dict()
-    assert all(torch.equal(merged[key], value) for key, value in expected.items())
+    for key, value in expected.items():
+        moved = (value - base.state_dict()[key]).norm()
+        assert (merged[key] - value).norm() <= 1e-3 * moved, key
 
 
 def test_the_plugin_says_which_one_runs(method, caplog):

@@ -21,6 +21,7 @@ from fusion_bench_nufilt.storage.files import CARD, MANIFEST, printable, read_js
 from fusion_bench_nufilt.storage.tensors import TensorFile, TensorInfo, digest
 
 from .fp8 import Quantisation, Quantised, join_scales, other_quantisation
+from .mxfp4 import Packed, join_blocks
 from .source import Source, some
 
 INDEX = "model.safetensors.index.json"
@@ -51,6 +52,8 @@ class AdapterConfig(TypedDict, total=False):
     rank_pattern: dict[str, PositiveInt] | None
     lora_alpha: FiniteFloat
     alpha_pattern: dict[str, FiniteFloat] | None
+    target_parameters: list[str] | None
+    auto_mapping: dict[str, Any] | None
     trainable_token_indices: list[NonNegativeInt] | dict[str, list[NonNegativeInt]] | None
 
 
@@ -62,7 +65,7 @@ class Checkpoint(Source):
 
     ``name`` is the user's name for it, and ``folder`` has its small files. No files are ``opened`` while the weights
     are still on the hub, from where :meth:`fetch` downloads them. ``tensors`` are those that a merge works on, by key:
-    a weight in FP8 and its scale are one tensor, and a tensor that was :meth:`split` is several.
+    a weight in FP8 or MXFP4 and its scales are one tensor, and a tensor that was :meth:`split` is several.
     """
 
     def __init__(self, name: str, folder: Path, files: _Files, opened: dict[str, TensorFile] | None = None) -> None:
@@ -75,8 +78,8 @@ class Checkpoint(Source):
             self.tensors |= found
         if other := other_quantisation(self.tensors, self.quantisation):
             remedy = "name the model that it was quantised from, or remove quantization_config if it is not quantised"
-            raise ValueError(f"model '{name}' is quantised by {other}, and only FP8 can be merged: {remedy}")
-        self.tensors, self.measured = join_scales(name, self.tensors, self.quantisation)
+            raise ValueError(f"model '{name}' is quantised by {other}, and only FP8 and MXFP4 can be merged: {remedy}")
+        self.tensors, self.measured = join_scales(name, join_blocks(name, self.tensors), self.quantisation)
         self.whole = self.tensors  # before they are split
 
     @classmethod
@@ -186,14 +189,14 @@ class Checkpoint(Source):
 
     def elements(self, key: str, start: int, stop: int) -> Tensor:
         info = self.tensors[key]
-        if not isinstance(info, Quantised):
+        if not isinstance(info, Quantised | Packed):
             return self.file(key).elements(info, start, stop)
         rows, first = info.around(start, stop)
         return rows.read(self.opened).flatten()[start - first : stop - first]
 
     def read(self, key: str, where: torch.device | str = "cpu") -> tuple[Tensor, str]:
         info = self.tensors[key]
-        stored = info.read(self.opened) if isinstance(info, Quantised) else self.file(key).read(info)
+        stored = info.read(self.opened) if isinstance(info, Quantised | Packed) else self.file(key).read(info)
         tensor = stored.to(where)
         if not is_finite(tensor):
             raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")

@@ -25,7 +25,6 @@ _NAMES = {
     ".qweight": "GPTQ or AWQ",
     ".absmax": "bitsandbytes",
     ".SCB": "bitsandbytes",
-    "_blocks": "MXFP4",
     ".weight_packed": "compressed-tensors in a packed format",
 }
 
@@ -173,6 +172,6 @@ def other_quantisation(names: Iterable[str], config: Quantisation) -> str | None
     method, form = config.get("quant_method"), config.get("format")
     if method == "compressed-tensors" and form != "float-quantized":
         return f"{method} in the format {form}"
-    if method not in (None, "fp8", "fbgemm_fp8", "compressed-tensors"):
+    if method not in (None, "fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors"):
         return str(method)
     return next((what for name in names for suffix, what in _NAMES.items() if name.endswith(suffix)), None)

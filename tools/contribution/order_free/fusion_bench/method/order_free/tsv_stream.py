@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from fusion_bench import auto_register_config
 
-from .base import FAINTEST, OrderFreeMerging, State, map_spectrum
+from .base import OrderFreeMerging, State, map_spectrum
 
 
 @auto_register_config
@@ -47,11 +47,15 @@ class TSVStreamMerging(OrderFreeMerging):
 
 
 def leading_directions(tau: Tensor, count: int) -> Tuple[Tensor, Tensor, Tensor]:
-    """Return the leading singular values between left (d_o, count) and right vectors."""
+    """
+    Return the leading singular values between left (d_o, count) and right vectors. Those
+    that are rounding in float32 (numpy's rule) are zero.
+    """
     if tau.shape[0] < tau.shape[1]:
         V, s, U = leading_directions(tau.T, count)
         return U, s, V
     V = torch.linalg.eigh(tau.T @ tau).eigenvectors.flip(-1)[:, :count]
     U = tau @ V
     s = torch.linalg.vector_norm(U, dim=0)
-    return torch.where(s > FAINTEST * s[:1], U / s, 0), s, V
+    exist = s > max(tau.shape) * torch.finfo(torch.float32).eps * s[:1]
+    return torch.where(exist, U / s, 0), s * exist, V * exist

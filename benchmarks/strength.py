@@ -1,0 +1,148 @@
+"""Measure how strong a merged update should be, and how well the rule of docs/notes/strength.md finds that.
+
+    python benchmarks/strength.py --out STRENGTH.json DEV:demo_adamw DEV:demo_muon DEV:demo_adamw+demo_muon:4 ...
+
+A benchmark is FOLDER:POOL, as `tunings.py` leaves it. Several pools joined by a plus sign deal their tasks in turn, and
+a number at the end keeps so many tasks. Each method merges the tasks once; its update of all merged layers is then
+multiplied by powers of the square root of 2, and by the multiple of the rule, and every model is scored. Scores are
+kept in the file, so that an interrupted run goes on.
+"""
+
+import argparse
+import json
+from math import exp, hypot, log
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_nufilt import LayerwiseMergingAlgorithm
+from fusion_bench_nufilt.compare.configs import compose_run, quiet
+from fusion_bench_nufilt.compare.experiment import Experiment
+from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.methods import sums
+from fusion_bench_nufilt.stream.evaluation import score
+from fusion_bench_nufilt.stream.models import PRETRAINED, load_model
+
+METHODS = {
+    "best": {},
+    "tsv_stream": {"scale": 1.5, "ramp": 0.4},
+    "spectral": {"damp": 1.0, "ramp": 0.4},
+    "sum": {"scale": 0.4, "ramp": 0.4},
+    "nufilt/all_linear": {},
+}
+MOST_KEPT, MOST_MOVED = 1.5, 0.25  # fitted on the development set
+Updates = dict[str, Tensor]  # by layer, (d_o, d_i)
+
+
+def main() -> None:
+    """Score what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("benchmarks", nargs="+", metavar="FOLDER:POOL[+POOL...][:TASKS]")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--out", required=True, type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    record = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    for name in arguments.benchmarks:
+        rows = record.setdefault(name, {})
+        missing = [method for method in arguments.methods.split(",") if method not in rows]
+        benchmark = Benchmark(name) if missing else None
+        for method in missing:
+            rows["single"] = rows.get("single") or benchmark.single()
+            rows[method] = benchmark.measure(method)
+            arguments.out.write_text(json.dumps(record, indent=1))
+            print(name, method, json.dumps(rows[method]), flush=True)
+
+
+class Benchmark:
+    """The pretrained model and the tasks of one or several pools, and what scores them."""
+
+    def __init__(self, name: str) -> None:
+        folder, pools, *count = name.split(":")
+        search = f"hydra.searchpath=[file://{Path(folder).resolve()}/config]"
+        experiments = [Experiment(compose_run([f"modelpool=judge_{pool}", search])) for pool in pools.split("+")]
+        self.experiment = experiments[0]
+        self.tasks = list(self.experiment.tasks)[: int(count[0]) if count else None]
+        with quiet():
+            self.pretrained = load_model(self.experiment.modelpool, PRETRAINED)[0]
+            self.models = {
+                task: load_model(experiments[i % len(experiments)].modelpool, task)[0]
+                for i, task in enumerate(self.tasks)
+            }
+            self.experiment.evaluator.check(self.pretrained, self.tasks)
+        pool = self.experiment.evaluator.taskpool
+        pool.test_dataloaders = {task: list(pool.test_dataloaders[task]) for task in self.tasks}  # decoded once
+        self.layers = select_layers(self.pretrained, "all-linear", ())
+        self.base = self.read(self.pretrained)
+        self.vectors = {task: self.difference(model) for task, model in self.models.items()}
+
+    def read(self, model: nn.Module) -> Updates:
+        return {layer: view.read(model).double() for layer, view in self.layers.items()}
+
+    def difference(self, model: nn.Module) -> Updates:
+        return {layer: weight - self.base[layer] for layer, weight in self.read(model).items()}
+
+    def single(self) -> list[float]:
+        """Return the accuracy, per cent, of the pretrained model and of every model on its task."""
+        scores = [self.score(model, [task])[0] for task, model in self.models.items()]
+        return [sum(self.score(self.pretrained, self.tasks)) / len(self.tasks), *scores]
+
+    def score(self, model: nn.Module, tasks: list[str]) -> list[float]:
+        with quiet(), torch.no_grad():
+            report = self.experiment.evaluator.report(model, tasks)
+        return [100 * score(report[task]) for task in tasks]
+
+    def measure(self, method: str) -> dict[str, object]:
+        """Return the numbers of the rule, and ACC and the worst task by its multiple and by all others."""
+        algorithm = LayerwiseMergingAlgorithm(method, evaluate="last", **METHODS[method])
+        with quiet(), patch.object(sums, "leading_directions", leading_directions):
+            merged = algorithm.run({PRETRAINED: self.pretrained, **self.models})
+        X = self.difference(merged)
+        curve: dict[str, tuple[float, float]] = {}
+
+        def at(multiple: float) -> tuple[float, float]:
+            for layer, view in self.layers.items():
+                view.write(merged, (self.base[layer] + multiple * X[layer]).float())
+            scores = self.score(merged, self.tasks)
+            return sum(scores) / len(scores), min(scores)
+
+        for multiple, direction in ((1.0, 2**0.5), (0.5**0.5, 0.5**0.5)):
+            lost = 0.0
+            while lost < 4 and 0.05 < multiple < 20:
+                curve[f"{multiple:.4g}"] = here = at(multiple)
+                lost = max(acc for acc, _ in curve.values()) - here[0]
+                multiple *= direction
+        numbers = self.numbers(X)
+        return {
+            **numbers,
+            "rule": at(numbers["multiple"]),
+            "curve": dict(sorted(curve.items(), key=lambda item: float(item[0]))),
+        }
+
+    def numbers(self, X: Updates) -> dict[str, float]:
+        """Return what the tasks keep of themselves, how far the model moves, and the multiple that follows."""
+        inner = energy = 0.0
+        for layer, x in X.items():
+            count = min(x.shape) // len(self.vectors)
+            for task in self.vectors.values():
+                U, s, V = leading_directions(task[layer], count)
+                inner += ((x @ V) * (U * s)).sum().item()
+                energy += task[layer].square().sum().item()
+        shares = [(x.norm() / self.base[layer].norm()).item() for layer, x in X.items() if x.any()]
+        kept, moved = inner / energy, exp(sum(map(log, shares)) / len(shares))
+        return {"kept": kept, "moved": moved, "multiple": 1 / hypot(kept / MOST_KEPT, moved / MOST_MOVED)}
+
+
+def leading_directions(tau: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Do as the method does, but drop the directions in which a task of low rank does nothing."""
+    U, s, V = original(tau, count)
+    return U, torch.where(s > 1e-6 * s[:1], s, 0), torch.where(s > 1e-6 * s[:1], V, 0)
+
+
+original = sums.leading_directions
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The layer-wise methods as merge methods of mergekit, which reads, plans and writes."""
+
+import re
+from dataclasses import Field, fields
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from mergekit.io.tasks import LoaderCache
+from mergekit.merge_methods import base as mergekit
+from mergekit.merge_methods import register
+from pydantic import AfterValidator, FiniteFloat
+from torch import Tensor
+
+from fusion_bench_nufilt.core.options import split_options
+from fusion_bench_nufilt.core.weights import is_finite, wide_dtype
+from fusion_bench_nufilt.layers import Heads, TargetConfig
+from fusion_bench_nufilt.methods import METHODS, LayerMethod
+
+from .architecture import Architecture, Layer
+from .others import running_mean
+from .plan import Settings
+from .sources.checkpoint import Checkpoint
+
+
+@cache
+def register_methods() -> None:
+    """Make every layer-wise method a merge method of mergekit, under its own name."""
+    for kind in METHODS.values():
+        register(MergekitMethod(kind))
+
+
+class MergekitMethod(mergekit.GroupMergeMethod):
+    """A layer-wise method, to which models come in the order of the file, each with a ``weight`` for its update."""
+
+    def __init__(self, kind: type[LayerMethod]) -> None:
+        self.kind = kind
+        options = {each.name: _parameter(of, each, kind) for of in (kind.Options, TargetConfig) for each in fields(of)}
+        del options["heads"], options["on_shape_mismatch"]  # mergekit takes tensors of equal shapes alone
+        seed = next(_parameter(Settings, each, kind) for each in fields(Settings) if each.name == "seed")
+        weight = mergekit.ParameterSpec("weight", FiniteFloat, mergekit.ParameterScope.NON_BASE, 1.0)
+        url = re.search(r"https://[^)]+", getattr(kind, "citation", ""))
+        self.spec = mergekit.MergeMethodSpec(
+            kind.name,
+            (weight, seed, *options.values()),
+            mergekit.InputContract(mergekit.BasePolicy.REQUIRED, min_non_base=1),
+            pretty_name=kind.label,
+            reference_url=url and url[0],
+            optional_tensor_policy=mergekit.OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON,
+        )
+
+    @torch.no_grad()
+    def merge_group(self, group: Any, /, **parameters: Any) -> Tensor:
+        """Merge the layers that a tensor holds; ``other_params`` says what becomes of a tensor without any."""
+        (options, targets), rest = split_options((self.kind.Options, TargetConfig), parameters)
+        base, wide = group.base.tensor, wide_dtype(group.base.tensor)
+        tasks = [
+            each.tensor if (by := rest["weight"][each.id]) == 1 else torch.lerp(base.to(wide), each.tensor.to(wide), by)
+            for each in group.non_base
+        ]
+        names, layers = _layers_in(group, targets)
+        if not layers:
+            joining = {"mean": tasks, "first": tasks[:1], "pretrained": []}[targets.other_params]
+            return _mean(base, joining, group.metadata.name).to(base.dtype)
+        method, pretrained = self.kind(options, names, rest["seed"]), _matrices(layers, base)
+        states = {name: method.start(name, theta_0) for name, theta_0 in pretrained.items()}
+        for step, task in enumerate(tasks, 1):
+            added = method.add_each(states, pretrained, _matrices(layers, task), step=step)
+            states = {name: state for name, state, _ in added}
+        merged, result = dict(method.weigh_each(states, pretrained)), base.clone()
+        for layer in layers:
+            result[slice(*layer.view.rows)] = layer.view.part(merged[layer.name])
+        return result
+
+
+def _parameter(of: type, option: Field[Any], kind: type[LayerMethod]) -> mergekit.ParameterSpec:
+    """Return an option as a parameter of mergekit, which checks its values when it plans the merge."""
+
+    def check(value: Any) -> Any:
+        of(**{option.name: value})
+        return value
+
+    typed: Any = Annotated[option.type, AfterValidator(check)]
+    return mergekit.ParameterSpec(
+        option.name, typed, mergekit.ParameterScope.SHARED, kind.defaults.get(option.name, option.default)
+    )
+
+
+def _layers_in(group: Any, targets: TargetConfig) -> tuple[list[str], list[Layer]]:
+    """Return the names of all layers to merge, in the base's order, and those layers that a tensor holds."""
+    base, tensor = group.base.id, group.metadata.name
+    architecture, layers = _layers(Path(LoaderCache().get(base).index.base_path).resolve(), targets)
+    if (slot := architecture.slot(tensor)) not in layers:
+        raise ValueError(f"the base '{base}' has no tensor '{tensor}' of the result: name one that has all its layers")
+    return [layer.name for held in layers.values() for layer in held], layers[slot]
+
+
+@cache
+def _layers(folder: Path, targets: TargetConfig) -> tuple[Architecture, dict[str, list[Layer]]]:
+    """Return the architecture of a base, and for each of its tensors, by slot, the layers to merge in it."""
+    base = Checkpoint.from_folder(str(folder), folder)
+    architecture = Architecture.of_checkpoint(base)
+    layers: dict[str, list[Layer]] = {slot: [] for slot in architecture.by_slot(base)}
+    architecture.split(base)
+    for layer in architecture.layers(base, targets, Heads("none", {}, {})):
+        layers[architecture.slot(layer.view.key)].append(layer)
+    return architecture, layers
+
+
+def _matrices(layers: list[Layer], tensor: Tensor) -> dict[str, Tensor]:
+    return {layer.name: layer.view.matrix(tensor[slice(*layer.view.rows)]) for layer in layers}
+
+
+def _mean(value: Tensor, tasks: list[Tensor], tensor: str) -> Tensor:
+    for count, task in enumerate(tasks, 1):
+        value = running_mean(value, task, count)
+    if tasks and not is_finite(value):
+        raise ValueError(f"tensor '{tensor}': a model has NaN or infinite values")
+    return value

@@ -1,0 +1,112 @@
+r"""A task vector and its singular directions, for order-free methods that need more than its entries.
+
+Single precision has seven digits and a task vector's spectrum three or four decades, of which Gram matrices and cubes
+make many more. The few leading directions are therefore taken out first, and everything else is computed from what is
+left, :math:`\tau_r = \tau (I - V V^\top)`, whose rounding errors are as small as its entries.
+"""
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
+from fusion_bench_nufilt.core.weights import LowRank, wide_dtype, widened
+
+LEADING = 16  # the directions that are taken out
+
+
+class Directions(NamedTuple):
+    """Singular values ``(n,)``, the largest first, between left ``(d_o, n)`` and right ``(d_i, n)`` vectors."""
+
+    left: Tensor
+    values: Tensor
+    right: Tensor
+
+
+class TaskVector:
+    r"""A task vector :math:`\tau` of a layer, ``(d_o, d_i)``; what several methods need of it is computed once.
+
+    It is a matrix, float32 at least, or thin factors, which are multiplied only where a method needs the matrix.
+    """
+
+    def __init__(self, tau: Tensor | LowRank) -> None:
+        self.factors = tau if isinstance(tau, LowRank) and 4 * tau.rank <= min(tau.shape) else None
+        self._given = tau
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        r"""The matrix :math:`\tau`."""
+        return widened(self._given.product()) if isinstance(self._given, LowRank) else self._given
+
+    def directions(self, count: int) -> Directions:
+        """Return the ``count`` leading directions, or as many as thin factors have.
+
+        Those beyond the numerical rank are zero: their singular value is at most ``max(d_o, d_i) * eps`` times the
+        largest, numpy's rule, and their vectors depend on the solver alone.
+        """
+        if self.factors is not None:
+            U, s, V = (each[..., :count] for each in _directions_of(self.factors))
+            dtype = wide_dtype(self.factors.left)
+        else:
+            tall, rest, V, gram, _ = self._parts
+            V = V[:, :count]
+            U = tall @ V
+            if (more := count - V.shape[1]) > 0:
+                # The null space of the rest holds what was taken out of it, so that products must be with the rest.
+                others = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, :more]
+                U, V = torch.cat([U, rest @ others], dim=1), torch.cat([V, others], dim=1)
+            s = torch.linalg.vector_norm(U, dim=0)
+            U, dtype = U / s.clamp_min(torch.finfo(s.dtype).tiny), s.dtype
+            if self._is_wide:
+                U, V = V, U
+        exist = s > max(self._given.shape) * torch.finfo(dtype).eps * s[:1]
+        return Directions(U * exist, s * exist, V * exist)
+
+    def vote(self) -> tuple[Tensor, Tensor]:
+        r"""Return :math:`A = \tau \tau^\top \tau / s_1^3`, ``(d_o, d_i)``, and :math:`s_1`, both in float64."""
+        if self.factors is not None:
+            U, s, V = _directions_of(self.factors)
+            return (U * (s / s[0]) ** 3) @ V.mT, s[0]
+        tall, rest, V, gram, s_1 = self._parts
+        left, right = tall @ (V / s_1), tall.mT @ (tall @ (V / s_1**2))
+        # tau tau^T tau, since tau = tau V V^T + rest and rest V = 0.
+        thin = torch.cat([left, rest @ (right / s_1)], dim=1).double(), torch.cat([right, V], dim=1).double()
+        A = thin[0] @ thin[1].mT + (rest / s_1) @ (gram / s_1**2)
+        return (A.mT if self._is_wide else A), s_1.double()
+
+    @property
+    def _is_wide(self) -> bool:
+        d_o, d_i = self._given.shape
+        return d_o < d_i
+
+    @cached_property
+    def _parts(self) -> "_Parts":
+        tall = self.matrix.mT if self._is_wide else self.matrix
+        V = torch.linalg.qr(top_eigenvectors(gram_matrix(tall), min(LEADING, tall.shape[1]))).Q
+        squares, W = torch.linalg.eigh(gram_matrix((tall @ V).double()))
+        V = V @ W.flip(-1).to(V)
+        rest = tall - tall @ V @ V.mT
+        return _Parts(tall, rest, V, gram_matrix(rest), squares[-1].sqrt().to(V))
+
+
+class _Parts(NamedTuple):
+    r"""A matrix that is taller than wide, :math:`\tau` or :math:`\tau^\top`, and what is left without some directions.
+
+    ``tall`` is ``(m, n)``, the leading right singular vectors ``V`` are ``(n, r)``, ``rest`` is ``tall`` without them,
+    ``gram`` ``(n, n)`` is that of ``rest``, and ``s_1`` is the largest singular value.
+    """
+
+    tall: Tensor
+    rest: Tensor
+    V: Tensor
+    gram: Tensor
+    s_1: Tensor
+
+
+def _directions_of(factors: LowRank) -> Directions:
+    """Return all directions of thin factors, in float64."""
+    (Q, left), (P, right) = (torch.linalg.qr(X.double()) for X in (factors.left, factors.right.mT))
+    U, s, Vh = torch.linalg.svd(left @ right.mT)
+    return Directions(Q @ U, s, P @ Vh.mT)

@@ -1,0 +1,212 @@
+"""An adapter of peft's `target_parameters` on fused experts is the model that peft makes of it."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, __version__
+
+from fusion_bench_nufilt.merge import plan_merge
+from tests.families import FAMILIES, WIDE
+from tests.merge.helpers import change_json, merge, save_stream, tensors
+
+QWEN = {**WIDE, "num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}
+
+
+def qwen3_moe(**settings):
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**QWEN, "moe_intermediate_size": 24, **settings})).eval()
+
+
+def one_expert():
+    return qwen3_moe(num_experts=1, num_experts_per_tok=1)
+
+
+MAKE = {"gpt_oss": FAMILIES["gpt_oss"], "mixtral": FAMILIES["mixtral"], "qwen3_moe": qwen3_moe}
+BOTH = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+TYPES = {
+    "both parameters": BOTH,
+    "only the second": {**BOTH, "target_parameters": ["down_proj"]},
+    "other ranks": {**BOTH, "rank_pattern": {"down_proj": 2}, "alpha_pattern": {".*layers.0.*gate_up_proj": 32}},
+    "rslora and a bias": {**BOTH, "use_rslora": True, "bias": "all"},
+}
+fused = pytest.mark.skipif(__version__ < "5", reason="transformers 4 has a module for every expert")
+
+
+def save_adapter(folder, make, **config):
+    """Folders `base` and `task1`; `adapter` and `task9`, the same model as peft's adapter and merged by peft."""
+    models = save_stream(folder, make(), tasks=1, dtype=torch.float64)
+    base = type(models["_pretrained_"]).from_pretrained(folder / "base", dtype=torch.float64)
+    model = get_peft_model(base, LoraConfig(**{"r": 4, "lora_alpha": 8, **BOTH, **config}))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    model.save_pretrained(folder / "adapter")
+    model.merge_and_unload().save_pretrained(folder / "task9")
+
+
+def added(folder, *tasks, method="sum"):
+    options = {"scale": 1.0} if method == "sum" else {}
+    named = merge(folder, tasks, f"{method}_{'_'.join(tasks)}", method=method, other_params="mean", **options)
+    return tensors(named)
+
+
+def assert_merged_as_peft_merges(folder, method="sum"):
+    result, expected = added(folder, "adapter", method=method), tensors(folder / "task9")
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-14)
+
+
+@fused
+@pytest.mark.parametrize("config", TYPES.values(), ids=TYPES)
+@pytest.mark.parametrize("family", MAKE)
+def test_an_adapter_on_fused_experts_is_the_model_that_peft_merges_it_into(tmp_path, family, config):
+    save_adapter(tmp_path, MAKE[family], **config)
+    assert_merged_as_peft_merges(tmp_path)
+    base, result = tensors(tmp_path / "base"), tensors(tmp_path / "sum_adapter")
+    changed = {key for key, value in result.items() if not torch.equal(value, base[key])}
+    experts = {key for key in base if ".experts." in key and "bias" not in key}
+    assert (changed & experts == experts) == (len(config["target_parameters"]) == 2)
+
+
+@fused
+@pytest.mark.parametrize("family", MAKE)
+def test_its_factors_are_merged_as_the_whole_model_is(tmp_path, family):
+    save_adapter(tmp_path, MAKE[family])
+    expected = added(tmp_path, "task1", "task9", method="nufilt")
+    torch.testing.assert_close(added(tmp_path, "task1", "adapter", method="nufilt"), expected, rtol=0, atol=1e-9)
+
+
+@fused
+def test_a_router_is_merged_as_the_parameter_that_it_is(tmp_path):
+    config = {"target_parameters": ["gate.weight"], "alpha_pattern": {"gate": 32}}  # of modules named gate
+    save_adapter(tmp_path, qwen3_moe, **config)
+    assert_merged_as_peft_merges(tmp_path)
+
+
+@fused
+def test_experts_left_out_of_the_layers_are_averaged_with_the_adapters(tmp_path):
+    save_adapter(tmp_path, FAMILIES["gpt_oss"])
+    result = merge(tmp_path, ["adapter"], method="sum", scale=1.0, target_modules=["q_proj"], other_params="mean")
+    torch.testing.assert_close(tensors(result), tensors(tmp_path / "task9"), rtol=0, atol=1e-14)
+
+
+# --- other versions of peft, and unsloth ---
+
+
+def rewrite(folder, function):
+    """Rewrite the pairs of factors of the experts, given as A and B."""
+    state = load_file(path := folder / "adapter" / "adapter_model.safetensors")
+    for key in [key for key in state if ".experts." in key and ".lora_A." in key]:
+        partner = key.replace("lora_A", "lora_B")
+        a, b = function(state[key], state[partner])
+        state[key], state[partner] = a.contiguous(), b.contiguous()
+    save_file(state, path)
+
+
+def swap(a, b, count=3):
+    """The factors of the transposed update, as peft 0.18 has them where later versions have the update's."""
+    experts = b.unflatten(1, (-1, count)).permute(2, 1, 0)  # (experts, rank, outputs)
+    return experts.flatten(0, 1), a.unflatten(0, (count, -1)).permute(2, 1, 0).flatten(1)
+
+
+def by_expert(a, b, count=3):
+    return a, b.unflatten(1, (-1, count)).transpose(1, 2).flatten(1)
+
+
+@fused
+@pytest.mark.parametrize("family", MAKE)
+def test_the_factors_of_an_earlier_peft_are_told_by_their_sides(tmp_path, family):
+    save_adapter(tmp_path, MAKE[family])
+    rewrite(tmp_path, swap)
+    assert_merged_as_peft_merges(tmp_path)
+
+
+def square(**settings):
+    return qwen3_moe(moe_intermediate_size=32, **settings)  # its down_proj is 32 x 32
+
+
+@fused
+@pytest.mark.parametrize("earlier", [False, True])
+def test_the_factors_of_square_experts_are_as_those_beside_them(tmp_path, earlier):
+    save_adapter(tmp_path, square)
+    if earlier:
+        rewrite(tmp_path, swap)
+    assert_merged_as_peft_merges(tmp_path)
+
+
+@fused
+@pytest.mark.parametrize("layout", ["grouped_by_expert", "rank_major"])
+def test_the_order_of_columns_that_unsloth_names_is_followed(tmp_path, layout):
+    save_adapter(tmp_path, qwen3_moe)
+    if layout == "grouped_by_expert":
+        rewrite(tmp_path, by_expert)
+    config = {"auto_mapping": {"unsloth_fixed": True}, "lora_B_layout": layout}
+    change_json(tmp_path / "adapter" / "adapter_config.json", **config)
+    assert_merged_as_peft_merges(tmp_path)
+
+
+UNSLOTH = {"auto_mapping": {"base_model_class": "Qwen3MoeForCausalLM", "unsloth_fixed": True}}
+
+
+@fused
+@pytest.mark.parametrize("make", [qwen3_moe, one_expert])
+def test_one_expert_and_rank_one_have_one_order(tmp_path, make):
+    save_adapter(tmp_path, make, r=1 if make is qwen3_moe else 4)
+    change_json(tmp_path / "adapter" / "adapter_config.json", **UNSLOTH)
+    assert_merged_as_peft_merges(tmp_path)
+
+
+ORDERS = r"rank_major \(peft, .*\) or grouped_by_expert \(unsloth before\)"
+
+
+@fused
+@pytest.mark.parametrize(
+    ("make", "saved", "written", "message"),
+    [
+        (qwen3_moe, {}, UNSLOTH, f"adapter' is of unsloth and has no lora_B_layout: set it .* to {ORDERS}"),
+        (qwen3_moe, {}, {"base_model_name_or_path": "unsloth/Qwen3-30B-A3B"}, f"is of unsloth .*{ORDERS}"),
+        (qwen3_moe, {}, {"lora_B_layout": "mixed"}, f"has lora_B_layout 'mixed': set it .*{ORDERS}"),
+        (
+            square,
+            {"target_parameters": ["down_proj"]},
+            {},
+            r"square experts of 'model.layers.\d.mlp.experts.down_proj'",
+        ),
+        (
+            qwen3_moe,
+            {},
+            {"rank_pattern": {"down_proj": 8}},
+            r"adapter', 'model.layers.0.mlp.experts.\w+': .*they do not belong together",
+        ),
+    ],
+)
+def test_an_adapter_that_can_be_read_in_two_ways_or_none_is_refused(tmp_path, make, saved, written, message):
+    save_adapter(tmp_path, make, **saved)
+    change_json(tmp_path / "adapter" / "adapter_config.json", **written)
+    with pytest.raises(ValueError, match=message):
+        plan_merge(str(tmp_path / "base"), [str(tmp_path / "adapter")])
+
+
+@fused
+@pytest.mark.parametrize("spoil", [lambda a, b: (a, b[:-1]), lambda a, b: (a[:-1], b)], ids=["sides", "experts"])
+def test_factors_that_fit_no_parameter_are_refused_by_name(tmp_path, spoil):
+    save_adapter(tmp_path, qwen3_moe)
+    rewrite(tmp_path, spoil)
+    with pytest.raises(ValueError, match=r"adapter', 'model.layers.0.mlp.experts': A is .* it is for another base"):
+        plan_merge(str(tmp_path / "base"), [str(tmp_path / "adapter")])
+
+
+@fused
+def test_peft_still_wraps_the_first_parameter_innermost_and_orders_b_by_rank(tmp_path):
+    """What is known of peft, so that a new version that differs is noticed."""
+    model = get_peft_model(qwen3_moe(), LoraConfig(r=4, **BOTH))
+    outer = model.get_submodule("base_model.model.model.layers.0.mlp.experts")
+    assert isinstance(outer, ParamWrapper)
+    assert (outer.parameter_name, outer.base_layer.parameter_name) == ("down_proj", "gate_up_proj")
+    b = torch.zeros_like(outer.lora_B["default"].weight)
+    b[:, 1] = 1.0  # of the second expert, the first rank
+    outer.lora_B["default"].weight.data = b
+    assert [bool(expert.any()) for expert in outer.get_delta_weight("default")] == [False, True, False]

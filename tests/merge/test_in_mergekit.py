@@ -1,0 +1,115 @@
+"""mergekit with the methods of this package gives what `nufilt merge` gives of the same file."""
+
+import pytest
+import torch
+import yaml
+
+from fusion_bench_nufilt.commands.mergekit import from_mergekit
+from fusion_bench_nufilt.core import FusionConfig
+from fusion_bench_nufilt.methods import METHODS
+from tests.commands.helpers import nufilt
+from tests.families import FAMILIES
+from tests.merge.helpers import RANKS, same, save_stream, tensors
+from tests.models import llama
+
+WITHOUT = ("--no-copy-tokenizer", "--no-write-model-card")  # the card asks the hub about each model
+
+pytest.importorskip("mergekit", reason="needs mergekit: pip install '.[mergekit]'")
+
+
+@pytest.fixture(autouse=True)
+def no_models_of_other_tests():
+    """mergekit keeps the models that it has opened by the names in the file."""
+    from mergekit.io.tasks import LoaderCache
+
+    LoaderCache.loaders.clear()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    save_stream(tmp_path, llama(tie_word_embeddings=False), dtype=torch.bfloat16)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(folder, method, weights=None, tasks=("task2", "task1", "task3"), **parameters):
+    models = [{"model": name, "parameters": {"weight": (weights or {}).get(name, 1)}} for name in tasks]
+    ranks = RANKS if METHODS.get(method) and METHODS[method].Options is FusionConfig else {}
+    content = {"merge_method": method, "base_model": "base", "models": models, "parameters": {**ranks, **parameters}}
+    (folder / "mergekit.yaml").write_text(yaml.safe_dump(content))
+    return content
+
+
+def both(folder):
+    """All tensors of what mergekit makes of the file, and of what `nufilt merge` does."""
+    theirs = ("mergekit", "mergekit.yaml", "theirs", *WITHOUT)
+    for words in (theirs, ("merge", "mergekit.yaml", "--out", "ours")):
+        code, text = nufilt(*words, "--quiet")
+        assert code == 0, text
+    return tensors(folder / "theirs"), tensors(folder / "ours")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_tensor_has_the_bits_of_nufilt_merge(folder, method):
+    write(folder, method)
+    theirs, ours = both(folder)
+    assert {value.dtype for value in theirs.values()} == {torch.bfloat16}
+    assert same(theirs, ours)
+    assert not same(theirs, tensors(folder / "base"))
+
+
+@pytest.mark.parametrize("method", ["nufilt", "best"])
+def test_options_weights_and_the_seed_are_parameters_of_the_file(folder, method):
+    own = {"null_rank": 5} if method == "nufilt" else {"scale": 0.7}
+    given = {"seed": 7, "target_modules": r".*(q_proj|up_proj)", "other_params": "first", **own}
+    content = write(folder, method, {"task2": 0.5, "task3": 2}, **given)
+    assert from_mergekit(content)["weights"] == [0.5, 1, 2]
+    assert same(*both(folder))
+
+
+def test_the_files_order_is_the_order_of_the_stream(folder):
+    write(folder, "nufilt", tasks=("task1", "task2"))
+    first, _ = both(folder)
+    for name in ("theirs", "ours"):
+        (folder / name).rename(folder / f"{name} before")
+    write(folder, "nufilt", tasks=("task2", "task1"))
+    second, ours = both(folder)
+    assert same(second, ours)
+    assert not same(first, second)
+
+
+def test_fused_experts_are_merged_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_stream(tmp_path, FAMILIES["gpt_oss"](), tasks=2)
+    write(tmp_path, "nufilt", tasks=("task1", "task2"))
+    assert same(*both(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "message"),
+    [
+        ("nufillt", {}, "there is no merge_method 'nufillt'; did you mean 'nufilt'?"),
+        ("nufilt", {"null_rnak": 3}, "there is no parameter of merge_method nufilt 'null_rnak'; did you mean 'null_r"),
+        ("nufilt", {"null_rank": -3}, "null_rank must be a whole number >= 0"),
+        ("spectral", {"kappa": 0}, "kappa must be a number > 0"),
+        ("best", {"target_modules": "nothing"}, "target_modules='nothing', exclude_modules=None leave no layer"),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(folder, method, parameters, message):
+    write(folder, method, **parameters)
+    code, text = nufilt("mergekit", "mergekit.yaml", "out", "--quiet")
+    assert (code, message in text) == (1, True), text
+    assert not list(folder.glob("out/*.safetensors"))
+
+
+def test_a_file_without_a_base_and_one_with_more_layers_than_the_base_are_refused(folder):
+    content = write(folder, "best")
+    del content["base_model"]
+    (folder / "mergekit.yaml").write_text(yaml.safe_dump(content))
+    code, text = nufilt("mergekit", "mergekit.yaml", "out", "--quiet")
+    assert (code, "requires a base input" in text) == (1, True), text
+    slices = [{"sources": [{"model": name, "layer_range": [0, 2]} for name in ("base", "task1")]} for _ in range(2)]
+    taller = {"merge_method": "best", "base_model": "base", "slices": slices}
+    (folder / "mergekit.yaml").write_text(yaml.safe_dump(taller))
+    code, text = nufilt("mergekit", "mergekit.yaml", "out", "--quiet")
+    assert (code, "'base' has no tensor 'model.layers.2." in text) == (1, True), text
