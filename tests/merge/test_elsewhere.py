@@ -92,6 +92,7 @@ def write_gguf(gguf, folder, path):
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
     writer = gguf.GGUFWriter(path, "llama")
+    gguf.Metadata.load(None, folder).set_gguf_meta_model(writer)  # of the model card
     writer.add_vocab_size(config["vocab_size"])
     writer.add_block_count(layers)
     writer.add_embedding_length(config["hidden_size"])
