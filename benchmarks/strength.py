@@ -12,7 +12,6 @@ import argparse
 import json
 from math import exp, hypot, log
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run, quiet
 from fusion_bench_nufilt.compare.experiment import Experiment
 from fusion_bench_nufilt.layers import select_layers
-from fusion_bench_nufilt.methods import sums
+from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.stream.evaluation import score
 from fusion_bench_nufilt.stream.models import PRETRAINED, load_model
 
@@ -97,7 +96,7 @@ class Benchmark:
     def measure(self, method: str) -> dict[str, object]:
         """Return the numbers of the rule, and ACC and the worst task by its multiple and by all others."""
         algorithm = LayerwiseMergingAlgorithm(method, evaluate="last", **METHODS[method])
-        with quiet(), patch.object(sums, "leading_directions", leading_directions):
+        with quiet():
             merged = algorithm.run({PRETRAINED: self.pretrained, **self.models})
         X = self.difference(merged)
         curve: dict[str, tuple[float, float]] = {}
@@ -127,21 +126,12 @@ class Benchmark:
         for layer, x in X.items():
             count = min(x.shape) // len(self.vectors)
             for task in self.vectors.values():
-                U, s, V = leading_directions(task[layer], count)
+                U, s, V = TaskVector(task[layer]).directions(count)
                 inner += ((x @ V) * (U * s)).sum().item()
                 energy += task[layer].square().sum().item()
         shares = [(x.norm() / self.base[layer].norm()).item() for layer, x in X.items() if x.any()]
         kept, moved = inner / energy, exp(sum(map(log, shares)) / len(shares))
         return {"kept": kept, "moved": moved, "multiple": 1 / hypot(kept / MOST_KEPT, moved / MOST_MOVED)}
-
-
-def leading_directions(tau: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Do as the method does, but drop the directions in which a task of low rank does nothing."""
-    U, s, V = original(tau, count)
-    return U, torch.where(s > 1e-6 * s[:1], s, 0), torch.where(s > 1e-6 * s[:1], V, 0)
-
-
-original = sums.leading_directions
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,9 +14,10 @@ import pandas as pd
 import torch
 
 from fusion_bench_nufilt.pages.names import depth, kind
+from fusion_bench_nufilt.pages.page import sentences
+from fusion_bench_nufilt.pages.tables import to_csv
 from fusion_bench_nufilt.storage.files import write_json, write_text
 
-from .reading import reading
 from .subspaces import Floats, TaskVector, dominance, example_pairs, overlap
 from .surrogates import harmonic_mean
 
@@ -69,12 +70,27 @@ def save_analysis(analysis: Analysis, folder: Path) -> tuple[Row, list[str]]:
     write_text(folder / "reading.md", "".join(f"- {sentence}\n" for sentence in content["reading"]))
     files = ["analysis.json", "reading.md"]
     for name in ("vectors", "overlaps", "theorem", "losses", "affinity"):
-        table = pd.DataFrame(getattr(analysis, name)).drop(columns=["energy", "by_rank"], errors="ignore")
+        table = pd.DataFrame(getattr(analysis, name), dtype=object)  # whole numbers beside None stay whole
         if len(table):
             files.append("task_vectors.csv" if name == "vectors" else f"{name}.csv")
-            whole = {"rank_90": "Int64"} if name == "vectors" else {}
-            write_text(folder / files[-1], table.astype(whole).to_csv(index=False, lineterminator="\n"))
+            write_text(folder / files[-1], to_csv(table.drop(columns=["energy", "by_rank"], errors="ignore")))
     return content, files
+
+
+def reading(content: Row) -> list[str]:
+    """Return sentences on which tasks collide and where, how many directions they take, and what the data shows."""
+    named, overlaps = list(enumerate(content["names"])), content["overlap"]["all"]
+    pairs = [(overlaps[i][j], i, j, one, other) for (i, one), (j, other) in combinations(named, 2)]
+    by_layer = content["layers_of"].get("overlap of two task vectors, mean over pairs", {})
+    return sentences(
+        "reading.txt",
+        content=content,
+        pairs=[(value, one, other) for value, _, _, one, other in sorted(pairs, reverse=True)],
+        layers=sorted(by_layer.items(), key=lambda row: -row[1]),
+        dominance=content.get("affinity", {}).get("all", {}).get("dominance"),
+        theorem=content.get("theorem"),
+        methods={name: row for name, row in content.get("methods", {}).items() if "fixed" in row},
+    )
 
 
 def summarise(analysis: Analysis) -> Row:

@@ -1,7 +1,7 @@
 """The comparisons of the paper (Qiu et al., ICLR 2026, arXiv 2509.21413), and the numbers that it prints for them.
 
-``published.csv`` has them in per cent. They stand beside measured numbers only where models, number of tasks, settings
-and orders agree.
+``paper.yaml`` has the methods and their settings, and ``published.csv`` the numbers, in per cent. They stand beside
+measured ones only where models, number of tasks, settings and orders agree.
 """
 
 import csv
@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
+import yaml
 from omegaconf import DictConfig
 
 from fusion_bench_nufilt.pages.content import Published
@@ -21,16 +22,22 @@ from .experiment import Experiment
 from .overrides import key_of, without_method
 from .specs import NEED_DATA, RunSpec, parse_methods
 
-_ORDERS = list(range(42, 52))  # the seeds of the paper's ten orders
+_PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
+_WIDTH = 768  # of the models that its ranks are for
+#: The panels of the paper's sensitivity figure.
+SENSITIVITY = _PAPER["sensitivity"]
+#: The baselines of the paper's main table that need no data.
+DATA_FREE = [method for method in _PAPER["presets"]["paper"] if method not in {*NEED_DATA, "nufilt"}]
+
 _FLAN_T5, _LLAVA = "flan-t5-base_glue", "llava-1.5-7b"
-_IN_ORDER = "method.shuffle_order=false"  # the paper's one order, the alphabetical one
-_FREE_OF_ORDER = ("pretrained", "individual")
+_IN_ORDER = "method.shuffle_order=false"  # the one order of the paper's Flan-T5, the alphabetical one
 # These tables have the metrics of a comparison; seconds depend on the machine.
-_COMPARABLE = ("main", "single", "tasks", "ablation", "flan_t5")
+_COMPARABLE = ("main", "single", "tasks", "ablation", "flan_t5", "steps")
 
 
 @cache
 def printed_tables() -> dict[tuple[str, str], dict[str, Published]]:
+    """Return the paper's numbers by table and model pool."""
     tables: dict[tuple[str, str], dict[str, Published]] = {}
     with Path(__file__).with_name("published.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -48,83 +55,40 @@ def published(modelpool: str, overrides: Sequence[str], seeds: Sequence[int]) ->
     changing = [override for override in overrides if not override.startswith("fabric.accelerator=")]
     if changing != ([_IN_ORDER] if modelpool == _FLAN_T5 else []):
         return {}
+    its_orders = modelpool == _FLAN_T5 or list(seeds) == _PAPER["seeds"]
     found: dict[str, Published] = {}
-    orders = modelpool == _FLAN_T5 or list(seeds) == _ORDERS
     for table in _COMPARABLE:
         for method, numbers in printed_tables().get((table, modelpool), {}).items():
-            if orders or method in _FREE_OF_ORDER:
+            if its_orders or method in ("pretrained", "individual"):
                 found[method] = found.get(method, {}) | numbers
-    for method, numbers in printed_tables().get(("overhead", modelpool), {}).items():
-        if orders and ":" in method:  # NUFILT with other numbers of steps
-            found[method] = {"ACC": numbers["ACC"] | {"note": ""}}
-    if "nufilt/adapter_only" in found:  # the paper does not say which of the two forms it shows
-        found["nufilt/adapter_alone"] = found["nufilt/adapter_only"]
     return found
 
 
-def paper_settings(modelpool: str) -> dict[str, tuple[str, ...]]:
-    """Return, by method, the settings in which the paper differs from our configs on a model pool."""
-    if not modelpool.endswith(("TALL14", "TALL20")):
-        return {}
-    return dict.fromkeys(("task_arithmetic", "ties_merging", "knots_ties"), ("scaling_factor=0.1",))
-
-
-class Panel(NamedTuple):
-    """A panel of the paper's sensitivity figure, which varies one setting and keeps the others fixed."""
-
-    symbol: str
-    key: str
-    values: tuple[int, ...]
-    fixed: Mapping[str, int]
-
-
-_WIDTH = 768  # of the models that the ranks below are for
-SENSITIVITY = (
-    Panel("r_p", "null_rank", (0, 8, 16, 32, 64, 128, 256, 512, _WIDTH), {"lora_rank": 0, "task_rank": 0}),
-    Panel("r_l", "lora_rank", (0, 4, 8, 16, 32, 64, 128), {"null_rank": 128, "task_rank": 8}),
-    Panel("r_v", "task_rank", (0, 1, 2, 4, 8, 16, 32, 64, 128), {"null_rank": 128, "lora_rank": 16}),
-    Panel("steps", "max_steps", (25, 50, 100), {"null_rank": 128, "lora_rank": 64, "task_rank": 8}),
-)
-"""The panels of the paper's Section 5.3; the grids are ours, since it prints none."""
-_METHODS = {
-    "ablation": ("nufilt/naive", "nufilt/filter_only", "nufilt/adapter_only", "nufilt"),
-    "paper": (
-        *("sequential_finetuning", "weight_average", "task_arithmetic", "ties_merging", "magmax", "adamerging"),
-        *("lora_wemoe", "wudi", "iso_c", "knots_ties", "tsvm", "opcm", "nufilt"),
-    ),
-    "overhead": (
-        *("task_arithmetic", "opcm", "wudi", "adamerging", "lora_wemoe:form=released"),
-        *(f"nufilt:max_steps={steps}" for steps in (25, 50, 100)),
-    ),
-}
-#: The baselines of the paper's main table that need no data.
-DATA_FREE = tuple(method for method in _METHODS["paper"] if method not in {*NEED_DATA, "nufilt"})
-#: The non-default form of methods whose formula in the paper is not that of their released code.
-_OTHER_FORM = {"ties_merging": "released", "magmax": "paper", "adamerging": "released", "lora_wemoe": "released"}
-#: The form of the printed numbers, where it is known.
-_PRINTED_FORM = {"lora_wemoe": "released"}
+def paper_settings(modelpool: str, method: str) -> tuple[str, ...]:
+    """Return the settings in which the paper differs from our configs on a model pool."""
+    return tuple(_PAPER["many_tasks"].get(method, ()) if modelpool.endswith(("TALL14", "TALL20")) else ())
 
 
 def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_data: bool = False) -> list[RunSpec]:
     """Return the methods of one of the paper's comparisons.
 
-    ``ablation`` has the paper's four rows; ``paper`` the methods of its main table with its settings, by both formulas
-    where there are two; ``sensitivity`` the panels of :data:`SENSITIVITY`, and ``ranks`` those that vary a rank;
-    ``overhead`` the rows of its table of costs. Methods that need data are there only ``with_data``, and where the pool
-    has that data. A comparison scales their ranks to the width.
+    ``paper`` has them by both formulas where there are two; ``sensitivity`` is the panels of :data:`SENSITIVITY`, and
+    ``ranks`` those that vary a rank. Methods that need data are there only ``with_data``, and where the pool has that
+    data. A comparison scales the ranks of all to the width.
     """
     if with_data and name not in ("paper", "overhead"):
         raise ValueError(f"--with-data goes with --preset paper or overhead: no method of '{name}' needs data")
+    pools = without_method([f"modelpool={modelpool}", *overrides])
     if name in ("sensitivity", "ranks"):
         with quiet():
-            width = Experiment(_pools(modelpool, overrides)).width
-        panels = [panel for panel in SENSITIVITY if name == "sensitivity" or panel.key != "max_steps"]
+            width = Experiment(compose_run(pools)).width
+        panels = [panel for panel in SENSITIVITY if name == "sensitivity" or panel["key"] != "max_steps"]
         return [spec for panel in panels for spec in panel_specs(panel, width)]
-    if name not in _METHODS:
-        names = ", ".join(sorted([*_METHODS, "ranks", "sensitivity"]))
+    if name not in _PAPER["presets"]:
+        names = ", ".join(sorted([*_PAPER["presets"], "ranks", "sensitivity"]))
         raise ValueError(f"there is no preset '{name}'; there are: {names}")
-    lacking = NEED_DATA.keys() - (_methods_with_data(modelpool, overrides) if with_data else [])
-    rows = [method for method in _METHODS[name] if method.split(":")[0] not in lacking]
+    data = {"none"} | (_data_of(compose_run(pools)) if with_data else set())
+    rows = [method for method in _PAPER["presets"][name] if NEED_DATA.get(method.split(":")[0], "none") in data]
     if name == "paper":
         rows = _rows_of_paper(rows, modelpool)
     return [replace(spec, preset=True) for spec in parse_methods(",".join(rows), overrides)]
@@ -134,18 +98,23 @@ def _rows_of_paper(methods: Sequence[str], modelpool: str) -> list[str]:
     """Return the methods that the paper shows for a model pool, with its settings, in each of their forms."""
     tables = {table: rows for (table, pool), rows in printed_tables().items() if pool == modelpool}
     shown = tables.get("flan_t5", tables.get("llava", methods))  # tables with fewer methods than the main one
-    forms = _OTHER_FORM | ({"task_arithmetic": "released"} if modelpool == _FLAN_T5 else {})
+    forms = _PAPER["other_form"] | ({"task_arithmetic": "released"} if modelpool == _FLAN_T5 else {})
     rows = []
     for method in (method for method in methods if method in shown):
-        settings = paper_settings(modelpool).get(method, ())
+        settings = paper_settings(modelpool, method)
         rows.append(":".join([f"{method}={method}", *settings]))
         if form := forms.get(method):
             rows.append(":".join([f"{method} ({form})={method}", f"form={form}", *settings]))
     return rows
 
 
-def _pools(modelpool: str, overrides: Sequence[str]) -> DictConfig:
-    return compose_run(without_method([f"modelpool={modelpool}", *overrides]))
+def _data_of(config: DictConfig) -> set[str]:
+    """Return which data of :data:`NEED_DATA` the pools have: unlabelled (CLIP, Flan-T5) or training data (CLIP)."""
+    taskpool, train = taskpool_config(config), config.modelpool.get("train_datasets") or {}
+    kind = str(taskpool.get("_target_") or taskpool.get("type")).rpartition(".")[2]
+    trained = kind == "CLIPVisionModelTaskPool" and {*config.modelpool.models} - {PRETRAINED} <= {*train}
+    unlabelled = kind in ("CLIPVisionModelTaskPool", "FlanT5GLUETextGenerationTaskPool")
+    return {name for name, has in {"training": trained, "unlabelled": unlabelled}.items() if has}
 
 
 def with_fitting_ranks(spec: RunSpec, experiment: Experiment, overrides: Sequence[str]) -> RunSpec:
@@ -159,38 +128,30 @@ def with_fitting_ranks(spec: RunSpec, experiment: Experiment, overrides: Sequenc
     return replace(spec, overrides=overrides, settings=(*spec.settings, *changed))
 
 
-def _methods_with_data(modelpool: str, overrides: Sequence[str]) -> list[str]:
-    """Return the methods whose data the pools have: unlabelled (CLIP, Flan-T5) or training data (CLIP)."""
-    config = _pools(modelpool, overrides)
-    taskpool, train = taskpool_config(config), config.modelpool.get("train_datasets") or {}
-    kind = str(taskpool.get("_target_") or taskpool.get("type")).rpartition(".")[2]
-    trained = kind == "CLIPVisionModelTaskPool" and {*config.modelpool.models} - {PRETRAINED} <= {*train}
-    has = {"training": trained, "unlabelled": kind in ("CLIPVisionModelTaskPool", "FlanT5GLUETextGenerationTaskPool")}
-    return [method for method, data in NEED_DATA.items() if has[data]]
-
-
 def printed_row(spec: RunSpec, form: str | None, modelpool: str, printed: Mapping[str, Published]) -> Published:
     """Return the printed numbers for a method if it is run with the paper's settings.
 
     They stand beside either form, unless it is known which was printed. A ``released`` form needs no note about it.
     """
-    given = tuple(setting for setting in spec.settings if not setting.startswith("form="))
-    if _PRINTED_FORM.get(spec.method, form) != form:
+    if _PAPER["printed_form"].get(spec.method, form) != form:
         return {}
-    as_printed = given == paper_settings(modelpool).get(spec.method, ())
+    given = tuple(setting for setting in spec.settings if not setting.startswith("form="))
+    as_printed = given == paper_settings(modelpool, spec.method)
     row = printed.get(spec.method if as_printed else ":".join((spec.method, *given)), {})
     about_it = {key for key, number in row.items() if form == "released" and "form=released" in number["note"]}
     return row | {key: {**row[key], "note": ""} for key in about_it}
 
 
-def panel_specs(panel: Panel, width: int) -> list[RunSpec]:
-    fixed = {key: rank_for_width(key, value, width) for key, value in panel.fixed.items()}
-    rows = []
-    for value in sorted({rank_for_width(panel.key, value, width) for value in panel.values}):
-        settings = tuple(f"{key}={number}" for key, number in {**fixed, panel.key: value}.items())
+def panel_specs(panel: Mapping[str, Any], width: int) -> list[RunSpec]:
+    """Return the methods of a panel of :data:`SENSITIVITY`, with ranks for the width."""
+    specs = []
+    for value in panel["values"]:
+        options = {**panel["fixed"], panel["key"]: value}
+        fitting = {key: rank_for_width(key, number, width) for key, number in options.items()}
+        settings = tuple(f"{key}={number}" for key, number in fitting.items())
         overrides = ("method=nufilt", *(f"method.{setting}" for setting in settings))
-        rows.append(RunSpec(f"{panel.symbol} {value}", overrides, "nufilt", settings))
-    return rows
+        specs.append(RunSpec(f"{panel['symbol']} {fitting[panel['key']]}", overrides, "nufilt", settings))
+    return list(dict.fromkeys(specs))  # several ranks may be one in a narrow model
 
 
 def rank_for_width(key: str, value: int, width: int) -> int:

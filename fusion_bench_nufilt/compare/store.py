@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any
 
 from typing_extensions import TypedDict
 
@@ -19,7 +19,7 @@ _DELETE = "delete it, and it is made again"
 
 class _Settings(TypedDict):
     modelpool: str
-    weights: NotRequired[dict[str, str]]
+    weights: dict[str, str]
 
 
 class _RunFile(TypedDict):
@@ -52,12 +52,8 @@ class Store:
         """Save the settings and the digests of the models' weights; refuse weights that differ from those there."""
         if self._outdated:
             self._delete()
-        elif self._before is not None:
-            if (known := self._before.get("weights")) is None:
-                why = "was made by an older version, which did not keep what the models' weights were"
-                raise self._refused(why)
-            if other := differences(known, weights):
-                raise self._refused(f"holds results of other models: '{other[0].name}' has other weights there")
+        elif self._before is not None and (other := differences(self._before["weights"], weights)):
+            raise self._refused(f"holds results of other models: '{other[0].name}' has other weights there")
         self.settings = {**self.settings, "weights": weights}
         write_json(self._file, self.settings)
 

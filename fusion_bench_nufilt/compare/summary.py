@@ -40,7 +40,7 @@ class Comparison(ComparisonContent):
             row = printed_row(spec, form, settings["modelpool"], printed)
             data = NEED_DATA.get(spec.method, "none")
             methods[spec.label] = Method(list(spec.overrides), dict(by_seed), data, row)
-        panels = [{**panel._asdict(), "fixed": list(panel.fixed)} for panel in SENSITIVITY]
+        panels = [{**panel, "fixed": list(panel["fixed"])} for panel in SENSITIVITY]
         environments = pd.DataFrame(run.environment for by_seed in runs.values() for run in by_seed.values())
         return cls(
             settings=settings,

@@ -57,9 +57,9 @@ class Coverage:
 
     def as_dict(self) -> dict[str, object]:
         """Return the counts and shares as a JSON file has them."""
-        fates = {"merged": self.merged, "averaged": (0, 0.0), "kept": (0, 0.0)}
-        fates["averaged" if self.targets.other_params == "mean" else "kept"] = self.others
-        counts = {fate: {"parameters": count, "share": share} for fate, (count, share) in fates.items()}
+        shares = {"merged": self.merged, "averaged": (0, 0.0), "kept": (0, 0.0)}
+        shares["averaged" if self.targets.other_params == "mean" else "kept"] = self.others
+        counts = {name: {"parameters": count, "share": share} for name, (count, share) in shares.items()}
         blocks = {"merged_share_of_blocks": self.merged_share_of_blocks, "left_out": self.left_out}
         return {"layers": self.layers, **counts, **blocks}
 

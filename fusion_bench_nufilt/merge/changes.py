@@ -50,7 +50,7 @@ def always_lost(plan: Plan, task: FullModel) -> list[str]:
     """
     merged = {layer.slot for layer in plan.layers} | plan.averaged_of(task)
     foreign = (slot for slot in task.slots if slot not in plan.pretrained.slots)
-    untied = (key for key, slot in task.twins.items() if slot in task.keys and _untied(task, key, task.keys[slot]))
+    untied = (key for key, slot in task.tied.items() if slot in task.keys and _untied(task, key, task.keys[slot]))
     outside = (slot for slot in task.pairs if slot in plan.others and slot not in merged)
     return [*task.ignored, *foreign, *untied, *outside]
 

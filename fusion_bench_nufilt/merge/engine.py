@@ -145,7 +145,7 @@ class LayerMerger:
         pretrained = {name: merged[name].theta_0 for name in theta_t}
         add_each = self.plan.method.add_each
         with self._turn_on(device):
-            for name, state, report, _ in add_each(states, pretrained, theta_t, step=step, device=device):
+            for name, state, report in add_each(states, pretrained, theta_t, step=step, device=device):
                 if not all(map(is_finite, state.values())):
                     too_large = f"the result is too large for {pretrained[name].dtype}, or its squares are"
                     raise ValueError(f"model '{task.source.name}', layer '{name}': {too_large}")

@@ -62,15 +62,18 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         names, layers = _layers_in(group, targets)
         if not layers:
             joining = {"mean": tasks, "first": tasks[:1], "pretrained": []}[targets.other_params]
-            return _mean(base, joining, group.metadata.name).to(base.dtype)
+            return _mean(base, joining, group.metadata.name)
         method, pretrained = self.kind(options, names, rest["seed"]), _matrices(layers, base)
         states = {name: method.start(name, theta_0) for name, theta_0 in pretrained.items()}
         for step, task in enumerate(tasks, 1):
             added = method.add_each(states, pretrained, _matrices(layers, task), step=step)
-            states = {name: state for name, state, _, _ in added}
+            states = {name: state for name, state, _ in added}
         merged, result = dict(method.weigh_each(states, pretrained)), base.clone()
         for layer in layers:
-            result[slice(*layer.view.rows)] = layer.view.part(merged[layer.name])
+            part = layer.view.part(merged[layer.name]).to(base.dtype)
+            if not is_finite(part):
+                raise ValueError(f"tensor '{group.metadata.name}': the merged weight is too large for {base.dtype}")
+            result[slice(*layer.view.rows)] = part
         return result
 
 
@@ -112,9 +115,12 @@ def _matrices(layers: list[Layer], tensor: Tensor) -> dict[str, Tensor]:
     return {layer.name: layer.view.matrix(tensor[slice(*layer.view.rows)]) for layer in layers}
 
 
-def _mean(value: Tensor, tasks: list[Tensor], tensor: str) -> Tensor:
+def _mean(base: Tensor, tasks: list[Tensor], tensor: str) -> Tensor:
+    mean = base
     for count, task in enumerate(tasks, 1):
-        value = running_mean(value, task, count)
-    if tasks and not is_finite(value):
+        mean = running_mean(mean, task, count)
+    if tasks and not is_finite(mean):
         raise ValueError(f"tensor '{tensor}': a model has NaN or infinite values")
-    return value
+    if tasks and not is_finite(mean := mean.to(base.dtype)):
+        raise ValueError(f"tensor '{tensor}': the mean has values that {base.dtype} can't hold")
+    return mean

@@ -259,6 +259,8 @@ def _set_files(result: Vocabulary, base: _Tokens, owner: _Tokens, added: Any) ->
     """Give the result a model's tokenizer, or the one with added tokens, and configurations that fit it."""
     files = owner.files
     if added:
+        for key in ("is_local", "local_files_only"):  # how it was opened here, which transformers saves as well
+            added.init_kwargs.pop(key, None)
         with tempfile.TemporaryDirectory() as folder:
             added.save_pretrained(folder)
             saved = [path for path in Path(folder).rglob("*") if path.is_file()]

@@ -25,8 +25,8 @@ States = Mapping[str, State]
 Report = dict[str, Any]
 """What a step did to a layer, for ``layers.csv`` and the manifest."""
 
-Added = tuple[str, State, Report, Tensor | None]
-"""The name, the new state and a report of a layer, and its merged weight if that was asked for."""
+Added = tuple[str, State, Report]
+"""The name, the new state and a report of a layer."""
 
 
 class LayerMethod(ABC):
@@ -85,13 +85,12 @@ class LayerMethod(ABC):
         *,
         step: int,
         device: Devices | None = None,
-        weigh: bool = False,
     ) -> Iterator[Added]:
         """Add one task to many layers, side by side; a method that solves layers together overrides this.
 
         ``step`` is the number of the task in the stream, from 1. ``device`` says where to compute, by default on the
         pretrained weights' device; of several devices, each takes the next layer when it is free. Yield the name, the
-        new state, a report and, with ``weigh``, the merged weight of each layer as it is finished.
+        new state and a report of each layer as it is finished.
 
         Raises:
             ValueError: the models do not fit or hold non-finite values, or a layer can't be solved on its device; the
@@ -114,9 +113,7 @@ class LayerMethod(ABC):
                 "task_norm": (tau.norm() if isinstance(tau, LowRank) else torch.linalg.vector_norm(tau)).item(),
                 **{name: value.item() for name, value in after.items() if value.ndim == 0},
             }
-            del new, tau
-            weight = self.weight(layer, after, theta_0).to(home) if weigh else None
-            return layer, _moved(after, home), report, weight
+            return layer, _moved(after, home), report
 
         yield from _solve_each(add, states, pretrained, device)
 

@@ -44,7 +44,6 @@ class Nufilt(LayerMethod):
         *,
         step: int,
         device: Devices | None = None,
-        weigh: bool = False,
     ) -> Iterator[Added]:
         """Solve layers of equal shape together, as :func:`fusion_bench_nufilt.core.fuse_each` does."""
         merged, seed = {layer: state["weight"] for layer, state in states.items()}, self.seed
@@ -52,7 +51,7 @@ class Nufilt(LayerMethod):
             pretrained, merged, task, self.options, seed=seed, step=step, device=device, batch_bytes=BATCH_BYTES
         )
         for layer, weight, report in each:
-            yield layer, {"weight": weight}, dataclasses.asdict(report), weight
+            yield layer, {"weight": weight}, dataclasses.asdict(report)
 
     def warning(self, shapes: Sequence[tuple[int, int]]) -> str | None:
         rank = self.options.null_rank

@@ -171,7 +171,6 @@ class TsvStream(OrderFree):
 
     def update(self, state: State, scale: float) -> Tensor:
         s = state["values"]
-        s = state["values"]
         if not s.any():
             return torch.zeros(len(state["left"]), len(state["right"]), dtype=s.dtype, device=s.device)
         left, right = (polar_factor(state[side][:, s > 0].to(s.dtype)) for side in self.directions)

@@ -9,11 +9,10 @@ from altair.typing import ChartType
 from typing_extensions import TypedDict
 
 from .charts import beside, by_depth, heat_maps, lines
+from .content import Json
 from .names import depth, kind
 from .page import Outputs, Tables, render_page
 from .theme import COLOURS, Rows, by_block, data, style, tooltip
-
-Json = dict[str, Any]
 
 #: The tables beside ``analysis.json``, and the columns that are read.
 MEASURED = {

@@ -29,9 +29,7 @@ def comparison_outputs(results: ComparisonContent, _: Tables) -> Outputs:
             texts[f"{name}.md"] = "\n".join(table.as_markdown() for table in tables)
             texts[f"{name}.tex"] = "".join(table.as_latex() for table in tables)
     charts: dict[str, ChartType | None] = {**charts_of(results, panels=True)}
-    if results.preset != "":  # an older file does not say which preset, and thus which pictures, it has
-        charts |= dict.fromkeys(PICTURES - charts.keys())
-    return Outputs(_page(results), charts, texts)
+    return Outputs(_page(results), charts | dict.fromkeys(PICTURES - charts.keys()), texts)
 
 
 def print_comparison(results: ComparisonContent) -> None:

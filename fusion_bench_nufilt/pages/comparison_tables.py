@@ -1,13 +1,13 @@
 """The content of a comparison's tables."""
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 
-from .content import ComparisonContent, Json, Published
+from .content import ComparisonContent, Json, Method, Published, Scores
 from .metrics import METRICS, Mean, percent
+from .page import sentences
 from .tables import Table
 
 _NOTED = "†"  # marks a printed number that has a note below the table
@@ -19,37 +19,42 @@ _PRINTED_COSTS = ("iterations", "solving_seconds", "total_seconds", "gpu_gigabyt
 
 def main_table(results: ComparisonContent) -> Table:
     """Tabulate the headline metrics, mean ± standard deviation over the seeds, beside the paper's numbers."""
-    methods, printed = results.methods, results.printed
-    rows = [
-        {"method": label, "ACC %": percent(Mean.of(scores.values()).mean), "paper ACC": _printed(printed[label], "ACC")}
-        for label, scores in results.references.items()
-    ]
-    complete = all(method.complete for method in methods.values())
-    for label, method in methods.items():
-        row = {"method": label}
+    complete = all(method.complete for method in results.methods.values())
+
+    def of_single_models(scores: Scores, printed: Published) -> Json:
+        return {"ACC %": percent(Mean.of(scores.values()).mean), "paper ACC": _printed(printed, "ACC")}
+
+    def of_method(method: Method) -> Json:
+        row = {}
         for name in _HEADLINE:
             row[f"{name} %"] = method.words(method.mean(name), sign=METRICS[name].signed)
-            row[f"paper {name}"] = _printed(printed[label], name)
+            row[f"paper {name}"] = _printed(method.published_percent, name)
         row["extra params"] = _millions(method.known("extra_parameters"))
         row["data"] = method.data
         row["merging s"] = _number(method.mean("merging_seconds").mean)
         row["runs"] = "" if complete else f"{len(method.matrices)}/{len(method.runs)}"
-        rows.append(row)
-    means = {f"{name} %": [method.mean(name) for method in methods.values()] for name in _HEADLINE}
-    title = f"{len(results.tasks)} models merged one after another"
-    return _ranked(results, title, pd.DataFrame(rows).fillna(""), means, _HEADLINE)
+        return row
+
+    texts = _rows(results, of_single_models, of_method).fillna("")
+    means = {f"{name} %": [method.mean(name) for method in results.methods.values()] for name in _HEADLINE}
+    return _ranked(results, f"{len(results.tasks)} models merged one after another", texts, means, _HEADLINE)
 
 
 def task_table(results: ComparisonContent) -> Table:
     """Tabulate the score of each task after the last step, mean ± standard deviation over the seeds."""
-    tasks, methods = results.tasks, results.methods
-    rows = [[label, *(Mean.of([row[task]]).percent() for task in tasks)] for label, row in results.references.items()]
-    rows += [[label, *(row.words(row.final(task)) for task in tasks)] for label, row in methods.items()]
-    for label, numbers in results.printed.items():
-        if not numbers.keys().isdisjoint(tasks):
-            rows.append([f"{label}, paper", *(_printed(numbers, task) for task in tasks)])
-    means = {task: [method.final(task) for method in methods.values()] for task in tasks}
-    texts = pd.DataFrame(rows, columns=["method", *tasks])
+    tasks = results.tasks
+    measured = _rows(
+        results,
+        lambda scores, _: {task: Mean.of([scores[task]]).percent() for task in tasks},
+        lambda method: {task: method.words(method.final(task)) for task in tasks},
+    )
+    printed = [
+        {"method": f"{label}, paper"} | {task: _printed(numbers, task) for task in tasks}
+        for label, numbers in results.printed.items()
+        if not numbers.keys().isdisjoint(tasks)
+    ]
+    texts = pd.concat([measured, pd.DataFrame(printed, columns=measured.columns)], ignore_index=True)
+    means = {task: [method.final(task) for method in results.methods.values()] for task in tasks}
     return _ranked(results, "Score (%) of each task after the last step", texts, means, tasks)
 
 
@@ -108,33 +113,41 @@ def _filled(texts: pd.DataFrame) -> pd.DataFrame:
 def method_numbers(results: ComparisonContent) -> pd.DataFrame:
     """Return the numbers of every method as fractions, seconds and bytes, for ``table.csv``."""
     names = {name: name for name in (*METRICS, "merging_seconds", "solving_seconds")} | {"memory_bytes": "memory"}
-    references = [
-        {"method": label, "ACC_mean": Mean.of(scores.values()).mean, **_printed_fractions(results.printed[label])}
-        for label, scores in results.references.items()
-    ]
-    rows = [
-        {"method": label}
-        | _mean_and_std({title: method.mean(name) for title, name in names.items()})
-        | {name: method.known(name) for name in ("parameters", "extra_parameters")}
-        | {"data": method.data, **_printed_fractions(method.published_percent)}
-        | {"finished": " ".join(map(str, method.matrices)), "failed": "; ".join(method.failures)}
-        for label, method in results.methods.items()
-    ]
-    return pd.DataFrame([*references, *rows], columns=list(rows[0]), dtype=object)
+    return _rows(
+        results,
+        lambda scores, printed: {"ACC_mean": Mean.of(scores.values()).mean, **_printed_fractions(printed)},
+        lambda method: {
+            **_mean_and_std({title: method.mean(name) for title, name in names.items()}),
+            **{name: method.known(name) for name in ("parameters", "extra_parameters")},
+            "data": method.data,
+            **_printed_fractions(method.published_percent),
+            "finished": " ".join(map(str, method.matrices)),
+            "failed": "; ".join(method.failures),
+        },
+    )
 
 
 def task_numbers(results: ComparisonContent) -> pd.DataFrame:
     """Return the score of each task after the last step as a fraction, for ``per_task.csv``."""
-    tasks = results.tasks
-    references = [
-        {"method": label} | {f"{task}_mean": scores[task] for task in tasks}
+    return _rows(
+        results,
+        lambda scores, _: {f"{task}_mean": scores[task] for task in results.tasks},
+        lambda method: _mean_and_std({task: method.final(task) for task in results.tasks}),
+    )
+
+
+def _rows(
+    results: ComparisonContent,
+    of_single_models: Callable[[Scores, Published], Json],
+    of_method: Callable[[Method], Json],
+) -> pd.DataFrame:
+    """Return a row for each kind of single models, given their scores and the paper's, and one for each method."""
+    rows = [
+        {"method": label} | of_single_models(scores, results.printed[label])
         for label, scores in results.references.items()
     ]
-    rows = [
-        {"method": label} | _mean_and_std({task: method.final(task) for task in tasks})
-        for label, method in results.methods.items()
-    ]
-    return pd.DataFrame([*references, *rows], columns=list(rows[0]), dtype=object)
+    methods = [{"method": label} | of_method(method) for label, method in results.methods.items()]
+    return pd.DataFrame([*rows, *methods], columns=list(methods[0]), dtype=object)
 
 
 def _mean_and_std(means: Mapping[str, Mean]) -> Json:
@@ -142,28 +155,12 @@ def _mean_and_std(means: Mapping[str, Mean]) -> Json:
 
 
 def _notes(results: ComparisonContent, shown: Sequence[str]) -> list[str]:
-    """Return notes on where the numbers come from, what is missing, and the printed numbers that are shown."""
-    settings, methods = results.settings, results.methods
-    over = "mean ± standard deviation over " if len(results.seeds) > 1 else ""
-    notes = [f"{settings['modelpool']}: {len(results.tasks)} tasks; {over}{_seeds(results.seeds)}"]
-    if results.preset == "ranks":
-        curves = filter(None, results.curves.values())
-        best = (max(curve, key=lambda label: curve[label].mean("ACC").mean) for curve in curves)
-        notes.append(f"highest ACC of each panel: {', '.join(best)}")
-    if "validation" in settings.get("resolved", {}):
-        notes.append(f"scored on {results.scored}")
-    if settings.get("overrides"):
-        notes.append(f"with {' '.join(settings['overrides'])}")
-    if results.environment:  # it is empty where nothing was run
-        notes.append(", ".join(f"{name} {version}" for name, version in results.environment.items()))
-    matrices = [matrix for method in methods.values() for matrix in method.matrices.values()]
-    if missing := sorted({task for matrix in matrices for task in matrix.missing}):
-        notes.append(f"no score, and not in the means: {', '.join(missing)}")
-    for label, method in methods.items():
-        notes += [f"{label} failed on {_seeds(failed)}: {reason}" for reason, failed in method.failures.items()]
-    for label, row in results.printed.items():
-        said = [row[name]["note"] for name in shown if name in row]
-        notes += [f"{_NOTED} the paper's {label}: {note}" for note in said if note]
+    """Return notes on the numbers of a table that shows these metrics or tasks."""
+    curves = filter(None, results.curves.values()) if results.preset == "ranks" else ()
+    best = [max(curve, key=lambda label: curve[label].mean("ACC").mean) for curve in curves]
+    matrices = [matrix for method in results.methods.values() for matrix in method.matrices.values()]
+    missing = sorted({task for matrix in matrices for task in matrix.missing})
+    notes = sentences("notes.txt", results=results, shown=shown, best=best, missing=missing)
     return list(dict.fromkeys(notes))
 
 
@@ -193,12 +190,3 @@ def _number(number: float | None, digits: int = 1) -> str:
     if number is None or math.isnan(number):
         return "-"
     return f"{number:.{digits}f}" if number >= 0.1 or number == 0 else f"{number:.2g}"
-
-
-def _seeds(numbers: Sequence[int]) -> str:
-    """Return words such as ``seed 42`` or ``seeds 42-51, 60``."""
-    ranges = []
-    for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in group]
-        ranges.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
-    return f"seed{'s' if len(numbers) > 1 else ''} {', '.join(ranges)}"

@@ -11,8 +11,8 @@ from .metrics import METRICS, AccuracyMatrix, Mean
 
 Json = dict[str, Any]
 Published = dict[str, Json]  # the paper's numbers for a row, in per cent, by metric or task
-#: The scores of the single models, by ``pretrained`` or ``individual`` and by task; None where there is none.
-References = dict[str, dict[str, Score | None]]
+Scores = dict[str, Score | None]  # by task; None where there is none
+References = dict[str, Scores]  # those of the single models, by ``pretrained`` or ``individual``
 
 
 def check_references(references: References, tasks: Sequence[str]) -> None:
@@ -134,7 +134,7 @@ class ComparisonContent:
 
     settings: Json  # model pool, overrides, models, …, as in ``compare.json``
     environment: dict[str, str]  # versions and devices that the runs were made with; several where they differ
-    preset: str | None = ""  # of the methods, if any; an older file does not say
+    preset: str | None = None  # of the methods, if any
     tasks: list[str]  # in the model pool's order
     seeds: list[int]
     references: References

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.storage.schemas import Count, Coverage, Fate, LayerStep
+from fusion_bench_nufilt.storage.schemas import Count, Coverage, LayerStep, Share
 
 from .page import Outputs, Tables, render_page
 from .run import layer_charts
@@ -49,7 +49,7 @@ def merge_outputs(content: MergeContent, _: Tables) -> Outputs:
         steps=steps.reset_index(),
         strongest=strongest.reset_index(),
         layers=layer_charts(rows),
-        coverage=_fates(coverage),
+        coverage=_shares(coverage),
         remarks=[f"not merged: {name} ({count})" for name, count in coverage["left_out"].items()]
         + content.get("warnings", []),
     )
@@ -64,7 +64,7 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     return pd.concat([norms, groups[list(known)].mean().rename(columns=known)], axis=1)
 
 
-def _fates(coverage: Coverage) -> pd.DataFrame:
-    fates: dict[str, Fate] = {name: coverage[name] for name in ("merged", "averaged", "kept")}
-    rows = [(name, fate["parameters"], 100 * fate["share"]) for name, fate in fates.items() if fate["parameters"]]
+def _shares(coverage: Coverage) -> pd.DataFrame:
+    shares: dict[str, Share] = {name: coverage[name] for name in ("merged", "averaged", "kept")}
+    rows = [(name, share["parameters"], 100 * share["share"]) for name, share in shares.items() if share["parameters"]]
     return pd.DataFrame(rows, columns=["what", "tensors", "elements %"])

@@ -2,16 +2,19 @@
 
 import json
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from html import escape
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import pandas as pd
 import vl_convert
 from altair.typing import ChartType
 from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from fusion_bench_nufilt.storage.files import printable
 
 from .theme import chart_definition
 
@@ -33,6 +36,13 @@ def render_page(template: str, **content: Any) -> str:
     return templates().get_template(template).render(content, scripts=scripts)
 
 
+def sentences(template: str, **content: Any) -> list[str]:
+    """Fill a template of text, and return its paragraphs, each in one line."""
+    environment = templates().overlay(autoescape=False, finalize=_in_one_line)
+    paragraphs = environment.get_template(template).render(content).split("\n\n")
+    return [text for paragraph in paragraphs if (text := paragraph.strip().replace("\n", " "))]
+
+
 @cache
 def templates() -> Environment:
     """Return the templates, which escape all that they are given; a value that is missing is an error."""
@@ -48,6 +58,7 @@ def templates() -> Environment:
     environment.filters["definition"] = _definition
     environment.filters["number"] = _number
     environment.filters["table"] = _table
+    environment.filters["ranges"] = _ranges
     environment.filters["indented"] = lambda content: json.dumps(content, indent=2, ensure_ascii=False)
     environment.filters["sha256"] = lambda text: b64encode(sha256(text.encode()).digest()).decode()
     return environment
@@ -80,3 +91,16 @@ def _number(value: float, digits: int) -> str:
         return str(value)
     small = 0 < abs(value) < 10**-digits
     return f"{value:.2e}" if small else f"{value:.{digits}f}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text such as ``42-51, 60``."""
+    ranges = []
+    for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        ranges.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
+    return ", ".join(ranges)
+
+
+def _in_one_line(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) else value

@@ -31,15 +31,15 @@ class Head(TypedDict):
     config: dict[str, Any]  # of the task's model, with its id2label, label2id and problem_type
 
 
-class Fate(TypedDict):
+class Share(TypedDict):
     parameters: int
     share: float  # of the model's elements, 0 to 1
 
 
 class Coverage(TypedDict):
-    merged: Fate
-    averaged: Fate
-    kept: Fate
+    merged: Share
+    averaged: Share
+    kept: Share
     left_out: dict[str, int]
 
 

@@ -184,7 +184,6 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         plan = self._plan([model], step, so_far := FullModel(result, self._architecture))
         self._keep_heads(plan)
         reports: dict[str, Report] = {}
-        states: dict[str, Tensor] = {}
 
         def take(each: MergedLayer, weigh: Callable[[], Tensor]) -> None:
             layer = each.layer
@@ -192,13 +191,12 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                 result.write(so_far.keys[layer.slot], weigh())
             if not self.method.state_is_weight:
                 home = layer.view.read(pretrained).device
-                states.update({f"{layer.name}.{key}": value.to(home) for key, value in each.state.items()})
+                self._states |= {f"{layer.name}.{key}": value.to(home) for key, value in each.state.items()}
             reports[layer.name] = each.record["reports"][0]
 
         with tqdm(total=len(plan.layers), desc=f"Merging {name}", unit="layer", leave=False, disable=None) as bar:
             for count in merge_layers(plan, plan.layers, take):
                 bar.update(count)
-        self._states = states
         self._mean_counts |= average_others(plan, result.write)
         self._report(name, {layer.name: reports[layer.name] for layer in plan.layers})
         return merged

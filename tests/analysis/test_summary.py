@@ -7,9 +7,8 @@ import pandas as pd
 import pytest
 import torch
 
-from fusion_bench_nufilt.analysis.reading import reading
 from fusion_bench_nufilt.analysis.settings import AnalysisConfig
-from fusion_bench_nufilt.analysis.summary import Analysis, _correlation, save_analysis, summarise
+from fusion_bench_nufilt.analysis.summary import Analysis, _correlation, reading, save_analysis, summarise
 from tests.analysis.helpers import loss_row, pair_rows
 
 ATTENTION, MLP = "layers.0.attn.q", "layers.1.mlp.fc"

@@ -1,11 +1,13 @@
 """A mergekit file is a recipe where the result is the same, and anything else in it is refused by name."""
 
+import sys
+
 import pytest
 import torch
 import yaml
 
 from tests.commands.helpers import nufilt
-from tests.merge.helpers import save_stream, tensors
+from tests.merge.helpers import same, save_stream, tensors
 from tests.models import llama
 
 ARITHMETIC = {
@@ -102,6 +104,26 @@ def test_what_cannot_be_done_is_refused_by_its_field(folder, change, message):
     assert code == 1
     assert __import__("re").search(message, text), text
     assert not (folder / "out").exists()
+
+
+@pytest.fixture
+def without_mergekit(monkeypatch):
+    """Every import of mergekit fails, as where it is not installed."""
+    for name in {"mergekit", *sys.modules}:
+        if name.partition(".")[0] == "mergekit" or name.endswith(".in_mergekit"):
+            monkeypatch.setitem(sys.modules, name, None)
+
+
+def test_methods_of_this_package_need_no_mergekit(folder, without_mergekit):
+    models = [{"model": "task1", "parameters": {"weight": 0.5}}, {"model": "task2"}]
+    content = {"merge_method": "best", "base_model": "base", "models": models, "parameters": {"scale": 0.7}}
+    found = merged(folder, content)
+    code, text = nufilt("mergekit", "mergekit.yaml", "theirs")
+    assert (code, "pip install 'fusion-bench-nufilt[mergekit]'" in text) == (1, True), text
+    options = ("--method", "best", "--weights", 0.5, "--weights", 1, "scale=0.7")
+    code, text = nufilt("merge", "--base", "base", "--task", "task1", "--task", "task2", *options, "--out", "same")
+    assert code == 0, text
+    assert same(found, tensors(folder / "same"))
 
 
 def test_weights_are_one_for_each_task(folder):

@@ -75,8 +75,10 @@ def test_the_numbers_of_llava_are_shown_and_marked():
 
 
 def test_only_fourteen_and_twenty_tasks_are_scaled_differently():
-    assert paper_settings(B32) == {}
-    assert paper_settings("clip-vit-base-patch16_TALL14") == paper_settings("clip-vit-large-patch14_TALL20") != {}
+    pools = (B32, "clip-vit-base-patch16_TALL14", "clip-vit-large-patch14_TALL20")
+    fewer, *more = (paper_settings(pool, "ties_merging") for pool in pools)
+    assert fewer == ()
+    assert more == [("scaling_factor=0.1",)] * 2
 
 
 ROWS = {

@@ -9,7 +9,7 @@ from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.methods import METHODS
 from tests.commands.helpers import nufilt
 from tests.families import FAMILIES
-from tests.merge.helpers import RANKS, same, save_stream, tensors
+from tests.merge.helpers import RANKS, change, same, save_stream, tensors
 from tests.models import llama
 
 WITHOUT = ("--no-copy-tokenizer", "--no-write-model-card")  # the card asks the hub about each model
@@ -100,6 +100,23 @@ def test_a_bad_file_is_refused_in_one_line(folder, method, parameters, message):
     code, text = nufilt("mergekit", "mergekit.yaml", "out", "--quiet")
     assert (code, message in text) == (1, True), text
     assert not list(folder.glob("out/*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", "the merged weight is too large for "),
+        ("model.norm.weight", "the mean has values that torch.float16 can't hold"),
+    ],
+)
+def test_what_the_dtype_can_not_hold_is_refused_as_by_nufilt_merge(folder, tensor, message):
+    save_stream(folder, llama(tie_word_embeddings=False), dtype=torch.float16)
+    for name, value in (("base", 4e4), ("task1", 6e4), ("task2", 6e4), ("task3", 6e4)):
+        change(folder / name, tensor, lambda weight, value=value: weight.fill_(value))
+    write(folder, "sum", dict.fromkeys(("task1", "task2", "task3"), 2), other_params="mean")
+    for words in (("mergekit", "mergekit.yaml", "theirs", *WITHOUT), ("merge", "mergekit.yaml", "--out", "ours")):
+        code, text = nufilt(*words, "--quiet")
+        assert (code, f"error: tensor '{tensor}': {message}" in text) == (1, True), text
 
 
 def test_a_file_without_a_base_and_one_with_more_layers_than_the_base_are_refused(folder):

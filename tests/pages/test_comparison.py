@@ -148,7 +148,7 @@ def test_the_sensitivity_ends_in_a_curve_for_each_panel(tmp_path):
     result = sensitivity()
     acc, bwt = parts(charts(result)["sensitivity"])
     drawn = [[row["x"] for row in rows_of(panel, name="ACC")] for panel in parts(acc)]
-    assert drawn == [[str(value) for value in panel.values] for panel in SENSITIVITY]
+    assert drawn == [[str(value) for value in panel["values"]] for panel in SENSITIVITY]
     fixed = [title[0] for title in titles(acc)][:3]
     assert fixed == ["r_l = 0, r_v = 0", "r_p = 128, r_v = 8", "r_p = 128, r_l = 16"]
     marked = [[row["mark"] for row in rows_of(panel) if "mark" in row] for panel in parts(bwt)]

@@ -33,7 +33,7 @@ class FullModel:
         self.keys: dict[str, str] = {}
         self.pairs: dict[str, tuple[str, str, float]] = {}
         self.ignored: list[str] = []
-        self.twins: dict[str, str] = {}  # the slot of each further key that the base ties, such as an untied head
+        self.tied: dict[str, str] = {}  # the slot of each further key that the base ties, such as an untied head
         self.head: dict[str, str] = {}  # keys of the task's own head, by slot
         self.strength = 1.0  # of its update in a merge
         self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths, by slot
@@ -49,7 +49,7 @@ class FullModel:
             # Where a model that the base ties is stored untied, the slot's own name wins: the embedding, not the head.
             key = next((key for key in keys if architecture.module_name(key) == slot), keys[0])
             self.keys[slot], self.slots[slot] = key, self.source.tensors[key].shape
-            self.twins |= {twin: slot for twin in keys if twin != key}
+            self.tied |= {other: slot for other in keys if other != key}
 
     @property
     def checkpoint(self) -> Checkpoint:

@@ -18,7 +18,7 @@ class MemorySource(Source):
 
     Args:
         name: the user's name for the model.
-        tensors: by key; they are not copied.
+        tensors: by key; neither they nor the mapping are copied, so that one can be replaced once it was read.
         config: the content that the model's config.json has.
     """
 
@@ -32,8 +32,9 @@ class MemorySource(Source):
 
     def split(self, parts: Mapping[str, Parts]) -> None:
         super().split(parts)
-        split = {part(key, rows): self._whole[key][slice(*rows)] for key in parts for rows in parts[key]}
-        self._values = {key: split[key] if key in split else self._whole[key] for key in self.tensors}
+        if parts:
+            split = {part(key, rows): self._whole[key][slice(*rows)] for key in parts for rows in parts[key]}
+            self._values = {key: split[key] if key in split else self._whole[key] for key in self.tensors}
 
     def read(self, key: str, where: torch.device | str = "cpu") -> tuple[Tensor, str]:
         """Return a tensor, which shares the model's memory on its own device, and no digest."""
