@@ -34,9 +34,10 @@ def as_stored(model: Any, tensors: Mapping[str, TensorInfo]) -> tuple[nn.Module,
     joining = [change for change in changes if hasattr(change, "operations")]
     renaming = [change for change in changes if change not in joining]
     own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    backbone = getattr(model, "base_model_prefix", None)
     kept = set()  # patterns of tensors that are stored in the shape in which the model has them
     for key, info in tensors.items():
-        name, pattern = rename_source_key(key, renaming, joining, model.base_model_prefix, own)
+        name, pattern = rename_source_key(key, renaming, joining, backbone, own)
         if name in own and own[name].shape == info.shape:
             kept.add(pattern)
     idle = [change for change in joining if _by_shape(change) and kept.issuperset(change.source_patterns)]
