@@ -36,9 +36,14 @@ def grow(megabytes):
     return megabytes
 
 
+HEEDS_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+
+
 def begun(code):
-    """Begin a program that imports this module, in a session of its own."""
-    program = f"from tests import test_cluster\nfrom fusion_bench_nufilt.cluster import run_locally\n{code}"
+    """Begin a program that imports this module, and that Ctrl-C ends even if this process runs in the background."""
+    program = (
+        f"{HEEDS_CTRL_C}\nfrom tests import test_cluster\nfrom fusion_bench_nufilt.cluster import run_locally\n{code}"
+    )
     return subprocess.Popen(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE, text=True
     )

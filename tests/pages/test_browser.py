@@ -103,8 +103,9 @@ def test_a_click_on_a_header_sorts_and_another_turns_it_round(browser, pages):
 
 
 def labels(chart, mark):
-    """What the marks of a chart say to those who do not see it."""
-    found = chart.find_elements("css selector", f"[aria-roledescription='{mark}']")
+    """What the marks of a chart, once it has some, say to those who do not see it."""
+    marks = ("css selector", f"[aria-roledescription='{mark}']")
+    found = WebDriverWait(chart.parent, 20).until(lambda _: chart.find_elements(*marks))
     return [element.get_attribute("aria-label") for element in found]
 
 
