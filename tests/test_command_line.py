@@ -25,6 +25,7 @@ def matrix_of(logs):
     return json.loads((logs / "accuracy_matrix.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_bare_command_merges_and_evaluates_beside_a_config_folder_of_the_users(fusion_bench):
     (fusion_bench.folder / "config").mkdir()
     done = fusion_bench(*DEMO)

@@ -65,7 +65,7 @@ for number in range(kills):
 """
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(60, marks=pytest.mark.slow)])
 def test_nufilt_merge(inputs, kills):
     whole = hashes(merge(inputs, ["task1", "task2"], "whole"))
     COUNTS["kills"] += kills
