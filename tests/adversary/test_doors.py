@@ -10,7 +10,7 @@ from tests.adversary import doors
 from tests.adversary.cases import cases, good_folder
 from tests.adversary.doors import Case, sample, spoilt
 
-FAST, NIGHTLY = 75, 2000  # cases
+FAST, NIGHTLY = 50, 2000  # cases
 
 
 @pytest.fixture(scope="module")

@@ -147,6 +147,7 @@ def merge_and_tell(inputs, start, errors):
         errors.put(str(error) or repr(error))
 
 
+@pytest.mark.slow
 def test_two_merges_into_one_folder_make_one_result_and_the_other_says_who_is_writing(inputs):
     whole = hashes(merge(inputs, ["task1", "task2"], "whole"))
     context = multiprocessing.get_context("forkserver")
