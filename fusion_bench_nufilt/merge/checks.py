@@ -24,7 +24,7 @@ from .sources.source import some
 
 log = logging.getLogger(__name__)
 
-_CHANGED = "merge or fetch it again; --no-verify goes on from it all the same"
+CHANGED = "merge or fetch it again; --no-verify goes on from it all the same"
 
 
 def check_merged(plan: Plan, merged: FullModel) -> Iterator[str]:
@@ -91,7 +91,7 @@ def verify_merged(plan: Plan) -> Iterator[str]:
     if plan.before and "files" not in plan.before:
         yield f"'{merged.name}' is of an earlier version, whose {MANIFEST} does not tell whether it was changed"
     names = [*merged.opened, *(f"{state}/{name}" for name in (plan.state.source.opened if plan.state else ()))]
-    verify_files(merged.folder, plan.before, _CHANGED, names)
+    verify_files(merged.folder, plan.before, CHANGED, names)
 
 
 def check_task(selection: Selection, task: FullModel, architecture: Architecture, averaged: set[str]) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """Merge layers several at a time, within a memory limit, in this process or on the nodes of a Ray cluster."""
 
 import dataclasses
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,8 +21,6 @@ from .forecast import batches, layer_budget, layer_memory, solving_memory
 from .output import Record
 from .plan import BATCHES_PER_GPU, Plan, state_tensors
 from .sources.fp8 import Quantised
-
-log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ from fusion_bench_nufilt.storage.schemas import Manifest
 
 from .architecture import Architecture
 from .changes import refuse_losses
-from .checks import check_merged, check_state, check_task, verify_merged
+from .checks import CHANGED, check_merged, check_state, check_task, verify_merged
 from .forecast import layer_memory, process_memory
 from .heads import describe_heads, take_heads
 from .layout import check_fp8, small_files_of
@@ -24,8 +24,6 @@ from .sources.checkpoint import Checkpoint, is_adapter
 from .sources.models import FullModel
 from .sources.source import some
 from .vocabulary import join_vocabularies
-
-_CHANGED = "merge or fetch it again; --no-verify goes on from it all the same"
 
 
 def plan_merge(
@@ -98,7 +96,7 @@ def _open_merged(
     if name is None:
         return None, Manifest(), None
     merged = _open("merged model", name, "give it as a --task")
-    before = read_manifest(merged.folder, _CHANGED, verify=settings.verify) or Manifest()
+    before = read_manifest(merged.folder, CHANGED, verify=settings.verify) or Manifest()
     keeps = not kind.state_is_weight or settings.accumulate == "float32"
     kept = (merged.folder_with(STATE_FILE) / STATE_FILE).parent if keeps else None
     state = FullModel(Checkpoint.from_folder(str(kept), kept), architecture) if kept and kept.is_dir() else None

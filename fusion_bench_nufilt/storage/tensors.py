@@ -115,8 +115,8 @@ def end_of_file(header: bytes) -> int:
 
 
 def describe(tensor: Tensor) -> TensorInfo:
-    """Return the description of a tensor, without a place in a file."""
-    name = next(name for name, dtype in _DTYPES.items() if dtype == tensor.dtype)
+    """Return the description of a tensor, without a place in a file; it may be of a dtype that no file here has."""
+    name = next((name for name, dtype in _DTYPES.items() if dtype == tensor.dtype), str(tensor.dtype))
     return TensorInfo("", name, tuple(tensor.shape), 0, tensor.nbytes)
 
 
