@@ -37,7 +37,11 @@ def mergekit(
         except ImportError as error:
             raise ValueError(f"{error}: pip install 'fusion-bench-nufilt[mergekit]'") from None
         register_methods()
-        _check_names(yaml.safe_load(config.read_text()))
+        try:
+            content = checked(yaml.safe_load(config.read_text()), dict[str, Any])
+        except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
+            raise ValueError(f"'{config}' can't be read: {' '.join(str(error).split())}") from None
+        _check_names(content)
         words = [str(config), str(out), *(options or ()), *(["--quiet"] if quiet else [])]
         try:
             main(words, prog_name="nufilt mergekit")
@@ -45,13 +49,13 @@ def mergekit(
             raise ValueError("; ".join(each["msg"] for each in error.errors())) from None
 
 
-def _check_names(content: Any) -> None:
+def _check_names(content: dict[str, Any]) -> None:
     """Refuse an unknown method, and for a method of this package an unknown parameter, which mergekit would ignore."""
     from mergekit.merge_methods import registered_methods
 
     methods = {method.spec.name: method.spec for method in registered_methods()}
     if (name := content.get("merge_method")) not in methods:
-        raise ValueError(unknown("merge_method", name, methods))
+        raise ValueError(unknown("merge_method", str(name), methods))
     known = [parameter.name for parameter in methods[name].parameters]
     for strange in (each for each in _parameters(content) if name in METHODS and each not in known):
         raise ValueError(unknown(f"parameter of merge_method {name}", strange, known))

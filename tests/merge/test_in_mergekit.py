@@ -102,6 +102,16 @@ def test_a_bad_file_is_refused_in_one_line(folder, method, parameters, message):
     assert not list(folder.glob("out/*.safetensors"))
 
 
+@pytest.mark.parametrize("content", ["- models\n", "models: [\n", None])
+def test_what_is_no_file_of_mergekit_is_refused_in_one_line(folder, content):
+    if content is not None:
+        (folder / "mergekit.yaml").write_text(content)
+    else:
+        (folder / "mergekit.yaml").unlink(missing_ok=True)
+    code, text = nufilt("mergekit", "mergekit.yaml", "out", "--quiet")
+    assert (code, "'mergekit.yaml' can't be read: " in text, "Traceback" in text) == (1, True, False), text
+
+
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
