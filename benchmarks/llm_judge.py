@@ -45,7 +45,9 @@ def main() -> None:
     if not (out / "base/model.safetensors").exists():
         load = {"pretrained_model_name_or_path": arguments.gguf.parent, "gguf_file": arguments.gguf.name}
         AutoTokenizer.from_pretrained(**load).save_pretrained(out / "base")
-        AutoModelForCausalLM.from_pretrained(**load, dtype=torch.float32).save_pretrained(out / "base")
+        base = AutoModelForCausalLM.from_pretrained(**load, dtype=torch.float32)  # no longer quantized
+        base.hf_quantizer.remove_quantization_config(base)
+        base.save_pretrained(out / "base")
     tokenizer = AutoTokenizer.from_pretrained(out / "base", padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token
     trains = {name: write_task(name, task, arguments.clones, out / "tasks") for name, task in TASKS.items()}
