@@ -165,7 +165,7 @@ def check_state(plan: Plan, name: str) -> Iterator[str]:
                 but = f"{found.dtype} {found.shape} is not {str(like.dtype).removeprefix('torch.')} {shape}"
                 advice = "as the base's layer would be; remove that folder if the weights beside it are right"
                 raise ValueError(f"'{plan.state.source.name}', tensor '{slot}': {but}, {advice}")
-    others = sorted(there.keys() - known)
+    others = sorted(key for key in there.keys() - known if key.rpartition(".")[2] not in method.optional)
     if method.state_is_weight:
         if before.get("accumulate") == "float32" and plan.settings.accumulate == "stored":
             yield f"'{name}' has the merged layers in float32; --accumulate float32 goes on from there"

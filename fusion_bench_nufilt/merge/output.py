@@ -14,6 +14,7 @@ from typing import Annotated, Any, Required, TypeVar
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from fusion_bench_nufilt.methods.strength import Measure
 from fusion_bench_nufilt.storage.files import HOLDER, LOCK, lock_folder, sync, write_text
 from fusion_bench_nufilt.storage.schemas import Count
 from fusion_bench_nufilt.storage.tensors import file_digest, write_at
@@ -37,6 +38,7 @@ class Record(TypedDict, total=False):
     changed: list[str]  # the models whose tensor outside the merged layers is not the base's
     mean_count: Count
     not_finite: str
+    measure: Measure  # of a layer whose method finds its scale
 
 
 class _Head(TypedDict):

@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
 
 from .base import State
-from .order_free import OrderFree, RampConfig, ScaleConfig, map_spectrum, option, polar_factor
+from .order_free import AutoScaleConfig, OrderFree, RampConfig, ScaleConfig, map_spectrum, option, polar_factor
 from .spectral import Spectral, SpectralConfig
-from .task_vector import TaskVector
+from .task_vector import Directions, TaskVector
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,7 @@ class TsvStream(OrderFree):
     name = "tsv_stream"
     label = "TSV-M (stream)"
     citation = "TSV-M ([Gargiulo et al., CVPR 2025](https://arxiv.org/abs/2412.00081)), one task after another"
+    Options = AutoScaleConfig
     directions = ("left", "right")
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
@@ -169,6 +170,9 @@ class TsvStream(OrderFree):
             kept[name] = pad(columns, (0, k - columns.shape[-1]))
         return kept
 
+    def leading(self, state: State) -> Directions:
+        return Directions(state["left"], state["values"], state["right"])
+
     def update(self, state: State, scale: float) -> Tensor:
         s = state["values"]
         if not s.any():
@@ -180,18 +184,23 @@ class TsvStream(OrderFree):
 MEMBERS: dict[str, tuple[type[OrderFree], RampConfig]] = {
     "spectral": (Spectral, SpectralConfig(damp=1.0)),
     "sylvester": (Sylvester, RidgeConfig(eps=0.001)),
-    "tsv_stream": (TsvStream, ScaleConfig(scale=1.5)),
+    "tsv_stream": (TsvStream, AutoScaleConfig(scale=1.5)),
 }
 """The methods that are mixed, at the settings that were best on benchmarks (docs/notes/order_free_rule.md)."""
 
 
 @dataclass(frozen=True)
-class MixConfig(ScaleConfig):
+class MixConfig(AutoScaleConfig):
     """The settings of a mixture of two methods."""
 
     pair: Literal["tsv_stream+spectral", "spectral+sylvester", "tsv_stream+sylvester"] = option(
         "tsv_stream+spectral", "The two methods whose updates are averaged."
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale == "auto" and "tsv_stream" not in self.pair:
+            raise ValueError(f"scale=auto needs tsv_stream in the pair, got {self.pair}: give scale a number")
 
 
 class Mix(OrderFree):
@@ -218,6 +227,10 @@ class Mix(OrderFree):
             after = member.gather(_part_of(member, state), task)
             state = {**state, **{f"{member.name}_{name}": value for name, value in after.items()}}
         return state
+
+    def leading(self, state: State) -> Directions:
+        member = next(each for each in self._members if isinstance(each, TsvStream))
+        return member.leading(_part_of(member, state))
 
     def update(self, state: State, scale: float) -> Tensor:
         updates = [member.update(_part_of(member, state), scale * member.scale) for member in self._members]

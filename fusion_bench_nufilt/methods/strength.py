@@ -1,0 +1,66 @@
+r"""The strength of a whole merge, found from its layers (docs/strength.md).
+
+:math:`\lambda X` does :math:`\lambda c` times what the tasks do, and moves the base by :math:`\lambda m`:
+
+.. math::
+    c = \sum_t \langle X, \hat\tau_t \rangle / \sum_t \lVert \tau_t \rVert^2, \qquad
+    m_l = \lVert X_l \rVert / \lVert W_{0,l} \rVert, \qquad
+    \lambda = 1 / \sqrt{(c / 1.5)^2 + (m / 0.25)^2}
+
+with sums over all layers, m the geometric mean over those that moved, and :math:`\hat\tau_t` the leading
+:math:`\min(d_o, d_i) / T` directions of :math:`\tau_t`. The merge is as strong as an ellipse allows: at most 1.5 times
+what the tasks do, and at most 0.25 of the base.
+"""
+
+from collections.abc import Collection
+from math import exp, hypot, log
+
+import torch
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from .task_vector import Directions
+
+MOST_KEPT, MOST_MOVED = 1.5, 0.25  # chosen on two small CLIPs, docs/notes/strength.md
+
+
+class Measure(TypedDict):
+    """What the strength needs to know of a layer and of its merged update X."""
+
+    tasks: int  # those that moved the layer
+    kept: float  # the sum of <X, leading directions of the task>
+    energy: float  # the sum of the tasks' squared norms
+    norm: float  # of X
+    base_norm: float
+
+
+class Strength(TypedDict):
+    """The strength of a merge, and the two numbers that it follows from, which are of an update of strength 1."""
+
+    scale: float
+    kept: float  # c, the share that the tasks keep of themselves
+    moved: float  # m, how far the layers move
+
+
+def measure(tasks: int, energy: float, leading: Directions, X: Tensor, theta_0: Tensor) -> Measure:
+    """Measure a layer whose tasks' directions, all side by side, are ``leading``; X and theta_0 are ``(d_o, d_i)``."""
+    left, values, right = (each.to(X.dtype) for each in leading)
+    norm = torch.linalg.vector_norm
+    return Measure(
+        tasks=tasks,
+        kept=((X @ right) * (left * values)).sum().item(),
+        energy=energy,
+        norm=norm(X).item(),
+        base_norm=norm(theta_0.to(X.dtype)).item(),
+    )
+
+
+def find_strength(layers: Collection[Measure]) -> Strength:
+    """Return the strength of a merge of these layers, which is 1 for a single task."""
+    shares = [layer["norm"] / layer["base_norm"] for layer in layers if layer["norm"] and layer["base_norm"]]
+    energy = sum(layer["energy"] for layer in layers)
+    kept = sum(layer["kept"] for layer in layers) / energy if energy else 0.0
+    moved = exp(sum(map(log, shares)) / len(shares)) if shares else 0.0
+    several = max((layer["tasks"] for layer in layers), default=0) > 1
+    scale = 1 / hypot(kept / MOST_KEPT, moved / MOST_MOVED) if several and moved else 1.0
+    return Strength(scale=scale, kept=kept, moved=moved)
