@@ -2,15 +2,17 @@
 
     python benchmarks/strength.py --out STRENGTH.json DEV:demo_adamw DEV:demo_muon DEV:demo_adamw+demo_muon:4 ...
 
-A benchmark is FOLDER:POOL, as `tunings.py` leaves it. Several pools joined by a plus sign deal their tasks in turn, and
-a number at the end keeps so many tasks. Each method merges the tasks once; its update of all merged layers is then
-multiplied by powers of the square root of 2, and by the multiple of the rule, and every model is scored. Scores are
-kept in the file, so that an interrupted run goes on.
+A benchmark is FOLDER:POOL, where FOLDER/config has the pool, as `tunings.py` and `llm_judge.py` leave it. Several pools
+joined by a plus sign deal their tasks in turn, and a number at the end keeps so many tasks. Each method merges the tasks
+once; its update of all merged layers is then multiplied by powers of the square root of 2, and by the multiple of the
+rule, and every model is scored. Scores are kept in the file, so that an interrupted run goes on.
+
+With --judge, only `best` is multiplied. It is scored with scale=auto, too, and so are the other methods at their
+settings; NUFILT in three orders (seeds 42 to 44).
 """
 
 import argparse
 import json
-from math import exp, hypot, log
 from pathlib import Path
 
 import torch
@@ -20,7 +22,8 @@ from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run, quiet
 from fusion_bench_nufilt.compare.experiment import Experiment
 from fusion_bench_nufilt.layers import select_layers
-from fusion_bench_nufilt.methods.task_vector import TaskVector
+from fusion_bench_nufilt.methods.strength import Strength, find_strength, measure
+from fusion_bench_nufilt.methods.task_vector import Directions, TaskVector
 from fusion_bench_nufilt.stream.evaluation import score
 from fusion_bench_nufilt.stream.models import PRETRAINED, load_model
 
@@ -31,7 +34,7 @@ METHODS = {
     "sum": {"scale": 0.4, "ramp": 0.4},
     "nufilt/all_linear": {},
 }
-MOST_KEPT, MOST_MOVED = 1.5, 0.25  # fitted on the development set
+JUDGED = ("tsv_stream", "spectral", "nufilt/all_linear")  # beside best
 Updates = dict[str, Tensor]  # by layer, (d_o, d_i)
 
 
@@ -40,17 +43,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benchmarks", nargs="+", metavar="FOLDER:POOL[+POOL...][:TASKS]")
     parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--judge", action="store_true")
     parser.add_argument("--out", required=True, type=Path)
     arguments = parser.parse_args()
+    methods = ["best", "auto", *JUDGED] if arguments.judge else arguments.methods.split(",")
     torch.set_num_threads(1)
     record = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     for name in arguments.benchmarks:
         rows = record.setdefault(name, {})
-        missing = [method for method in arguments.methods.split(",") if method not in rows]
+        missing = [method for method in methods if method not in rows]
         benchmark = Benchmark(name) if missing else None
         for method in missing:
             rows["single"] = rows.get("single") or benchmark.single()
-            rows[method] = benchmark.measure(method)
+            one = arguments.judge and method != "best"
+            rows[method] = benchmark.judge(method) if one else benchmark.measure(method)
             arguments.out.write_text(json.dumps(record, indent=1))
             print(name, method, json.dumps(rows[method]), flush=True)
 
@@ -61,7 +67,7 @@ class Benchmark:
     def __init__(self, name: str) -> None:
         folder, pools, *count = name.split(":")
         search = f"hydra.searchpath=[file://{Path(folder).resolve()}/config]"
-        experiments = [Experiment(compose_run([f"modelpool=judge_{pool}", search])) for pool in pools.split("+")]
+        experiments = [Experiment(compose_run([f"modelpool={pool}", search])) for pool in pools.split("+")]
         self.experiment = experiments[0]
         self.tasks = list(self.experiment.tasks)[: int(count[0]) if count else None]
         with quiet():
@@ -72,7 +78,8 @@ class Benchmark:
             }
             self.experiment.evaluator.check(self.pretrained, self.tasks)
         pool = self.experiment.evaluator.taskpool
-        pool.test_dataloaders = {task: list(pool.test_dataloaders[task]) for task in self.tasks}  # decoded once
+        if hasattr(pool, "test_dataloaders"):
+            pool.test_dataloaders = {task: list(pool.test_dataloaders[task]) for task in self.tasks}  # decoded once
         self.layers = select_layers(self.pretrained, "all-linear", ())
         self.base = self.read(self.pretrained)
         self.vectors = {task: self.difference(model) for task, model in self.models.items()}
@@ -116,22 +123,34 @@ class Benchmark:
         numbers = self.numbers(X)
         return {
             **numbers,
-            "rule": at(numbers["multiple"]),
+            "rule": at(numbers["scale"]),
             "curve": dict(sorted(curve.items(), key=lambda item: float(item[0]))),
         }
 
-    def numbers(self, X: Updates) -> dict[str, float]:
+    def numbers(self, X: Updates) -> Strength:
         """Return what the tasks keep of themselves, how far the model moves, and the multiple that follows."""
-        inner = energy = 0.0
+        layers, tasks = [], len(self.vectors)
         for layer, x in X.items():
-            count = min(x.shape) // len(self.vectors)
-            for task in self.vectors.values():
-                U, s, V = TaskVector(task[layer]).directions(count)
-                inner += ((x @ V) * (U * s)).sum().item()
-                energy += task[layer].square().sum().item()
-        shares = [(x.norm() / self.base[layer].norm()).item() for layer, x in X.items() if x.any()]
-        kept, moved = inner / energy, exp(sum(map(log, shares)) / len(shares))
-        return {"kept": kept, "moved": moved, "multiple": 1 / hypot(kept / MOST_KEPT, moved / MOST_MOVED)}
+            vectors = [TaskVector(task[layer]) for task in self.vectors.values()]
+            found = zip(*(vector.directions(min(x.shape) // tasks) for vector in vectors), strict=True)
+            energy = sum(vector.matrix.square().sum().item() for vector in vectors)
+            leading = Directions(*(torch.cat(each, dim=-1) for each in found))
+            layers.append(measure(tasks, energy, leading, x, self.base[layer]))
+        return find_strength(layers)
+
+    def judge(self, method: str) -> dict[str, object]:
+        """Return ACC and the worst task of a method at its settings, and the strength that it found."""
+        settings = {"layer_method": "best", "scale": "auto"} if method == "auto" else {"layer_method": method}
+        settings |= METHODS.get(method, {})
+        results, strengths = [], []
+        for seed in (42, 43, 44) if "nufilt" in method else (42,):
+            algorithm = LayerwiseMergingAlgorithm(evaluate="last", seed=seed, **settings)
+            with quiet():
+                merged = algorithm.run({PRETRAINED: self.pretrained, **self.models})
+            scores = self.score(merged, self.tasks)
+            results.append((sum(scores) / len(scores), min(scores)))
+            strengths.append(algorithm.strength)
+        return {"scores": results, "strength": strengths[0]}
 
 
 if __name__ == "__main__":
