@@ -8,7 +8,7 @@ once; its update of all merged layers is then multiplied by powers of the square
 rule, and every model is scored. Scores are kept in the file, so that an interrupted run goes on.
 
 With --judge, only `best` is multiplied. It is scored with scale=auto, too, and so are the other methods at their
-settings; NUFILT in three orders (seeds 42 to 44).
+settings; NUFILT in as many orders as --orders says (seeds from 42).
 """
 
 import argparse
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("benchmarks", nargs="+", metavar="FOLDER:POOL[+POOL...][:TASKS]")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--judge", action="store_true")
+    parser.add_argument("--orders", type=int, default=3)
     parser.add_argument("--out", required=True, type=Path)
     arguments = parser.parse_args()
     methods = ["best", "auto", *JUDGED] if arguments.judge else arguments.methods.split(",")
@@ -56,7 +57,7 @@ def main() -> None:
         for method in missing:
             rows["single"] = rows.get("single") or benchmark.single()
             one = arguments.judge and method != "best"
-            rows[method] = benchmark.judge(method) if one else benchmark.measure(method)
+            rows[method] = benchmark.judge(method, arguments.orders) if one else benchmark.measure(method)
             arguments.out.write_text(json.dumps(record, indent=1))
             print(name, method, json.dumps(rows[method]), flush=True)
 
@@ -138,12 +139,12 @@ class Benchmark:
             layers.append(measure(tasks, energy, leading, x, self.base[layer]))
         return find_strength(layers)
 
-    def judge(self, method: str) -> dict[str, object]:
+    def judge(self, method: str, orders: int) -> dict[str, object]:
         """Return ACC and the worst task of a method at its settings, and the strength that it found."""
         settings = {"layer_method": "best", "scale": "auto"} if method == "auto" else {"layer_method": method}
         settings |= METHODS.get(method, {})
         results, strengths = [], []
-        for seed in (42, 43, 44) if "nufilt" in method else (42,):
+        for seed in range(42, 42 + (orders if "nufilt" in method else 1)):
             algorithm = LayerwiseMergingAlgorithm(evaluate="last", seed=seed, **settings)
             with quiet():
                 merged = algorithm.run({PRETRAINED: self.pretrained, **self.models})
