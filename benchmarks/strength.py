@@ -2,10 +2,10 @@
 
     python benchmarks/strength.py --out STRENGTH.json DEV:demo_adamw DEV:demo_muon DEV:demo_adamw+demo_muon:4 ...
 
-A benchmark is FOLDER:POOL, where FOLDER/config has the pool, as `tunings.py` and `llm_judge.py` leave it. Several pools
-joined by a plus sign deal their tasks in turn, and a number at the end keeps so many tasks. Each method merges the tasks
-once; its update of all merged layers is then multiplied by powers of the square root of 2, and by the multiple of the
-rule, and every model is scored. Scores are kept in the file, so that an interrupted run goes on.
+A benchmark is FOLDER:POOL, where FOLDER/config has the pool, as `tunings.py` and `llm_judge.py` leave it. Several
+pools joined by a plus sign deal their tasks in turn, and a number at the end keeps so many tasks. Each method merges
+the tasks once; its update of all merged layers is then multiplied by powers of the square root of 2, and by the
+multiple of the rule, and every model is scored. Scores are kept in the file, so that an interrupted run goes on.
 
 With --judge, only `best` is multiplied. It is scored with scale=auto, too, and so are the other methods at their
 settings; NUFILT in as many orders as --orders says (seeds from 42).

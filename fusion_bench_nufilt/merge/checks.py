@@ -16,7 +16,8 @@ from fusion_bench_nufilt.storage.files import MANIFEST
 from fusion_bench_nufilt.storage.tensors import FLOATS, describe
 
 from .architecture import Architecture, Layer
-from .plan import Plan, Selection, Settings, state_tensors
+from .beside import state_tensors
+from .plan import Plan, Selection, Settings
 from .sources.adapters import LoraAdapter
 from .sources.models import FullModel
 from .sources.module import module_source
@@ -174,4 +175,6 @@ def check_state(plan: Plan, name: str) -> Iterator[str]:
     elif missing or others or plan.before.get("method", method.label) != method.label:  # a variant has its label
         what = f"no '{missing[0]}'" if missing else f"'{others[0]}'" if others else "that of another method"
         own = f"{method.label} goes on from its own merges of the same layers only"
+        if missing and missing[0].rpartition(".")[2] in method.optional:
+            own = "give scale a number, such as 1, or merge its tasks again"
         raise ValueError(f"the merged model '{name}' has {what} in {STATE_FILE}: {own}")

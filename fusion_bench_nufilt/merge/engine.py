@@ -17,9 +17,10 @@ from fusion_bench_nufilt.methods import State
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Layer
+from .beside import state_tensors
 from .forecast import batches, layer_budget, layer_memory, solving_memory
 from .output import Record
-from .plan import BATCHES_PER_GPU, Plan, state_tensors
+from .plan import BATCHES_PER_GPU, Plan
 from .sources.fp8 import Quantised
 
 
@@ -33,8 +34,8 @@ class MergedLayer:
     record: Record
 
 
-#: Takes a layer that is merged, and the function that computes its weight as the base stores it. If the method finds its
-#: scale, that is the update of strength 1, and the record has its measure: see strength.py.
+#: Takes a layer that is merged, and the function that computes its weight as the base stores it. If the method finds
+#: its scale, that is the update of strength 1 instead, and the record then has its measure: see strength.py.
 Take = Callable[[MergedLayer, Callable[[], Tensor]], object]
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fusion_bench_nufilt.core.workers import map_layers
+from fusion_bench_nufilt.methods.strength import find_strength
 from fusion_bench_nufilt.storage.checkpoint import (
-    STATE_FILE,
     combined_digest,
     package_versions,
     read_manifest,
@@ -29,6 +29,7 @@ from fusion_bench_nufilt.storage.schemas import Input
 from fusion_bench_nufilt.storage.tensors import end_of_file
 
 from .architecture import Layer
+from .beside import files_beside
 from .card import model_card
 from .changes import account, changes, refuse_losses
 from .checks import verify_merged
@@ -39,9 +40,10 @@ from .forecast import disk_bytes, give_back_freed_memory
 from .heads import head_files
 from .others import NOT_FINITE, write_other
 from .output import Output, Record, clear_work_folder, work_folder
-from .plan import Plan, state_layout
+from .plan import Plan
 from .relation import check_relation
 from .sources.source import some
+from .strength import measures_of, write_weights
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
     if out.exists():
         out.rename(f"{out}.damaged")
     run, files = _run_identity(plan), plan.small_files | head_files(plan)
-    layout = dict(plan.headers) | ({STATE_FILE: state_layout(plan)[0]} if plan.keeps_state else {})
+    layout = dict(plan.headers) | {file: header for file, (header, _) in files_beside(plan).items()}
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
     with (
         naming_full_disk(out, f" ({disk_bytes(plan) / 1e9:.1f} GB in all)"),
@@ -81,7 +83,7 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         _check_inputs(plan, about["inputs"])
         found = account(plan, about["changes"])
         write_files(output.model, files)
-        (output.model / CARD).write_text(model_card(plan, [*found, *about["warnings"]]))
+        (output.model / CARD).write_text(model_card(plan, [*found, *about["warnings"]], about.get("strength")))
         write_manifest(output.model, about)
         output.finish()
         for sentence in (each for each in found if "Left out" in each):
@@ -161,6 +163,8 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
         refuse_losses(plan, done.values())
     for _ in chain(_merge_layers(plan, layers, output), written):
         progress(len(done), total)
+    if plan.method.finds_scale:
+        write_weights(plan, output)
 
 
 def _merge_layers(plan: Plan, layers: Sequence[Layer], output: Output) -> Iterator[int]:
@@ -233,6 +237,7 @@ def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
         "warnings": warnings + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],
         "mean_counts": {slot: count for slot, count in counts.items() if count != plan.last_step},
         "heads": plan.heads,
+        **({"strength": find_strength(measures_of(plan, done))} if plan.method.finds_scale else {}),
         "vocabulary": plan.vocabulary.as_dict(),
         "layers": {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names},
     }

@@ -12,8 +12,9 @@ import torch
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Layer
+from .beside import files_beside, state_tensors
 from .layout import as_written
-from .plan import Plan, state_layout, state_tensors
+from .plan import Plan
 from .sources.fp8 import Quantised
 
 # Each worker's stack, allocator arena and buffers for matrix products: measured, and rounded up.
@@ -90,6 +91,7 @@ def _quantising_memory(plan: Plan) -> int:
 
 
 def disk_bytes(plan: Plan) -> int:
-    held = [state_layout(plan)[1]] if plan.keeps_state else []
+    """Return the bytes of all weight files while the result is made."""
+    beside = [tensors for _, tensors in files_beside(plan).values()]
     heads = sum(task.source.tensors[key].nbytes for task in plan.tasks for key in task.head.values())
-    return heads + sum(info.nbytes for tensors in (*plan.files.values(), *held) for info in tensors.values())
+    return heads + sum(info.nbytes for tensors in (*plan.files.values(), *beside) for info in tensors.values())

@@ -152,6 +152,10 @@ class Output:
             journal.write(f"{_line(json.dumps(record))}\n")
             self.done[record["slot"]] = record
 
+    def drop(self, file: str) -> None:
+        """Remove a file of which no record speaks any more."""
+        (self.model / file).unlink()
+
     def finish(self) -> None:
         """Give the folder its name, once everything is on the disk."""
         for file in self.model.rglob("*"):

@@ -7,15 +7,13 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from fusion_bench_nufilt.core.options import check_choices, check_seed, check_whole, is_number, option, with_scope
 from fusion_bench_nufilt.core.workers import check_devices
 from fusion_bench_nufilt.layers import Coverage, Heads, TargetConfig, coverage
 from fusion_bench_nufilt.methods import LayerMethod
-from fusion_bench_nufilt.storage.checkpoint import STATE_FILE
 from fusion_bench_nufilt.storage.schemas import Head, Manifest
-from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, describe, make_header, read_header
+from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo
 
 from .architecture import Architecture, Layer
 from .layout import Files, arrange, as_written, find_places, make_headers
@@ -274,19 +272,3 @@ class Plan(Selection):
             **dataclasses.asdict(self.targets),
             **{key: getattr(self.settings, key) for key in recorded},
         }
-
-
-def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]]:
-    """Return for each tensor of a layer's state, by name, its key and slot in the file, and a meta tensor like it."""
-    if plan.method.state_is_weight:
-        shape = plan.base.tensors[layer.keys[0]].shape
-        return {"weight": (layer.keys[0], layer.slot, torch.empty(shape, dtype=torch.float32, device="meta"))}
-    theta_0 = torch.empty(layer.view.shape, dtype=plan.dtype(layer.keys[0]), device="meta")
-    state = plan.method.start(layer.name, theta_0)
-    return {name: (key := f"{layer.name}.{name}", key, value) for name, value in state.items()}
-
-
-def state_layout(plan: Plan) -> tuple[bytes, dict[str, TensorInfo]]:
-    kept = (tensor for layer in plan.layers for tensor in state_tensors(plan, layer).values())
-    header = make_header({key: describe(like) for key, _, like in kept})
-    return header, read_header(STATE_FILE, header)

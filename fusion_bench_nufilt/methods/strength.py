@@ -42,6 +42,12 @@ class Strength(TypedDict):
     moved: float  # m, how far the layers move
 
 
+def in_words(found: Strength) -> str:
+    """Return a strength with the two numbers that it follows from."""
+    kept, moved = f"tasks keep {found['kept']:.2f} of themselves", f"layers move by {found['moved']:.2g} of the base"
+    return f"{found['scale']:.3g} (at 1, {kept} and {moved})"
+
+
 def measure(tasks: int, energy: float, leading: Directions, X: Tensor, theta_0: Tensor) -> Measure:
     """Measure a layer whose tasks' directions, all side by side, are ``leading``; X and theta_0 are ``(d_o, d_i)``."""
     left, values, right = (each.to(X.dtype) for each in leading)

@@ -67,3 +67,4 @@ class Manifest(TypedDict, total=False):
     merge_seconds: list[float]
     run: Any  # in a merge of folders: a digest of all that it depends on
     coverage: dict[str, Any]
+    strength: Any  # of the whole update and what it follows from, if the method found it

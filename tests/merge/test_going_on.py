@@ -71,7 +71,7 @@ def test_another_base_of_the_same_name_is_refused_and_loses_no_work(stream):
 
 @pytest.mark.parametrize("kind", ORDER_FREE, ids=lambda kind: kind.name)
 def test_another_strength_from_the_middle_on_is_that_strength_for_all_tasks(stream, kind):
-    numbers = [each for each in dataclasses.fields(kind.Options) if each.type is float]
+    numbers = [each for each in dataclasses.fields(kind.Options) if isinstance(each.default, float)]
     options = {each.name: each.default * 1.1 + 0.1 for each in numbers}
     merge(stream, ["task1", "task2"], "two", method=kind.name)
     on = merge(stream, ["task3"], "on", merged="two", method=kind.name, **options)

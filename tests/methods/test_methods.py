@@ -82,7 +82,7 @@ def test_a_model_that_nobody_sees_is_not_rendered(registered, monkeypatch):
 
 @pytest.mark.parametrize("kind", ORDER_FREE, ids=lambda kind: kind.name)
 def test_another_strength_from_the_middle_on_is_that_strength_for_all_tasks(kind, tmp_path):
-    numbers = [each for each in dataclasses.fields(kind.Options) if each.type is float]
+    numbers = [each for each in dataclasses.fields(kind.Options) if isinstance(each.default, float)]
     other = {each.name: each.default * 1.1 + 0.1 for each in numbers}
     models = pool(tasks=3)
 
