@@ -47,9 +47,9 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = la
 def _update(model: FullModel, layer: Layer, stored: Tensor) -> Tensor:
     """Return tau of a layer, ``(d_o, d_i)``, given the base's tensor; zero where an adapter has none."""
     theta_0 = layer.view.matrix(stored)
-    if layer.slot not in model.slots:
+    if layer.param not in model.params:
         return torch.zeros_like(theta_0)
-    weight, _ = model.weight(layer.slot, stored)
+    weight, _ = model.weight(layer.param, stored)
     if isinstance(weight, LowRank):
         return weight.product().to(theta_0)
     return layer.view.matrix(weight).to(theta_0) - theta_0

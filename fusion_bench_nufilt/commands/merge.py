@@ -175,7 +175,7 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
     yield "copied", f"{len(plan.others) - averaged} tensors, bit by bit"
     if left := kept_from_base(plan):
         yield "", f"whatever a task changed in {len(left)} tensors is left out: {some(left)}"
-    if plan.vocabulary.slots:
+    if plan.vocabulary.params:
         yield "tokenizer", str(plan.vocabulary)
     if plan.settings.engine == "local":
         yield "memory", f"{peak_memory(plan) / 1e9:.2f} GB at most"

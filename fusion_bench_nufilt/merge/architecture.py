@@ -34,18 +34,18 @@ _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
 
 class Layer(NamedTuple):
     name: str  # its name in the model, which seeds the adapter
-    slot: str
+    param: str
     keys: tuple[str, ...]  # of the base checkpoint; more than one where a tied weight is stored more than once
-    view: View  # how the slot's tensor holds the layer's matrix
+    view: View  # how the param's tensor holds the layer's matrix
 
 
 class Architecture:
     """A model's modules, of which names and shapes alone count: its own, or modules on PyTorch's meta device.
 
     Keys of a checkpoint may differ from the model's names (older LLaVA checkpoints, a base model without its head)
-    and several names may share one weight. A *slot* is the first of the model's names for a weight; a key that the
-    model does not know is its own slot. Where a parameter holds several layers (packed attention projections, fused
-    experts), each part is a slot, and :meth:`split` makes each part a tensor of its own, which is read, merged or
+    and several names may share one weight. A *param* is the first of the model's names for a weight; a key that the
+    model does not know is its own param. Where a parameter holds several layers (packed attention projections, fused
+    experts), each part is a param, and :meth:`split` makes each part a tensor of its own, which is read, merged or
     copied, and written by itself.
 
     Args:
@@ -70,16 +70,16 @@ class Architecture:
         self.backbone = getattr(self.model, "base_model_prefix", "")
         first: dict[int, str] = {}
         names = self.model.named_parameters(remove_duplicate=False)
-        self._slots = {name: first.setdefault(id(parameter), name) for name, parameter in names}
-        self.views: dict[str, View] = {}  # of all layers, by slot
+        self._params = {name: first.setdefault(id(parameter), name) for name, parameter in names}
+        self.views: dict[str, View] = {}  # of all layers, by param
         self._parts: dict[str, Parts] = {}  # of parameters that hold several layers
         for key, group in groupby(views(self.model), lambda view: view.key):
-            held, slot = list(group), self._slots[key]
+            held, param = list(group), self._params[key]
             if len(held) > 1:
-                self._parts[slot] = [view.rows for view in held]
-                parts = ((name, rows) for name in self.names(slot) for rows in self._parts[slot])
-                self._slots |= {part(name, rows): part(slot, rows) for name, rows in parts}
-            self.views |= {self.slot_of(view): view for view in held}
+                self._parts[param] = [view.rows for view in held]
+                parts = ((name, rows) for name in self.names(param) for rows in self._parts[param])
+                self._params |= {part(name, rows): part(param, rows) for name, rows in parts}
+            self.views |= {self.param_of(view): view for view in held}
 
     @classmethod
     def of_checkpoint(cls, base: Checkpoint) -> "Architecture":
@@ -87,44 +87,44 @@ class Architecture:
         built, origin = _on_meta(base)
         return cls(*as_stored(built, base.tensors), origin, built)
 
-    def slot_of(self, view: View) -> str:
-        slot = self._slots[view.key]
-        return part(slot, view.rows) if slot in self._parts else slot
+    def param_of(self, view: View) -> str:
+        param = self._params[view.key]
+        return part(param, view.rows) if param in self._parts else param
 
-    def names(self, slot: str) -> list[str]:
-        """Return the model's names for the tensor of a slot; a tied tensor has several."""
-        return [name for name, its_slot in self._slots.items() if its_slot == slot]
+    def names(self, param: str) -> list[str]:
+        """Return the model's names for the tensor of a param; a tied tensor has several."""
+        return [name for name, its_param in self._params.items() if its_param == param]
 
-    def rows(self, slot: str) -> int:
+    def rows(self, param: str) -> int:
         """Return the number of rows of a tensor, zero for one that the model does not have."""
-        return self.shape(slot)[0] if slot in self._slots else 0
+        return self.shape(param)[0] if param in self._params else 0
 
-    def parts(self, slot: str) -> list[str]:
-        return [part(slot, rows) for rows in self._parts.get(slot, ())]
+    def parts(self, param: str) -> list[str]:
+        return [part(param, rows) for rows in self._parts.get(param, ())]
 
-    def shape(self, slot: str) -> tuple[int, ...]:
-        return tuple(self.model.get_parameter(slot).shape)
+    def shape(self, param: str) -> tuple[int, ...]:
+        return tuple(self.model.get_parameter(param).shape)
 
     def split(self, source: Source) -> None:
         """Split the tensors of a model that hold several layers; those of another shape stay whole."""
-        slots = {key: slot for key in source.tensors if (slot := self.slot(key)) in self._parts}
-        whole = (key for key, slot in slots.items() if source.tensors[key].shape == self.shape(slot))
-        source.split({key: self._parts[slots[key]] for key in whole})
+        params = {key: param for key in source.tensors if (param := self.param(key)) in self._parts}
+        whole = (key for key, param in params.items() if source.tensors[key].shape == self.shape(param))
+        source.split({key: self._parts[params[key]] for key in whole})
 
-    def slot(self, key: str) -> str:
+    def param(self, key: str) -> str:
         """Return the model's first name for the tensor that a checkpoint stores under ``key``."""
-        return self._slots.get(name := self.module_name(key), name)
+        return self._params.get(name := self.module_name(key), name)
 
-    def by_slot(self, source: Source) -> dict[str, list[str]]:
-        """Return a model's keys by slot, in its own order."""
-        slots = defaultdict(list)
+    def by_param(self, source: Source) -> dict[str, list[str]]:
+        """Return a model's keys by param, in its own order."""
+        params = defaultdict(list)
         for key in source.tensors:
-            slots[self.slot(key)].append(key)
-        return slots
+            params[self.param(key)].append(key)
+        return params
 
     def module_name(self, key: str) -> str:
         """Return the model's name for a checkpoint's key, renamed as transformers does when it loads one."""
-        return next((name for name in self._names(key) if name in self._slots), key)
+        return next((name for name in self._names(key) if name in self._params), key)
 
     def _names(self, key: str) -> tuple[str, ...]:
         name = self._rename(key)
@@ -138,13 +138,13 @@ class Architecture:
     def _unused(self, base: Source) -> list[str]:
         """Return stored tensors of layers that the model lacks: their names differ from its own by a number alone."""
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        known = set(map(without_numbers, self._slots))
-        unknown = (key for key in base.tensors if self.module_name(key) not in self._slots)
+        known = set(map(without_numbers, self._params))
+        unknown = (key for key in base.tensors if self.module_name(key) not in self._params)
         alike = (key for key in unknown if known.intersection(map(without_numbers, self._names(key))))
         return [key for key in alike if not any(re.search(pattern, key) for pattern in ignored)]
 
     def embeddings(self, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Return the slots of the tensors with a row for every token, given the stored tensors' shapes by slot."""
+        """Return the params of the tensors with a row for every token, given the stored tensors' shapes by param."""
         try:
             first, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()  # type: ignore[operator]
         except (AttributeError, NotImplementedError):  # not a transformers model, or one with two towers
@@ -154,15 +154,15 @@ class Architecture:
         both = [*first.parameters(), *(head.parameters() if isinstance(head, nn.Module) else ())]
         held = {id(parameter) for parameter in both if len(parameter) == first.num_embeddings}
         found = [name for name, parameter in self.model.named_parameters() if id(parameter) in held and name in stored]
-        return [slot for slot in found if stored[slot][0] == stored[found[0]][0]]
+        return [param for param in found if stored[param][0] == stored[found[0]][0]]
 
     def layers(self, base: Source, targets: TargetConfig, heads: Heads) -> list[Layer]:
         """Return the layers to merge, in the base's order; refuse a base whose weights and config do not match."""
         selected = select_layers(self.model, targets.target_modules, targets.exclude_modules)
         selected = {name: view for name, view in selected.items() if not heads.of([view.key])}
-        chosen = {self.slot_of(view): name for name, view in selected.items()}
-        stored, name = self.by_slot(base), base.name
-        for whole in (self._slots[view.key] for view in selected.values()):
+        chosen = {self.param_of(view): name for name, view in selected.items()}
+        stored, name = self.by_param(base), base.name
+        for whole in (self._params[view.key] for view in selected.values()):
             for key in stored.get(whole, ()):
                 base.check_floats([key])
                 if (shape := base.tensors[key].shape) != (promised := self.shape(whole)):
@@ -174,13 +174,13 @@ class Architecture:
         if unused := self._unused(base):
             what = f"{len(unused)} tensors of layers that its config.json does not have, '{unused[0]}' first"
             raise ValueError(f"model '{name}' stores {what}: {_NOT_TOGETHER}")
-        merged = {slot: tuple(keys) for slot, keys in stored.items() if slot in chosen}
-        return [Layer(chosen[slot], slot, keys, self.views[slot]) for slot, keys in merged.items()]
+        merged = {param: tuple(keys) for param, keys in stored.items() if param in chosen}
+        return [Layer(chosen[param], param, keys, self.views[param]) for param, keys in merged.items()]
 
     def others(self, base: Source, layers: Iterable[Layer]) -> dict[str, tuple[str, ...]]:
-        """Return the base's keys of every tensor outside the layers, by slot."""
-        chosen = {layer.slot for layer in layers}
-        return {slot: tuple(keys) for slot, keys in self.by_slot(base).items() if slot not in chosen}
+        """Return the base's keys of every tensor outside the layers, by param."""
+        chosen = {layer.param for layer in layers}
+        return {param: tuple(keys) for param, keys in self.by_param(base).items() if param not in chosen}
 
 
 def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:

@@ -14,10 +14,10 @@ UPDATES = ".updates.safetensors"
 
 
 def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]]:
-    """Return for each tensor of a layer's state, by name, its key and slot in the file, and a meta tensor like it."""
+    """Return for each tensor of a layer's state, by name, its key and param in the file, and a meta tensor like it."""
     if plan.method.state_is_weight:
         shape = plan.base.tensors[layer.keys[0]].shape
-        return {"weight": (layer.keys[0], layer.slot, torch.empty(shape, dtype=torch.float32, device="meta"))}
+        return {"weight": (layer.keys[0], layer.param, torch.empty(shape, dtype=torch.float32, device="meta"))}
     theta_0 = torch.empty(layer.view.shape, dtype=plan.dtype(layer.keys[0]), device="meta")
     state = plan.method.start(layer.name, theta_0)
     return {name: (key := f"{layer.name}.{name}", key, value) for name, value in state.items()}

@@ -67,7 +67,7 @@ def _paragraphs(plan: Plan, warnings: Sequence[str], found: Strength | None) -> 
     yield f"Merged: {str(plan.coverage).removeprefix('merging ')}."
     if found:
         yield f"Strength: {in_words(found)}."
-    if plan.vocabulary.slots:
+    if plan.vocabulary.params:
         yield f"Vocabulary: {plan.vocabulary}."
     if warnings:
         yield "\n".join(f"- {text}" for text in warnings)

@@ -14,29 +14,29 @@ from .sources.models import FullModel
 from .sources.source import some
 
 
-def changed_by(plan: Plan, slot: str) -> list[str]:
+def changed_by(plan: Plan, param: str) -> list[str]:
     """Return the tasks ("task 0", ...) whose tensor outside the merged layers differs from the base's.
 
     A tensor that a task stores at lower precision differs if it is not the base's, rounded to that precision.
     """
-    tasks = {f"task {number}": task for number, task in enumerate(plan.tasks) if slot in task.slots}
-    return [source for source, task in tasks.items() if _differs(plan, slot, task)]
+    tasks = {f"task {number}": task for number, task in enumerate(plan.tasks) if param in task.params}
+    return [source for source, task in tasks.items() if _differs(plan, param, task)]
 
 
-def _differs(plan: Plan, slot: str, task: FullModel) -> bool:
+def _differs(plan: Plan, param: str, task: FullModel) -> bool:
     """Compare a task's tensor with the base's piece by piece, up to the first difference."""
-    if slot in task.magnitudes:  # a DoRA changes whole rows
+    if param in task.magnitudes:  # a DoRA changes whole rows
         return True
-    base, key = plan.pretrained.checkpoint, plan.pretrained.keys[slot]
-    info, own = base.tensors[key], task.source.tensors[task.keys[slot]] if slot in task.keys else None
+    base, key = plan.pretrained.checkpoint, plan.pretrained.keys[param]
+    info, own = base.tensors[key], task.source.tensors[task.keys[param]] if param in task.keys else None
     if info.dtype not in FLOATS or (own and own.dtype not in FLOATS):
         if own is None or (own.dtype, own.shape) != (info.dtype, info.shape):
             return True
-        pieces = zip(base.file(key).chunks(info), task.checkpoint.file(task.keys[slot]).chunks(own), strict=True)
+        pieces = zip(base.file(key).chunks(info), task.checkpoint.file(task.keys[param]).chunks(own), strict=True)
         return not all(torch.equal(before, after) for before, after in pieces)
     for start in range(0, numel := math.prod(info.shape), CHUNK_BYTES // 8):
         between = start, min(start + CHUNK_BYTES // 8, numel)
-        after = task.elements(slot, *between, before := base.elements(key, *between))
+        after = task.elements(param, *between, before := base.elements(key, *between))
         if not torch.equal(before.to(after.dtype), after):
             return True
     return False
@@ -48,10 +48,10 @@ def always_lost(plan: Plan, task: FullModel) -> list[str]:
     The base lacks them, ties them to others or has them in another shape, or an adapter changes them outside the
     merged layers.
     """
-    merged = {layer.slot for layer in plan.layers} | plan.averaged_of(task)
-    foreign = (slot for slot in task.slots if slot not in plan.pretrained.slots)
-    untied = (key for key, slot in task.tied.items() if slot in task.keys and _untied(task, key, task.keys[slot]))
-    outside = (slot for slot in task.pairs if slot in plan.others and slot not in merged)
+    merged = {layer.param for layer in plan.layers} | plan.averaged_of(task)
+    foreign = (param for param in task.params if param not in plan.pretrained.params)
+    untied = (key for key, param in task.tied.items() if param in task.keys and _untied(task, key, task.keys[param]))
+    outside = (param for param in task.pairs if param in plan.others and param not in merged)
     return [*task.ignored, *foreign, *untied, *outside]
 
 
@@ -65,8 +65,9 @@ def _untied(task: FullModel, key: str, other: str) -> bool:
 
 def kept_from_base(plan: Plan) -> list[str]:
     """Return the tensors that stay as in the base although a task has them, too."""
-    outside = [slot for task in plan.tasks for slot in task.keys if slot in plan.others]
-    return [slot for slot in dict.fromkeys(outside) if any(slot not in plan.averaged_of(task) for task in plan.tasks)]
+    outside = [param for task in plan.tasks for param in task.keys if param in plan.others]
+    averaged = [plan.averaged_of(task) for task in plan.tasks]
+    return [param for param in dict.fromkeys(outside) if any(param not in each for each in averaged)]
 
 
 def changes(plan: Plan, records: Iterable[Record]) -> dict[str, dict[str, Any]]:
@@ -74,14 +75,14 @@ def changes(plan: Plan, records: Iterable[Record]) -> dict[str, dict[str, Any]]:
     lost = {f"task {number}": always_lost(plan, task) for number, task in enumerate(plan.tasks)}
     merged = dict.fromkeys(lost, 0)
     for record in records:
-        slot, steps = record["slot"], [report["step"] for report in record["reports"] if report["task_norm"]]
+        param, steps = record["param"], [report["step"] for report in record["reports"] if report["task_norm"]]
         for source in [f"task {step - plan.first_step}" for step in steps]:
             merged[source] += 1
         for source in record.get("changed", ()):
-            if slot in plan.averaged_of(plan.models[source]):
+            if param in plan.averaged_of(plan.models[source]):
                 merged[source] += 1
-            elif slot not in lost[source]:
-                lost[source].append(slot)
+            elif param not in lost[source]:
+                lost[source].append(param)
     return {
         source: {"changed": merged[source] + len(names), "merged": merged[source], "left_out": names}
         for source, names in lost.items()

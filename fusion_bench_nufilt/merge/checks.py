@@ -61,8 +61,8 @@ def check_module(
     architecture = Architecture(pretrained)
     base = FullModel(module_source("_pretrained_", pretrained), architecture)
     found = [
-        Layer(view.name, slot, (base.keys[slot],), view)
-        for slot, view in architecture.views.items()
+        Layer(view.name, param, (base.keys[param],), view)
+        for param, view in architecture.views.items()
         if layers is None or view.key in layers
     ]
     others = architecture.others(base.source, found)
@@ -75,13 +75,13 @@ def check_module(
 
 def check_made_from(base: FullModel, merged: FullModel) -> None:
     """Refuse a merged model that has not the base's tensors, in the base's shapes."""
-    for slot, shape in base.slots.items():
-        if (other := merged.slots.get(slot)) != shape:
-            but = f"'{slot}' is {other} there and {shape} in the base"
+    for param, shape in base.params.items():
+        if (other := merged.params.get(param)) != shape:
+            but = f"'{param}' is {other} there and {shape} in the base"
             what = f"the merged model '{merged.source.name}' was not made from the base '{base.source.name}'"
             raise ValueError(f"{what}: {but}")
-    floats = (slot for slot, key in base.keys.items() if base.source.tensors[key].dtype in FLOATS)
-    merged.source.check_floats(merged.keys[slot] for slot in floats)
+    floats = (param for param, key in base.keys.items() if base.source.tensors[key].dtype in FLOATS)
+    merged.source.check_floats(merged.keys[param] for param in floats)
 
 
 def verify_merged(plan: Plan) -> Iterator[str]:
@@ -100,22 +100,23 @@ def check_task(selection: Selection, task: FullModel, architecture: Architecture
 
     ``averaged`` has the other tensors that the task is to change.
     """
-    name, base, chosen = task.source.name, selection.pretrained.slots, {layer.slot for layer in selection.layers}
+    name, base, chosen = task.source.name, selection.pretrained.params, {layer.param for layer in selection.layers}
     yield from _check_shapes(selection, task, architecture, chosen)
-    lost = [slot for slot in base if slot in chosen and slot not in task.slots]
+    lost = [param for param in base if param in chosen and param not in task.params]
     if not isinstance(task, LoraAdapter) and lost:
-        first, hint = lost[0], leave_out(next(layer.name for layer in selection.layers if layer.slot == lost[0]))
+        first, hint = lost[0], leave_out(next(layer.name for layer in selection.layers if layer.param == lost[0]))
         raise ValueError(f"model '{name}' lacks layer '{first}' {base[first]} of the base, one of {len(lost)}{hint}")
     if lost and len(lost) == len(chosen):
-        raise ValueError(f"adapter '{name}' changes none of the {len(lost)} layers to merge, only {some(task.slots)}")
+        raise ValueError(f"adapter '{name}' changes none of the {len(lost)} layers to merge, only {some(task.params)}")
     changed = chosen | averaged
-    task.source.check_floats(key for slot, key in task.keys.items() if slot in changed)
-    if extra := [slot for slot in task.slots if slot not in base]:
+    task.source.check_floats(key for param, key in task.keys.items() if param in changed)
+    if extra := [param for param in task.params if param not in base]:
         yield f"'{name}' has {len(extra)} tensors that the base lacks, ignored: {some(extra)}"
-    if absent := sorted(slot for slot in averaged if not task.has(slot)):
+    if absent := sorted(param for param in averaged if not task.has(param)):
         yield f"'{name}' is left out of the mean of {some(absent)}"
-    outside = [slot for slot in task.pairs if slot not in chosen]
-    if dora := [slot for slot in outside if slot in task.magnitudes and selection.targets.other_params != "pretrained"]:
+    outside = [param for param in task.pairs if param not in chosen]
+    dora = [param for param in outside if param in task.magnitudes]
+    if dora and selection.targets.other_params != "pretrained":
         remedy = "name them in target_modules, or merge it into its base with peft, and give that folder"
         raise ValueError(f"adapter '{name}' changes {some(dora)} by DoRA outside the merged layers: {remedy}")
     if outside and selection.targets.other_params == "pretrained":
@@ -125,14 +126,14 @@ def check_task(selection: Selection, task: FullModel, architecture: Architecture
 def _check_shapes(selection: Selection, task: FullModel, architecture: Architecture, chosen: set[str]) -> Iterator[str]:
     """Check that a task's tensors have the base's shapes; have it ignore others if ``on_shape_mismatch`` allows it."""
     name, base = task.source.name, selection.base.name
-    for slot, shape in list(task.slots.items()):
-        parts = architecture.parts(slot)  # of a tensor that was not split, since it has another shape
-        expected = architecture.shape(slot) if parts else selection.pretrained.slots.get(slot)
+    for param, shape in list(task.params.items()):
+        parts = architecture.parts(param)  # of a tensor that was not split, since it has another shape
+        expected = architecture.shape(param) if parts else selection.pretrained.params.get(param)
         if expected is None:
-            if slot in task.pairs:
-                raise ValueError(f"adapter '{name}' is for another base: '{base}' has no '{slot}'")
+            if param in task.pairs:
+                raise ValueError(f"adapter '{name}' is for another base: '{base}' has no '{param}'")
         elif shape != expected:
-            outside = chosen.isdisjoint([slot, *parts])
+            outside = chosen.isdisjoint([param, *parts])
             if not outside or selection.targets.on_shape_mismatch == "error":
                 differs = f"shape {shape} differs from {expected} of the base '{base}'"
                 why = "it comes from another base, its vocabulary was changed, or it is a head that --heads can name"
@@ -141,8 +142,8 @@ def _check_shapes(selection: Selection, task: FullModel, architecture: Architect
                         "transformers 5 saves these experts transposed: load the other model with it and save it again"
                     )
                 hint = "; on_shape_mismatch=keep-base leaves it as it is in the base" if outside else ""
-                raise ValueError(f"model '{name}', tensor '{slot}': {differs}: {why}{hint}")
-            task.ignore(slot)
+                raise ValueError(f"model '{name}', tensor '{param}': {differs}: {why}{hint}")
+            task.ignore(param)
     if task.ignored:
         yield f"'{name}': kept from the base because of their shape: {some(task.ignored)}"
 
@@ -155,17 +156,17 @@ def check_state(plan: Plan, name: str) -> Iterator[str]:
         remedy = "merge its tasks again without --no-state, or all at once with the new ones"
         raise ValueError(f"'{name}' was merged with --no-state, so that {method.label} can't go on from it: {remedy}")
     for layer in plan.layers:
-        for key, slot, like in state_tensors(plan, layer).values():
-            known.add(slot)
-            if plan.state is None or slot not in there:
+        for key, param, like in state_tensors(plan, layer).values():
+            known.add(param)
+            if plan.state is None or param not in there:
                 missing.append(key)
                 continue
-            found, shape = plan.state.source.tensors[there[slot]], tuple(like.shape)
+            found, shape = plan.state.source.tensors[there[param]], tuple(like.shape)
             earlier = like.dtype == torch.float16 and found.dtype == "F32"  # as versions before kept directions
             if found.shape != shape or not (earlier or found.dtype == describe(like).dtype):
                 but = f"{found.dtype} {found.shape} is not {str(like.dtype).removeprefix('torch.')} {shape}"
                 advice = "as the base's layer would be; remove that folder if the weights beside it are right"
-                raise ValueError(f"'{plan.state.source.name}', tensor '{slot}': {but}, {advice}")
+                raise ValueError(f"'{plan.state.source.name}', tensor '{param}': {but}, {advice}")
     others = sorted(key for key in there.keys() - known if key.rpartition(".")[2] not in method.optional)
     if method.state_is_weight:
         if before.get("accumulate") == "float32" and plan.settings.accumulate == "stored":

@@ -36,7 +36,7 @@ def merge_on_cluster(
     ``write`` takes a layer's record, and the bytes for each range in the record's ``written``.
     """
     found = batches(plan, layers)
-    work = {f"layer '{batch[0].slot}'": ([layer.slot for layer in batch],) for batch in found}
+    work = {f"layer '{batch[0].param}'": ([layer.param for layer in batch],) for batch in found}
     for _, merged in run_on_cluster(connect(plan.settings.address), cluster_nodes(plan), work, _make_merger, plan):
         for record, pieces in merged:
             write(record, [piece.data for piece in pieces])
@@ -44,21 +44,20 @@ def merge_on_cluster(
 
 
 def _make_merger(plan: Plan) -> Callable[[Sequence[str]], _Merged]:
-    """Return the function that merges the layers of some slots on a node, which must have the driver's files."""
+    """Return the function that merges layers, by params, on a node, which must have the driver's files."""
     if other := some(plan.changed()):
         remedy = "put them on a file system that all nodes share, or copy them with their times (rsync -a)"
         raise ValueError(f"it has other files of {other} than the driver: {remedy}")
     give_back_freed_memory()
     settings = dataclasses.replace(plan.settings, engine="local", address=None)
     here = dataclasses.replace(plan, settings=settings)
-    merger, encode, layers = LayerMerger(here), LayerBytes(here), {layer.slot: layer for layer in plan.layers}
+    merger, encode, layers = LayerMerger(here), LayerBytes(here), {layer.param: layer for layer in plan.layers}
 
-    def merge(slots: Sequence[str]) -> _Merged:
+    def merge(params: Sequence[str]) -> _Merged:
         torch.set_num_threads(1)  # as on one machine, one thread computes a layer
         merged: list[tuple[Record, Sequence[memoryview]]] = []
-        merger.merge(
-            [layers[slot] for slot in slots], lambda layer, weigh: merged.append((layer.record, encode(layer, weigh)))
-        )
+        batch = [layers[param] for param in params]
+        merger.merge(batch, lambda layer, weigh: merged.append((layer.record, encode(layer, weigh))))
         return [(record, [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]) for record, pieces in merged]
 
     return merge

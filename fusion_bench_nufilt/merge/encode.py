@@ -49,7 +49,7 @@ Stored = list[tuple[TensorInfo, Tensor]]
 def stored_weight(plan: Plan, layer: Layer, weight: Tensor, record: Record) -> Stored:
     """Return what the result stores for the weight of a layer; digests of what is read for it go into the record."""
     stored: Stored = []
-    weight = plan.vocabulary.grown_layer(layer.slot, weight, record["read"])
+    weight = plan.vocabulary.grown_layer(layer.param, weight, record["read"])
     for key in layer.keys:
         place = plan.places[key]
         new = place.quantise(weight) if isinstance(place, Quantised) else [(place, weight.to(FLOATS[place.dtype]))]

@@ -106,7 +106,7 @@ class LayerMerger:
             state = {"weight": self._weight_so_far(layer, theta_0, state, read)}
         elif not state:
             state = plan.method.start(layer.name, theta_0)
-        return MergedLayer(layer, theta_0, state, {"slot": layer.slot, "written": [], "read": read, "reports": []})
+        return MergedLayer(layer, theta_0, state, {"param": layer.param, "written": [], "read": read, "reports": []})
 
     def _weight_so_far(self, layer: Layer, theta_0: Tensor, kept: State, read: dict[str, str]) -> Tensor:
         """Return the merged weight before the first task, in the dtype in which it is kept."""
@@ -114,9 +114,9 @@ class LayerMerger:
         if merged is not None:
             rounded = layer.view.part(theta_0)
             if kept:
-                info, exact = merged.source.tensors[merged.keys[layer.slot]], kept["weight"]
+                info, exact = merged.source.tensors[merged.keys[layer.param]], kept["weight"]
                 rounded = info.rounded(exact) if isinstance(info, Quantised) else exact.to(FLOATS[info.dtype])
-            weight, read["merged"] = merged.weight(layer.slot, rounded)
+            weight, read["merged"] = merged.weight(layer.param, rounded)
             assert isinstance(weight, Tensor)
             if self.plan.state is not None and kept:
                 name = self.plan.state.source.name
@@ -132,10 +132,10 @@ class LayerMerger:
         task, step = self.plan.tasks[number], self.plan.first_step + number
         theta_t: dict[str, Tensor | LowRank] = {}
         for name, each in merged.items():
-            if each.layer.slot in task.slots:
+            if each.layer.param in task.params:
                 with room_for(f"'{name}' {each.layer.view.shape}", device):
                     theta_0 = each.layer.view.part(each.theta_0)
-                    new, each.record["read"][f"task {number}"] = task.weight(each.layer.slot, theta_0)
+                    new, each.record["read"][f"task {number}"] = task.weight(each.layer.param, theta_0)
                     new = task.at_strength(new, theta_0)
                     theta_t[name] = each.layer.view.matrix(new) if isinstance(new, Tensor) else new
         if not theta_t:
@@ -168,9 +168,9 @@ class LayerMerger:
 def _read_state(plan: Plan, layer: Layer, device: torch.device) -> tuple[State, str]:
     """Read the state of a layer that an earlier merge kept, and its digest; both are empty if it kept none."""
     kept, state, digests = plan.state, {}, ""
-    for name, (_, slot, like) in state_tensors(plan, layer).items():
-        if kept is not None and slot in kept.keys:
-            value, found = kept.source.read(kept.keys[slot], device)
+    for name, (_, param, like) in state_tensors(plan, layer).items():
+        if kept is not None and param in kept.keys:
+            value, found = kept.source.read(kept.keys[param], device)
             state[name], digests = value.to(like.dtype), digests + found
     return state, digests
 

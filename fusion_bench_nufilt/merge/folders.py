@@ -154,9 +154,9 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
     done, total = output.done, len(plan.layers) + len(plan.others)
     if done:
         log.info("going on: %d of %d tensors are done", len(done), total)
-    layers = [layer for layer in plan.layers if layer.slot not in done]
-    others = [slot for slot in plan.others if slot not in done]
-    written = map_layers(lambda slot: write_other(plan, slot, output), others, torch.device("cpu"))
+    layers = [layer for layer in plan.layers if layer.param not in done]
+    others = [param for param in plan.others if param not in done]
+    written = map_layers(lambda param: write_other(plan, param, output), others, torch.device("cpu"))
     for _ in written if plan.settings.strict else ():
         progress(len(done), total)
     if plan.settings.strict:  # before the layers, which take most of the time
@@ -206,18 +206,18 @@ def _run_identity(plan: Plan) -> str:
 
 def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
     """Return the manifest's content; its digests combine those of tensors by name, however files hold them."""
-    records = [done[slot] for slot in chain((layer.slot for layer in plan.layers), plan.others)]
+    records = [done[param] for param in chain((layer.param for layer in plan.layers), plan.others)]
     inputs = {
         source: {
             "name": model.source.label,
             **({"kind": type(model).__name__} if source.startswith("task") else {}),
             "tensors_read": sum(source in record["read"] for record in records),
-            "sha256": combined_digest((record["slot"], record["read"].get(source)) for record in records),
+            "sha256": combined_digest((record["param"], record["read"].get(source)) for record in records),
         }
         for source, model in plan.models.items()
     }
-    names = {layer.slot: layer.name for layer in plan.layers}
-    counts = {record["slot"]: record["mean_count"] for record in records if "mean_count" in record}
+    names = {layer.param: layer.name for layer in plan.layers}
+    counts = {record["param"]: record["mean_count"] for record in records if "mean_count" in record}
     averaged, warnings = len(plan.averaged), plan.warnings
     for checkpoint in plan.checkpoints:  # without the user's directories
         warnings = [text.replace(f"'{checkpoint.name}'", f"'{checkpoint.label}'") for text in warnings]
@@ -230,14 +230,14 @@ def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
         "coverage": plan.coverage.as_dict(),
         "linear_layers_known_from": plan.origin,
         "tensors": {"merged": len(plan.layers), "averaged": averaged, "copied": len(plan.others) - averaged},
-        "sha256": combined_digest((record["slot"], [entry[3] for entry in record["written"]]) for record in records),
+        "sha256": combined_digest((record["param"], [entry[3] for entry in record["written"]]) for record in records),
         "changes": changes(plan, records),
         "run": run,
         "versions": package_versions(),
         "warnings": warnings + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],
-        "mean_counts": {slot: count for slot, count in counts.items() if count != plan.last_step},
+        "mean_counts": {param: count for param, count in counts.items() if count != plan.last_step},
         "heads": plan.heads,
         **({"strength": find_strength(measures_of(plan, done))} if plan.method.finds_scale else {}),
         "vocabulary": plan.vocabulary.as_dict(),
-        "layers": {names[record["slot"]]: record["reports"] for record in records if record["slot"] in names},
+        "layers": {names[record["param"]]: record["reports"] for record in records if record["param"] in names},
     }

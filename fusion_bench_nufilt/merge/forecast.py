@@ -49,7 +49,7 @@ def solving_memory(plan: Plan, layer: Layer) -> int:
 def _stored_memory(plan: Plan, layer: Layer) -> int:
     dtype, shape = plan.dtype(layer.keys[0]), layer.view.shape
     # The factors of a LoRA are too thin to count.
-    full = [task.source.tensors[task.keys[layer.slot]] for task in plan.tasks if layer.slot in task.keys]
+    full = [task.source.tensors[task.keys[layer.param]] for task in plan.tasks if layer.param in task.keys]
     stored = (dtype.itemsize + max((FLOATS[info.dtype].itemsize for info in full), default=0)) * math.prod(shape)
     if plan.keeps_state or not plan.method.state_is_weight:
         return stored + sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
@@ -85,7 +85,7 @@ def peak_memory(plan: Plan, workers: int | None = None) -> int:
 
 def _quantising_memory(plan: Plan) -> int:
     """Return the bytes held while a tensor outside the merged layers is quantised, for which all of it is read."""
-    keys = (key for slot, keys in plan.others.items() if plan.merged or slot in plan.averaged for key in keys)
+    keys = (key for param, keys in plan.others.items() if plan.merged or param in plan.averaged for key in keys)
     written = (as_written(plan.base.tensors[key], plan.settings.dtype) for key in keys)
     return 20 * max((math.prod(info.shape) for info in written if isinstance(info, Quantised)), default=0)
 

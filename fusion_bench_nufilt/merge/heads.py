@@ -32,7 +32,7 @@ def take_heads(
     rule: str, base: FullModel, tasks: Sequence[FullModel], architecture: Architecture, before: Manifest
 ) -> Heads:
     """Find the heads of the tasks, and take them out of the merge."""
-    heads = Heads(rule, base.slots, base.source.config, architecture.backbone)
+    heads = Heads(rule, base.params, base.source.config, architecture.backbone)
     heads.keep(before.get("heads", {}).values())
     for task in tasks:
         find_head(heads, task)
@@ -44,7 +44,7 @@ def take_heads(
 def find_head(heads: Heads, task: FullModel) -> None:
     """Add a task's head, if it has one of its own, to those that are kept out of the merge."""
     trained = task.config.get("modules_to_save") or () if isinstance(task, LoraAdapter) else None
-    shapes = {slot: task.slots[slot] for slot in _floats(task)}
+    shapes = {param: task.params[param] for param in _floats(task)}
     heads.add(task.source.name, shapes, task.source.config, trained)
 
 
@@ -54,7 +54,7 @@ def take_head(heads: Heads, task: FullModel) -> None:
 
 
 def _floats(task: FullModel) -> list[str]:
-    return [slot for slot, key in task.keys.items() if task.source.tensors[key].dtype in FLOATS]
+    return [param for param, key in task.keys.items() if task.source.tensors[key].dtype in FLOATS]
 
 
 def describe_heads(heads: Heads, base: FullModel, tasks: Sequence[FullModel], before: Manifest) -> dict[str, Head]:

@@ -94,20 +94,20 @@ def _layers_in(group: Any, targets: TargetConfig) -> tuple[list[str], list[Layer
     """Return the names of all layers to merge, in the base's order, and those layers that a tensor holds."""
     base, tensor = group.base.id, group.metadata.name
     architecture, layers = _layers(Path(LoaderCache().get(base).index.base_path).resolve(), targets)
-    if (slot := architecture.slot(tensor)) not in layers:
+    if (param := architecture.param(tensor)) not in layers:
         raise ValueError(f"the base '{base}' has no tensor '{tensor}' of the result: name one that has all its layers")
-    return [layer.name for held in layers.values() for layer in held], layers[slot]
+    return [layer.name for held in layers.values() for layer in held], layers[param]
 
 
 @cache
 def _layers(folder: Path, targets: TargetConfig) -> tuple[Architecture, dict[str, list[Layer]]]:
-    """Return the architecture of a base, and for each of its tensors, by slot, the layers to merge in it."""
+    """Return the architecture of a base, and for each of its tensors, by param, the layers to merge in it."""
     base = Checkpoint.from_folder(str(folder), folder)
     architecture = Architecture.of_checkpoint(base)
-    layers: dict[str, list[Layer]] = {slot: [] for slot in architecture.by_slot(base)}
+    layers: dict[str, list[Layer]] = {param: [] for param in architecture.by_param(base)}
     architecture.split(base)
     for layer in architecture.layers(base, targets, Heads("none", {}, {})):
-        layers[architecture.slot(layer.view.key)].append(layer)
+        layers[architecture.param(layer.view.key)].append(layer)
     return architecture, layers
 
 

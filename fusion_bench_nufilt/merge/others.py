@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the result"
 
 
-def write_other(plan: Plan, slot: str, output: Output) -> None:
+def write_other(plan: Plan, param: str, output: Output) -> None:
     """Write a tensor outside the merged layers, under every key that the result has for it."""
     read: defaultdict[str, Any] = defaultdict(hashlib.sha256)  # digests by model
-    record: Record = {"slot": slot, "written": [], "read": {}, "reports": [], "changed": changed_by(plan, slot)}
-    for key in plan.others[slot]:
+    record: Record = {"param": param, "written": [], "read": {}, "reports": [], "changed": changed_by(plan, param)}
+    for key in plan.others[param]:
         finite = True
-        for place, pieces in _new_tensors(plan, slot, key, read):
+        for place, pieces in _new_tensors(plan, param, key, read):
             sha, offset = hashlib.sha256(), place.start
             for piece in pieces:
                 data = raw(piece)
@@ -48,32 +48,32 @@ def write_other(plan: Plan, slot: str, output: Output) -> None:
             record["not_finite"] = key
             log.warning(NOT_FINITE, key)
     record["read"] = {source: sha.hexdigest() for source, sha in read.items()}
-    if slot in plan.averaged:
-        count, tasks = _in_mean(plan, slot)
+    if param in plan.averaged:
+        count, tasks = _in_mean(plan, param)
         record["mean_count"] = count + len(tasks)
     output.record(record)
 
 
-def _in_mean(plan: Plan, slot: str) -> tuple[int, dict[str, FullModel]]:
+def _in_mean(plan: Plan, param: str) -> tuple[int, dict[str, FullModel]]:
     """Return the number of models in the mean before this merge, without the base, and the tasks that join it."""
-    tasks = ((number, task) for number, task in enumerate(plan.tasks) if slot in plan.averaged_of(task))
-    having = {f"task {number}": task for number, task in tasks if task.has(slot)}
-    return plan.before.get("mean_counts", {}).get(slot, plan.first_step - 1), having
+    tasks = ((number, task) for number, task in enumerate(plan.tasks) if param in plan.averaged_of(task))
+    having = {f"task {number}": task for number, task in tasks if task.has(param)}
+    return plan.before.get("mean_counts", {}).get(param, plan.first_step - 1), having
 
 
 def _new_tensors(
-    plan: Plan, slot: str, key: str, read: defaultdict[str, Any]
+    plan: Plan, param: str, key: str, read: defaultdict[str, Any]
 ) -> Iterator[tuple[TensorInfo, Iterable[Tensor]]]:
     """Yield what the result's files hold for a tensor of the base, in pieces; update the digests of what is read."""
 
     def note(source: str, value: Tensor) -> None:
         read[source].update(raw(value))
 
-    info, place, values = plan.base.tensors[key], plan.places[key], _values(plan, slot, key, note)
-    grows = slot in plan.vocabulary.slots
-    kept = info.dtype not in FLOATS or not (slot in plan.averaged or plan.merged or grows)
+    info, place, values = plan.base.tensors[key], plan.places[key], _values(plan, param, key, note)
+    grows = param in plan.vocabulary.params
+    kept = info.dtype not in FLOATS or not (param in plan.averaged or plan.merged or grows)
     if grows:
-        values = plan.vocabulary.grown(slot, values, plan.dtype(key), read)
+        values = plan.vocabulary.grown(param, values, plan.dtype(key), read)
     if kept and isinstance(info, Quantised) and isinstance(place, Quantised):
         deque(values, maxlen=0)  # digests are of the values, however they are stored
         for before, after in zip(info.stored, place.stored, strict=True):
@@ -106,38 +106,38 @@ def average_others(plan: Plan, write: Callable[[str, Tensor], object]) -> dict[s
     ``write`` takes a key in the base and the new values; a tied tensor comes once.
     """
     counts = {}
-    for slot in plan.averaged:
-        count, tasks = _in_mean(plan, slot)
-        counts[slot] = count + len(tasks)
-        key = plan.others[slot][0]
-        if tasks and (pieces := list(_values(plan, slot, key, lambda source, value: None))):
+    for param in plan.averaged:
+        count, tasks = _in_mean(plan, param)
+        counts[param] = count + len(tasks)
+        key = plan.others[param][0]
+        if tasks and (pieces := list(_values(plan, param, key, lambda source, value: None))):
             write(key, torch.cat(pieces).reshape(plan.base.tensors[key].shape))
     return counts
 
 
-def _values(plan: Plan, slot: str, key: str, note: Callable[[str, Tensor], object]) -> Iterator[Tensor]:
+def _values(plan: Plan, param: str, key: str, note: Callable[[str, Tensor], object]) -> Iterator[Tensor]:
     """Yield the new values, flattened, piece by piece; ``note`` takes every piece that is read, by its model."""
     base, merged, dtype = plan.base, plan.merged, plan.dtype(key)
-    count, tasks = _in_mean(plan, slot)
-    averaged = slot in plan.averaged
+    count, tasks = _in_mean(plan, param)
+    averaged = param in plan.averaged
     for start in range(0, numel := math.prod(base.tensors[key].shape), CHUNK_BYTES // 8):
         between = start, min(start + CHUNK_BYTES // 8, numel)
         theta_0 = base.elements(key, *between)
         note("base", theta_0)
         value = theta_0 = theta_0.to(dtype)
         if merged is not None:
-            so_far = merged.elements(slot, *between, theta_0)
+            so_far = merged.elements(param, *between, theta_0)
             note("merged", so_far)
             value = so_far.to(dtype)
         for number, (source, task) in enumerate(tasks.items() if averaged else (), count + 1):
-            new = task.elements(slot, *between, theta_0)
+            new = task.elements(param, *between, theta_0)
             note(source, new)
             if not is_finite(new):
-                raise ValueError(f"model '{task.source.name}', tensor '{slot}' has NaN or infinite values")
+                raise ValueError(f"model '{task.source.name}', tensor '{param}' has NaN or infinite values")
             value = running_mean(value, task.at_strength(new, theta_0), number)  # type: ignore[arg-type]
         value = value.to(dtype)  # once, since rounding after every task would add up
         if averaged and not is_finite(value):
-            raise ValueError(f"tensor '{slot}': the mean has values that {dtype} can't hold")
+            raise ValueError(f"tensor '{param}': the mean has values that {dtype} can't hold")
         yield value
 
 

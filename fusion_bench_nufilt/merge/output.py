@@ -30,7 +30,7 @@ _JOURNAL = "journal.jsonl"
 class Record(TypedDict, total=False):
     """A journal's entry for a tensor that is written."""
 
-    slot: Required[str]
+    param: Required[str]
     #: For each range of bytes: its file, the offsets of its start and end, and its digest.
     written: Required[Annotated[list[tuple[str, NonNegativeInt, int, str]], Field(min_length=1)]]
     read: Required[dict[str, str]]  # digests of what was read, by the model's role in the merge
@@ -97,7 +97,7 @@ class Output:
             os.close(descriptor)
 
     def _resume(self, head: _Head, headers: Mapping[str, tuple[bytes, int]]) -> dict[str, Record]:
-        """Return by slot what an interrupted run with these inputs and settings finished and is still undamaged."""
+        """Return by param what an interrupted run with these inputs and settings finished and is still undamaged."""
         before, records = _read_head(self._journal), []
         if before == head:
             records = _read_records(self._journal)
@@ -113,7 +113,7 @@ class Output:
             with path.open("ab") as stream:
                 stream.truncate(size)
             self.write(file, memoryview(header), 0)
-        done = {record["slot"]: record for record in records if self._holds(record)}
+        done = {record["param"]: record for record in records if self._holds(record)}
         if damaged := len(records) - len(done):
             log.warning("%d tensors of '%s' were damaged since they were written: made again", damaged, self.work)
         return done
@@ -150,7 +150,7 @@ class Output:
         """Note in the journal that a tensor is written."""
         with self._writing, open(self._journal, "a", encoding="utf-8") as journal:
             journal.write(f"{_line(json.dumps(record))}\n")
-            self.done[record["slot"]] = record
+            self.done[record["param"]] = record
 
     def drop(self, file: str) -> None:
         """Remove a file of which no record speaks any more."""

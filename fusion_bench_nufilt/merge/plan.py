@@ -145,8 +145,8 @@ class Selection:
     pretrained: FullModel
     targets: TargetConfig
     layers: list[Layer]  # merged by the method, in the base's order
-    others: dict[str, tuple[str, ...]]  # the base's keys of every other tensor, by slot
-    head_slots: set[str]  # the base's tensors of heads that tasks have for themselves, which stay as they are
+    others: dict[str, tuple[str, ...]]  # the base's keys of every other tensor, by param
+    head_params: set[str]  # the base's tensors of heads that tasks have for themselves, which stay as they are
     coverage: Coverage  # how much of the model the layers cover
     origin: str  # where the layers are known from
 
@@ -156,11 +156,11 @@ class Selection:
         return self.pretrained.source
 
     def averaged_at(self, step: int) -> set[str]:
-        """The slots of ``others`` that the task of a step (from 1) changes."""
+        """The params of ``others`` that the task of a step (from 1) changes."""
         if not self.targets.changes_others(step):
             return set()
-        floats = {slot for slot, keys in self.others.items() if self.base.tensors[keys[0]].dtype in FLOATS}
-        return floats - self.head_slots
+        floats = {param for param, keys in self.others.items() if self.base.tensors[keys[0]].dtype in FLOATS}
+        return floats - self.head_params
 
 
 def select(pretrained: FullModel, architecture: Architecture, targets: TargetConfig, heads: Heads) -> Selection:
@@ -172,7 +172,7 @@ def select(pretrained: FullModel, architecture: Architecture, targets: TargetCon
         targets=targets,
         layers=layers,
         others=architecture.others(source, layers),
-        head_slots=set(heads.of(pretrained.slots)),
+        head_params=set(heads.of(pretrained.params)),
         coverage=coverage(architecture.model, {layer.name: layer.view for layer in layers}, targets),
         origin=architecture.origin,
     )
@@ -196,18 +196,18 @@ class Plan(Selection):
 
     @cached_property
     def averaged(self) -> set[str]:
-        """The slots of ``others`` that the tasks change."""
+        """The params of ``others`` that the tasks change."""
         return self.averaged_at(self.first_step)
 
     def averaged_of(self, task: FullModel) -> set[str]:
-        """The slots of ``others`` that a task changes."""
+        """The params of ``others`` that a task changes."""
         return self.averaged if self.targets.other_params == "mean" or task is self.tasks[0] else set()
 
     @cached_property
     def files(self) -> Files:
         """The tensors in each file of the result."""
-        slots = {**self.others, **{layer.slot: layer.keys for layer in self.layers}}
-        rows = {key: self.vocabulary.rows for slot in self.vocabulary.slots for key in slots[slot]}
+        params = {**self.others, **{layer.param: layer.keys for layer in self.layers}}
+        rows = {key: self.vocabulary.rows for param in self.vocabulary.params for key in params[param]}
         return arrange(self.pretrained.checkpoint, rows, self.settings.dtype, self.settings.max_shard_size)
 
     @cached_property

@@ -114,8 +114,8 @@ def _join_vocabularies(plan: Plan, architecture: Architecture) -> Iterator[str]:
     if plan.settings.tokenizer is None and plan.targets.on_shape_mismatch == "keep-base":
         return
     models = {source: model for source, model in plan.models.items() if source != "state"}
-    slots, choice = architecture.embeddings(plan.pretrained.slots), plan.settings.tokenizer or "union"
-    joined = join_vocabularies(models, slots, choice, plan.small_files)
+    params, choice = architecture.embeddings(plan.pretrained.params), plan.settings.tokenizer or "union"
+    joined = join_vocabularies(models, params, choice, plan.small_files)
     plan.vocabulary, plan.small_files = joined, joined.files or plan.small_files
     plan.settings = dataclasses.replace(plan.settings, tokenizer=plan.settings.tokenizer and joined.tokenizer)
     yield from joined.warnings

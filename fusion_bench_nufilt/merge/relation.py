@@ -27,7 +27,7 @@ def check_relation(plan: Plan) -> Iterator[str]:
         is_full = type(model) is FullModel and model is not plan.pretrained
         if is_full and not (model.source.remote or plan.base.remote):
             layers = plan.layers if model.source.in_memory else _sample(plan.layers)
-            yield from _compare(plan, model, [layer for layer in layers if model.has(layer.slot)])
+            yield from _compare(plan, model, [layer for layer in layers if model.has(layer.param)])
 
 
 def _sample(layers: Sequence[Layer]) -> list[Layer]:
@@ -43,7 +43,7 @@ def _compare(plan: Plan, model: FullModel, layers: Sequence[Layer]) -> Iterator[
     for layer in layers:
         count = min(math.prod(layer.view.shape), _SAMPLED_ELEMENTS)
         x = base.elements(layer.keys[0], 0, count).double()
-        y = model.elements(layer.slot, 0, count, x).double()
+        y = model.elements(layer.param, 0, count, x).double()
         products = torch.stack([x @ x, y @ y, x @ y, (y - x) @ (y - x)]).cpu()
         total += products
         if _unrelated(*products[:3].tolist()):

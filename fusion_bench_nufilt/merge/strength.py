@@ -37,7 +37,7 @@ def merged_weight(plan: Plan, layer: Layer, update: Tensor, scale: float) -> Ten
 
 def measures_of(plan: Plan, done: Mapping[str, Record]) -> list[Measure]:
     """Return the measures of all layers, in the order of the plan."""
-    return [done[layer.slot]["measure"] for layer in plan.layers]
+    return [done[layer.param]["measure"] for layer in plan.layers]
 
 
 def write_weights(plan: Plan, output: Output) -> None:
@@ -46,7 +46,7 @@ def write_weights(plan: Plan, output: Output) -> None:
     updates = TensorFile(output.model / UPDATES)
 
     def write(layer: Layer) -> None:
-        before = output.done[layer.slot]
+        before = output.done[layer.param]
         kept = [piece for piece in before["written"] if piece[0] != UPDATES]
         weight = merged_weight(plan, layer, updates.read(updates.tensors[layer.name]), scale)
         new = Record(**{**before, "read": dict(before["read"]), "written": []})
@@ -55,7 +55,7 @@ def write_weights(plan: Plan, output: Output) -> None:
             output.write(file, data, start)
         output.record(Record(**{**new, "written": kept + new["written"]}))
 
-    left = [layer for layer in plan.layers if any(piece[0] == UPDATES for piece in output.done[layer.slot]["written"])]
+    left = [layer for layer in plan.layers if any(piece[0] == UPDATES for piece in output.done[layer.param]["written"])]
     for _ in map_layers(write, left, _CPU):
         pass
     output.drop(UPDATES)

@@ -34,10 +34,10 @@ Models = Mapping[str, FullModel]
 
 @dataclass
 class Vocabulary:
-    """The rows of a result's embeddings; without ``slots``, they are those of the base."""
+    """The rows of a result's embeddings; without ``params``, they are those of the base."""
 
     models: Models = field(default_factory=dict)
-    slots: list[str] = field(default_factory=list)  # tensors with a row for every token
+    params: list[str] = field(default_factory=list)  # tensors with a row for every token
     tokenizer: str = "base"  # base, union, or the name of the model whose tokenizer the result has
     rows: int = 0
     tokens: dict[int, str] = field(default_factory=dict)  # new ones, by their rows in the result
@@ -49,7 +49,7 @@ class Vocabulary:
     def as_dict(self) -> dict[str, Any]:
         """Return the manifest's entry."""
         sources = {token: self.models[self.holders[row][0][0]].source.label for row, token in self.tokens.items()}
-        return {"tokenizer": self.tokenizer, "rows": self.rows, "new_tokens": sources} if self.slots else {}
+        return {"tokenizer": self.tokenizer, "rows": self.rows, "new_tokens": sources} if self.params else {}
 
     def __str__(self) -> str:
         new = f"{len(self.tokens)} new tokens" + (f": {some(self.tokens.values())}" if self.tokens else "")
@@ -59,25 +59,25 @@ class Vocabulary:
         """Refuse a new token whose rows differ between models; models still on the hub are not compared."""
         for row, held in self.holders.items():
             near = [(source, own) for source, own in held if not self.models[source].source.remote]
-            for slot in self.slots if len(near) > 1 else ():
-                first, *others = (self._row(slot, source, own).double() for source, own in near)
+            for param in self.params if len(near) > 1 else ():
+                first, *others = (self._row(param, source, own).double() for source, own in near)
                 if not all(torch.equal(first, other) for other in others):
                     names = [self.models[source].source.label for source, _ in held]
-                    what = f"token '{self.tokens[row]}' is new in {some(names)} with different rows of '{slot}'"
+                    what = f"token '{self.tokens[row]}' is new in {some(names)} with different rows of '{param}'"
                     takes = f"--tokenizer {names[0]} takes that model's tokens alone, --tokenizer base none"
                     raise ValueError(f"{what}: {takes}")
 
-    def _row(self, slot: str, source: str, own: int) -> Tensor:
-        return self.models[source].row(slot, own, self.models["base"])
+    def _row(self, param: str, source: str, own: int) -> Tensor:
+        return self.models[source].row(param, own, self.models["base"])
 
     def grown(
-        self, slot: str, pieces: Iterable[Tensor], dtype: torch.dtype, read: Mapping[str, Any]
+        self, param: str, pieces: Iterable[Tensor], dtype: torch.dtype, read: Mapping[str, Any]
     ) -> Iterator[Tensor]:
-        """Yield a flattened tensor of ``slots`` with the rows of new tokens, given the pieces with the base's rows.
+        """Yield a flattened tensor of ``params`` with the rows of new tokens, given the pieces with the base's rows.
 
         The digests in ``read``, by model, are updated.
         """
-        count, *shape = self.models["base"].slots[slot]
+        count, *shape = self.models["base"].params[param]
         width, step, offset = math.prod(shape), CHUNK_BYTES // 8, 0
         more = (self.rows - count) * width
         tail = (torch.zeros(min(step, more - start), dtype=dtype) for start in range(0, more, step))
@@ -87,22 +87,22 @@ class Vocabulary:
                 if row not in self.holders:
                     continue
                 source, own = self.holders[row][0]
-                value = self._row(slot, source, own)
+                value = self._row(param, source, own)
                 read[source].update(raw(value))
                 if not is_finite(value.to(dtype)):
-                    what = f"tensor '{slot}' has values for token '{self.tokens[row]}' that {dtype} can't hold"
+                    what = f"tensor '{param}' has values for token '{self.tokens[row]}' that {dtype} can't hold"
                     raise ValueError(f"model '{self.models[source].source.name}', {what}")
                 first, last = max(row * width, offset), min((row + 1) * width, end)
                 piece[first - offset : last - offset] = value[first - row * width : last - row * width]
             offset = end
             yield piece
 
-    def grown_layer(self, slot: str, weight: Tensor, read: dict[str, str]) -> Tensor:
+    def grown_layer(self, param: str, weight: Tensor, read: dict[str, str]) -> Tensor:
         """Return a layer with the rows of new tokens, and add digests of what is read to those of the models."""
-        if slot not in self.slots:
+        if param not in self.params:
             return weight
         sha: defaultdict[str, Any] = defaultdict(hashlib.sha256)
-        pieces = list(self.grown(slot, [weight.flatten().to("cpu", copy=True)], weight.dtype, sha))
+        pieces = list(self.grown(param, [weight.flatten().to("cpu", copy=True)], weight.dtype, sha))
         read |= {source: read.get(source, "") + found.hexdigest() for source, found in sha.items()}
         return torch.cat(pieces).reshape(-1, *weight.shape[1:])
 
@@ -110,10 +110,10 @@ class Vocabulary:
 class _Tokens:
     """The tokens of a model and their rows. Rows whose tokens are unknown are named by their numbers."""
 
-    def __init__(self, model: FullModel, slots: Sequence[str], base: "_Tokens | None" = None) -> None:
+    def __init__(self, model: FullModel, params: Sequence[str], base: "_Tokens | None" = None) -> None:
         self.model, self.label, self._base = model, model.source.label, base
         self.rows: int = min(
-            model.slots[each][0] if base is None or each in model.keys else base.rows for each in slots
+            model.params[each][0] if base is None or each in model.keys else base.rows for each in params
         )
         self.files = model.checkpoint.small_files(_TOKENIZER)
 
@@ -155,10 +155,10 @@ class _Tokens:
     def ids(self) -> dict[str, int]:
         return {token: row for token, row in self.all.items() if row < self.rows}
 
-    def fits(self, base: "_Tokens", slots: Sequence[str]) -> bool:
+    def fits(self, base: "_Tokens", params: Sequence[str]) -> bool:
         """Tell whether its embeddings differ from the base's in rows only, which can be matched if it has fewer."""
-        own, other = self.model.slots, base.model.slots
-        alike = all(own[slot][1:] == other[slot][1:] for slot in slots if slot in self.model.keys)
+        own, other = self.model.params, base.model.params
+        alike = all(own[param][1:] == other[param][1:] for param in params if param in self.model.keys)
         return alike and (self.rows >= base.rows or self.tokenizer is not None)
 
     def rows_of(self, base: "_Tokens") -> list[int]:
@@ -169,45 +169,45 @@ class _Tokens:
         return rows
 
 
-def join_vocabularies(models: Models, slots: Sequence[str], choice: str, files: Mapping[str, bytes]) -> Vocabulary:
+def join_vocabularies(models: Models, params: Sequence[str], choice: str, files: Mapping[str, bytes]) -> Vocabulary:
     """Match the rows of all models by token, and choose the result's; the models then present the base's rows.
 
     A model whose rows can't be matched stays as it is.
 
     Args:
         models: the base, the model merged so far, and the tasks, including adapters.
-        slots: the tensors that have a row for every token.
+        params: the tensors that have a row for every token.
         choice: whose tokens the result has: base, union, or the name of a model.
         files: the small files of the base.
 
     Raises:
         ValueError: ``choice`` names no model, or the tokens do not go together; the message names one.
     """
-    if not slots and choice not in ("base", "union"):
+    if not params and choice not in ("base", "union"):
         raise ValueError(f"tokenizer '{choice}': the base has no embedding that can be told to be of tokens")
     owner = _owner(models, choice)
     name = models[owner].source.label if choice == models[owner].source.name else choice
-    if not slots:
+    if not params:
         return Vocabulary()
-    base = _Tokens(models["base"], slots)
-    known = {source: _Tokens(model, slots, base) for source, model in models.items() if source != "base"}
-    known = {"base": base, **{source: tokens for source, tokens in known.items() if tokens.fits(base, slots)}}
+    base = _Tokens(models["base"], params)
+    known = {source: _Tokens(model, params, base) for source, model in models.items() if source != "base"}
+    known = {"base": base, **{source: tokens for source, tokens in known.items() if tokens.fits(base, params)}}
     alike = all(tokens.rows == base.rows and tokens.files in (base.files, {}) for tokens in known.values())
     if alike or owner not in known:
         return Vocabulary(tokenizer=name)
     others = [source for source in known if choice == "union" and source != owner]
-    result = Vocabulary(models, list(slots), name, files=dict(files))
+    result = Vocabulary(models, list(params), name, files=dict(files))
     added = _number_tokens(result, known, [owner, *others])
     result.rows = max([base.rows, *(row + 1 for row in result.tokens)])
     _set_files(result, base, known[owner], added)
     matched: dict[str, list[int]] = {}
     for tokens in known.values():
         result.warnings += _warnings(result, base, tokens)
-        tokens.model.source.check_floats(key for slot, key in tokens.model.keys.items() if slot in slots)
+        tokens.model.source.check_floats(key for param, key in tokens.model.keys.items() if param in params)
         rows = tokens.rows_of(base)
         if tokens.rows != base.rows or rows != list(range(base.rows)):
-            for slot in tokens.model.keys.keys() & set(slots):
-                tokens.model.show_rows(slot, rows)
+            for param in tokens.model.keys.keys() & set(params):
+                tokens.model.show_rows(param, rows)
             matched[tokens.label] = rows
     result.check()
     result.identity = hashlib.sha256(repr([result.rows, result.holders, matched]).encode()).hexdigest()

@@ -83,11 +83,11 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._lacking: dict[str, set[str]] = {}  # weights that the models lack, or have in another shape
         self._architecture = Architecture(pretrained)
         self._base = FullModel(module_source(PRETRAINED, pretrained), self._architecture)
-        stored = self._model(PRETRAINED, pretrained, self.drawn).slots
+        stored = self._model(PRETRAINED, pretrained, self.drawn).params
         config = self._base.source.config
         self._heads = Heads(self.targets.heads, stored, config, self._architecture.backbone)
         self._heads.keep(self.before.get("heads", {}).values())
-        self._heads.add(PRETRAINED, self._base.slots, config, ())  # a head that its checkpoint lacks counts, too
+        self._heads.add(PRETRAINED, self._base.params, config, ())  # a head that its checkpoint lacks counts, too
         self._select()
         log.info("%s", self.method)
 
@@ -143,19 +143,19 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             if name == MERGED:
                 check_made_from(self._base, self._model(name, model, ()))
             return
-        task, before = self._model(name, model, drawn), self._heads.of(self._base.slots)
+        task, before = self._model(name, model, drawn), self._heads.of(self._base.params)
         find_head(self._heads, task)
-        if self._heads.of(self._base.slots) != before:
+        if self._heads.of(self._base.params) != before:
             self._refuse_late_head(name)
             self._select()
         take_head(self._heads, task)
-        if lost := self._heads.of(map(self._architecture.slot, drawn)):
+        if lost := self._heads.of(map(self._architecture.param, drawn)):
             why = f"its checkpoint has no head ('{lost[0]}' was drawn at random)"
             log.warning("model '%s': %s: none is kept", name, why)
         plan = self._plan([task], self.first_step + self.matrix.tasks.index(name))
         for warning in chain(check_task(plan, task, self._architecture, plan.averaged), check_relation(plan)):
             log.warning("%s", warning)
-        ignored = (key for key in task.source.tensors if self._architecture.slot(key) in task.ignored)
+        ignored = (key for key in task.source.tensors if self._architecture.param(key) in task.ignored)
         self._lacking[name] = {*drawn, *ignored}
 
     def _refuse_late_head(self, name: str) -> None:
@@ -196,7 +196,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             if self.method.finds_scale and self.is_used(step):
                 updates[layer.name], measures[layer.name] = weigh(), each.record["measure"]
             elif self.method.state_is_weight or self.is_used(step):
-                result.write(so_far.keys[layer.slot], weigh())
+                result.write(so_far.keys[layer.param], weigh())
             if not self.method.state_is_weight:
                 home = layer.view.read(pretrained).device
                 self._states |= {f"{layer.name}.{key}": value.to(home) for key, value in each.state.items()}
@@ -209,7 +209,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             self.strength = strength_of([measures[layer.name] for layer in plan.layers])
             for layer in plan.layers:
                 weight = merged_weight(plan, layer, updates.pop(layer.name), self.strength["scale"])
-                result.write(so_far.keys[layer.slot], weight)
+                result.write(so_far.keys[layer.param], weight)
         self._mean_counts |= average_others(plan, result.write)
         self._report(name, {layer.name: reports[layer.name] for layer in plan.layers})
         return merged

@@ -20,7 +20,7 @@ def begin(folder, run="run"):
 def write_tensor(output):
     output.write("model.safetensors", memoryview(b"12345678"), 6)
     digest = "ef797c8118f02dfb649607dd5d3f8c7623048c9c063d532cc95c5ed7a898a64f"
-    output.record({"slot": "w", "written": [("model.safetensors", 6, 14, digest)], "read": {}, "reports": []})
+    output.record({"param": "w", "written": [("model.safetensors", 6, 14, digest)], "read": {}, "reports": []})
 
 
 def test_a_link_in_place_of_the_work_folder_is_not_followed(tmp_path):
@@ -99,7 +99,7 @@ def test_what_is_done_is_known_again_and_a_journal_whose_words_were_changed_is_n
     with closing(begin(tmp_path)) as output:
         assert list(output.done) == ["w"]
     journal = work_folder(tmp_path / "out") / "journal.jsonl"
-    journal.write_text(journal.read_text().replace('"slot": "w"', '"slot": "x"'))
+    journal.write_text(journal.read_text().replace('"param": "w"', '"param": "x"'))
     with closing(begin(tmp_path)) as output:
         assert output.done == {}
 
@@ -112,7 +112,7 @@ def test_what_is_done_is_known_again_and_a_journal_whose_words_were_changed_is_n
         {"written": [["model.safetensors", -6, 14, "0"]]},
         {"written": [["model.safetensors", 6, 2**70, "0"]]},
         {"written": [["../../secret", 0, 1, "0"]]},
-        {"slot": None},
+        {"param": None},
         {"read": []},
         {"reports": [3]},
         {"mean_count": 2.7},
@@ -153,7 +153,7 @@ def test_going_on_takes_a_fraction_of_a_millisecond_for_each_tensor_that_is_done
         output.write("model.safetensors", memoryview(b"12345678"), 6)
         for number in range(3000):
             written = [("model.safetensors", 6, 14, digest)]
-            output.record({"slot": f"w{number}", "written": written, "read": {}, "reports": []})
+            output.record({"param": f"w{number}", "written": written, "read": {}, "reports": []})
     start = time.process_time()
     with closing(begin(tmp_path)) as output:
         assert len(output.done) == 3000

@@ -233,7 +233,7 @@ def test_an_adapter_brings_its_tokens(grown):
 
 def test_a_tokenizer_that_cannot_be_read_is_said_also_where_the_rows_are_as_many(grown):
     save(grown / "other", finetuned(AutoModelForCausalLM.from_pretrained(grown / "base"), seed=4))
-    assert not plan(grown, ["other"]).vocabulary.slots
+    assert not plan(grown, ["other"]).vocabulary.params
     path = grown / "other" / "tokenizer.json"
     path.write_text(path.read_text()[:-9])  # as an interrupted copy leaves it
     (warning,) = (text for text in plan(grown, ["other"]).warnings if "matched by their numbers" in text)

@@ -1,4 +1,4 @@
-"""LoRA adapters as task models: their targets, and what else they change, by slot."""
+"""LoRA adapters as task models: their targets, and what else they change, by param."""
 
 import math
 import re
@@ -47,12 +47,12 @@ class LoraAdapter(FullModel):
             raise ValueError(f"adapter '{name}' was initialised with {start}, which changes the base as well: {remedy}")
         super().__init__(checkpoint, architecture)
 
-    def has(self, slot: str) -> bool:
-        return slot not in self.ignored  # what an adapter does not change is the base's
+    def has(self, param: str) -> bool:
+        return param not in self.ignored  # what an adapter does not change is the base's
 
     def _find_tensors(self, architecture: Architecture) -> None:
         unknown, tensors, wrapped = [], self.source.tensors, {}
-        saved: defaultdict[str, list[str]] = defaultdict(list)  # whole tensors by slot
+        saved: defaultdict[str, list[str]] = defaultdict(list)  # whole tensors by param
         for key, info in tensors.items():
             name = key.removeprefix(PREFIX).replace(".base_layer.bias", ".bias")  # trained biases
             module, is_a, _ = name.partition(EMBEDDING_A if EMBEDDING_A in name else ".lora_A.weight")
@@ -61,18 +61,18 @@ class LoraAdapter(FullModel):
                 if architecture.stacks_of(outer := module.split(".base_layer")[0]):
                     wrapped[key] = outer
                 else:
-                    self._add_pair(architecture.slot(f"{module}.weight"), module, key)
+                    self._add_pair(architecture.param(f"{module}.weight"), module, key)
             elif name.endswith(_TOKENS):
                 self._add_tokens(architecture, name.removesuffix(_TOKENS), key)
             elif self.config.get("use_dora") and name.endswith(".lora_magnitude_vector"):
-                slot = architecture.slot(name.removesuffix(".lora_magnitude_vector") + ".weight")
-                self.magnitudes[slot] = key
+                param = architecture.param(name.removesuffix(".lora_magnitude_vector") + ".weight")
+                self.magnitudes[param] = key
             elif ".base_layer." in name:
                 continue  # the base's own weight, which peft saves along with an adapted embedding or head
             elif ".lora_" not in name:
-                slot = architecture.slot(name)
-                saved[slot].append(key)
-                self.keys[slot], self.slots[slot] = key, info.shape
+                param = architecture.param(name)
+                saved[param].append(key)
+                self.keys[param], self.params[param] = key, info.shape
             elif partner == key or partner not in tensors:
                 unknown.append(key)
         self._add_experts(architecture, wrapped)
@@ -87,8 +87,8 @@ class LoraAdapter(FullModel):
     def _check_tied(self, architecture: Architecture, saved: Mapping[str, Sequence[str]]) -> None:
         """Refuse a full tensor that was trained apart from the one to which the base ties it."""
         trained = self.config.get("modules_to_save") or ()
-        for slot, keys in saved.items():
-            if len(tied := architecture.names(slot)) < 2:
+        for param, keys in saved.items():
+            if len(tied := architecture.names(param)) < 2:
                 continue
             alone = len(keys) == 1 and any(f".{keys[0]}".endswith(f".{module}.weight") for module in trained)
             if alone or len({self.source.read(key)[1] for key in keys if len(keys) > 1}) > 1:
@@ -98,18 +98,18 @@ class LoraAdapter(FullModel):
 
     def _add_tokens(self, architecture: Architecture, module: str, key: str) -> None:
         """Note the rows of an embedding that the adapter trained, which replace the base's."""
-        slot, numbers = architecture.slot(f"{module}.weight"), self.config.get("trainable_token_indices")
+        param, numbers = architecture.param(f"{module}.weight"), self.config.get("trainable_token_indices")
         if isinstance(numbers, dict):
             numbers = next((numbers[name] for name in numbers if f".{module}".endswith(f".{name}")), None)
-        count, rows = self.source.tensors[key].shape[0], architecture.rows(slot)
-        if not numbers or len(numbers) != count or max(numbers) >= rows or slot in {*self.keys, *self.pairs}:
-            what = f"{count} rows for the tokens {numbers} of '{slot}' with {rows} rows"
+        count, rows = self.source.tensors[key].shape[0], architecture.rows(param)
+        if not numbers or len(numbers) != count or max(numbers) >= rows or param in {*self.keys, *self.pairs}:
+            what = f"{count} rows for the tokens {numbers} of '{param}' with {rows} rows"
             raise ValueError(f"adapter '{self.source.name}' has {what}: merge it into its base with peft")
-        self._trained[slot] = {number: place for place, number in enumerate(numbers)}
-        self.keys[slot], self.slots[slot] = key, self.source.tensors[key].shape
-        self.show_rows(slot, range(rows))
+        self._trained[param] = {number: place for place, number in enumerate(numbers)}
+        self.keys[param], self.params[param] = key, self.source.tensors[key].shape
+        self.show_rows(param, range(rows))
 
-    def _add_pair(self, slot: str, module: str, key_a: str) -> None:
+    def _add_pair(self, param: str, module: str, key_a: str) -> None:
         """Note the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of a layer's update, and their scaling."""
         name, tensors = self.source.name, self.source.tensors
         key_b, transposed = re.sub(r"\.lora_(embedding_)?A", r".lora_\1B", key_a), key_a.endswith(EMBEDDING_A)
@@ -118,23 +118,23 @@ class LoraAdapter(FullModel):
         targets = self.config.get("target_parameters") or ()
         parameter = any(f".{module}.weight".endswith(f".{target}") for target in targets)
         scaling = self._scaling(f"{module}.weight" if parameter else module, key_a, key_b)
-        self._check_new(slot, module)
+        self._check_new(param, module)
         (_, d_i), (d_o, _) = tensors[key_a].shape, tensors[key_b].shape
-        if self.config.get("fan_in_fan_out") and slot not in self._transposed and not transposed:
-            none = f"'{slot}' of the base is none"
+        if self.config.get("fan_in_fan_out") and param not in self._transposed and not transposed:
+            none = f"'{param}' of the base is none"
             raise ValueError(f"adapter '{name}' is for transposed layers (fan_in_fan_out), and {none}")
-        self.pairs[slot] = key_a, key_b, scaling
-        self.slots[slot] = (d_i, d_o) if transposed or slot in self._transposed else (d_o, d_i)
+        self.pairs[param] = key_a, key_b, scaling
+        self.params[param] = (d_i, d_o) if transposed or param in self._transposed else (d_o, d_i)
 
     def _add_experts(self, architecture: Architecture, modules: Mapping[str, str]) -> None:
         """Note the factors of fused experts, by the key of A with the module that has the experts."""
         for key_a, key_b, parameter, experts in find_experts(self.checkpoint, architecture, modules):
             count = next(iter(experts.values())).count
             scaling = self._scaling(parameter, key_a, key_b, count)
-            for slot, expert in experts.items():
-                self._check_new(slot, parameter)
-                self.pairs[slot], self.experts[slot] = (key_a, key_b, scaling), expert
-                self.slots[slot] = architecture.views[slot].part_shape
+            for param, expert in experts.items():
+                self._check_new(param, parameter)
+                self.pairs[param], self.experts[param] = (key_a, key_b, scaling), expert
+                self.params[param] = architecture.views[param].part_shape
 
     def _scaling(self, name: str, key_a: str, key_b: str, experts: int = 1) -> float:
         """Return what the product of two factors is multiplied by; refuse factors that do not belong together.
@@ -151,9 +151,9 @@ class LoraAdapter(FullModel):
         alpha = self._pattern("alpha_pattern", name, self.config.get("lora_alpha", 8))
         return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
 
-    def _check_new(self, slot: str, name: str) -> None:
-        if slot in {*self.pairs, *self.keys}:
-            twice = f"changes '{slot}' twice, as '{name}' too: merge it into its base with peft"
+    def _check_new(self, param: str, name: str) -> None:
+        if param in {*self.pairs, *self.keys}:
+            twice = f"changes '{param}' twice, as '{name}' too: merge it into its base with peft"
             raise ValueError(f"adapter '{self.source.name}' {twice}")
 
     def _pattern(self, field: str, module: str, default: Any) -> Any:

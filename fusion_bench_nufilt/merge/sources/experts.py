@@ -48,7 +48,7 @@ class Expert:
 def find_experts(
     adapter: Checkpoint, architecture: Architecture, modules: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str, dict[str, Expert]]]:
-    """Yield the keys of A and B, the name of their parameter, and by slot the experts in them.
+    """Yield the keys of A and B, the name of their parameter, and by param the experts in them.
 
     ``modules`` has the wrapped module of each A, by its key.
 
@@ -81,8 +81,8 @@ def find_experts(
             key_b,
             name,
             {
-                slot: Expert(number, count, rows, alike == {True}, flipped, grouped)
-                for slot, number, rows, flipped in places
+                param: Expert(number, count, rows, alike == {True}, flipped, grouped)
+                for param, number, rows, flipped in places
             },
         )
 
@@ -108,11 +108,12 @@ def _is_grouped(adapter: Checkpoint, count: int, rank: int) -> bool:
 def _places(
     architecture: Architecture, name: str, count: int, height: int, adapter: str
 ) -> Iterator[tuple[str, int, slice, bool]]:
-    """Yield the slots that hold a parameter ``(count, height, width)``, each with its expert, rows and ``flipped``."""
+    """Yield the params that hold a parameter ``(count, height, width)``, each with its expert, rows and ``flipped``."""
     numbers = torch.arange(count * height).reshape(count, height, 1)  # of the rows, stored as the parameter would be
     for key, stored in architecture.undo({name: numbers}).items():
-        slot = architecture.slot(key)
-        for part, rows in zip(architecture.parts(slot) or [slot], stored.reshape(-1, *stored.shape[-2:]), strict=False):
+        param = architecture.param(key)
+        parts = architecture.parts(param) or [param]
+        for part, rows in zip(parts, stored.reshape(-1, *stored.shape[-2:]), strict=False):
             number, first = divmod(int(rows.min()), height)
             stop = int(rows.max()) - number * height + 1
             if part not in architecture.views or stop - first != rows.numel():

@@ -1,4 +1,4 @@
-"""Base, merged and task models, whose tensors are addressed by slot, whatever their files call them."""
+"""Base, merged and task models, whose tensors are addressed by param, whatever their files call them."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -23,33 +23,33 @@ EMBEDDING_A = ".lora_embedding_A"  # (rank, tokens); it and B (d, rank) hold the
 class FullModel:
     """A model with all its weights, in files or in memory.
 
-    By slot, ``slots`` has the shape of each tensor that the model changes or brings, ``keys`` the key of each that it
+    By param, ``params`` has the shape of each tensor that the model changes or brings, ``keys`` the key of each that it
     holds in full, and ``pairs`` the keys of the factors A and B of a layer's update, with their scaling.
     """
 
     def __init__(self, source: Source, architecture: Architecture) -> None:
         self.source = source
-        self.slots: dict[str, tuple[int, ...]] = {}
+        self.params: dict[str, tuple[int, ...]] = {}
         self.keys: dict[str, str] = {}
         self.pairs: dict[str, tuple[str, str, float]] = {}
         self.ignored: list[str] = []
-        self.tied: dict[str, str] = {}  # the slot of each further key that the base ties, such as an untied head
-        self.head: dict[str, str] = {}  # keys of the task's own head, by slot
+        self.tied: dict[str, str] = {}  # the param of each further key that the base ties, such as an untied head
+        self.head: dict[str, str] = {}  # keys of the task's own head, by param
         self.strength = 1.0  # of its update in a merge
-        self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths, by slot
-        self.experts: dict[str, Expert] = {}  # by slot, its place in factors of several experts
-        self._trained: dict[str, dict[int, int]] = {}  # by slot, the stored place of each row that an adapter trained
-        self._rows: dict[str, list[int]] = {}  # by slot, the stored row for each of the base's, or -1 for none
-        self._transposed = {slot for slot, view in architecture.views.items() if view.transposed}
+        self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths, by param
+        self.experts: dict[str, Expert] = {}  # by param, its place in factors of several experts
+        self._trained: dict[str, dict[int, int]] = {}  # by param, the stored place of each row that an adapter trained
+        self._rows: dict[str, list[int]] = {}  # by param, the stored row for each of the base's, or -1 for none
+        self._transposed = {param for param, view in architecture.views.items() if view.transposed}
         architecture.split(source)
         self._find_tensors(architecture)
 
     def _find_tensors(self, architecture: Architecture) -> None:
-        for slot, keys in architecture.by_slot(self.source).items():
-            # Where a model that the base ties is stored untied, the slot's own name wins: the embedding, not the head.
-            key = next((key for key in keys if architecture.module_name(key) == slot), keys[0])
-            self.keys[slot], self.slots[slot] = key, self.source.tensors[key].shape
-            self.tied |= {other: slot for other in keys if other != key}
+        for param, keys in architecture.by_param(self.source).items():
+            # Where a model that the base ties is stored untied, the param's own name wins: the embedding, not the head.
+            key = next((key for key in keys if architecture.module_name(key) == param), keys[0])
+            self.keys[param], self.params[param] = key, self.source.tensors[key].shape
+            self.tied |= {other: param for other in keys if other != key}
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -57,81 +57,81 @@ class FullModel:
         assert isinstance(self.source, Checkpoint)
         return self.source
 
-    def has(self, slot: str) -> bool:
+    def has(self, param: str) -> bool:
         """Return whether the model has a tensor of the base, changed or not."""
-        return slot in self.keys
+        return param in self.keys
 
-    def ignore(self, slot: str) -> None:
+    def ignore(self, param: str) -> None:
         """Treat a tensor outside the merged layers as missing."""
-        self.ignored.append(slot)
-        for known in (self.slots, self.keys, self.pairs):
-            known.pop(slot, None)
+        self.ignored.append(param)
+        for known in (self.params, self.keys, self.pairs):
+            known.pop(param, None)
 
-    def take_head(self, slots: Iterable[str]) -> None:
+    def take_head(self, params: Iterable[str]) -> None:
         """Keep some tensors out of the merge, as the task's own head."""
-        for slot in slots:
-            self.slots.pop(slot)
-            self.head[slot] = self.keys.pop(slot)
+        for param in params:
+            self.params.pop(param)
+            self.head[param] = self.keys.pop(param)
 
-    def show_rows(self, slot: str, rows: Sequence[int]) -> None:
+    def show_rows(self, param: str, rows: Sequence[int]) -> None:
         """Present a tensor with the base's rows: ``rows`` has the number of each here, or -1 to take the base's."""
-        self._rows[slot] = [self._stored_row(slot, row) for row in rows]
-        self.slots[slot] = (len(rows), *self.slots[slot][1:])
+        self._rows[param] = [self._stored_row(param, row) for row in rows]
+        self.params[param] = (len(rows), *self.params[param][1:])
 
-    def _stored_row(self, slot: str, row: int) -> int:
-        return self._trained[slot].get(row, -1) if slot in self._trained else row
+    def _stored_row(self, param: str, row: int) -> int:
+        return self._trained[param].get(row, -1) if param in self._trained else row
 
-    def row(self, slot: str, row: int, base: "FullModel") -> Tensor:
+    def row(self, param: str, row: int, base: "FullModel") -> Tensor:
         """Read a row of a tensor, flattened, by its number here; an adapter that lacks it returns the base's."""
-        width = math.prod(base.slots[slot][1:])
-        if slot in self.keys and (stored := self._stored_row(slot, row)) >= 0:
-            return self.source.elements(self.keys[slot], stored * width, (stored + 1) * width)
-        theta_0 = base.source.elements(base.keys[slot], row * width, (row + 1) * width)
-        return self.elements(slot, row * width, (row + 1) * width, theta_0) if slot in self.pairs else theta_0
+        width = math.prod(base.params[param][1:])
+        if param in self.keys and (stored := self._stored_row(param, row)) >= 0:
+            return self.source.elements(self.keys[param], stored * width, (stored + 1) * width)
+        theta_0 = base.source.elements(base.keys[param], row * width, (row + 1) * width)
+        return self.elements(param, row * width, (row + 1) * width, theta_0) if param in self.pairs else theta_0
 
-    def _shown(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
+    def _shown(self, param: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
         """Return some elements of a tensor as :meth:`show_rows` presents it, given the base's."""
-        width, pieces = math.prod(self.slots[slot][1:]), []
-        rows = enumerate(self._rows[slot][start // width : -(-stop // width)], start // width)
+        width, pieces = math.prod(self.params[param][1:]), []
+        rows = enumerate(self._rows[param][start // width : -(-stop // width)], start // width)
         for shift, run in groupby(rows, lambda pair: pair[1] - pair[0] if pair[1] >= 0 else None):
             numbers = [row for row, _ in run]
             first, last = max(start, numbers[0] * width), min(stop, (numbers[-1] + 1) * width)
             pieces.append(theta_0[first - start : last - start])
             if shift is not None:
                 there = first + shift * width, last + shift * width
-                pieces[-1] = self.source.elements(self.keys[slot], *there).to(theta_0.device)
+                pieces[-1] = self.source.elements(self.keys[param], *there).to(theta_0.device)
         return torch.cat(pieces)
 
-    def weight(self, slot: str, theta_0: Tensor) -> tuple[Tensor | LowRank, str]:
+    def weight(self, param: str, theta_0: Tensor) -> tuple[Tensor | LowRank, str]:
         """Read a whole tensor, or the factors of a layer's update; return it and the digest of what was read.
 
         ``theta_0`` is the base's tensor, on whose device it is put, and which provides the rows that the model lacks.
         """
         read = partial(self.source.read, where=theta_0.device)
-        if slot in self._rows:
-            value = self._shown(slot, 0, theta_0.numel(), theta_0.flatten()).reshape(theta_0.shape)
+        if param in self._rows:
+            value = self._shown(param, 0, theta_0.numel(), theta_0.flatten()).reshape(theta_0.shape)
             if not is_finite(value):
-                raise ValueError(f"model '{self.source.name}', tensor '{slot}' has NaN or infinite values")
+                raise ValueError(f"model '{self.source.name}', tensor '{param}' has NaN or infinite values")
             return value, digest(value)
-        if slot in self.keys:
-            return read(self.keys[slot])
-        key_a, key_b, scaling = self.pairs[slot]
+        if param in self.keys:
+            return read(self.keys[param])
+        key_a, key_b, scaling = self.pairs[param]
         (a, digest_a), (b, digest_b) = read(key_a), read(key_b)
-        if slot in self.experts:
-            a, b = self.experts[slot].cut(a, b)
+        if param in self.experts:
+            a, b = self.experts[param].cut(a, b)
         wide = wide_dtype(a)
         if not is_finite(left := b.to(wide) * scaling):
-            what = f"adapter '{self.source.name}', layer '{slot}'"
+            what = f"adapter '{self.source.name}', layer '{param}'"
             raise ValueError(f"{what}: B times its scaling of {scaling:g} is too large for {wide}")
         update, digests = LowRank(left, a.to(wide)), digest_a + digest_b
         if key_a.endswith(EMBEDDING_A):
             return LowRank(update.right.T, update.left.T), digests
-        if slot not in self.magnitudes:
+        if param not in self.magnitudes:
             return update, digests
-        lengths, digest_m = read(self.magnitudes[slot])
-        weight = (theta_0.T if slot in self._transposed else theta_0).to(wide) + update.product()
+        lengths, digest_m = read(self.magnitudes[param])
+        weight = (theta_0.T if param in self._transposed else theta_0).to(wide) + update.product()
         weight *= (lengths.to(wide) / torch.linalg.vector_norm(weight, dim=1))[:, None]
-        return (weight.T if slot in self._transposed else weight), digests + digest_m
+        return (weight.T if param in self._transposed else weight), digests + digest_m
 
     def at_strength(self, new: Tensor | LowRank, theta_0: Tensor) -> Tensor | LowRank:
         """Return a weight, or the factors of an update, with the update times the model's strength."""
@@ -142,17 +142,17 @@ class FullModel:
         wide = torch.promote_types(wide_dtype(theta_0), new.dtype)
         return torch.lerp(theta_0.to(wide), new.to(wide), self.strength)
 
-    def elements(self, slot: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
+    def elements(self, param: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
         """Return some elements of a flattened tensor that the model has, given the base's."""
-        if slot in self._rows:
-            return self._shown(slot, start, stop, theta_0)
-        if slot in self.keys:
-            return self.source.elements(self.keys[slot], start, stop).to(theta_0.device)
-        if slot not in self.pairs:
+        if param in self._rows:
+            return self._shown(param, start, stop, theta_0)
+        if param in self.keys:
+            return self.source.elements(self.keys[param], start, stop).to(theta_0.device)
+        if param not in self.pairs:
             return theta_0
-        update, _ = self.weight(slot, theta_0)
+        update, _ = self.weight(param, theta_0)
         assert isinstance(update, LowRank)
-        if slot in self._transposed:
+        if param in self._transposed:
             update = LowRank(update.right.T, update.left.T)
         d_i, wide = update.shape[1], wide_dtype(theta_0)
         first, last = start // d_i, -(-stop // d_i)  # the rows that hold these elements
