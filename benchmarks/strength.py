@@ -83,10 +83,9 @@ class Benchmark:
             pool.test_dataloaders = {task: list(pool.test_dataloaders[task]) for task in self.tasks}  # decoded once
         self.layers = select_layers(self.pretrained, "all-linear", ())
         self.base = self.read(self.pretrained)
-        self.vectors = {task: self.difference(model) for task, model in self.models.items()}
 
     def read(self, model: nn.Module) -> Updates:
-        return {layer: view.read(model).double() for layer, view in self.layers.items()}
+        return {layer: view.read(model).detach() for layer, view in self.layers.items()}
 
     def difference(self, model: nn.Module) -> Updates:
         return {layer: weight - self.base[layer] for layer, weight in self.read(model).items()}
@@ -111,7 +110,7 @@ class Benchmark:
 
         def at(multiple: float) -> tuple[float, float]:
             for layer, view in self.layers.items():
-                view.write(merged, (self.base[layer] + multiple * X[layer]).float())
+                view.write(merged, self.base[layer] + multiple * X[layer])
             scores = self.score(merged, self.tasks)
             return sum(scores) / len(scores), min(scores)
 
@@ -130,13 +129,14 @@ class Benchmark:
 
     def numbers(self, X: Updates) -> Strength:
         """Return what the tasks keep of themselves, how far the model moves, and the multiple that follows."""
-        layers, tasks = [], len(self.vectors)
+        layers, tasks = [], len(self.models)
         for layer, x in X.items():
-            vectors = [TaskVector(task[layer]) for task in self.vectors.values()]
+            view, base = self.layers[layer], self.base[layer]
+            vectors = [TaskVector(view.read(model).detach() - base) for model in self.models.values()]
             found = zip(*(vector.directions(min(x.shape) // tasks) for vector in vectors), strict=True)
             energy = sum(vector.matrix.square().sum().item() for vector in vectors)
             leading = Directions(*(torch.cat(each, dim=-1) for each in found))
-            layers.append(measure(tasks, energy, leading, x, self.base[layer]))
+            layers.append(measure(tasks, energy, leading, x, base))
         return find_strength(layers)
 
     def judge(self, method: str, orders: int) -> dict[str, object]:
