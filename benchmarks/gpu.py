@@ -119,7 +119,7 @@ def _stream(shapes: Any, tasks: int, method: str, home: str, device: str) -> tup
 
 def order_free(args: argparse.Namespace) -> None:
     """Eight tasks at once by the order-free methods, with rendering by eigenvectors and by Newton-Schulz."""
-    from order_free import ORDER_FREE, TASKS, measure
+    from order_free import ORDER_FREE, measure
 
     models = {"CLIP B/32": merge_step.MODELS["clip-b32"], "one layer of 4096x4096": {(4096, 4096): 1}}
     for model, shapes in ({"tiny layers": merge_step.MODELS["tiny"]} if args.tiny else models).items():
@@ -133,7 +133,7 @@ def order_free(args: argparse.Namespace) -> None:
                     difference = max(row["difference"] for row in each)
                     remark += f"; by Newton-Schulz {total['polar']:.3g} s, which differs by {difference:.0e} ‖X‖"
                 memory = max(row["memory"] for row in each)
-                add(args, title, kind.name, TASKS * total["add"] + total["render"], memory, remark)
+                add(args, title, kind.name, total["at once"], memory, remark)
 
 
 def folders(args: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """Time order-free methods and NUFILT with one thread on eight tasks, one after another and at once, and on two at once.
 
     python benchmarks/order_free.py --models clip-b32,clip-l14,flan-t5-base
-    python benchmarks/order_free.py --models 2048x2048,11008x4096 --methods mix --repeats 1
+    python benchmarks/order_free.py --models 2048x2048,11008x4096 --methods best --repeats 1
 
 Prints a table of CPU seconds, medians, all methods side by side. A model is one layer of every shape times their
 number. `gpu.py` also measures the rendering of methods whose update is made of polar factors with Newton-Schulz
@@ -12,7 +12,6 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
 from unittest.mock import patch
 
 import pandas as pd
@@ -21,7 +20,7 @@ from merge_step import CONFIG, MODELS, Shape, make_layer, now, timed
 from torch import Tensor
 
 from fusion_bench_nufilt.core import fuse_layers
-from fusion_bench_nufilt.methods import ORDER_FREE, LayerMethod, find_method, sums
+from fusion_bench_nufilt.methods import ORDER_FREE, LayerMethod, find_method, sums, tsv
 
 TASKS = 8
 Kinds = Sequence[type[LayerMethod]]
@@ -47,30 +46,33 @@ def polar(X: Tensor, f: Callable[[Tensor], Tensor] = torch.ones_like) -> Tensor:
 def measure(
     shape: Shape, repeats: int, device: str = "cpu", kinds: Kinds = ORDER_FREE, polars: bool = False
 ) -> pd.DataFrame:
-    """Return the seconds per layer by method, to add a task and to compute the weight, and the GB of GPU memory."""
-    theta_0, theta, theta_t, _ = make_layer(shape, 0, device)
+    """Return by method the seconds a layer takes, those of its last rendering alone, and the GB of GPU memory."""
+    layers = [make_layer(shape, number, device) for number in range(TASKS)]
+    theta_0, theta, theta_t, _ = layers[0]
     rows, clock = [], time.process_time if device == "cpu" else now
     for _ in range(repeats):
-        layers = [{"layer": weight} for weight in (theta_0, theta, theta_t)]
-        added, memory = timed(partial(fuse_layers, *layers, CONFIG, step=4), clock)
-        rows.append({"method": "nufilt", "add": added, "render": 0.0, "memory": memory})
+        one_step = partial(fuse_layers, {"layer": theta_0}, {"layer": theta}, {"layer": theta_t}, CONFIG, step=4)
+        step, memory = timed(one_step, clock)
+        stream = (TASKS - 1) * step  # the first task is taken whole
+        rows.append({"method": "nufilt", "one by one": stream, "at once": stream, "two": step, "memory": memory})
         for kind in kinds:
             method: LayerMethod = kind(kind.Options(), ["layer"])
-            state = method.start("layer", theta_0)
-            for task in (theta, theta_t):
-                state = method.add("layer", state, theta_0, task - theta_0)
-            tau = theta_t - theta_0
-            added, memory = timed(partial(method.add, "layer", state, theta_0, tau), clock)
-            render = partial(method.weight, "layer", state, theta_0)
-            rendered, peak = timed(render, clock)
-            row = {"method": kind.name, "add": added, "render": rendered, "memory": max(memory, peak)}
+            states, adds, renders, peaks = [method.start("layer", theta_0)], [], [], []
+            for own_theta_0, _, own_theta_t, _ in layers:
+                add = partial(method.add, "layer", states.pop(), theta_0, own_theta_t - own_theta_0)
+                added, peak = timed(lambda: states.append(add()), clock)  # noqa: B023
+                render = partial(method.weight, "layer", states[0], theta_0)
+                rendered, most = timed(render, clock)
+                adds, renders, peaks = [*adds, added], [*renders, rendered], [*peaks, peak, most]
+            row = {"one by one": sum(adds + renders), "at once": sum(adds) + renders[-1], "render": renders[-1]}
+            row |= {"method": kind.name, "two": sum(adds[:2]) + renders[1], "memory": max(peaks)}
             if polars and kind.name in POLAR:
                 exact = render()
-                with patch.object(sums, "map_spectrum", polar), patch.object(sums, "polar_factor", polar):
+                with patch.object(sums, "map_spectrum", polar), patch.object(tsv, "polar_factor", polar):
                     row["polar"], _ = timed(render, clock)
                     row["difference"] = float((render() - exact).norm() / (exact - theta_0).norm())
             rows.append(row)
-    return pd.DataFrame(rows).groupby("method", sort=False).agg(median)
+    return pd.DataFrame(rows).groupby("method", sort=False).agg("median")
 
 
 def main() -> None:
@@ -87,12 +89,7 @@ def main() -> None:
     for model in args.models.split(","):
         layers = MODELS[model] if model in MODELS else {tuple(map(int, model.split("x"))): 1}
         total = sum(count * measure(shape, args.repeats, kinds=kinds) for shape, count in layers.items())
-        columns[f"{model}, one by one"] = TASKS * (total["add"] + total["render"])
-        columns[f"{model}, at once"] = TASKS * total["add"] + total["render"]
-        columns[f"{model}, two"] = 2 * total["add"] + total["render"]
-        # The first task is taken whole.
-        for tasks, column in ((TASKS, f"{model}, one by one"), (TASKS, f"{model}, at once"), (2, f"{model}, two")):
-            columns[column]["nufilt"] *= (tasks - 1) / tasks
+        columns |= {f"{model}, {tasks}": total[tasks] for tasks in ("one by one", "at once", "two")}
     table = pd.DataFrame(columns)
     print(table.round(1).to_markdown())
 

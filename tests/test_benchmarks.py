@@ -32,7 +32,8 @@ from plain import needed_flops, plain_step
 
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.methods import ORDER_FREE
-from fusion_bench_nufilt.methods.sums import MEMBERS
+from fusion_bench_nufilt.methods.best import Best
+from fusion_bench_nufilt.methods.order_free import AutoScaleConfig
 
 
 @pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
@@ -129,10 +130,11 @@ def test_the_setting_with_the_best_mean_is_chosen():
     assert choose("sum", scores) == {"scale": 0.3, "ramp": 0.4}
 
 
-def test_the_members_of_a_mixture_have_the_chosen_settings():
+def test_the_members_of_best_have_the_chosen_settings():
     scores = json.loads((REPO / "benchmarks/order_free_choice.json").read_text())
-    for member, (_, options) in MEMBERS.items():
-        assert choose(member, scores) == {**{key: vars(options)[key] for key in GRIDS[member]}, "ramp": 0.4}
+    for member in Best(AutoScaleConfig(), []).members:
+        chosen = {key: vars(member.options)[key] for key in GRIDS[member.name]}
+        assert choose(member.name, scores) == {**chosen, "ramp": 0.4}
 
 
 def test_a_split_task_is_never_trained_on_what_it_is_tested_on(tmp_path, monkeypatch):

@@ -3,14 +3,15 @@
 from fusion_bench_nufilt.core.options import unknown
 
 from .base import LayerMethod, Report, State, variant
+from .best import Best
 from .nufilt import Nufilt
 from .spectral import Spectral
-from .sums import Isotropic, Mix, Sum, Sylvester, TsvStream, WudiSums
+from .sums import Isotropic, Sum, Sylvester, WudiSums
+from .tsv import TsvStream
 
-ORDER_FREE = (Spectral, Sum, Isotropic, WudiSums, TsvStream, Sylvester, Mix)
+ORDER_FREE = (Spectral, Sum, Isotropic, WudiSums, TsvStream, Sylvester, Best)
 """The methods that keep sums over the tasks, whose result does not depend on the tasks' order."""
 VARIANTS = (
-    variant(Mix, "best", ramp=0.4),
     variant(Nufilt, "nufilt/all_linear", target_modules="all-linear", other_params="mean", null_rank=0.3333),
     variant(Nufilt, "nufilt/naive", null_space=False, lora_rank=0),
     variant(Nufilt, "nufilt/filter_only", lora_rank=0),

@@ -161,30 +161,32 @@ def direction_dtype(wide: torch.dtype) -> torch.dtype:
     return torch.float64 if wide == torch.float64 else torch.float16
 
 
-def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = FAINTEST) -> Tensor:
     r"""Return :math:`U f(s) V^\top` for :math:`X = U s V^\top`, ``(d_o, d_i)``, from a Gram matrix in float64.
 
-    Directions that are rounding error are left out. ``f`` takes all ``min(d_o, d_i)`` singular values.
+    Directions up to this share of the strongest are left out; by default, those that are rounding error. ``f`` takes
+    all ``min(d_o, d_i)`` singular values.
     """
     if X.shape[0] < X.shape[1]:
-        return map_spectrum(X.mT, f).mT
+        return map_spectrum(X.mT, f, faintest).mT
     wide, d = X.double(), X.shape[1]
     for rank in (d // 16, d // 4, d):  # sums of low-rank updates have all that counts in a few directions
         Q = _row_space(wide, rank) if 0 < rank < d else None
         B = wide if Q is None else wide @ Q
         squares, V = torch.linalg.eigh(gram_matrix(B))
-        if Q is None or wide.square().sum() - squares.sum() <= FAINTEST**2 * squares.amax():
+        if Q is None or wide.square().sum() - squares.sum() <= faintest**2 * squares.amax():
             break
     s = pad(squares.clamp_min(0).sqrt(), (d - len(squares), 0))
-    gain = torch.where(s > FAINTEST * s.amax(), f(s) / s, 0)[-len(squares) :]
+    gain = torch.where(s > faintest * s.amax(), f(s) / s, 0)[-len(squares) :]
     left, right = (B @ V) * gain, V if Q is None else Q @ V
     return left.to(X.dtype) @ right.to(X.dtype).mT
 
 
 def _row_space(X: Tensor, rank: int) -> Tensor:
-    """Return an orthonormal basis ``(d, rank)`` that spans the rows of a matrix ``(m, d)`` of this rank or less."""
+    """Return an orthonormal basis ``(d, rank)`` whose span has the leading right vectors of a matrix ``(m, d)``."""
     start = torch.randn(len(X), rank, generator=torch.Generator().manual_seed(0), dtype=X.dtype)
-    return torch.linalg.qr(X.mT @ start.to(X.device)).Q
+    basis = torch.linalg.qr(X.mT @ start.to(X.device)).Q
+    return torch.linalg.qr(X.mT @ torch.linalg.qr(X @ basis).Q).Q
 
 
 def polar_factor(X: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ strength, so that S is decomposed in float64.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ class Spectral(OrderFree):
     Options = SpectralConfig
 
     strength = "kappa"
+    faintest: ClassVar[float] = FAINTEST
+    """Votes below this share of the strongest are left out."""
 
     options: SpectralConfig
 
@@ -51,20 +54,22 @@ class Spectral(OrderFree):
         return {"votes": (d_o, d_i), "mean": ()}
 
     def gather(self, state: State, task: TaskVector) -> State:
-        (A, s_1), votes, count = task.vote(), state["votes"], state["count"]
+        (A, s_1), votes, count = self.vote(task), state["votes"], state["count"]
         if count == 2:
-            votes, _ = TaskVector(votes).vote()
+            votes, _ = self.vote(TaskVector(votes))
         votes = task.matrix if count == 1 else votes.double() + A
         return {**state, "votes": votes, "mean": state["mean"] + (s_1 - state["mean"]) / count}
+
+    def vote(self, task: TaskVector) -> tuple[Tensor, Tensor]:
+        return task.vote()
 
     def update(self, state: State, scale: float) -> Tensor:
         if state["count"] == 1:
             return state["votes"]
         strength = scale * state["mean"].item()
-        return map_spectrum(state["votes"], lambda sigma: strength * flatten(sigma, self.options.damp))
+        return map_spectrum(state["votes"], lambda sigma: strength * flatten(sigma, self.options.damp), self.faintest)
 
 
 def flatten(sigma: Tensor, damp: float) -> Tensor:
     """Return q, ``(k,)``: the strength of directions with ``sigma`` votes, which falls from 1 + SLOPE as they grow."""
-    q = torch.where(sigma <= 1, 1 + SLOPE * (1 - sigma), sigma.clamp_min(1) ** -damp)
-    return q.masked_fill(sigma < FAINTEST * sigma.amax(), 0)
+    return torch.where(sigma <= 1, 1 + SLOPE * (1 - sigma), sigma.clamp_min(1) ** -damp)

@@ -1,19 +1,16 @@
-"""Order-free methods that keep running sums or the tasks' leading directions, and the mean of two methods."""
+"""Order-free methods that keep running sums."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
 
 from .base import State
-from .order_free import AutoScaleConfig, OrderFree, RampConfig, ScaleConfig, map_spectrum, option, polar_factor
-from .spectral import Spectral, SpectralConfig
-from .task_vector import Directions, TaskVector
+from .order_free import OrderFree, ScaleConfig, map_spectrum, option
+from .task_vector import TaskVector
 
 
 @dataclass(frozen=True)
@@ -138,106 +135,3 @@ def weights_of_directions(tau: Tensor) -> tuple[Tensor, Tensor]:
     squares, unit = gram / s_1**2, tau / s_1
     fourth = squares @ squares
     return unit @ fourth @ unit.mT, fourth @ squares
-
-
-class TsvStream(OrderFree):
-    r"""TSV-M, task singular vectors (Gargiulo et al., CVPR 2025), of the tasks that have arrived.
-
-    With ``k = min(d_o, d_i)``, each of T tasks keeps its k // T leading directions, and
-    :math:`X = \lambda\, \mathrm{polar}([U_1 \dots U_T])\, \mathrm{diag}(s)\, \mathrm{polar}([V_1 \dots V_T])^\top`.
-    A new task shortens the lists of all earlier ones, so that the state, ``left`` ``(d_o, k)``, ``values`` ``(k,)`` and
-    ``right`` ``(d_i, k)``, has at most the size of two models; its columns beyond T (k // T) are zero, and so are those
-    that a task of lower rank lacks. Directions are rounded to float16 once, as they arrive.
-    """
-
-    name = "tsv_stream"
-    label = "TSV-M (stream)"
-    citation = "TSV-M ([Gargiulo et al., CVPR 2025](https://arxiv.org/abs/2412.00081)), one task after another"
-    Options = AutoScaleConfig
-    directions = ("left", "right")
-
-    def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
-        k = min(d_o, d_i)
-        return {"left": (d_o, k), "values": (k,), "right": (d_i, k)}
-
-    def gather(self, state: State, task: TaskVector) -> State:
-        tasks, k, kept = int(state["count"]), len(state["values"]), dict(state)
-        share, share_before = k // tasks, k // max(1, tasks - 1)
-        for name, new in task.directions(share)._asdict().items():
-            starts = range(0, (tasks - 1) * share_before, max(1, share_before))
-            earlier = [state[name][..., start : start + share] for start in starts]
-            columns = torch.cat([*earlier, new.to(state[name].dtype)], dim=-1)
-            kept[name] = pad(columns, (0, k - columns.shape[-1]))
-        return kept
-
-    def leading(self, state: State) -> Directions:
-        return Directions(state["left"], state["values"], state["right"])
-
-    def update(self, state: State, scale: float) -> Tensor:
-        s = state["values"]
-        if not s.any():
-            return torch.zeros(len(state["left"]), len(state["right"]), dtype=s.dtype, device=s.device)
-        left, right = (polar_factor(state[side][:, s > 0].to(s.dtype)) for side in self.directions)
-        return scale * left * s[s > 0] @ right.mT
-
-
-MEMBERS: dict[str, tuple[type[OrderFree], RampConfig]] = {
-    "spectral": (Spectral, SpectralConfig(damp=1.0)),
-    "sylvester": (Sylvester, RidgeConfig(eps=0.001)),
-    "tsv_stream": (TsvStream, AutoScaleConfig(scale=1.5)),
-}
-"""The methods that are mixed, at the settings that were best on benchmarks (docs/notes/order_free_rule.md)."""
-
-
-@dataclass(frozen=True)
-class MixConfig(AutoScaleConfig):
-    """The settings of a mixture of two methods."""
-
-    pair: Literal["tsv_stream+spectral", "spectral+sylvester", "tsv_stream+sylvester"] = option(
-        "tsv_stream+spectral", "The two methods whose updates are averaged."
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scale == "auto" and "tsv_stream" not in self.pair:
-            raise ValueError(f"scale=auto needs tsv_stream in the pair, got {self.pair}: give scale a number")
-
-
-class Mix(OrderFree):
-    """The mean of the updates of two order-free methods, both of whose states are kept."""
-
-    name = "mix"
-    label = "mixture"
-    Options = MixConfig
-
-    def __init__(self, options: MixConfig, layers: Sequence[str], seed: int = 42) -> None:
-        super().__init__(options, layers, seed)
-        members = [MEMBERS[name] for name in options.pair.split("+")]
-        self._members = [kind(settings, layers, seed) for kind, settings in members]
-        self.directions = tuple(f"{member.name}_{name}" for member in self._members for name in member.directions)
-        self.citation = f"the mean of the updates by {' and by '.join(member.citation for member in self._members)}"
-
-    def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
-        return {
-            f"{member.name}_{name}": shape for member in self._members for name, shape in member.sums(d_o, d_i).items()
-        }
-
-    def gather(self, state: State, task: TaskVector) -> State:
-        for member in self._members:
-            after = member.gather(_part_of(member, state), task)
-            state = {**state, **{f"{member.name}_{name}": value for name, value in after.items()}}
-        return state
-
-    def leading(self, state: State) -> Directions:
-        member = next(each for each in self._members if isinstance(each, TsvStream))
-        return member.leading(_part_of(member, state))
-
-    def update(self, state: State, scale: float) -> Tensor:
-        updates = [member.update(_part_of(member, state), scale * member.scale) for member in self._members]
-        return sum(updates[1:], updates[0]) / len(updates)
-
-
-def _part_of(member: OrderFree, state: State) -> State:
-    prefix = f"{member.name}_"
-    own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-    return {**own, "count": state["count"]}

@@ -61,14 +61,44 @@ class TaskVector:
             U, dtype = U / s.clamp_min(torch.finfo(s.dtype).tiny), s.dtype
             if self._is_wide:
                 U, V = V, U
+        return self._of_rank(U, s, V, dtype)
+
+    def leading(self, count: int) -> Directions:
+        """Return about the same as :meth:`directions`, by randomized subspace iteration (Halko et al., 2011).
+
+        The start is always the same, so that results repeat.
+        """
+        if self.factors is not None:
+            return self.directions(count)
+        tall, n = self._tall, min(self.matrix.shape)
+        start = torch.randn(n, min(n, count + max(16, count // 8)), generator=torch.Generator().manual_seed(0))
+        V = start.to(tall)
+        for _ in range(2):
+            V = torch.linalg.qr(tall.mT @ (tall @ V)).Q
+        Y = tall @ V
+        W = torch.linalg.eigh(gram_matrix(Y.double())).eigenvectors.flip(-1)[:, :count].to(Y)
+        U, V = Y @ W, V @ W
+        s = torch.linalg.vector_norm(U, dim=0)
+        U = U / s.clamp_min(torch.finfo(s.dtype).tiny)
+        return self._of_rank(V, s, U, s.dtype) if self._is_wide else self._of_rank(U, s, V, s.dtype)
+
+    def _of_rank(self, U: Tensor, s: Tensor, V: Tensor, dtype: torch.dtype) -> Directions:
         exist = s > max(self._given.shape) * torch.finfo(dtype).eps * s[:1]
         return Directions(U * exist, s * exist, V * exist)
 
-    def vote(self) -> tuple[Tensor, Tensor]:
-        r"""Return :math:`A = \tau \tau^\top \tau / s_1^3`, ``(d_o, d_i)``, and :math:`s_1`, both in float64."""
+    def vote(self, *, roughly: bool = False) -> tuple[Tensor, Tensor]:
+        r"""Return :math:`A = \tau \tau^\top \tau / s_1^3`, ``(d_o, d_i)``, and :math:`s_1`, both in float64.
+
+        ``roughly`` takes half of the time, and rounds to the dtype's precision of the strongest direction.
+        """
         if self.factors is not None:
             U, s, V = _directions_of(self.factors)
             return (U * (s / s[0]) ** 3) @ V.mT, s[0]
+        if roughly:
+            gram = gram_matrix(self._tall)
+            s_1 = torch.linalg.vector_norm(self._tall @ top_eigenvectors(gram, 1))
+            A = (self._tall / s_1) @ (gram / s_1**2)
+            return (A.mT if self._is_wide else A).double(), s_1.double()
         tall, rest, V, gram, s_1 = self._parts
         left, right = tall @ (V / s_1), tall.mT @ (tall @ (V / s_1**2))
         # tau tau^T tau, since tau = tau V V^T + rest and rest V = 0.
@@ -81,9 +111,13 @@ class TaskVector:
         d_o, d_i = self._given.shape
         return d_o < d_i
 
+    @property
+    def _tall(self) -> Tensor:
+        return self.matrix.mT if self._is_wide else self.matrix
+
     @cached_property
     def _parts(self) -> "_Parts":
-        tall = self.matrix.mT if self._is_wide else self.matrix
+        tall = self._tall
         V = torch.linalg.qr(top_eigenvectors(gram_matrix(tall), min(LEADING, tall.shape[1]))).Q
         squares, W = torch.linalg.eigh(gram_matrix((tall @ V).double()))
         V = V @ W.flip(-1).to(V)

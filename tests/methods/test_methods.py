@@ -101,7 +101,7 @@ def test_another_strength_from_the_middle_on_is_that_strength_for_all_tasks(kind
 def test_the_log_names_the_method_behind_best(caplog):
     with caplog.at_level("INFO"):
         instantiate(compose_run(["method=best"]).method).run(pool(tasks=2))
-    assert "mixture (ramp 0.4, scale 1.0, pair tsv_stream+spectral)" in caplog.text
+    assert "TSV-M with spectral voting (ramp 0.4, scale 1.0)" in caplog.text
 
 
 # --- the registry ---

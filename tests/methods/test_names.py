@@ -7,7 +7,6 @@ import yaml
 from fusion_bench.utils import instantiate
 from safetensors.torch import load_file
 
-from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run, plain
 from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.methods import METHODS
@@ -68,25 +67,13 @@ def test_a_recipe_takes_the_name_too(tmp_path):
     assert same(tensors(again), tensors(out))
 
 
-@pytest.mark.parametrize("words", [(), ("--method", "best")])
-def test_best_goes_on_from_a_merge_that_was_made_as_a_mixture(words, tmp_path):
+def test_best_goes_on_from_its_own_merge_without_being_named(tmp_path):
     saved_pool(tmp_path, pool(tasks=2))
-    merge(tmp_path, "one", "--method", "mix", "ramp=0.4", tasks=["task1"])
-    two = merge(tmp_path, "two", "--merged", tmp_path / "one", *words, tasks=["task2"], base=False)
+    merge(tmp_path, "one", "--method", "best", tasks=["task1"])
+    two = merge(tmp_path, "two", "--merged", tmp_path / "one", tasks=["task2"], base=False)
     whole = merge(tmp_path, "whole", "--method", "best")
     assert same(tensors(two), tensors(whole))
     assert same(load_file(two / STATE), load_file(whole / STATE))
-
-
-def test_a_run_of_best_goes_on_from_a_run_of_the_mixture(tmp_path):
-    models = pool(tasks=2)
-    first = saved_pool(tmp_path, {name: models[name] for name in ("_pretrained_", "task1")})
-    one = logging_to(tmp_path / "one", LayerwiseMergingAlgorithm("mix", ramp=0.4))
-    one.run(first)
-    second = {name: models[name] for name in ("_pretrained_", "task2")}
-    second = saved_pool(tmp_path, second, _merged_=tmp_path / "one" / "checkpoints" / "merged_model_0")
-    two = fusion_bench(tmp_path / "two", "best", second)
-    assert same(tensors(two), tensors(fusion_bench(tmp_path / "whole", "best", saved_pool(tmp_path, models))))
 
 
 def test_an_option_wins_over_the_setting_behind_a_name(tmp_path):

@@ -9,10 +9,12 @@ from fusion_bench.method.task_singular_vector.utils.TSVM_utils import compute_an
 
 from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.methods import ORDER_FREE
-from fusion_bench_nufilt.methods.order_free import ScaleConfig, map_spectrum, polar_factor
-from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig
-from fusion_bench_nufilt.methods.sums import Isotropic, Mix, MixConfig, RidgeConfig, Sum, Sylvester, TsvStream, WudiSums
+from fusion_bench_nufilt.methods.best import Best
+from fusion_bench_nufilt.methods.order_free import AutoScaleConfig, ScaleConfig, map_spectrum, polar_factor
+from fusion_bench_nufilt.methods.spectral import Spectral
+from fusion_bench_nufilt.methods.sums import Isotropic, RidgeConfig, Sum, Sylvester, WudiSums
 from fusion_bench_nufilt.methods.task_vector import TaskVector
+from fusion_bench_nufilt.methods.tsv import TsvStream
 from tests.conftest import every_device
 from tests.core.matrices import matrix_with_spectrum
 from tests.methods.test_spectral import distance, spectrum, task_vectors
@@ -175,7 +177,7 @@ def test_directions_and_votes_in_float32_are_as_good_in_the_tail_of_a_spectrum_a
 
 def test_the_state_of_best_is_twice_the_layer_and_no_more():
     for shape in ((256, 256), (128, 512), (512, 128)):
-        state = Mix(MixConfig(), ["layer"]).start("layer", torch.zeros(shape, dtype=torch.bfloat16))
+        state = Best(AutoScaleConfig(), ["layer"]).start("layer", torch.zeros(shape, dtype=torch.bfloat16))
         assert sum(value.nbytes for value in state.values()) <= 2.01 * 4 * shape[0] * shape[1]
 
 
@@ -223,14 +225,20 @@ def test_sum_is_task_arithmetic():
     torch.testing.assert_close(merge(Sum, taus), 0.3 * sum(taus))
 
 
-def test_a_mixture_is_the_mean_of_its_two_methods():
-    taus = task_vectors((12, 10), count=3)
-    for pair, members in (
-        ("spectral+sylvester", {Spectral: SpectralConfig(damp=1.0), Sylvester: RidgeConfig(eps=0.001)}),
-        ("tsv_stream+spectral", {TsvStream: ScaleConfig(scale=1.5), Spectral: SpectralConfig(damp=1.0)}),
-    ):
-        mean = sum(merge(kind, taus, options) for kind, options in members.items()) / 2
-        torch.testing.assert_close(merge(Mix, taus, MixConfig(pair=pair)), mean)
+@pytest.mark.parametrize("count", [2, 8, 11])
+def test_best_is_the_mean_of_tsv_m_with_an_eighth_of_the_directions_and_of_the_votes_above_a_hundredth(count):
+    taus = task_vectors((48, 40), count=count, rank=5)  # the iteration finds them all
+    share = min(5, 40 // count)
+    sides = [(U[:, :share], s[:share], Vh[:share].mT) for U, s, Vh in map(torch.linalg.svd, taus)]
+    U, s, V = (torch.cat(each, dim=-1) for each in zip(*sides, strict=True))
+    tsv = polar_by_svd(U) * s @ polar_by_svd(V).mT
+    s_1 = torch.stack([s[0] for _, s, _ in sides])
+    votes = sum(tau @ tau.mT @ tau / each**3 for tau, each in zip(taus, s_1, strict=True))
+    P, sigma, Qh = torch.linalg.svd(votes, full_matrices=False)
+    q = torch.where(sigma <= 1, 1.03 - 0.03 * sigma, 1 / sigma) * (sigma > 0.01 * sigma[0])
+    expected = (1.5 * tsv + 0.9 * s_1.mean() * (P * q) @ Qh) / 2
+    assert distance(merge(Best, taus, AutoScaleConfig()), expected) < 1e-8
+    assert distance(merge(Best, taus[:1]), taus[0]) < 1e-12
 
 
 def test_a_task_that_comes_again_is_not_learned_twice():
@@ -247,7 +255,7 @@ def test_more_tasks_than_directions_leave_the_layer_as_it_was():
 
 
 SPECTRAL = [("kappa", 0), ("damp", -1), ("damp", True), ("ramp", 1), ("ramp", "x")]
-OTHERS = [(Sum, "scale", 0), (WudiSums, "eps", -1), (Mix, "pair", "sum")]
+OTHERS = [(Sum, "scale", 0), (WudiSums, "eps", -1)]
 
 
 @pytest.mark.parametrize(("kind", "key", "value"), [*OTHERS, *((Spectral, *setting) for setting in SPECTRAL)])

@@ -10,7 +10,7 @@ from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.layers import select_layers
-from fusion_bench_nufilt.methods.order_free import strengths
+from fusion_bench_nufilt.methods.order_free import FAINTEST, strengths
 from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig, flatten
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from tests.core.matrices import matrix_with_spectrum
@@ -53,7 +53,8 @@ def by_definition(taus, damp=DAMP):
         S += U * (s / s[0]) ** 3 @ Vh
         s_1.append(s[0])
     U, sigma, Vh = torch.linalg.svd(S, full_matrices=False)
-    return KAPPA * sum(s_1) / len(taus) * U * flatten(sigma, damp) @ Vh
+    q = flatten(sigma, damp) * (sigma > FAINTEST * sigma[0])
+    return KAPPA * sum(s_1) / len(taus) * U * q @ Vh
 
 
 def distance(X, Y):

@@ -1,0 +1,74 @@
+r"""`best`: the mean of TSV-M and spectral voting, with as much of each as NUFILT's time allows.
+
+Each member does what it is good at. TSV-M merges the few directions that matter most to a task, spectral voting what
+many directions have in common, so that
+
+- TSV-M keeps k // max(T, 8) directions of each of T tasks, where k is ``min(d_o, d_i)``; randomized subspace iteration
+  finds them;
+- votes below a hundredth of the strongest are left out, so that single precision will do for a vote, and few
+  directions for their sum unless task vectors are flat.
+
+docs/notes/best.md has what this costs in accuracy: nothing that was measured.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from .base import State
+from .order_free import AutoScaleConfig, OrderFree
+from .spectral import Spectral, SpectralConfig
+from .task_vector import Directions, TaskVector
+from .tsv import TsvStream
+
+FEWEST = 8  # tasks for which there is room among the directions
+
+
+class _Leading(TsvStream):
+    def share(self, k: int, tasks: int) -> int:
+        return min(k // max(1, tasks), max(1, k // FEWEST))
+
+    def directions_of(self, task: TaskVector, k: int, tasks: int) -> Directions:
+        found = task.leading(self.share(k, 1))  # in the same way for every task, so that their order does not matter
+        return Directions(*(each[..., : self.share(k, tasks)] for each in found))
+
+
+class _Votes(Spectral):
+    faintest = 1e-2
+
+    def vote(self, task: TaskVector) -> tuple[Tensor, Tensor]:
+        return task.vote(roughly=True)
+
+
+class Best(OrderFree):
+    """The mean of the updates of TSV-M at scale 1.5 and of spectral voting with damp 1, whose states are both kept.
+
+    A single task is taken whole.
+    """
+
+    name = "best"
+    label = "TSV-M with spectral voting"
+    citation = f"the mean of the updates by {TsvStream.citation} and by {Spectral.citation}"
+    Options: ClassVar[type] = AutoScaleConfig
+    defaults = {**OrderFree.defaults, "ramp": 0.4}  # noqa: RUF012
+    directions = TsvStream.directions
+
+    def __init__(self, options: AutoScaleConfig, layers: Sequence[str], seed: int = 42) -> None:
+        super().__init__(options, layers, seed)
+        self.members = _Leading(AutoScaleConfig(scale=1.5), layers), _Votes(SpectralConfig(damp=1.0), layers)
+
+    def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
+        return {name: shape for member in self.members for name, shape in member.sums(d_o, d_i).items()}
+
+    def gather(self, state: State, task: TaskVector) -> State:
+        for member in self.members:
+            state = member.gather(state, task)
+        return state
+
+    def leading(self, state: State) -> Directions:
+        return self.members[0].leading(state)
+
+    def update(self, state: State, scale: float) -> Tensor:
+        tsv, votes = (member.update(state, member.scale * scale) for member in self.members)
+        return votes if state["count"] == 1 else (tsv + votes) / 2
