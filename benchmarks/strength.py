@@ -5,10 +5,9 @@
 A benchmark is FOLDER:POOL, where FOLDER/config has the pool, as `tunings.py` and `llm_judge.py` leave it. Several
 pools joined by a plus sign deal their tasks in turn, and a number at the end keeps so many tasks. Each method merges
 the tasks once; its update of all merged layers is then multiplied by powers of the square root of 2, and by the
-multiple of the rule, and every model is scored. Scores are kept in the file, so that an interrupted run goes on.
-
-With --judge, only `best` is multiplied. It is scored with scale=auto, too, and so are the other methods at their
-settings; NUFILT in as many orders as --orders says (seeds from 42).
+multiple of the rule, which for `best` is that of scale=auto, and every model is scored. Scores are kept in the file, so
+that an interrupted run goes on. With --judge, only `best` is multiplied; the other methods are scored at their
+settings, NUFILT in as many orders as --orders says (seeds from 42).
 """
 
 import argparse
@@ -43,11 +42,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benchmarks", nargs="+", metavar="FOLDER:POOL[+POOL...][:TASKS]")
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--judge", action="store_true")
+    parser.add_argument("--judge", action="store_true", help="multiply only best")
     parser.add_argument("--orders", type=int, default=3)
     parser.add_argument("--out", required=True, type=Path)
     arguments = parser.parse_args()
-    methods = ["best", "auto", *JUDGED] if arguments.judge else arguments.methods.split(",")
+    methods = ["best", *JUDGED] if arguments.judge else arguments.methods.split(",")
     torch.set_num_threads(1)
     record = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     for name in arguments.benchmarks:
@@ -102,10 +101,13 @@ class Benchmark:
 
     def measure(self, method: str) -> dict[str, object]:
         """Return the numbers of the rule, and ACC and the worst task by its multiple and by all others."""
-        algorithm = LayerwiseMergingAlgorithm(method, evaluate="last", **METHODS[method])
+        own = {"scale": "auto"} if method == "best" else {}
+        algorithm = LayerwiseMergingAlgorithm(method, evaluate="last", **METHODS[method], **own)
         with quiet():
             merged = algorithm.run({PRETRAINED: self.pretrained, **self.models})
         X = self.difference(merged)
+        if numbers := algorithm.strength:
+            X = {layer: x / numbers["scale"] for layer, x in X.items()}
         curve: dict[str, tuple[float, float]] = {}
 
         def at(multiple: float) -> tuple[float, float]:
@@ -120,7 +122,7 @@ class Benchmark:
                 curve[f"{multiple:.4g}"] = here = at(multiple)
                 lost = max(acc for acc, _ in curve.values()) - here[0]
                 multiple *= direction
-        numbers = self.numbers(X)
+        numbers = numbers or self.numbers(X)
         return {
             **numbers,
             "rule": at(numbers["scale"]),
@@ -140,18 +142,15 @@ class Benchmark:
         return find_strength(layers)
 
     def judge(self, method: str, orders: int) -> dict[str, object]:
-        """Return ACC and the worst task of a method at its settings, and the strength that it found."""
-        settings = {"layer_method": "best", "scale": "auto"} if method == "auto" else {"layer_method": method}
-        settings |= METHODS.get(method, {})
-        results, strengths = [], []
+        """Return ACC and the worst task of a method at its settings, by order."""
+        results = []
         for seed in range(42, 42 + (orders if "nufilt" in method else 1)):
-            algorithm = LayerwiseMergingAlgorithm(evaluate="last", seed=seed, **settings)
+            algorithm = LayerwiseMergingAlgorithm(method, evaluate="last", seed=seed, **METHODS[method])
             with quiet():
                 merged = algorithm.run({PRETRAINED: self.pretrained, **self.models})
             scores = self.score(merged, self.tasks)
             results.append((sum(scores) / len(scores), min(scores)))
-            strengths.append(algorithm.strength)
-        return {"scores": results, "strength": strengths[0]}
+        return {"scores": results}
 
 
 if __name__ == "__main__":

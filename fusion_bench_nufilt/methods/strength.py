@@ -1,4 +1,4 @@
-r"""The strength of a whole merge, found from its layers (docs/strength.md).
+r"""The strength of a whole merge, found from its layers (docs/notes/strength.md).
 
 :math:`\lambda X` does :math:`\lambda c` times what the tasks do, and moves the base by :math:`\lambda m`:
 
