@@ -5,10 +5,11 @@ many directions have in common, so that
 
 - TSV-M keeps k // max(T, 8) directions of each of T tasks, where k is ``min(d_o, d_i)``; randomized subspace iteration
   finds them;
-- votes below a hundredth of the strongest are left out, so that single precision will do for a vote, and few
-  directions for their sum unless task vectors are flat.
+- votes below a ten-thousandth of the strongest are left out, which are those of directions below a twentieth of a
+  task's largest singular value. Above that, single precision will do for a vote, and few directions for the sum of a
+  few tasks, unless these are flat.
 
-docs/notes/best.md has what this costs in accuracy: nothing that was measured.
+docs/notes/best.md has what this costs in accuracy.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ class _Leading(TsvStream):
 
 
 class _Votes(Spectral):
-    faintest = 1e-2
+    faintest = 1e-4
 
     def vote(self, task: TaskVector) -> tuple[Tensor, Tensor]:
         return task.vote(roughly=True)
