@@ -36,7 +36,7 @@ from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, loop_gram
 from fusion_bench_nufilt.core.subspace import null_space_filter, top_right_singular_vectors
 from fusion_bench_nufilt.core.workers import fast_in_float64
 from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig
-from fusion_bench_nufilt.methods.sums import RidgeConfig, WudiSums
+from fusion_bench_nufilt.methods.sums import WudiConfig, WudiSums
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 
 # Convolutions as matrices: in each stage those of the blocks (reducing, 3 x 3, expanding), and the shortcut's.
@@ -173,7 +173,7 @@ def peer(method: str, device: str) -> tuple[Any, Callable[[Tensor, Tensor, Tenso
 
 def wudi_closed_form(theta_0: Tensor, *models: Tensor) -> Tensor:
     """The minimum of WUDI's loss on the same task vectors, as ``wudi_sums`` finds it."""
-    sums = WudiSums(RidgeConfig(), ["layer"])
+    sums = WudiSums(WudiConfig(), ["layer"])
     state = sums.start("layer", theta_0)
     for model in models:
         state = sums.add("layer", state, theta_0, model - theta_0)

@@ -4,12 +4,14 @@ from fusion_bench_nufilt.core.options import unknown
 
 from .base import LayerMethod, Report, State, variant
 from .best import Best
+from .dc_merge import DcMerge
 from .nufilt import Nufilt
+from .ram import Ram
 from .spectral import Spectral
 from .sums import Isotropic, Sum, Sylvester, WudiSums
 from .tsv import TsvStream
 
-ORDER_FREE = (Spectral, Sum, Isotropic, WudiSums, TsvStream, Sylvester, Best)
+ORDER_FREE = (Spectral, Sum, Isotropic, WudiSums, TsvStream, Sylvester, Best, DcMerge, Ram)
 """The methods that keep sums over the tasks, whose result does not depend on the tasks' order."""
 VARIANTS = (
     variant(Nufilt, "nufilt/all_linear", target_modules="all-linear", other_params="mean", null_rank=0.3333),

@@ -1,7 +1,8 @@
 """Order-free methods that keep running sums."""
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,15 @@ class RidgeConfig(ScaleConfig):
     """The settings of a method that solves a ridge problem."""
 
     eps: float = option(0.1, "Ridge of the least-squares problem, over the mean eigenvalue of its matrix.", symbol="ε")
+
+
+@dataclass(frozen=True)
+class WudiConfig(RidgeConfig):
+    """The settings of WUDI in closed form."""
+
+    filter: Literal["ridge", "spectral"] = option(
+        "ridge", "Against faint directions: ridge damps them by eps, spectral cuts them off at the effective rank."
+    )
 
 
 class Sum(OrderFree):
@@ -65,7 +75,9 @@ class WudiSums(OrderFree):
 
     With a ridge it is :math:`X = \lambda\, R\,(M + \varepsilon\,\bar\mu I)^{-1}`. The ``moments`` are
     :math:`M = \sum_t \tau_t^\top \tau_t / w_t` with the mean eigenvalue :math:`\bar\mu`, and the ``targets`` are
-    :math:`R = \sum_t \tau_t \tau_t^\top \tau_t / w_t`.
+    :math:`R = \sum_t \tau_t \tau_t^\top \tau_t / w_t`. With the spectral filter it is :math:`X = \lambda\, R\,M_K^+`,
+    where :math:`M_K` has only the K strongest eigenvectors of M, with the effective rank
+    :math:`K = (\sum_j \mu_j)^2 / \sum_j \mu_j^2` of its eigenvalues, rounded up.
     """
 
     name = "wudi_sums"
@@ -74,9 +86,9 @@ class WudiSums(OrderFree):
         "the minimum of WUDI's loss ([Cheng et al., 2025](https://arxiv.org/abs/2503.08099)) from running sums, as in "
         "SWUDI ([2606.07289](https://arxiv.org/abs/2606.07289))"
     )
-    Options = RidgeConfig
+    Options = WudiConfig
 
-    options: RidgeConfig
+    options: WudiConfig
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         return {"moments": (d_i, d_i), "targets": (d_o, d_i)}
@@ -88,6 +100,11 @@ class WudiSums(OrderFree):
 
     def update(self, state: State, scale: float) -> Tensor:
         M, R = state["moments"].double(), state["targets"].double()
+        if self.options.filter == "spectral":
+            mu, Q = torch.linalg.eigh(M)
+            K = math.ceil(mu.sum() ** 2 / mu.square().sum() - 1e-6)  # of equal eigenvalues, none is cut off
+            mu, Q = mu[-K:], Q[:, -K:]
+            return scale * (R @ Q / mu) @ Q.mT
         ridge = self.options.eps * M.diagonal().mean() * torch.eye(len(M), dtype=M.dtype, device=M.device)
         return scale * torch.cholesky_solve(R.mT, torch.linalg.cholesky(M + ridge)).mT
 

@@ -184,13 +184,16 @@ def test_a_method_follows_the_formula_of_its_form(name, form, steps):
     torch.testing.assert_close(merged.weight.detach().numpy() - theta_0, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["iso_c", "iso_cts", "tsvm", "wudi"])
+@pytest.mark.parametrize("name", ["iso_c", "iso_cts", "tsvm", "tsvm_svc", "wudi"])
 def test_a_method_without_a_factor_takes_the_first_model_as_it_is(name):
     models = pool(1)
     assert same(baseline(name).run(models), models["task1"])
 
 
-@pytest.mark.parametrize("name", ["iso_c", "iso_cts", "tsvm", "wudi", "knots_ties", "opcm", "weight_average", "batch"])
+ONE_FORM = ["iso_c", "iso_cts", "tsvm", "tsvm_svc", "wudi", "knots_ties", "opcm", "weight_average", "batch"]
+
+
+@pytest.mark.parametrize("name", ONE_FORM)
 def test_a_method_of_one_form_refuses_the_other(name):
     method = ["+method@method.base_method=simple_average"] if name == "batch" else []
     with pytest.raises(Exception, match=r"this method has one form"):
