@@ -14,9 +14,9 @@ class Ram(OrderFree):
     r"""RAM (Yuan et al., 2026): an entry of :math:`X / \lambda` is the mean over the tasks that changed it.
 
     A task changed an entry by more than 1e-5, or not at all. Task vectors of reinforcement learning in 16 bits have few
-    such entries; where tasks changed all of them, as in float32, X is their mean. The default strength is for eight such
-    tasks; the paper's is 1. The state is the ``sum`` of the changes and how many tasks ``changed`` an entry, both
-    ``(d_o, d_i)``.
+    such entries; where tasks changed all of them, as in float32, X is their mean. The default strength is for eight
+    tasks of that kind; the paper's is 1. The state is the ``sum`` of the changes and how many tasks ``changed`` an
+    entry, both ``(d_o, d_i)``.
     """
 
     name = "ram"
