@@ -6,12 +6,12 @@ from .base import LayerMethod, Report, State, variant
 from .best import Best
 from .dc_merge import DcMerge
 from .nufilt import Nufilt
-from .ram import Ram
+from .ram_sums import RamSums
 from .spectral import Spectral
 from .sums import Isotropic, Sum, Sylvester, WudiSums
 from .tsv import TsvStream
 
-ORDER_FREE = (Spectral, Sum, Isotropic, WudiSums, TsvStream, Sylvester, Best, DcMerge, Ram)
+ORDER_FREE = (Spectral, Sum, Isotropic, WudiSums, TsvStream, Sylvester, Best, DcMerge, RamSums)
 """The methods that keep sums over the tasks, whose result does not depend on the tasks' order."""
 VARIANTS = (
     variant(Nufilt, "nufilt/all_linear", target_modules="all-linear", other_params="mean", null_rank=0.3333),

@@ -13,7 +13,7 @@ what the tasks do, and at most 0.25 of the base.
 """
 
 from collections.abc import Collection
-from math import exp, hypot, log
+from math import exp, fsum, hypot, log
 
 import torch
 from torch import Tensor
@@ -64,9 +64,9 @@ def measure(tasks: int, energy: float, leading: Directions, X: Tensor, theta_0: 
 def find_strength(layers: Collection[Measure]) -> Strength:
     """Return the strength of a merge of these layers, which is 1 for a single task."""
     shares = [layer["norm"] / layer["base_norm"] for layer in layers if layer["norm"] and layer["base_norm"]]
-    energy = sum(layer["energy"] for layer in layers)
-    kept = sum(layer["kept"] for layer in layers) / energy if energy else 0.0
-    moved = exp(sum(map(log, shares)) / len(shares)) if shares else 0.0
+    energy = fsum(layer["energy"] for layer in layers)  # whatever the order of the layers
+    kept = fsum(layer["kept"] for layer in layers) / energy if energy else 0.0
+    moved = exp(fsum(map(log, shares)) / len(shares)) if shares else 0.0
     several = max((layer["tasks"] for layer in layers), default=0) > 1
     scale = 1 / hypot(kept / MOST_KEPT, moved / MOST_MOVED) if several and moved else 1.0
     return Strength(scale=scale, kept=kept, moved=moved)

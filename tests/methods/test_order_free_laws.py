@@ -12,7 +12,7 @@ from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.best import Best
 from fusion_bench_nufilt.methods.dc_merge import DcMerge
 from fusion_bench_nufilt.methods.order_free import AutoScaleConfig, ScaleConfig, map_spectrum, polar_factor
-from fusion_bench_nufilt.methods.ram import Ram
+from fusion_bench_nufilt.methods.ram_sums import RamSums
 from fusion_bench_nufilt.methods.spectral import Spectral
 from fusion_bench_nufilt.methods.sums import Isotropic, RidgeConfig, Sum, Sylvester, WudiConfig, WudiSums
 from fusion_bench_nufilt.methods.task_vector import TaskVector
@@ -81,7 +81,7 @@ def test_a_task_that_moves_nothing_changes_nothing(kind):
 
 @every_method
 def test_tasks_of_a_few_directions_stay_in_their_span(kind):
-    if kind is Ram:
+    if kind is RamSums:
         pytest.skip("merges entry by entry")
     taus = task_vectors((48, 40), count=4, rank=3)
     assert torch.linalg.svdvals(merge(kind, taus, dtype=torch.float32))[12:].max() < 1e-5
@@ -252,7 +252,7 @@ def test_dc_merge_merges_the_blocks_of_tasks_between_shared_bases(shape, rank):
 
 def test_ram_is_the_mean_of_an_entry_over_the_tasks_that_changed_it():
     taus = [torch.tensor([row], dtype=torch.float64) for row in ([1.0, 2, 0, 9e-6], [3.0, 0, 0, 0], [5.0, 4, 0, 9e-6])]
-    torch.testing.assert_close(merge(Ram, taus), torch.tensor([[3.0, 3, 0, 0]], dtype=torch.float64))
+    torch.testing.assert_close(merge(RamSums, taus), torch.tensor([[3.0, 3, 0, 0]], dtype=torch.float64))
 
 
 def test_sum_is_task_arithmetic():

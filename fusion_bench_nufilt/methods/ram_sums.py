@@ -10,7 +10,7 @@ from .task_vector import TaskVector
 UNCHANGED = 1e-5  # the largest change of an entry that does not count
 
 
-class Ram(OrderFree):
+class RamSums(OrderFree):
     r"""RAM (Yuan et al., 2026): an entry of :math:`X / \lambda` is the mean over the tasks that changed it.
 
     A task changed an entry by more than 1e-5, or not at all. Task vectors of reinforcement learning in 16 bits have few
@@ -19,7 +19,7 @@ class Ram(OrderFree):
     entry, both ``(d_o, d_i)``.
     """
 
-    name = "ram"
+    name = "ram_sums"
     label = "RAM (running sums)"
     citation = "RAM ([Yuan et al., 2026](https://arxiv.org/abs/2601.13572)) from running sums"
     defaults = {**OrderFree.defaults, "scale": 4.0, "ramp": 0.4}  # noqa: RUF012
