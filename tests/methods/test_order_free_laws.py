@@ -10,7 +10,7 @@ from fusion_bench.method.task_singular_vector.utils.TSVM_utils import compute_an
 from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.best import Best
-from fusion_bench_nufilt.methods.dc_merge import DcMerge
+from fusion_bench_nufilt.methods.dc_merge import DcMerge, DcMergeConfig
 from fusion_bench_nufilt.methods.order_free import AutoScaleConfig, ScaleConfig, map_spectrum, polar_factor
 from fusion_bench_nufilt.methods.ram_sums import RamSums
 from fusion_bench_nufilt.methods.spectral import Spectral
@@ -236,18 +236,21 @@ def test_sylvester_minimises_its_two_sided_loss(shape):
 
 
 @every_shape
-@pytest.mark.parametrize("rank", [None, 3])
-def test_dc_merge_merges_the_blocks_of_tasks_between_shared_bases(shape, rank):
+@pytest.mark.parametrize(("rank", "smoothing"), [(None, "none"), (None, "mean"), (3, "mean")])
+def test_dc_merge_merges_the_blocks_of_tasks_between_shared_bases(shape, rank, smoothing):
     taus = task_vectors(shape, count=3, rank=rank)
     share = min(min(shape) // 3, rank or 99)
-    sides = [(U[:, :share], s[:share].mean(), Vh[:share]) for U, s, Vh in map(torch.linalg.svd, taus)]
+    sides = [(U[:, :share], s[:share], Vh[:share]) for U, s, Vh in map(torch.linalg.svd, taus)]
+    if smoothing == "mean":
+        sides = [(U, s.mean(), Vh) for U, s, Vh in sides]
     P_U, P_V = (
         polar_by_svd(torch.cat([U for U, *_ in sides], dim=1)),
         polar_by_svd(torch.cat([V.mT for *_, V in sides], 1)),
     )
-    core = P_U.mT @ sum(U * mean @ Vh for U, mean, Vh in sides) @ P_V
+    core = P_U.mT @ sum(U * s @ Vh for U, s, Vh in sides) @ P_V
     mask = torch.block_diag(*[torch.ones(share, share, dtype=core.dtype)] * 3)
-    assert distance(merge(DcMerge, taus, AutoScaleConfig(scale=1.5)), 1.5 * P_U @ (core * mask) @ P_V.mT) < 1e-8
+    X = merge(DcMerge, taus, DcMergeConfig(scale=1.5, smoothing=smoothing))
+    assert distance(X, 1.5 * P_U @ (core * mask) @ P_V.mT) < 1e-8
 
 
 def test_ram_is_the_mean_of_an_entry_over_the_tasks_that_changed_it():
