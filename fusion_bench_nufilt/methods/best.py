@@ -1,4 +1,4 @@
-r"""`best`: the mean of TSV-M and spectral voting, with as much of each as NUFILT's time allows.
+r"""`best`: the mean of TSV-M and spectral voting, with no more of each than it needs.
 
 Each member does what it is good at. TSV-M merges the few directions that matter most to a task, spectral voting what
 many directions have in common, so that
