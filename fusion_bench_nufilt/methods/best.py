@@ -20,26 +20,23 @@ from torch import Tensor
 from .base import State
 from .order_free import AutoScaleConfig, OrderFree
 from .spectral import Spectral, SpectralConfig
-from .task_vector import Directions, TaskVector
+from .task_vector import EIGHT, Directions, TaskVector
 from .tsv import TsvStream
-
-FEWEST = 8  # tasks for which there is room among the directions
 
 
 class _Leading(TsvStream):
     def share(self, k: int, tasks: int) -> int:
-        return min(k // max(1, tasks), max(1, k // FEWEST))
+        return min(k // max(1, tasks), max(1, k // EIGHT))
 
     def directions_of(self, task: TaskVector, k: int, tasks: int) -> Directions:
-        found = task.leading(self.share(k, 1))  # in the same way for every task, so that their order does not matter
-        return Directions(*(each[..., : self.share(k, tasks)] for each in found))
+        return Directions(*(each[..., : self.share(k, tasks)] for each in task.leading))
 
 
 class _Votes(Spectral):
     faintest = 1e-4
 
     def vote(self, task: TaskVector) -> tuple[Tensor, Tensor]:
-        return task.vote(roughly=True)
+        return task.rough_vote(self.faintest)
 
 
 class Best(OrderFree):

@@ -23,6 +23,7 @@ from .strength import Measure, measure
 from .task_vector import Directions, TaskVector
 
 FAINTEST = 1e-6  # a direction weaker than this share of the strongest is rounding error
+FAINTEST_IN_FLOAT32 = 1e-4  # products in float32 know directions down to this share of the strongest
 FAINT = 1e-3  # eigenvalues below this share of the largest are inaccurate in float32
 
 option = partial(options.option, panel="Order-free methods")
@@ -169,16 +170,22 @@ def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = FAI
     """
     if X.shape[0] < X.shape[1]:
         return map_spectrum(X.mT, f, faintest).mT
-    wide, d = X.double(), X.shape[1]
-    for rank in (d // 16, d // 4, d):  # sums of low-rank updates have all that counts in a few directions
-        Q = _row_space(wide, rank) if 0 < rank < d else None
-        B = wide if Q is None else wide @ Q
-        squares, V = torch.linalg.eigh(gram_matrix(B))
-        if Q is None or wide.square().sum() - squares.sum() <= faintest**2 * squares.amax():
+    products = X if faintest >= FAINTEST_IN_FLOAT32 else X.double()
+    d = X.shape[1]
+    ranks = [d // 16, d // 4, d // 2, d]  # sums of low-rank updates have all that counts in a few directions
+    while True:
+        rank = ranks.pop(0)
+        Q = _row_space(products, rank) if 0 < rank < d else None
+        B = X.double() if Q is None else products @ Q
+        squares, V = torch.linalg.eigh(gram_matrix(B.double()))
+        weakest = (squares[0].clamp_min(0) / squares[-1]).sqrt()
+        if Q is None or weakest <= faintest / 4:  # the basis has all that count
             break
+        if len(ranks) == 2 and weakest > faintest**0.5:  # a flat spectrum, of which half is not enough either
+            ranks = [d]
     s = pad(squares.clamp_min(0).sqrt(), (d - len(squares), 0))
     gain = torch.where(s > faintest * s.amax(), f(s) / s, 0)[-len(squares) :]
-    left, right = (B @ V) * gain, V if Q is None else Q @ V
+    left, right = (B @ V.to(B)) * gain.to(B), V if Q is None else Q @ V.to(Q)
     return left.to(X.dtype) @ right.to(X.dtype).mT
 
 

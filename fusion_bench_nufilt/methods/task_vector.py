@@ -15,6 +15,7 @@ from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
 from fusion_bench_nufilt.core.weights import LowRank, wide_dtype, widened
 
 LEADING = 16  # the directions that are taken out
+EIGHT = 8  # tasks for which there is room among the directions of a layer
 
 
 class Directions(NamedTuple):
@@ -63,14 +64,16 @@ class TaskVector:
                 U, V = V, U
         return self._of_rank(U, s, V, dtype)
 
-    def leading(self, count: int) -> Directions:
-        """Return about the same as :meth:`directions`, by randomized subspace iteration (Halko et al., 2011).
+    @cached_property
+    def leading(self) -> Directions:
+        """About the same as the leading eighth of :meth:`directions`, or one, by randomized subspace iteration.
 
-        The start is always the same, so that results repeat.
+        It starts from the same vectors for every task vector, so that results repeat (Halko et al., 2011).
         """
+        count = max(1, (n := min(self._given.shape)) // EIGHT)
         if self.factors is not None:
             return self.directions(count)
-        tall, n = self._tall, min(self.matrix.shape)
+        tall = self._tall
         start = torch.randn(n, min(n, count + max(16, count // 8)), generator=torch.Generator().manual_seed(0))
         V = start.to(tall)
         for _ in range(2):
@@ -86,25 +89,30 @@ class TaskVector:
         exist = s > max(self._given.shape) * torch.finfo(dtype).eps * s[:1]
         return Directions(U * exist, s * exist, V * exist)
 
-    def vote(self, *, roughly: bool = False) -> tuple[Tensor, Tensor]:
-        r"""Return :math:`A = \tau \tau^\top \tau / s_1^3`, ``(d_o, d_i)``, and :math:`s_1`, both in float64.
-
-        ``roughly`` takes half of the time, and rounds to the dtype's precision of the strongest direction.
-        """
+    def vote(self) -> tuple[Tensor, Tensor]:
+        r"""Return :math:`A = \tau \tau^\top \tau / s_1^3`, ``(d_o, d_i)``, and :math:`s_1`, both in float64."""
         if self.factors is not None:
-            U, s, V = _directions_of(self.factors)
-            return (U * (s / s[0]) ** 3) @ V.mT, s[0]
-        if roughly:
-            gram = gram_matrix(self._tall)
-            s_1 = torch.linalg.vector_norm(self._tall @ top_eigenvectors(gram, 1))
-            A = (self._tall / s_1) @ (gram / s_1**2)
-            return (A.mT if self._is_wide else A).double(), s_1.double()
+            return _vote_of(_directions_of(self.factors))
         tall, rest, V, gram, s_1 = self._parts
         left, right = tall @ (V / s_1), tall.mT @ (tall @ (V / s_1**2))
         # tau tau^T tau, since tau = tau V V^T + rest and rest V = 0.
         thin = torch.cat([left, rest @ (right / s_1)], dim=1).double(), torch.cat([right, V], dim=1).double()
         A = thin[0] @ thin[1].mT + (rest / s_1) @ (gram / s_1**2)
         return (A.mT if self._is_wide else A), s_1.double()
+
+    def rough_vote(self, faintest: float) -> tuple[Tensor, Tensor]:
+        """Return about the same as :meth:`vote`, if votes below ``faintest`` do not matter.
+
+        Single precision will do, and the leading directions, unless even the last of them counts.
+        """
+        if self.factors is not None:
+            return self.vote()
+        if self.leading.values[-1] <= (faintest / 8) ** (1 / 3) * self.leading.values[0]:
+            return _vote_of(self.leading)
+        gram = gram_matrix(self._tall)
+        s_1 = torch.linalg.vector_norm(self._tall @ top_eigenvectors(gram, 1))
+        A = (self._tall / s_1) @ (gram / s_1**2)
+        return (A.mT if self._is_wide else A).double(), s_1.double()
 
     @property
     def _is_wide(self) -> bool:
@@ -137,6 +145,11 @@ class _Parts(NamedTuple):
     V: Tensor
     gram: Tensor
     s_1: Tensor
+
+
+def _vote_of(directions: Directions) -> tuple[Tensor, Tensor]:
+    U, s, V = directions
+    return ((U * (s / s[0]) ** 3) @ V.mT).double(), s[0].double()
 
 
 def _directions_of(factors: LowRank) -> Directions:

@@ -56,7 +56,7 @@ def test_the_strength_follows_the_formula(kind):
     c, m = kept / energy, exp(sum(map(log, shares)) / 3)
     result = find_strength([measure for _, measure in found.values()])
     assert result["kept"] == pytest.approx(c, rel=1e-3)  # directions are kept in half of the precision
-    assert (result["moved"], result["scale"]) == pytest.approx((m, 1 / hypot(c / 1.5, m / 0.25)), rel=1e-3)
+    assert (result["moved"], result["scale"]) == pytest.approx((m, 1 / hypot(c, m / 0.28)), rel=1e-3)
 
 
 @every_method
