@@ -141,7 +141,8 @@ class Benchmark:
             found = zip(*(vector.directions(min(x.shape) // tasks) for vector in vectors), strict=True)
             energy = sum(vector.matrix.square().sum().item() for vector in vectors)
             leading = Directions(*(torch.cat(each, dim=-1) for each in found))
-            layers.append(measure(tasks, energy, leading, x, base))
+            state = {"count": torch.tensor(tasks), "energy": torch.tensor(energy)}
+            layers.append(measure(state, leading, x, base))
         return find_strength(layers)
 
     def judge(self, method: str, orders: int) -> dict[str, object]:

@@ -9,7 +9,8 @@ many directions have in common, so that
   task's largest singular value. Above that, single precision will do for a vote, and few directions for the sum of a
   few tasks, unless these are flat.
 
-docs/notes/best.md has what this costs in accuracy.
+A task of low rank, such as a LoRA adapter, has half of the strength. docs/notes/best.md and docs/notes/strength.md have
+what these decisions do to the accuracy.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,8 @@ class _Votes(Spectral):
 class Best(OrderFree):
     """The mean of the updates of TSV-M at scale 1.5 and of spectral voting with damp 1, whose states are both kept.
 
-    A single task is taken whole.
+    A single task is taken whole. The strength of a layer is the mean of its tasks', of which one with fewer directions
+    than an eighth of the layer's has half.
     """
 
     name = "best"
@@ -57,16 +59,18 @@ class Best(OrderFree):
         self.members = _Leading(AutoScaleConfig(scale=1.5), layers), _Votes(SpectralConfig(damp=1.0), layers)
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
-        return {name: shape for member in self.members for name, shape in member.sums(d_o, d_i).items()}
+        return {"low_rank": ()} | {name: shape for each in self.members for name, shape in each.sums(d_o, d_i).items()}
 
     def gather(self, state: State, task: TaskVector) -> State:
         for member in self.members:
             state = member.gather(state, task)
-        return state
+        return {**state, "low_rank": state["low_rank"] + task.is_low_rank}
 
     def leading(self, state: State) -> Directions:
         return self.members[0].leading(state)
 
     def update(self, state: State, scale: float) -> Tensor:
         tsv, votes = (member.update(state, member.scale * scale) for member in self.members)
-        return votes if state["count"] == 1 else (tsv + votes) / 2
+        if state["count"] == 1:
+            return votes
+        return (1 - state["low_rank"].item() / state["count"].item() / 2) * (tsv + votes) / 2

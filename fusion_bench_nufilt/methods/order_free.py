@@ -133,9 +133,10 @@ class OrderFree(LayerMethod):
 
     def measured_update(self, layer: str, state: State, theta_0: Tensor) -> tuple[Tensor, Measure]:
         if state["count"] == 0:
-            return torch.zeros_like(widened(theta_0)), Measure(tasks=0, kept=0.0, energy=0.0, norm=0.0, base_norm=0.0)
+            nothing = Measure(tasks=0, low_rank=0, kept=0.0, energy=0.0, norm=0.0, base_norm=0.0)
+            return torch.zeros_like(widened(theta_0)), nothing
         X = self.update(state, self._scales[layer]).to(wide_dtype(theta_0))
-        return X, measure(int(state["count"]), state["energy"].item(), self.leading(state), X, theta_0)
+        return X, measure(state, self.leading(state), X, theta_0)
 
     @property
     def finds_scale(self) -> bool:

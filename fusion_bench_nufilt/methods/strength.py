@@ -9,10 +9,11 @@ r"""The strength of a whole merge, found from its layers (docs/notes/strength.md
 
 with sums over all layers, m the geometric mean over those that moved, and :math:`\hat\tau_t` the leading
 :math:`\min(d_o, d_i) / T` directions of :math:`\tau_t`. The merge is as strong as an ellipse allows: at most the
-whole of each task, and at most 0.28 of the base.
+whole of each task, and at most 0.28 of the base. Where some tasks are of low rank, for which X has less strength
+already, :math:`\lambda` is at most 1.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from math import exp, fsum, hypot, log
 
 import torch
@@ -28,6 +29,7 @@ class Measure(TypedDict):
     """What the strength needs to know of a layer and of its merged update X."""
 
     tasks: int  # those that moved the layer
+    low_rank: int  # of them
     kept: float  # the sum of <X, leading directions of the task>
     energy: float  # the sum of the tasks' squared norms
     norm: float  # of X
@@ -48,14 +50,15 @@ def in_words(found: Strength) -> str:
     return f"{found['scale']:.3g} (at 1, {kept} and {moved})"
 
 
-def measure(tasks: int, energy: float, leading: Directions, X: Tensor, theta_0: Tensor) -> Measure:
+def measure(state: Mapping[str, Tensor], leading: Directions, X: Tensor, theta_0: Tensor) -> Measure:
     """Measure a layer whose tasks' directions, all side by side, are ``leading``; X and theta_0 are ``(d_o, d_i)``."""
     left, values, right = (each.to(X.dtype) for each in leading)
     norm = torch.linalg.vector_norm
     return Measure(
-        tasks=tasks,
+        tasks=int(state["count"]),
+        low_rank=int(state.get("low_rank", 0)),
         kept=((X @ right) * (left * values)).sum().item(),
-        energy=energy,
+        energy=state["energy"].item(),
         norm=norm(X).item(),
         base_norm=norm(theta_0.to(X.dtype)).item(),
     )
@@ -69,4 +72,6 @@ def find_strength(layers: Collection[Measure]) -> Strength:
     moved = exp(fsum(map(log, shares)) / len(shares)) if shares else 0.0
     several = max((layer["tasks"] for layer in layers), default=0) > 1
     scale = 1 / hypot(kept / MOST_KEPT, moved / MOST_MOVED) if several and moved else 1.0
+    if any(layer["low_rank"] for layer in layers):
+        scale = min(scale, 1.0)
     return Strength(scale=scale, kept=kept, moved=moved)

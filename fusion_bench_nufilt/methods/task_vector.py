@@ -85,6 +85,11 @@ class TaskVector:
         U = U / s.clamp_min(torch.finfo(s.dtype).tiny)
         return self._of_rank(V, s, U, s.dtype) if self._is_wide else self._of_rank(U, s, V, s.dtype)
 
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether there are fewer directions than those of :attr:`leading`, as in a LoRA adapter."""
+        return int(self.leading.values.count_nonzero()) < min(self._given.shape) // EIGHT
+
     def _of_rank(self, U: Tensor, s: Tensor, V: Tensor, dtype: torch.dtype) -> Directions:
         exist = s > max(self._given.shape) * torch.finfo(dtype).eps * s[:1]
         return Directions(U * exist, s * exist, V * exist)

@@ -98,3 +98,31 @@ def test_larger_tasks_are_merged_at_a_lower_strength_and_a_layer_without_a_base_
 def test_any_other_scale_is_refused(scale):
     with pytest.raises(ValueError, match="scale must be a number > 0 or auto, got"):
         AutoScaleConfig(scale=scale)
+
+
+def adapters(shape=(48, 40), count=2, rank=3):
+    return task_vectors(shape, count=count, rank=rank)
+
+
+def update_of(taus, **options):
+    method, theta_0 = Best(AutoScaleConfig(**options), ["layer"]), torch.zeros(taus[0].shape, dtype=torch.float64)
+    state = method.start("layer", theta_0)
+    for tau in taus:
+        state = method.add("layer", state, theta_0, tau)
+    return method.update(state, 1.0), state
+
+
+def test_best_gives_tasks_of_low_rank_half_of_the_strength_and_a_layer_the_mean_of_its_tasks():
+    full, low = task_vectors((48, 40), count=2), adapters()
+    for tasks, expected in ((full, 1.0), (low, 0.5), ([full[0], low[0]], 0.75), ([low[0]], 1.0)):
+        X, state = update_of(tasks)
+        state["low_rank"] = state["low_rank"] * 0
+        method = Best(AutoScaleConfig(), ["layer"])
+        torch.testing.assert_close(X, expected * method.update(state, 1.0))
+
+
+def test_adapters_never_get_more_strength_from_auto():
+    base = {"layer": torch.randn(48, 40, dtype=torch.float64)}
+    measures = [each for _, each in measured(Best, {"layer": [1e-3 * tau for tau in adapters(count=4)]}, base).values()]
+    assert find_strength([{**each, "low_rank": 0} for each in measures])["scale"] > 1
+    assert find_strength(measures)["scale"] == 1
