@@ -21,8 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-import yaml
-from llm_tasks import TASKS, Examples, write_general, write_task
+from llm_tasks import TASKS, Examples, write_general, write_pools, write_task
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -54,7 +53,7 @@ def main() -> None:
     trains = {name: write_task(name, task, arguments.clones, out / "tasks") for name, task in TASKS.items()}
     write_general(arguments.clones, out / "tasks")
     for kind in arguments.kinds:
-        write_pools(kind, out)
+        write_kind(kind, out)
         for name in arguments.tasks.split(","):
             if not (out / kind / name).exists():
                 finetune(kind, name, trains[name], tokenizer, out)
@@ -112,7 +111,7 @@ def reward_loss(logits: Tensor, choices: Tensor, targets: Tensor) -> Tensor:
     return -((rewards - rewards.mean()) * drawn.log_prob(actions)).mean()
 
 
-def write_pools(kind: str, out: Path) -> None:
+def write_kind(kind: str, out: Path) -> None:
     """Write the model pool for a kind of fine-tuning, and the common task pool."""
     taskpool = {
         "_target_": "fusion_bench_nufilt.taskpools.LMEvalTaskPool",
@@ -123,7 +122,6 @@ def write_pools(kind: str, out: Path) -> None:
         "batch_size": 20,
     }
     modelpool = {
-        "defaults": [{"/taskpool@taskpool": "llm_judge"}, "_self_"],
         "_target_": "fusion_bench.modelpool.CausalLMPool",
         "_recursive_": False,
         "tokenizer": str(out / "base"),
@@ -131,9 +129,7 @@ def write_pools(kind: str, out: Path) -> None:
         "model_kwargs": {"torch_dtype": "float32"},
     }
     (out / kind).mkdir(exist_ok=True)
-    for group, name, content in (("modelpool", f"llm_{kind}", modelpool), ("taskpool", "llm_judge", taskpool)):
-        (out / "config" / group).mkdir(parents=True, exist_ok=True)
-        (out / "config" / group / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    write_pools(out, f"llm_{kind}", modelpool, "llm_judge", taskpool)
 
 
 if __name__ == "__main__":

@@ -171,6 +171,15 @@ def write_general(clones: Path, out: Path) -> None:
         write_lm_eval(out, name, rows, "byte_perplexity", **kind)
 
 
+def write_pools(out: Path, modelpool: str, models: dict[str, object], taskpool: str, tests: dict[str, object]) -> None:
+    """Write a model pool and the task pool that scores it, each under its name, into the folder ``out``/config."""
+    models = {"defaults": [{"/taskpool@taskpool": taskpool}, "_self_"], **models}
+    for group, name, content in (("modelpool", modelpool, models), ("taskpool", taskpool, tests)):
+        file = out / "config" / group / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(yaml.safe_dump(content, sort_keys=False))
+
+
 def write_lm_eval(out: Path, name: str, rows: list[dict[str, object]], metric: str, **kind: object) -> None:
     out.mkdir(parents=True, exist_ok=True)
     data = out / f"{name}.json"

@@ -20,9 +20,8 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-import yaml
 from fusion_bench.taskpool import BaseTaskPool
-from llm_tasks import TASKS, Examples, write_task
+from llm_tasks import TASKS, Examples, write_pools, write_task
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
@@ -46,7 +45,7 @@ def main() -> None:
     base, out = arguments.model.resolve(), arguments.out.resolve()
     trains = {name: write_task(name, task, arguments.clones, out / "tasks") for name, task in TASKS.items()}
     for kind in arguments.kinds:
-        write_pools(kind, base, out)
+        write_kind(kind, base, out)
         for name, examples in trains.items():
             if not (out / kind / name).exists():
                 finetune(kind, name, examples, base, out)
@@ -132,21 +131,18 @@ def finetune(kind: str, name: str, examples: Examples, base: Path, out: Path) ->
     unfinished.rename(out / kind / name)
 
 
-def write_pools(kind: str, base: Path, out: Path) -> None:
+def write_kind(kind: str, base: Path, out: Path) -> None:
     """Write the model pool for a kind of fine-tuning, and the common task pool."""
     taskpool = {"_target_": "text_judge.TextTaskPool", "base": str(base), "tasks": str(out / "tasks")}
     load = {"_target_": "transformers.AutoModel.from_pretrained"}
     models = {"_pretrained_": base} | {name: out / kind / name for name in TASKS}
     modelpool = {
-        "defaults": [{"/taskpool@taskpool": "text_judge"}, "_self_"],
         "_target_": "fusion_bench.BaseModelPool",
         "_recursive_": False,
         "models": {name: {**load, "pretrained_model_name_or_path": str(path)} for name, path in models.items()},
     }
     (out / kind).mkdir(exist_ok=True)
-    for group, name, content in (("modelpool", f"text_{kind}", modelpool), ("taskpool", "text_judge", taskpool)):
-        (out / "config" / group).mkdir(parents=True, exist_ok=True)
-        (out / "config" / group / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    write_pools(out, f"text_{kind}", modelpool, "text_judge", taskpool)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class Best(OrderFree):
         return self.members[0].leading(state)
 
     def update(self, state: State, scale: float) -> Tensor:
-        tsv, votes = (member.update(state, member.scale * scale) for member in self.members)
         if state["count"] == 1:
-            return votes
+            return state["votes"]
+        tsv, votes = (member.update(state, member.scale * scale) for member in self.members)
         return (1 - state["low_rank"].item() / state["count"].item() / 2) * (tsv + votes) / 2

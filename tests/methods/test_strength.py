@@ -100,25 +100,19 @@ def test_any_other_scale_is_refused(scale):
         AutoScaleConfig(scale=scale)
 
 
-def adapters(shape=(48, 40), count=2, rank=3):
-    return task_vectors(shape, count=count, rank=rank)
-
-
-def update_of(taus, **options):
-    method, theta_0 = Best(AutoScaleConfig(**options), ["layer"]), torch.zeros(taus[0].shape, dtype=torch.float64)
-    state = method.start("layer", theta_0)
-    for tau in taus:
-        state = method.add("layer", state, theta_0, tau)
-    return method.update(state, 1.0), state
+def adapters(count=2):
+    return task_vectors((48, 40), count=count, rank=3)
 
 
 def test_best_gives_tasks_of_low_rank_half_of_the_strength_and_a_layer_the_mean_of_its_tasks():
     full, low = task_vectors((48, 40), count=2), adapters()
+    method, theta_0 = Best(AutoScaleConfig(), ["layer"]), torch.zeros(48, 40, dtype=torch.float64)
     for tasks, expected in ((full, 1.0), (low, 0.5), ([full[0], low[0]], 0.75), ([low[0]], 1.0)):
-        X, state = update_of(tasks)
-        state["low_rank"] = state["low_rank"] * 0
-        method = Best(AutoScaleConfig(), ["layer"])
-        torch.testing.assert_close(X, expected * method.update(state, 1.0))
+        state = method.start("layer", theta_0)
+        for tau in tasks:
+            state = method.add("layer", state, theta_0, tau)
+        whole = method.update({**state, "low_rank": torch.tensor(0.0)}, 1.0)
+        torch.testing.assert_close(method.update(state, 1.0), expected * whole)
 
 
 def test_adapters_never_get_more_strength_from_auto():
