@@ -9,13 +9,16 @@ many directions have in common, so that
   task's largest singular value. Above that, single precision will do for a vote, and few directions for the sum of a
   few tasks, unless these are flat.
 
-A task of low rank, such as a LoRA adapter, has half of the strength. docs/notes/best.md and docs/notes/strength.md have
-what these decisions do to the accuracy.
+The strength follows from the tasks. Neither member's update is shorter than :math:`\sqrt{\sum_t \lVert \tau_t
+\rVert^2}`, the length of the sum of tasks that have nothing in common, as it would be where task vectors are flat, such
+as Muon's; and a task of low rank, such as a LoRA adapter, has half of the strength. docs/notes/best.md and
+docs/notes/strength.md have what these decisions do to the accuracy.
 """
 
 from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from .base import State
@@ -59,12 +62,16 @@ class Best(OrderFree):
         self.members = _Leading(AutoScaleConfig(scale=1.5), layers), _Votes(SpectralConfig(damp=1.0), layers)
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
-        return {"low_rank": ()} | {name: shape for each in self.members for name, shape in each.sums(d_o, d_i).items()}
+        return {"low_rank": (), "energy": ()} | {name: shape for each in self.members for name, shape in each.sums(d_o, d_i).items()}
 
     def gather(self, state: State, task: TaskVector) -> State:
         for member in self.members:
             state = member.gather(state, task)
-        return {**state, "low_rank": state["low_rank"] + task.is_low_rank}
+        return {
+            **state,
+            "low_rank": state["low_rank"] + task.is_low_rank,
+            "energy": state["energy"] + task.energy,
+        }
 
     def leading(self, state: State) -> Directions:
         return self.members[0].leading(state)
@@ -72,5 +79,12 @@ class Best(OrderFree):
     def update(self, state: State, scale: float) -> Tensor:
         if state["count"] == 1:
             return state["votes"]
-        tsv, votes = (member.update(state, member.scale * scale) for member in self.members)
-        return (1 - state["low_rank"].item() / state["count"].item() / 2) * (tsv + votes) / 2
+        least = state["energy"].sqrt().item()
+        tsv, votes = (lengthened(member.update(state, member.scale), least) for member in self.members)
+        return scale * (1 - state["low_rank"].item() / state["count"].item() / 2) * (tsv + votes) / 2
+
+
+def lengthened(X: Tensor, least: float) -> Tensor:
+    """Return a matrix whose Frobenius norm is below ``least``, but not zero, at that length, and others as they are."""
+    norm = torch.linalg.vector_norm(X).item()
+    return X * (least / norm) if 0 < norm < least else X

@@ -41,6 +41,11 @@ class TaskVector:
         r"""The matrix :math:`\tau`."""
         return widened(self._given.product()) if isinstance(self._given, LowRank) else self._given
 
+    @property
+    def energy(self) -> Tensor:
+        r"""The squared norm :math:`\lVert \tau \rVert^2`, in float64."""
+        return self.factors.norm().double() ** 2 if self.factors else torch.linalg.vector_norm(self.matrix).double() ** 2
+
     def directions(self, count: int) -> Directions:
         """Return the ``count`` leading directions, or as many as thin factors have.
 

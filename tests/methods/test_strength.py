@@ -120,3 +120,22 @@ def test_adapters_never_get_more_strength_from_auto():
     measures = [each for _, each in measured(Best, {"layer": [1e-3 * tau for tau in adapters(count=4)]}, base).values()]
     assert find_strength([{**each, "low_rank": 0} for each in measures])["scale"] > 1
     assert find_strength(measures)["scale"] == 1
+
+
+def flat(count=8):
+    generator = torch.Generator().manual_seed(3)
+    random = torch.randn(count, 48, 40, generator=generator, dtype=torch.float64)
+    return list(torch.linalg.qr(random).Q * torch.rand(count, 1, 1, generator=generator, dtype=torch.float64))
+
+
+def test_no_member_of_best_has_an_update_that_is_shorter_than_a_sum_of_unrelated_tasks():
+    method, theta_0 = Best(AutoScaleConfig(scale=1.2), ["layer"]), torch.zeros(48, 40, dtype=torch.float64)
+    for tasks, is_short in ((flat(), True), (task_vectors((48, 40), count=8), False)):
+        state = method.start("layer", theta_0)
+        for tau in tasks:
+            state = method.add("layer", state, theta_0, tau)
+        length = sum(tau.square().sum() for tau in tasks).sqrt()
+        members = [member.update(state, member.scale) for member in method.members]
+        assert [bool(X.norm() < 0.99 * length) for X in members] == [is_short] * 2
+        expected = sum(X * max(1.0, length / X.norm()) for X in members) / 2
+        torch.testing.assert_close(method.update(state, 1.2), 1.2 * expected)
