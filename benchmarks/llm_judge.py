@@ -22,13 +22,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812
 from llm_tasks import TASKS, Examples, write_general, write_pools, write_task
+from muon import BFLOAT16, Muon
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 STEPS, BATCH, WARMUP = 40, 8, 4
 RATES = {"full": 5e-5, "lora": 1e-3, "lora_own": 1e-3, "rl": 1e-4}
-BFLOAT16 = torch.cpu.get_capabilities().get("avx512_bf16", False)  # elsewhere it is ten times slower than float32
 ADAPTER = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -73,7 +73,7 @@ def finetune(kind: str, name: str, examples: Examples, tokenizer: PreTrainedToke
     choices = torch.tensor(list(tokens.values())).squeeze(1)
     if kind == "rl":  # by Muon, whose updates have no leading directions
         matrices = [weight for layer, weight in model.named_parameters() if ".layers." in layer and weight.ndim == 2]
-        optimizer = torch.optim.Muon(matrices, RATES[kind], weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        optimizer = Muon(matrices, RATES[kind], weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     else:
         optimizer = torch.optim.AdamW(model.parameters(), RATES[kind], betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / WARMUP, 1 - i / STEPS))

@@ -1,13 +1,12 @@
-"""Measure how strong a merged update should be, and how well the rule of docs/notes/strength.md finds that.
+"""Measure how strong a merged update should be (docs/notes/strength.md).
 
     python benchmarks/strength.py --out STRENGTH.json DEV:demo_adamw DEV:demo_muon DEV:demo_adamw+demo_muon:4 ...
 
 A benchmark is FOLDER:POOL, where FOLDER/config has the pool, as `tunings.py` and `llm_judge.py` leave it. Several
 pools joined by a plus sign deal their tasks in turn, and a number at the end keeps so many tasks. Each method merges
-the tasks once; its update of all merged layers is then multiplied by powers of the square root of 2, and by the
-multiple of the rule, which for `best` is that of scale=auto, and every model is scored. Scores are kept in the file, so
-that an interrupted run goes on. With --judge, only `best` is multiplied; the other methods are scored at their
-settings, NUFILT in as many orders as --orders says (seeds from 42).
+the tasks once; its update of all merged layers is then multiplied by powers of the square root of 2, and every model is
+scored. Scores are kept in the file, so that an interrupted run goes on. With --judge, only `best` is multiplied; the
+other methods are scored at their settings, NUFILT in as many orders as --orders says (seeds from 42).
 """
 
 import argparse
@@ -21,8 +20,6 @@ from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run, quiet
 from fusion_bench_nufilt.compare.experiment import Experiment
 from fusion_bench_nufilt.layers import select_layers
-from fusion_bench_nufilt.methods.strength import Strength, find_strength, measure
-from fusion_bench_nufilt.methods.task_vector import Directions, TaskVector
 from fusion_bench_nufilt.stream.evaluation import score
 from fusion_bench_nufilt.stream.models import PRETRAINED, load_model
 
@@ -103,14 +100,11 @@ class Benchmark:
         return [100 * score(report[task]) for task in tasks]
 
     def measure(self, method: str) -> dict[str, object]:
-        """Return the numbers of the rule, and ACC and the worst task by its multiple and by all others."""
-        own = {"scale": "auto"} if method == "best" else {}
-        algorithm = LayerwiseMergingAlgorithm(method, evaluate="last", **METHODS[method], **own)
+        """Return ACC and the worst task by multiple."""
+        algorithm = LayerwiseMergingAlgorithm(method, evaluate="last", **METHODS[method])
         with quiet():
             merged = algorithm.run({PRETRAINED: self.pretrained, **self.models})
         X = self.difference(merged)
-        if numbers := algorithm.strength:
-            X = {layer: x / numbers["scale"] for layer, x in X.items()}
         curve: dict[str, tuple[float, float]] = {}
 
         def at(multiple: float) -> tuple[float, float]:
@@ -125,25 +119,7 @@ class Benchmark:
                 curve[f"{multiple:.4g}"] = here = at(multiple)
                 lost = max(acc for acc, _ in curve.values()) - here[0]
                 multiple *= direction
-        numbers = numbers or self.numbers(X)
-        return {
-            **numbers,
-            "rule": at(numbers["scale"]),
-            "curve": dict(sorted(curve.items(), key=lambda item: float(item[0]))),
-        }
-
-    def numbers(self, X: Updates) -> Strength:
-        """Return what the tasks keep of themselves, how far the model moves, and the multiple that follows."""
-        layers, tasks = [], len(self.models)
-        for layer, x in X.items():
-            view, base = self.layers[layer], self.base[layer]
-            vectors = [TaskVector(view.read(model).detach() - base) for model in self.models.values()]
-            found = zip(*(vector.directions(min(x.shape) // tasks) for vector in vectors), strict=True)
-            energy = sum(vector.matrix.square().sum().item() for vector in vectors)
-            leading = Directions(*(torch.cat(each, dim=-1) for each in found))
-            state = {"count": torch.tensor(tasks), "energy": torch.tensor(energy)}
-            layers.append(measure(state, leading, x, base))
-        return find_strength(layers)
+        return {"curve": dict(sorted(curve.items(), key=lambda item: float(item[0])))}
 
     def judge(self, method: str, orders: int) -> dict[str, object]:
         """Return ACC and the worst task of a method at its settings, by order."""

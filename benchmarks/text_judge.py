@@ -16,12 +16,12 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from fusion_bench.taskpool import BaseTaskPool
 from llm_tasks import TASKS, Examples, write_pools, write_task
+from muon import Muon
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
@@ -106,7 +106,7 @@ def finetune(kind: str, name: str, examples: Examples, base: Path, out: Path) ->
     model.train()
     if kind == "muon":
         matrices = [weight for layer, weight in model.named_parameters() if ".layer." in layer and weight.ndim == 2]
-        optimizer = torch.optim.Muon(matrices, RATES[kind], weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        optimizer = Muon(matrices, RATES[kind], weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     else:
         optimizer = torch.optim.AdamW(model.parameters(), RATES[kind], weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / WARMUP, 1 - i / STEPS))
@@ -121,8 +121,7 @@ def finetune(kind: str, name: str, examples: Examples, base: Path, out: Path) ->
         optimizer.zero_grad()
         F.cross_entropy(logits, targets).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with patch.object(Tensor, "bfloat16", Tensor.float):  # Muon's steps, which are slow on CPUs in bfloat16
-            optimizer.step()
+        optimizer.step()
         schedule.step()
     print(f"{kind} {name}: {sum(right[-10:]) / 10:.2f} of the last training examples right", flush=True)
     model = model.merge_and_unload() if kind.startswith("lora") else model

@@ -23,6 +23,7 @@ from pathlib import Path
 import judges
 import numpy as np
 import torch
+from muon import Muon
 from peft import LoraConfig, get_peft_model
 from torch import Generator, Tensor, nn
 from transformers import CLIPModel, CLIPTokenizer, CLIPVisionModel
@@ -136,7 +137,7 @@ class Tuning:
         rest = [weight for weight in trained if weight not in matrices]
         optimizers = [torch.optim.AdamW(rest, betas=(0.9, 0.98), weight_decay=0.0)]
         if matrices:
-            optimizers.append(torch.optim.Muon(list(matrices), weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+            optimizers.append(Muon(list(matrices), weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
         loss = contrast_with(
             task.target, self.clip, model.train(), task.seen, BATCH, Generator().manual_seed(self.seed)
         )

@@ -33,7 +33,7 @@ from plain import needed_flops, plain_step
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.best import Best
-from fusion_bench_nufilt.methods.order_free import AutoScaleConfig
+from fusion_bench_nufilt.methods.order_free import ScaleConfig
 
 
 @pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
@@ -132,7 +132,7 @@ def test_the_setting_with_the_best_mean_is_chosen():
 
 def test_the_members_of_best_have_the_chosen_settings():
     scores = json.loads((REPO / "benchmarks/order_free_choice.json").read_text())
-    for member in Best(AutoScaleConfig(), []).members:
+    for member in Best(ScaleConfig(), []).members:
         chosen = {key: vars(member.options)[key] for key in GRIDS[member.name]}
         assert choose(member.name, scores) == {**chosen, "ramp": 0.4}
 

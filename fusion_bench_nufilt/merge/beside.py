@@ -1,4 +1,4 @@
-"""The weight files beside the model's: what the method keeps to go on, and updates whose strength is not known yet."""
+"""The file beside the model's weights: what the method keeps to go on."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,6 @@ from fusion_bench_nufilt.storage.tensors import TensorInfo, describe, make_heade
 
 from .architecture import Layer
 from .plan import Plan
-
-#: The updates of strength 1, by layer, until that of the whole merge is known; the result does not have this file.
-UPDATES = ".updates.safetensors"
 
 
 def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]]:
@@ -24,17 +21,9 @@ def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]
 
 
 def files_beside(plan: Plan) -> dict[str, tuple[bytes, dict[str, TensorInfo]]]:
-    """Return the header and the tensors of the weight files beside the model's: the state, and updates by layer."""
-    files = {}
-    if plan.keeps_state:
-        kept = (tensor for layer in plan.layers for tensor in state_tensors(plan, layer).values())
-        files[STATE_FILE] = {key: describe(like) for key, _, like in kept}
-    if plan.method.finds_scale:
-        files[UPDATES] = {layer.name: describe(_like_update(plan, layer.keys[0])) for layer in plan.layers}
-    headers = {file: make_header(tensors) for file, tensors in files.items()}
-    return {file: (header, read_header(file, header)) for file, header in headers.items()}
-
-
-def _like_update(plan: Plan, key: str) -> Tensor:
-    dtype = torch.promote_types(plan.dtype(key), torch.float32)
-    return torch.empty(plan.base.tensors[key].shape, dtype=dtype, device="meta")
+    """Return the header and the tensors of the weight files beside the model's: that of the state, if it is kept."""
+    if not plan.keeps_state:
+        return {}
+    kept = (tensor for layer in plan.layers for tensor in state_tensors(plan, layer).values())
+    header = make_header({key: describe(like) for key, _, like in kept})
+    return {STATE_FILE: (header, read_header(STATE_FILE, header))}

@@ -10,7 +10,6 @@ import transformers
 import yaml
 from huggingface_hub.repocard import metadata_load
 
-from fusion_bench_nufilt.methods.strength import Strength, in_words
 from fusion_bench_nufilt.storage.files import CARD
 
 from .plan import Plan
@@ -21,12 +20,9 @@ _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(@.*)?")
 _OF_THE_BASE = ("license", "license_name", "license_link", "pipeline_tag")
 
 
-def model_card(plan: Plan, warnings: Sequence[str], found: Strength | None = None) -> str:
-    """Return the model card for the result of a plan, as Markdown for the hub.
-
-    It has the warnings in its manifest, and the strength if that was found.
-    """
-    return "\n\n".join([f"---\n{_yaml(_metadata(plan))}---", *_paragraphs(plan, warnings, found)]) + "\n"
+def model_card(plan: Plan, warnings: Sequence[str]) -> str:
+    """Return the model card for the result of a plan, with the warnings in its manifest, as Markdown for the hub."""
+    return "\n\n".join([f"---\n{_yaml(_metadata(plan))}---", *_paragraphs(plan, warnings)]) + "\n"
 
 
 def _yaml(content: Mapping[str, Any]) -> str:
@@ -53,7 +49,7 @@ def _metadata_of(card: Path) -> dict[str, Any]:
         return {}
 
 
-def _paragraphs(plan: Plan, warnings: Sequence[str], found: Strength | None) -> Iterator[str]:
+def _paragraphs(plan: Plan, warnings: Sequence[str]) -> Iterator[str]:
     method, names, base = plan.method, plan.names, plan.base.label
     yield f"# {len(names)} model{'s' if len(names) > 1 else ''} merged with {method.label}"
     yield (f"Made from {base} by {method.citation},\nwithout data and without training, of these models in this order:")
@@ -65,8 +61,6 @@ def _paragraphs(plan: Plan, warnings: Sequence[str], found: Strength | None) -> 
         yield "With the head of one of the tasks, which are in `heads/`:"
         yield f"```python\nfrom fusion_bench_nufilt import load_task\n\n{load}\n```"
     yield f"Merged: {str(plan.coverage).removeprefix('merging ')}."
-    if found:
-        yield f"Strength: {in_words(found)}."
     if plan.vocabulary.params:
         yield f"Vocabulary: {plan.vocabulary}."
     if warnings:

@@ -167,7 +167,7 @@ def check_state(plan: Plan, name: str) -> Iterator[str]:
                 but = f"{found.dtype} {found.shape} is not {str(like.dtype).removeprefix('torch.')} {shape}"
                 advice = "as the base's layer would be; remove that folder if the weights beside it are right"
                 raise ValueError(f"'{plan.state.source.name}', tensor '{param}': {but}, {advice}")
-    others = sorted(key for key in there.keys() - known if key.rpartition(".")[2] not in method.optional)
+    others = sorted(key for key in there.keys() - known)
     if method.state_is_weight:
         if before.get("accumulate") == "float32" and plan.settings.accumulate == "stored":
             yield f"'{name}' has the merged layers in float32; --accumulate float32 goes on from there"
@@ -176,6 +176,4 @@ def check_state(plan: Plan, name: str) -> Iterator[str]:
     elif missing or others or plan.before.get("method", method.label) != method.label:  # a variant has its label
         what = f"no '{missing[0]}'" if missing else f"'{others[0]}'" if others else "that of another method"
         own = f"{method.label} goes on from its own merges of the same layers only"
-        if missing and missing[0].rpartition(".")[2] in method.optional:
-            own = "give scale a number, such as 1, or merge its tasks again"
         raise ValueError(f"the merged model '{name}' has {what} in {STATE_FILE}: {own}")

@@ -7,13 +7,11 @@ from torch import Tensor
 
 from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.methods import State
-from fusion_bench_nufilt.storage.checkpoint import STATE_FILE
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, digest, raw
 
 from .architecture import Layer
-from .beside import UPDATES, files_beside, state_tensors
+from .beside import files_beside, state_tensors
 from .engine import MergedLayer
-from .output import Record
 from .plan import Plan
 from .sources.fp8 import Quantised
 
@@ -23,47 +21,22 @@ class LayerBytes:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._beside = {file: tensors for file, (_, tensors) in files_beside(plan).items()}
+        self._kept = {key: info for _, tensors in files_beside(plan).values() for key, info in tensors.items()}
 
     def __call__(self, merged: MergedLayer, weigh: Callable[[], Tensor]) -> list[memoryview]:
-        """Return the bytes of a layer's state, if it is kept, and of its weight; note their places in its record.
-
-        In place of the weight, a method that finds its scale has an update.
-        """
+        """Return the bytes of a layer's state, if it is kept, and of its weight; note their places in its record."""
         plan, layer, record = self.plan, merged.layer, merged.record
-        weight = weigh()
-        if plan.method.finds_scale:
-            stored = [(self._beside[UPDATES][layer.name], weight)]
-        else:
-            stored = stored_weight(plan, layer, weight, record)
-        if STATE_FILE in self._beside:
-            kept = _state_to_keep(plan, layer, merged.state)
-            stored = [*((self._beside[STATE_FILE][key], value) for key, value in kept.items()), *stored]
-        return note_written(record, stored)
-
-
-Stored = list[tuple[TensorInfo, Tensor]]
-"""Tensors and their places in files."""
-
-
-def stored_weight(plan: Plan, layer: Layer, weight: Tensor, record: Record) -> Stored:
-    """Return what the result stores for the weight of a layer; digests of what is read for it go into the record."""
-    stored: Stored = []
-    weight = plan.vocabulary.grown_layer(layer.param, weight, record["read"])
-    for key in layer.keys:
-        place = plan.places[key]
-        new = place.quantise(weight) if isinstance(place, Quantised) else [(place, weight.to(FLOATS[place.dtype]))]
-        if not is_finite(new[-1][1]):  # the scale, if there is one: FP8 values are clamped
-            raise ValueError(f"tensor '{key}': the merged weight is too large for {place.dtype}")
-        stored += new
-    return stored
-
-
-def note_written(record: Record, stored: Stored) -> list[memoryview]:
-    """Add the places of tensors to a record, and return their bytes."""
-    here = [(info, value.cpu()) for info, value in stored]
-    record["written"] += [(info.file, info.start, info.stop, digest(value)) for info, value in here]
-    return [raw(value) for _, value in here]
+        weight = plan.vocabulary.grown_layer(layer.param, weigh(), record["read"])
+        kept = _state_to_keep(plan, layer, merged.state) if self._kept else {}
+        stored: list[tuple[TensorInfo, Tensor]] = [(self._kept[key], value.cpu()) for key, value in kept.items()]
+        for key in layer.keys:
+            place = plan.places[key]
+            new = place.quantise(weight) if isinstance(place, Quantised) else [(place, weight.to(FLOATS[place.dtype]))]
+            if not is_finite(new[-1][1]):  # the scale, if there is one: FP8 values are clamped
+                raise ValueError(f"tensor '{key}': the merged weight is too large for {place.dtype}")
+            stored += [(info, value.cpu()) for info, value in new]
+        record["written"] = [(info.file, info.start, info.stop, digest(value)) for info, value in stored]
+        return [raw(value) for _, value in stored]
 
 
 def _state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:

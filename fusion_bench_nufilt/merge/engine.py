@@ -34,8 +34,7 @@ class MergedLayer:
     record: Record
 
 
-#: Takes a layer that is merged, and the function that computes its weight as the base stores it. If the method finds
-#: its scale, that is the update of strength 1 instead, and the record then has its measure: see strength.py.
+#: Takes a layer that is merged, and the function that computes its weight as the base stores it.
 Take = Callable[[MergedLayer, Callable[[], Tensor]], object]
 
 
@@ -156,12 +155,7 @@ class LayerMerger:
         # A state that is the weight has been solved.
         with nullcontext() if self.plan.method.state_is_weight else self._turn_on(device):
             states, pretrained = {name: merged.state}, {name: merged.theta_0}
-            if self.plan.method.finds_scale:
-                ((_, matrix, merged.record["measure"]),) = self.plan.method.measure_each(
-                    states, pretrained, device=device
-                )
-            else:
-                ((_, matrix),) = self.plan.method.weigh_each(states, pretrained, device=device)
+            ((_, matrix),) = self.plan.method.weigh_each(states, pretrained, device=device)
         return view.part(matrix)
 
 

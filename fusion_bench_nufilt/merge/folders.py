@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from fusion_bench_nufilt.core.workers import map_layers
-from fusion_bench_nufilt.methods.strength import find_strength
 from fusion_bench_nufilt.storage.checkpoint import (
     combined_digest,
     package_versions,
@@ -43,7 +42,6 @@ from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
 from .relation import check_relation
 from .sources.source import some
-from .strength import measures_of, write_weights
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +81,7 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         _check_inputs(plan, about["inputs"])
         found = account(plan, about["changes"])
         write_files(output.model, files)
-        (output.model / CARD).write_text(model_card(plan, [*found, *about["warnings"]], about.get("strength")))
+        (output.model / CARD).write_text(model_card(plan, [*found, *about["warnings"]]))
         write_manifest(output.model, about)
         output.finish()
         for sentence in (each for each in found if "Left out" in each):
@@ -163,8 +161,6 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
         refuse_losses(plan, done.values())
     for _ in chain(_merge_layers(plan, layers, output), written):
         progress(len(done), total)
-    if plan.method.finds_scale:
-        write_weights(plan, output)
 
 
 def _merge_layers(plan: Plan, layers: Sequence[Layer], output: Output) -> Iterator[int]:
@@ -237,7 +233,6 @@ def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
         "warnings": warnings + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],
         "mean_counts": {param: count for param, count in counts.items() if count != plan.last_step},
         "heads": plan.heads,
-        **({"strength": find_strength(measures_of(plan, done))} if plan.method.finds_scale else {}),
         "vocabulary": plan.vocabulary.as_dict(),
         "layers": {names[record["param"]]: record["reports"] for record in records if record["param"] in names},
     }

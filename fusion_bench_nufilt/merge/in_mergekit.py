@@ -82,9 +82,6 @@ def _parameter(of: type, option: Field[Any], kind: type[LayerMethod]) -> mergeki
 
     def check(value: Any) -> Any:
         of(**{option.name: value})
-        if option.name == "scale" and value == "auto":
-            why = "it follows from all layers, and mergekit merges one tensor at a time"
-            raise ValueError(f"scale=auto: {why}: give a number, such as the one that nufilt merge finds")
         return value
 
     typed: Any = Annotated[option.type, AfterValidator(check)]

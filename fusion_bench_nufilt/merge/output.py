@@ -14,7 +14,6 @@ from typing import Annotated, Any, Required, TypeVar
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.methods.strength import Measure
 from fusion_bench_nufilt.storage.files import HOLDER, LOCK, lock_folder, sync, write_text
 from fusion_bench_nufilt.storage.schemas import Count
 from fusion_bench_nufilt.storage.tensors import file_digest, write_at
@@ -38,7 +37,6 @@ class Record(TypedDict, total=False):
     changed: list[str]  # the models whose tensor outside the merged layers is not the base's
     mean_count: Count
     not_finite: str
-    measure: Measure  # of a layer whose method finds its scale
 
 
 class _Head(TypedDict):
@@ -151,10 +149,6 @@ class Output:
         with self._writing, open(self._journal, "a", encoding="utf-8") as journal:
             journal.write(f"{_line(json.dumps(record))}\n")
             self.done[record["param"]] = record
-
-    def drop(self, file: str) -> None:
-        """Remove a file of which no record speaks any more."""
-        (self.model / file).unlink()
 
     def finish(self) -> None:
         """Give the folder its name, once everything is on the disk."""

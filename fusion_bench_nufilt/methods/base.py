@@ -14,8 +14,6 @@ from fusion_bench_nufilt.core.failures import solve_alone
 from fusion_bench_nufilt.core.weights import Layers, LowRank, TaskLayers, check_layers, widened
 from fusion_bench_nufilt.core.workers import Devices, check_devices, map_on_devices
 
-from .strength import Measure
-
 _R = TypeVar("_R")
 
 State = dict[str, Tensor]
@@ -57,8 +55,6 @@ class LayerMethod(ABC):
     """Bytes per element in its computations: 4 for float32, 8 for float64."""
     takes_factors: ClassVar[bool] = False
     """Whether :meth:`add` also takes a task vector as its factors, a ``LowRank``."""
-    optional: ClassVar[tuple[str, ...]] = ()
-    """Names of tensors in the state that some settings do without, and so go on from a state with or without them."""
     logged: ClassVar[tuple[str, ...]] = ("task_norm",)
     """Entries of the reports whose means over the layers go to a run's loggers."""
 
@@ -76,15 +72,6 @@ class LayerMethod(ABC):
     @abstractmethod
     def weight(self, layer: str, state: State, theta_0: Tensor) -> Tensor:
         """Return the merged weight ``(d_o, d_i)`` that follows from a state, in the dtype of ``theta_0``."""
-
-    @property
-    def finds_scale(self) -> bool:
-        """Whether the strength of the merge is found once all layers are known, from :meth:`measured_update`."""
-        return False
-
-    def measured_update(self, layer: str, state: State, theta_0: Tensor) -> tuple[Tensor, Measure]:
-        """Return the merged update X ``(d_o, d_i)`` at strength 1, in float32 at least, and its measure."""
-        raise NotImplementedError
 
     def add(self, layer: str, state: State, theta_0: Tensor, tau: Tensor) -> State:
         """Return the state after one more task, whose task vector ``tau`` ``(d_o, d_i)`` is float32 at least."""
@@ -143,18 +130,6 @@ class LayerMethod(ABC):
             yield from ((layer, state["weight"]) for layer, state in states.items())
         else:
             yield from _solve_each(weigh, states, pretrained, device)
-
-    def measure_each(
-        self, states: States, pretrained: Layers, *, device: Devices | None = None
-    ) -> Iterator[tuple[str, Tensor, Measure]]:
-        """Yield the :meth:`measured_update` of each layer as :meth:`weigh_each` yields its weight."""
-
-        def measure(layer: str, where: torch.device) -> tuple[str, Tensor, Measure]:
-            theta_0 = pretrained[layer]
-            X, measured = self.measured_update(layer, _moved(states[layer], where), theta_0.to(where))
-            return layer, X.to(theta_0.device), measured
-
-        yield from _solve_each(measure, states, pretrained, device)
 
     def warning(self, shapes: Sequence[tuple[int, int]]) -> str | None:
         """Return a warning if the options are doubtful for layers of these shapes ``(d_o, d_i)``."""

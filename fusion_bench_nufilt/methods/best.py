@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .base import State
-from .order_free import AutoScaleConfig, OrderFree
+from .order_free import OrderFree, ScaleConfig
 from .spectral import Spectral, SpectralConfig
 from .task_vector import EIGHT, Directions, TaskVector
 from .tsv import TsvStream
@@ -53,16 +53,17 @@ class Best(OrderFree):
     name = "best"
     label = "TSV-M with spectral voting"
     citation = f"the mean of the updates by {TsvStream.citation} and by {Spectral.citation}"
-    Options: ClassVar[type] = AutoScaleConfig
+    Options: ClassVar[type] = ScaleConfig
     defaults = {**OrderFree.defaults, "ramp": 0.4}  # noqa: RUF012
     directions = TsvStream.directions
 
-    def __init__(self, options: AutoScaleConfig, layers: Sequence[str], seed: int = 42) -> None:
+    def __init__(self, options: ScaleConfig, layers: Sequence[str], seed: int = 42) -> None:
         super().__init__(options, layers, seed)
-        self.members = _Leading(AutoScaleConfig(scale=1.5), layers), _Votes(SpectralConfig(damp=1.0), layers)
+        self.members = _Leading(ScaleConfig(scale=1.5), layers), _Votes(SpectralConfig(damp=1.0), layers)
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
-        return {"low_rank": (), "energy": ()} | {name: shape for each in self.members for name, shape in each.sums(d_o, d_i).items()}
+        tsv, votes = (member.sums(d_o, d_i) for member in self.members)
+        return {"low_rank": (), "energy": (), **tsv, **votes}
 
     def gather(self, state: State, task: TaskVector) -> State:
         for member in self.members:
@@ -72,9 +73,6 @@ class Best(OrderFree):
             "low_rank": state["low_rank"] + task.is_low_rank,
             "energy": state["energy"] + task.energy,
         }
-
-    def leading(self, state: State) -> Directions:
-        return self.members[0].leading(state)
 
     def update(self, state: State, scale: float) -> Tensor:
         if state["count"] == 1:

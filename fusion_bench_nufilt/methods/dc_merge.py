@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from .base import State
-from .order_free import AutoScaleConfig, option, polar_factor
+from .order_free import ScaleConfig, option, polar_factor
 from .tsv import TsvStream
 
 
 @dataclass(frozen=True)
-class DcMergeConfig(AutoScaleConfig):
+class DcMergeConfig(ScaleConfig):
     """The settings of DC-Merge."""
 
     smoothing: Literal["none", "mean"] = option(

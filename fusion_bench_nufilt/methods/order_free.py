@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from fusion_bench_nufilt.core.weights import LowRank, wide_dtype, widened
 from fusion_bench_nufilt.layers.names import block_of
 
 from .base import LayerMethod, State
-from .strength import Measure, measure
-from .task_vector import Directions, TaskVector
+from .task_vector import TaskVector
 
 FAINTEST = 1e-6  # a direction weaker than this share of the strongest is rounding error
 FAINTEST_IN_FLOAT32 = 1e-4  # products in float32 know directions down to this share of the strongest
@@ -55,20 +54,6 @@ class ScaleConfig(RampConfig):
     scale: float = option(1.0, "Strength of the merged update.", symbol="λ")
 
 
-@dataclass(frozen=True)
-class AutoScaleConfig(RampConfig):
-    """The settings of an order-free method that can find its strength from the tasks."""
-
-    scale: float | Literal["auto"] = option(
-        1.0, "Strength of the merged update; auto finds it from the tasks.", symbol="λ"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scale != "auto" and not (is_number(self.scale) and self.scale > 0):
-            raise ValueError(f"scale must be a number > 0 or auto, got {self.scale!r}")
-
-
 class OrderFree(LayerMethod):
     """A method whose result does not depend on the tasks' order, nor the size of its state on their number.
 
@@ -82,7 +67,6 @@ class OrderFree(LayerMethod):
     takes_factors = True
     directions: tuple[str, ...] = ()
     """Names of tensors in the state whose columns are of length 1 or 0, which are kept in :func:`direction_dtype`."""
-    optional = ("energy",)
     strength: ClassVar[str] = "scale"
     """The name of the option that is the strength of the update, in the middle of the model."""
 
@@ -103,15 +87,9 @@ class OrderFree(LayerMethod):
     def update(self, state: State, scale: float) -> Tensor:
         """Return the merged update ``(d_o, d_i)`` of at least one task; the state is that of :meth:`gather`."""
 
-    def leading(self, state: State) -> Directions:
-        """Return the leading directions of all tasks side by side, if the method can find its strength."""
-        raise NotImplementedError
-
     def start(self, layer: str, theta_0: Tensor) -> State:
-        state, wide, sums = {}, wide_dtype(theta_0), self.sums(*theta_0.shape)
-        if self.finds_scale:
-            sums["energy"] = ()  # the sum of the tasks' squared norms
-        for name, shape in sums.items():
+        state, wide = {}, wide_dtype(theta_0)
+        for name, shape in self.sums(*theta_0.shape).items():
             dtype = direction_dtype(wide) if name in self.directions else wide if shape else torch.float64
             state[name] = theta_0.new_zeros(shape, dtype=dtype)
         return {**state, "count": torch.tensor(0)}
@@ -120,9 +98,6 @@ class OrderFree(LayerMethod):
         if not (tau.norm() if isinstance(tau, LowRank) else tau.any()):
             return state
         after = self.gather({**state, "count": state["count"] + 1}, TaskVector(tau))
-        if self.finds_scale:
-            norm = tau.norm() if isinstance(tau, LowRank) else torch.linalg.vector_norm(tau)
-            after["energy"] = state["energy"] + norm.double() ** 2
         return {name: after[name].to(value.dtype) for name, value in state.items()}
 
     def weight(self, layer: str, state: State, theta_0: Tensor) -> Tensor:
@@ -131,21 +106,11 @@ class OrderFree(LayerMethod):
         update = self.update(state, self._scales[layer])
         return (widened(theta_0) + update).to(theta_0.dtype)
 
-    def measured_update(self, layer: str, state: State, theta_0: Tensor) -> tuple[Tensor, Measure]:
-        if state["count"] == 0:
-            nothing = Measure(tasks=0, low_rank=0, kept=0.0, energy=0.0, norm=0.0, base_norm=0.0)
-            return torch.zeros_like(widened(theta_0)), nothing
-        X = self.update(state, self._scales[layer]).to(wide_dtype(theta_0))
-        return X, measure(state, self.leading(state), X, theta_0)
-
-    @property
-    def finds_scale(self) -> bool:
-        return getattr(self.options, self.strength) == "auto"
-
     @property
     def scale(self) -> float:
-        """The strength of the update in the middle of the model, before the one that is found for all of it."""
-        return 1.0 if self.finds_scale else getattr(self.options, self.strength)
+        """The strength of the update in the middle of the model."""
+        scale: float = getattr(self.options, self.strength)
+        return scale
 
     @cached_property
     def _scales(self) -> dict[str, float]:

@@ -44,7 +44,8 @@ class TaskVector:
     @property
     def energy(self) -> Tensor:
         r"""The squared norm :math:`\lVert \tau \rVert^2`, in float64."""
-        return self.factors.norm().double() ** 2 if self.factors else torch.linalg.vector_norm(self.matrix).double() ** 2
+        tau = self._given
+        return (tau.norm() if isinstance(tau, LowRank) else torch.linalg.vector_norm(tau)).double() ** 2
 
     def directions(self, count: int) -> Directions:
         """Return the ``count`` leading directions, or as many as thin factors have.

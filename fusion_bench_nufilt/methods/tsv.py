@@ -1,13 +1,11 @@
 """TSV-M from the tasks' leading directions, one task after another."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .base import State
-from .order_free import AutoScaleConfig, OrderFree, polar_factor
+from .order_free import OrderFree, polar_factor
 from .task_vector import Directions, TaskVector
 
 
@@ -24,7 +22,6 @@ class TsvStream(OrderFree):
     name = "tsv_stream"
     label = "TSV-M (stream)"
     citation = "TSV-M ([Gargiulo et al., CVPR 2025](https://arxiv.org/abs/2412.00081)), one task after another"
-    Options: ClassVar[type] = AutoScaleConfig
     directions = ("left", "right")
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
@@ -48,9 +45,6 @@ class TsvStream(OrderFree):
             columns = torch.cat([*earlier, new.to(state[name].dtype)], dim=-1)
             kept[name] = pad(columns, (0, k - columns.shape[-1]))
         return kept
-
-    def leading(self, state: State) -> Directions:
-        return Directions(state["left"], state["values"], state["right"])
 
     def update(self, state: State, scale: float) -> Tensor:
         s = state["values"]

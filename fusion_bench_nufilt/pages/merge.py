@@ -27,7 +27,6 @@ class MergeContent(TypedDict):
     versions: dict[str, str]
     coverage: Coverage
     warnings: NotRequired[list[str]]
-    strength: NotRequired[dict[str, float]]
     layers: NotRequired[dict[str, list[LayerStep]]]
 
 

@@ -29,9 +29,7 @@ from fusion_bench_nufilt.merge.plan import Plan, Settings, select
 from fusion_bench_nufilt.merge.relation import check_relation
 from fusion_bench_nufilt.merge.sources.models import FullModel
 from fusion_bench_nufilt.merge.sources.module import MemorySource, module_source
-from fusion_bench_nufilt.merge.strength import merged_weight, strength_of
 from fusion_bench_nufilt.methods import Report, find_method
-from fusion_bench_nufilt.methods.strength import Measure, Strength
 from fusion_bench_nufilt.pages.write import read_table
 from fusion_bench_nufilt.storage.checkpoint import load_state, read_heads
 from fusion_bench_nufilt.storage.files import write_text
@@ -79,7 +77,6 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._states: dict[str, Tensor] = {}  # what the method keeps of the layers: a layer's name, a dot, its own name
         self._mean_counts: dict[str, int] = {}  # of tensors outside the merged layers, where not one for each step
         self._reports: list[dict[str, Any]] = []  # the rows of layers.csv
-        self.strength: Strength | None = None  # of the last step, if the method finds it
         self._lacking: dict[str, set[str]] = {}  # weights that the models lack, or have in another shape
         self._architecture = Architecture(pretrained)
         self._base = FullModel(module_source(PRETRAINED, pretrained), self._architecture)
@@ -118,8 +115,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     def describe(self) -> dict[str, Any]:
         step = self.first_step + len(self.merge_seconds) - 1
         counts = {key: count for key, count in self._mean_counts.items() if count != step}
-        about = {"coverage": self._selection.coverage.as_dict(), "mean_counts": counts, "heads": self.task_heads}
-        return about | ({"strength": self.strength} if self.strength else {})
+        return {"coverage": self._selection.coverage.as_dict(), "mean_counts": counts, "heads": self.task_heads}
 
     def state(self) -> dict[str, Tensor]:
         return self._states
@@ -188,14 +184,10 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         plan = self._plan([model], step, so_far := FullModel(result, self._architecture))
         self._keep_heads(plan)
         reports: dict[str, Report] = {}
-        updates: dict[str, Tensor] = {}  # of a method that finds its scale, by layer
-        measures: dict[str, Measure] = {}
 
         def take(each: MergedLayer, weigh: Callable[[], Tensor]) -> None:
             layer = each.layer
-            if self.method.finds_scale and self.is_used(step):
-                updates[layer.name], measures[layer.name] = weigh(), each.record["measure"]
-            elif self.method.state_is_weight or self.is_used(step):
+            if self.method.state_is_weight or self.is_used(step):
                 result.write(so_far.keys[layer.param], weigh())
             if not self.method.state_is_weight:
                 home = layer.view.read(pretrained).device
@@ -205,11 +197,6 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         with tqdm(total=len(plan.layers), desc=f"Merging {name}", unit="layer", leave=False, disable=None) as bar:
             for count in merge_layers(plan, plan.layers, take):
                 bar.update(count)
-        if updates:
-            self.strength = strength_of([measures[layer.name] for layer in plan.layers])
-            for layer in plan.layers:
-                weight = merged_weight(plan, layer, updates.pop(layer.name), self.strength["scale"])
-                result.write(so_far.keys[layer.param], weight)
         self._mean_counts |= average_others(plan, result.write)
         self._report(name, {layer.name: reports[layer.name] for layer in plan.layers})
         return merged

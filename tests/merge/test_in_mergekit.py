@@ -92,7 +92,6 @@ def test_fused_experts_are_merged_one_by_one(tmp_path, monkeypatch):
         ("nufilt", {"null_rnak": 3}, "there is no parameter of merge_method nufilt 'null_rnak'; did you mean 'null_r"),
         ("nufilt", {"null_rank": -3}, "null_rank must be a whole number >= 0"),
         ("spectral", {"kappa": 0}, "kappa must be a number > 0"),
-        ("best", {"scale": "auto"}, "scale=auto: it follows from all layers, and mergekit merges one tensor at a time"),
         ("best", {"target_modules": "nothing"}, "target_modules='nothing', exclude_modules=None leave no layer"),
     ],
 )

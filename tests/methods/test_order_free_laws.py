@@ -11,7 +11,7 @@ from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.best import Best
 from fusion_bench_nufilt.methods.dc_merge import DcMerge, DcMergeConfig
-from fusion_bench_nufilt.methods.order_free import AutoScaleConfig, ScaleConfig, map_spectrum, polar_factor
+from fusion_bench_nufilt.methods.order_free import ScaleConfig, map_spectrum, polar_factor
 from fusion_bench_nufilt.methods.ram_sums import RamSums
 from fusion_bench_nufilt.methods.spectral import Spectral
 from fusion_bench_nufilt.methods.sums import Isotropic, RidgeConfig, Sum, Sylvester, WudiConfig, WudiSums
@@ -181,7 +181,7 @@ def test_directions_and_votes_in_float32_are_as_good_in_the_tail_of_a_spectrum_a
 
 def test_the_state_of_best_is_twice_the_layer_and_no_more():
     for shape in ((256, 256), (128, 512), (512, 128)):
-        state = Best(AutoScaleConfig(), ["layer"]).start("layer", torch.zeros(shape, dtype=torch.bfloat16))
+        state = Best(ScaleConfig(), ["layer"]).start("layer", torch.zeros(shape, dtype=torch.bfloat16))
         assert sum(value.nbytes for value in state.values()) <= 2.01 * 4 * shape[0] * shape[1]
 
 
@@ -275,7 +275,7 @@ def test_best_is_the_mean_of_tsv_m_with_an_eighth_of_the_directions_and_of_the_v
     P, sigma, Qh = torch.linalg.svd(votes, full_matrices=False)
     q = torch.where(sigma <= 1, 1.03 - 0.03 * sigma, 1 / sigma) * (sigma > 1e-4 * sigma[0])
     expected = (1.5 * tsv + 0.9 * s_1.mean() * (P * q) @ Qh) / 2
-    assert distance(merge(Best, taus, AutoScaleConfig()), expected) < 1e-8
+    assert distance(merge(Best, taus, ScaleConfig()), expected) < 1e-8
     assert distance(merge(Best, taus[:1]), taus[0]) < 1e-12
 
 
