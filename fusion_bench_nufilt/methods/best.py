@@ -3,8 +3,8 @@ r"""`best`: the mean of TSV-M and spectral voting, with no more of each than it 
 Each member does what it is good at. TSV-M merges the few directions that matter most to a task, spectral voting what
 many directions have in common, so that
 
-- TSV-M keeps k // max(T, 8) directions of each of T tasks, where k is ``min(d_o, d_i)``; randomized subspace iteration
-  finds them;
+- TSV-M keeps k // max(T, 8) directions of each of T tasks, where k is ``min(d_o, d_i)``, without those below a fiftieth
+  of the strongest; randomized subspace iteration finds them;
 - votes below a ten-thousandth of the strongest are left out, which are those of directions below a twentieth of a
   task's largest singular value. Above that, single precision will do for a vote, and few directions for the sum of a
   few tasks, unless these are flat.
@@ -33,7 +33,9 @@ class _Leading(TsvStream):
         return min(k // max(1, tasks), max(1, k // EIGHT))
 
     def directions_of(self, task: TaskVector, k: int, tasks: int) -> Directions:
-        return Directions(*(each[..., : self.share(k, tasks)] for each in task.leading))
+        U, s, V = (each[..., : self.share(k, tasks)] for each in task.leading)
+        kept = s > s[:1] / 50
+        return Directions(U * kept, s * kept, V * kept)
 
 
 class _Votes(Spectral):
