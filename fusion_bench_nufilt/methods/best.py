@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .base import State
-from .order_free import OrderFree, ScaleConfig
+from .order_free import FirstWhole, OrderFree, ScaleConfig
 from .spectral import Spectral, SpectralConfig
 from .task_vector import EIGHT, Directions, TaskVector
 from .tsv import TsvStream
@@ -45,11 +45,11 @@ class _Votes(Spectral):
         return task.rough_vote(self.faintest)
 
 
-class Best(OrderFree):
+class Best(FirstWhole):
     """The mean of the updates of TSV-M at scale 1.5 and of spectral voting with damp 1, whose states are both kept.
 
-    A single task is taken whole. The strength of a layer is the mean of its tasks', of which one with fewer directions
-    than an eighth of the layer's has half.
+    The strength of a layer is the mean of its tasks', of which one with fewer directions than an eighth of the layer's
+    has half.
     """
 
     name = "best"
@@ -67,21 +67,21 @@ class Best(OrderFree):
         tsv, votes = (member.sums(d_o, d_i) for member in self.members)
         return {"low_rank": (), "energy": (), **tsv, **votes}
 
-    def gather(self, state: State, task: TaskVector) -> State:
-        for member in self.members:
-            state = member.gather(state, task)
+    def gather_next(self, state: State, task: TaskVector) -> State:
+        tsv, votes = self.members
+        state = votes.gather_next(tsv.gather(state, task), task)
         return {
             **state,
             "low_rank": state["low_rank"] + task.is_low_rank,
             "energy": state["energy"] + task.energy,
         }
 
-    def update(self, state: State, scale: float) -> Tensor:
-        if state["count"] == 1:
-            return state["votes"]
+    def update_of_several(self, state: State, scale: float) -> Tensor:
+        tsv, votes = self.members
         least = state["energy"].sqrt().item()
-        tsv, votes = (lengthened(member.update(state, member.scale), least) for member in self.members)
-        return scale * (1 - state["low_rank"].item() / state["count"].item() / 2) * (tsv + votes) / 2
+        X_tsv = lengthened(tsv.update(state, tsv.scale), least)
+        X_votes = lengthened(votes.update_of_several(state, votes.scale), least)
+        return scale * (1 - state["low_rank"].item() / state["count"].item() / 2) * (X_tsv + X_votes) / 2
 
 
 def lengthened(X: Tensor, least: float) -> Tensor:

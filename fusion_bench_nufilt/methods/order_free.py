@@ -123,6 +123,30 @@ class OrderFree(LayerMethod):
         return itemsize * (4 * state + 4 * d_o * d_i + 8 * min(d_o, d_i) ** 2)
 
 
+class FirstWhole(OrderFree):
+    """A method that takes a single task whole, as the state's ``votes``, and sees to it once a second one arrives."""
+
+    @abstractmethod
+    def gather_next(self, state: State, task: TaskVector) -> State:
+        """Return the sums with one more task, as :meth:`gather` does, of which the state has all earlier ones."""
+
+    @abstractmethod
+    def update_of_several(self, state: State, scale: float) -> Tensor:
+        """Return the merged update ``(d_o, d_i)`` of at least two tasks."""
+
+    def gather(self, state: State, task: TaskVector) -> State:
+        count = state["count"]
+        if count == 1:
+            return {**state, "votes": task.matrix}
+        if count == 2:
+            first, votes = TaskVector(state["votes"]), torch.zeros_like(state["votes"])
+            state = self.gather_next({**state, "votes": votes, "count": count - 1}, first)
+        return self.gather_next({**state, "count": count}, task)
+
+    def update(self, state: State, scale: float) -> Tensor:
+        return state["votes"] if state["count"] == 1 else self.update_of_several(state, scale)
+
+
 def direction_dtype(wide: torch.dtype) -> torch.dtype:
     """Return the dtype of directions beside sums of a dtype. No value is above 1, so float16 beats bfloat16."""
     return torch.float64 if wide == torch.float64 else torch.float16

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .base import State
-from .order_free import FAINTEST, OrderFree, RampConfig, map_spectrum, option
+from .order_free import FAINTEST, FirstWhole, RampConfig, map_spectrum, option
 from .task_vector import TaskVector
 
 SLOPE = 0.03  # the fall of q between no vote and one vote
@@ -32,11 +32,11 @@ class SpectralConfig(RampConfig):
     damp: float = option(0.5, "Directions that n tasks share are held down by n^-damp.")
 
 
-class Spectral(OrderFree):
+class Spectral(FirstWhole):
     """Spectral voting.
 
     The state of a layer is the sum of the ``votes`` ``(d_o, d_i)`` of its tasks, and the ``mean`` of their largest
-    singular values. A single task is taken whole: until the second one arrives, ``votes`` is its update.
+    singular values.
     """
 
     name = "spectral"
@@ -53,19 +53,15 @@ class Spectral(OrderFree):
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         return {"votes": (d_o, d_i), "mean": ()}
 
-    def gather(self, state: State, task: TaskVector) -> State:
-        (A, s_1), votes, count = self.vote(task), state["votes"], state["count"]
-        if count == 2:
-            votes, _ = self.vote(TaskVector(votes))
-        votes = task.matrix if count == 1 else votes.double() + A
-        return {**state, "votes": votes, "mean": state["mean"] + (s_1 - state["mean"]) / count}
+    def gather_next(self, state: State, task: TaskVector) -> State:
+        A, s_1 = self.vote(task)
+        mean = state["mean"] + (s_1 - state["mean"]) / state["count"]
+        return {**state, "votes": state["votes"].double() + A, "mean": mean}
 
     def vote(self, task: TaskVector) -> tuple[Tensor, Tensor]:
         return task.vote()
 
-    def update(self, state: State, scale: float) -> Tensor:
-        if state["count"] == 1:
-            return state["votes"]
+    def update_of_several(self, state: State, scale: float) -> Tensor:
         strength = scale * state["mean"].item()
         return map_spectrum(state["votes"], lambda sigma: strength * flatten(sigma, self.options.damp), self.faintest)
 
