@@ -20,10 +20,10 @@ def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]
     return {name: (key := f"{layer.name}.{name}", key, value) for name, value in state.items()}
 
 
-def files_beside(plan: Plan) -> dict[str, tuple[bytes, dict[str, TensorInfo]]]:
-    """Return the header and the tensors of the weight files beside the model's: that of the state, if it is kept."""
+def state_layout(plan: Plan) -> tuple[bytes, dict[str, TensorInfo]]:
+    """Return the header and the tensors of the file of the state, which are empty if that is not kept."""
     if not plan.keeps_state:
-        return {}
+        return b"", {}
     kept = (tensor for layer in plan.layers for tensor in state_tensors(plan, layer).values())
     header = make_header({key: describe(like) for key, _, like in kept})
-    return {STATE_FILE: (header, read_header(STATE_FILE, header))}
+    return header, read_header(STATE_FILE, header)

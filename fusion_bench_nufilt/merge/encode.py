@@ -10,7 +10,7 @@ from fusion_bench_nufilt.methods import State
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, digest, raw
 
 from .architecture import Layer
-from .beside import files_beside, state_tensors
+from .beside import state_layout, state_tensors
 from .engine import MergedLayer
 from .plan import Plan
 from .sources.fp8 import Quantised
@@ -21,7 +21,7 @@ class LayerBytes:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._kept = {key: info for _, tensors in files_beside(plan).values() for key, info in tensors.items()}
+        _, self._kept = state_layout(plan)
 
     def __call__(self, merged: MergedLayer, weigh: Callable[[], Tensor]) -> list[memoryview]:
         """Return the bytes of a layer's state, if it is kept, and of its weight; note their places in its record."""

@@ -16,6 +16,7 @@ import torch
 
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.storage.checkpoint import (
+    STATE_FILE,
     combined_digest,
     package_versions,
     read_manifest,
@@ -28,7 +29,7 @@ from fusion_bench_nufilt.storage.schemas import Input
 from fusion_bench_nufilt.storage.tensors import end_of_file
 
 from .architecture import Layer
-from .beside import files_beside
+from .beside import state_layout
 from .card import model_card
 from .changes import account, changes, refuse_losses
 from .checks import verify_merged
@@ -68,7 +69,8 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
     if out.exists():
         out.rename(f"{out}.damaged")
     run, files = _run_identity(plan), plan.small_files | head_files(plan)
-    layout = dict(plan.headers) | {file: header for file, (header, _) in files_beside(plan).items()}
+    state, _ = state_layout(plan)
+    layout = dict(plan.headers) | ({STATE_FILE: state} if state else {})
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
     with (
         naming_full_disk(out, f" ({disk_bytes(plan) / 1e9:.1f} GB in all)"),

@@ -12,7 +12,7 @@ import torch
 from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Layer
-from .beside import files_beside, state_tensors
+from .beside import state_layout, state_tensors
 from .layout import as_written
 from .plan import Plan
 from .sources.fp8 import Quantised
@@ -92,6 +92,6 @@ def _quantising_memory(plan: Plan) -> int:
 
 def disk_bytes(plan: Plan) -> int:
     """Return the bytes of all weight files while the result is made."""
-    beside = [tensors for _, tensors in files_beside(plan).values()]
+    _, state = state_layout(plan)
     heads = sum(task.source.tensors[key].nbytes for task in plan.tasks for key in task.head.values())
-    return heads + sum(info.nbytes for tensors in (*plan.files.values(), *beside) for info in tensors.values())
+    return heads + sum(info.nbytes for tensors in (*plan.files.values(), state) for info in tensors.values())

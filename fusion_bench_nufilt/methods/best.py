@@ -16,7 +16,6 @@ docs/notes/strength.md have what these decisions do to the accuracy.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -55,7 +54,6 @@ class Best(FirstWhole):
     name = "best"
     label = "TSV-M with spectral voting"
     citation = f"the mean of the updates by {TsvStream.citation} and by {Spectral.citation}"
-    Options: ClassVar[type] = ScaleConfig
     defaults = {**OrderFree.defaults, "ramp": 0.4}  # noqa: RUF012
     directions = TsvStream.directions
 

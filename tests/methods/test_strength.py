@@ -1,10 +1,17 @@
 """How strong the update of `best` is (docs/notes/strength.md)."""
 
+import pytest
 import torch
 
 from fusion_bench_nufilt.methods.best import Best
 from fusion_bench_nufilt.methods.order_free import ScaleConfig
 from tests.methods.test_spectral import task_vectors
+
+
+@pytest.mark.parametrize("scale", [0, -1, float("inf"), "auto", None, True])
+def test_a_scale_that_is_no_positive_number_is_refused(scale):
+    with pytest.raises(ValueError, match="scale must be a number > 0, got"):
+        ScaleConfig(scale=scale)
 
 
 def adapters(count=2):
