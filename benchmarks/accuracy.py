@@ -1,8 +1,10 @@
-"""How far float32 is from float64: the filtered task vector and the whole step, over the norm of the task vector.
+"""How far float32 is from float64: the filtered task vector and the whole step, over the norm of
+the task vector.
 
     python benchmarks/accuracy.py --shapes 768x768,3072x768
 
-The layers are those of merge_step.py, with singular values k^-0.7; the other decays are of random matrices.
+The layers are those of merge_step.py, with singular values k^-0.7; the other decays are of random
+matrices.
 """
 
 import argparse
@@ -16,12 +18,16 @@ from fusion_bench_nufilt.core.subspace import null_space_filter, top_right_singu
 
 
 def task_vectors(shape: tuple[int, int], decay: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Return a task vector and the sum of three others, float32, each with singular values k^-decay."""
+    """Return a task vector and the sum of three others, float32, each with singular values
+    k^-decay.
+    """
     random = torch.Generator().manual_seed(seed)
     spectrum = torch.arange(1, min(shape) + 1, dtype=torch.float64) ** -decay
 
     def draw() -> Tensor:
-        left, right = (torch.randn(d, min(shape), generator=random, dtype=torch.float64) for d in shape)
+        left, right = (
+            torch.randn(d, min(shape), generator=random, dtype=torch.float64) for d in shape
+        )
         return torch.linalg.qr(left).Q * spectrum @ torch.linalg.qr(right).Q.T
 
     return draw().float(), (draw() + draw() + draw()).float()
@@ -29,7 +35,10 @@ def task_vectors(shape: tuple[int, int], decay: float, seed: int) -> tuple[Tenso
 
 def filter_error(tau: Tensor, tau_merged: Tensor) -> float:
     filtered, exact = (
-        null_space_filter(tau.double(), top_right_singular_vectors(tau_merged.to(dtype), CONFIG.null_rank).double())
+        null_space_filter(
+            tau.double(),
+            top_right_singular_vectors(tau_merged.to(dtype), CONFIG.null_rank).double(),
+        )
         for dtype in (torch.float32, torch.float64)
     )
     return float((filtered - exact).norm() / tau.double().norm())
@@ -47,7 +56,9 @@ def step_error(shape: tuple[int, int], seed: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default="768x768,3072x768,768x2048,1024x1024")
-    parser.add_argument("--steps", default="4096x4096", help="shapes of which the step alone is measured")
+    parser.add_argument(
+        "--steps", default="4096x4096", help="shapes of which the step alone is measured"
+    )
     parser.add_argument("--decays", default="0.1,0.4,0.7,1.0")
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args()
@@ -59,7 +70,10 @@ def main() -> None:
         d_o, d_i = (int(size) for size in text.split("x"))
         cells = ["" for _ in decays]
         if text in shapes:
-            cells = [f"{max(filter_error(*task_vectors((d_o, d_i), d, seed)) for seed in seeds):.1e}" for d in decays]
+            cells = [
+                f"{max(filter_error(*task_vectors((d_o, d_i), d, seed)) for seed in seeds):.1e}"
+                for d in decays
+            ]
         cells.append(f"{max(step_error((d_o, d_i), seed) for seed in seeds):.1e}")
         print("|", " | ".join([text, *cells]), "|", flush=True)
 

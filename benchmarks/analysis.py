@@ -1,9 +1,10 @@
-"""Measure the cost of an analysis: recording second moments, the losses of a step, and task vectors of wide layers.
+"""Measure the cost of an analysis: recording second moments, the losses of a step, and task vectors
+of wide layers.
 
     python benchmarks/analysis.py [--images 128] [--width 4096] [--rounds 3]
 
-Everything is measured in turn within each round, and the median ratio of the rounds is printed, so that other work on
-the machine falls on both sides.
+Everything is measured in turn within each round, and the median ratio of the rounds is printed, so
+that other work on the machine falls on both sides.
 """
 
 import argparse
@@ -34,7 +35,9 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def recording(images: int, rounds: int, config: CLIPVisionConfig) -> None:
-    """Time recording second moments, and the forward passes alone, on ViT-B/32 in FusionBench's batches of 128."""
+    """Time recording second moments, and the forward passes alone, on ViT-B/32 in FusionBench's
+    batches of 128.
+    """
     model = CLIPVisionModel(config).eval()
     pictures = [(torch.randn(3, config.image_size, config.image_size), 0) for _ in range(images)]
     inputs = DataLoader(pictures, batch_size=128)  # type: ignore[arg-type, var-annotated]
@@ -44,15 +47,20 @@ def recording(images: int, rounds: int, config: CLIPVisionConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
             alone.append(seconds(lambda: [forward(model, batch) for batch in inputs]))
-            recorded.append(seconds(lambda: record_moments(model, inputs, owner, Path(folder), {}, 4 * 10**9)))
+            recorded.append(
+                seconds(lambda: record_moments(model, inputs, owner, Path(folder), {}, 4 * 10**9))
+            )
     share = median(b / a - 1 for a, b in zip(alone, recorded, strict=True))
     print(
-        f"second moments of {len(set(owner.values()))} inputs, {images} images: {100 * share:.0f} % on top of forward"
+        f"second moments of {len(set(owner.values()))} inputs, {images} images: {100 * share:.0f} "
+        "% on top of forward"
     )
 
 
 def losses(rounds: int, config: CLIPVisionConfig) -> None:
-    """Time the stability and plasticity losses of a step on the merged layers of ViT-B/32, with the data-free ones."""
+    """Time the stability and plasticity losses of a step on the merged layers of ViT-B/32, with the
+    data-free ones.
+    """
     d, wide = config.hidden_size, config.intermediate_size
     shapes = ([(d, d)] * 4 + [(wide, d)]) * config.num_hidden_layers
     layers = {shape: make_layer(shape, 0, "cpu")[:3] for shape in set(shapes)}
@@ -81,22 +89,36 @@ def task_vectors(width: int, rounds: int) -> None:
     """Time the top 32 directions of a wide layer, and its Gram matrix with a full solver."""
     tau = torch.randn(width, width) / width
     ratios = [
-        seconds(lambda: task_vector(tau, 32)) / seconds(lambda: top_eigenvectors(gram_matrix(tau), 32))
+        seconds(lambda: task_vector(tau, 32))
+        / seconds(lambda: top_eigenvectors(gram_matrix(tau), 32))
         for _ in range(rounds)
     ]
-    print(f"task vector of a {width} x {width} layer: {median(ratios):.2f} times its Gram matrix with a solver")
+    print(
+        f"task vector of a {width} x {width} layer: {median(ratios):.2f} times its Gram matrix "
+        "with a solver"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=128, help="to run through the model")
-    parser.add_argument("--width", type=int, default=4096, help="of the layer whose task vector is looked at")
+    parser.add_argument(
+        "--width", type=int, default=4096, help="of the layer whose task vector is looked at"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="of each measurement")
-    parser.add_argument("--tiny", action="store_true", help="a model of width 32 in place of ViT-B/32, to try this out")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="a model of width 32 in place of ViT-B/32, to try this out",
+    )
     arguments = parser.parse_args()
     config = CLIPVisionConfig(patch_size=32)
     if arguments.tiny:
-        config = CLIPVisionConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+        config = CLIPVisionConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+        )
     recording(arguments.images, arguments.rounds, config)
     losses(arguments.rounds, config)
     task_vectors(arguments.width, arguments.rounds)

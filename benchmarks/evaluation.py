@@ -4,10 +4,10 @@
     NUFILT_DEMO=b32 python benchmarks/evaluation.py modelpool=nufilt_demo --run
     python benchmarks/evaluation.py modelpool=clip-vit-base-patch32_TA8 --steps 3
 
-FusionBench's continual methods reset the task pool at every step, so that the CLIP model, processor and data sets are
-loaded and all prompts encoded anew. Both ways score the pretrained model on the tasks seen so far, after each step.
-`--run` has the seconds of `fusion_bench method=nufilt` by stage, and `NUFILT_DEMO=b32` makes the demo's models in the
-size of B/32, hardly trained.
+FusionBench's continual methods reset the task pool at every step, so that the CLIP model, processor
+and data sets are loaded and all prompts encoded anew. Both ways score the pretrained model on the
+tasks seen so far, after each step. `--run` has the seconds of `fusion_bench method=nufilt` by
+stage, and `NUFILT_DEMO=b32` makes the demo's models in the size of B/32, hardly trained.
 """
 
 import argparse
@@ -35,7 +35,9 @@ RECIPES["b32"] = Recipe(
 
 
 def time_stages(method, modelpool, taskpool) -> None:
-    """Print a table of what `fusion_bench` prints at the end of a run; loading is part of checking, too."""
+    """Print a table of what `fusion_bench` prints at the end of a run; loading is part of checking,
+    too.
+    """
     with TemporaryDirectory() as folder:
         method._fabric_instance = Fabric(devices=1, loggers=[CSVLogger(folder)])
         begin = time.perf_counter()
@@ -47,10 +49,16 @@ def time_stages(method, modelpool, taskpool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="+", help="of fusion_bench: a model pool that brings its CLIP task pool")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "overrides", nargs="+", help="of fusion_bench: a model pool that brings its CLIP task pool"
+    )
     parser.add_argument("--steps", type=int, help="only the first so many steps")
-    parser.add_argument("--run", action="store_true", help="a run by stage, with every step saved and scored")
+    parser.add_argument(
+        "--run", action="store_true", help="a run by stage, with every step saved and scored"
+    )
     arguments = parser.parse_args()
 
     run = compose_run(["method=nufilt", *arguments.overrides])
@@ -81,12 +89,17 @@ def main() -> None:
                 report = ours.report(model, names[:step])
             seconds["reset at every step"].append(middle - begin)
             seconds["set up once"].append(time.perf_counter() - middle)
-            assert all(report[name]["accuracy"] == expected[name]["accuracy"] for name in names[:step])
+            assert all(
+                report[name]["accuracy"] == expected[name]["accuracy"] for name in names[:step]
+            )
 
     print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {len(names)} steps, the same scores both ways\n"
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {len(names)} steps, the "
+        "same scores both ways\n"
     )
-    print("| task pool | first step (s) | last step (s) | all steps (s) |\n| --- | --- | --- | --- |")
+    print(
+        "| task pool | first step (s) | last step (s) | all steps (s) |\n| --- | --- | --- | --- |"
+    )
     for label, times in seconds.items():
         print(f"| {label} | {times[0]:.1f} | {times[-1]:.1f} | {sum(times):.1f} |")
     first, second = (sum(times) for times in seconds.values())

@@ -1,9 +1,11 @@
-"""Run `nufilt` with FusionBench's DOP in a third of its time: gradients are formed once, and constants before the loop.
+"""Run `nufilt` with FusionBench's DOP in a third of its time: gradients are formed once, and
+constants before the loop.
 
     python benchmarks/fast_dop.py compare --methods dop --seeds 42:52 ...
 
-DOP itself evaluates and differentiates both losses twice a step. The result is the same to rounding (a test holds it
-against FusionBench's code). It is what makes ten orders of a long stream possible on a small machine.
+DOP itself evaluates and differentiates both losses twice a step. The result is the same to rounding
+(a test holds it against FusionBench's code). It is what makes ten orders of a long stream possible
+on a small machine.
 """
 
 import torch
@@ -17,9 +19,15 @@ from fusion_bench_nufilt.commands.app import app
 
 @torch.no_grad()
 def optimize_weight(
-    self: ContinualDOPForCLIP, pretrained: Tensor, finetuned: dict[str, Tensor], module_name: str, model_idx: int
+    self: ContinualDOPForCLIP,
+    pretrained: Tensor,
+    finetuned: dict[str, Tensor],
+    module_name: str,
+    model_idx: int,
 ) -> Tensor:
-    r"""In place of ``_optimize_weight``: a descent on both models' :math:`\|S U^\top D\|_F^2 + \|D V S\|_F^2`."""
+    r"""In place of ``_optimize_weight``: a descent on both models' :math:`\|S U^\top D\|_F^2 + \|D
+    V S\|_F^2`.
+    """
     if not (self.mgda and self.ema and self.svd_proj_space == "uv"):
         raise ValueError("only DOP with its default settings is made faster")
     weights = [weight.detach() for weight in finetuned.values()]
@@ -38,9 +46,13 @@ def optimize_weight(
             losses[i] = float(left.square().sum() + right.square().sum())
             gradients[i] = 2 * (A.T @ left + right @ B.T)
         norms = gradient_normalizers(grads=gradients, losses=losses, normalization_type="loss")
-        found, _ = MinNormSolver.find_min_norm_element([[gradients[i] / float(norms[i])] for i in gradients])
+        found, _ = MinNormSolver.find_min_norm_element(
+            [[gradients[i] / float(norms[i])] for i in gradients]
+        )
         beta = self.ema_beta
-        shares = [beta * old + (1 - beta) * float(new) for old, new in zip(shares, found, strict=True)]
+        shares = [
+            beta * old + (1 - beta) * float(new) for old, new in zip(shares, found, strict=True)
+        ]
         merged.grad = sum(share * gradients[i] for i, share in enumerate(shares))
         optimizer.step()
     return merged.detach()

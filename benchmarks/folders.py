@@ -2,11 +2,13 @@
 
     python benchmarks/folders.py --size 1B --size 7B --folder /a/disk/with/room
 
-Makes a base, a merged model and a task in bfloat16 (a 7B takes 42 GB, and 14 GB for the result), merges the task as
-step 2 in a process of its own, and prints a row of a table. The updates have a decaying spectrum and the rounding of
-bfloat16, as fine-tuned models have: the time of the singular subspaces depends on it.
+Makes a base, a merged model and a task in bfloat16 (a 7B takes 42 GB, and 14 GB for the result),
+merges the task as step 2 in a process of its own, and prints a row of a table. The updates have a
+decaying spectrum and the rounding of bfloat16, as fine-tuned models have: the time of the singular
+subspaces depends on it.
 
-    python benchmarks/folders.py --size 7B --blocks 1 --stream two --no-state --again="--method best"
+    python benchmarks/folders.py --size 7B --blocks 1 --stream two --no-state --again="--method
+    best"
 
 merges both models at once, and `--stream adapters` eight LoRA adapters of rank 16.
 """
@@ -24,7 +26,13 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 # The rest of CLIP ViT-L/14-336 and of Llama-2-7B are the defaults of these classes.
 TOWER = CLIPVisionConfig(
@@ -37,25 +45,42 @@ TOWER = CLIPVisionConfig(
 )
 SIZES = {
     "tiny": LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=99
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=99,
     ),
-    "0.1B": LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12),
-    "0.3B": LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=16),
-    "1B": LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32),
-    "3B": LlamaConfig(hidden_size=3200, intermediate_size=8640, num_hidden_layers=26, num_attention_heads=32),
+    "0.1B": LlamaConfig(
+        hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12
+    ),
+    "0.3B": LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=16
+    ),
+    "1B": LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32
+    ),
+    "3B": LlamaConfig(
+        hidden_size=3200, intermediate_size=8640, num_hidden_layers=26, num_attention_heads=32
+    ),
     "7B": LlamaConfig(),
     "LLaVA-7B": LlavaConfig(vision_config=TOWER, text_config=LlamaConfig(vocab_size=32064)),
 }
 MERGED_LAYER = re.compile(r"(?!.*vision).*layers\.\d+\..*proj\.weight")
 SHARD_BYTES = 5 * 10**9
-# The ratio of the norms of update and weight, the update's rank, and the exponent by which its singular values fall.
+# The ratio of the norms of update and weight, the update's rank, and the exponent by which its
+# singular values fall.
 CHANGE, RANK, DECAY = 0.01, 512, -0.7
 
 
 def make_checkpoints(config, folder, device="cpu"):
-    """Write the folders `base`, `merged` (one task) and `task`, tensor by tensor, with values drawn on a device."""
+    """Write the folders `base`, `merged` (one task) and `task`, tensor by tensor, with values drawn
+    on a device.
+    """
     with torch.device("meta"):
-        kind = LlavaForConditionalGeneration if isinstance(config, LlavaConfig) else LlamaForCausalLM
+        kind = (
+            LlavaForConditionalGeneration if isinstance(config, LlavaConfig) else LlamaForCausalLM
+        )
         model = kind._from_config(config)
     config.architectures, config.dtype = [kind.__name__], "bfloat16"
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
@@ -69,7 +94,9 @@ def make_checkpoints(config, folder, device="cpu"):
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     index = {
         "metadata": {},
-        "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
+        "weight_map": {
+            key: name for name, shard in zip(names, shards, strict=True) for key in shard
+        },
     }
     folders = [folder / name for name in ("base", "merged", "task")]
     for path in folders:
@@ -86,7 +113,11 @@ def make_checkpoints(config, folder, device="cpu"):
             for key, shape in shard.items():
                 base = torch.randn(shape, generator=generator, device=device).mul_(0.02)
                 for file, changed in zip(files, (False, True, True), strict=True):
-                    value = base + update(shape, generator) if changed and MERGED_LAYER.fullmatch(key) else base
+                    value = (
+                        base + update(shape, generator)
+                        if changed and MERGED_LAYER.fullmatch(key)
+                        else base
+                    )
                     file.write(value.bfloat16().cpu().view(torch.uint8).numpy().data)
     return sum(torch.Size(shape).numel() for shape in shapes.values()), sum(
         map(bool, map(MERGED_LAYER.fullmatch, shapes))
@@ -104,7 +135,9 @@ def header(shapes):
 
 
 def update(shape, generator):
-    """Return a random matrix with singular values of about k ** DECAY, and CHANGE times a weight's norm."""
+    """Return a random matrix with singular values of about k ** DECAY, and CHANGE times a weight's
+    norm.
+    """
     d_o, d_i = shape
     rank, drawn = min(RANK, d_o, d_i), {"generator": generator, "device": generator.device}
     sigma = torch.arange(1, rank + 1.0, device=generator.device) ** DECAY
@@ -113,7 +146,9 @@ def update(shape, generator):
 
 
 def make_adapters(folder, count=8, rank=16):
-    """Write LoRA adapters of all merged layers of the base in a folder, and return their folders."""
+    """Write LoRA adapters of all merged layers of the base in a folder, and return their
+    folders.
+    """
     index = json.loads((folder / "base" / "model.safetensors.index.json").read_text())
     generator, factors = torch.Generator().manual_seed(1), [{} for _ in range(count)]
     for key, file in index["weight_map"].items():
@@ -138,7 +173,12 @@ def models_of(stream, folder):
     tasks = {"next": ["task"], "two": ["merged", "task"], "adapters": []}[stream]
     folders = [folder / name for name in tasks] or make_adapters(folder)
     merged = ["--merged", str(folder / "merged")] if stream == "next" else []
-    return ["--base", str(folder / "base"), *merged, *(word for path in folders for word in ("--task", str(path)))]
+    return [
+        "--base",
+        str(folder / "base"),
+        *merged,
+        *(word for path in folders for word in ("--task", str(path))),
+    ]
 
 
 def measure(folder, arguments, stream="next"):
@@ -150,10 +190,12 @@ def measure(folder, arguments, stream="next"):
         "finally:\n"
         "    import torch\n"
         "    io = pathlib.Path('/proc/self/io')\n"
-        "    io = dict(line.split(': ') for line in io.read_text().splitlines()) if io.exists() else {}\n"
+        "    io = dict(line.split(': ') for line in io.read_text().splitlines()) if io.exists() "
+        "else {}\n"
         "    status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
         "    rss = status.get('VmHWM', str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))\n"
-        "    memory = {'rss': int(rss.split()[0]) * 1024, 'gpu': torch.cuda.max_memory_allocated()}\n"
+        "    memory = {'rss': int(rss.split()[0]) * 1024, 'gpu': "
+        "torch.cuda.max_memory_allocated()}\n"
         "    traffic = {'read': int(io.get('rchar', 0)), 'written': int(io.get('wchar', 0))}\n"
         "    print(json.dumps({'cpu': time.process_time(), **memory, **traffic}))\n"
     )
@@ -177,15 +219,31 @@ def measure(folder, arguments, stream="next"):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", action="append", choices=SIZES, help="default: 1B and 7B")
-    parser.add_argument("--blocks", type=int, help="at most so many, which leaves the peak of memory as it is")
-    parser.add_argument("--again", action="append", default=[], metavar="WORDS", help="merge again with these settings")
-    parser.add_argument("--stream", choices=["next", "two", "adapters"], default="next", help="what is merged")
+    parser.add_argument(
+        "--blocks", type=int, help="at most so many, which leaves the peak of memory as it is"
+    )
+    parser.add_argument(
+        "--again",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help="merge again with these settings",
+    )
+    parser.add_argument(
+        "--stream", choices=["next", "two", "adapters"], default="next", help="what is merged"
+    )
     parser.add_argument("--folder", type=Path, default=Path("outputs/folders"))
-    parser.add_argument("--keep", action="store_true", help="keep the checkpoints, and use those that are there")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the checkpoints, and use those that are there"
+    )
     arguments, options = parser.parse_known_args()
-    header = "size, parameters, layers, minutes, CPU minutes, peak RSS (GB), read (GB), written (GB)"
+    header = (
+        "size, parameters, layers, minutes, CPU minutes, peak RSS (GB), read (GB), written (GB)"
+    )
     print(f"| {header.replace(', ', ' | ')} |")
     print("| --- " * 8 + "|")
     for size in arguments.size or ["1B", "7B"]:

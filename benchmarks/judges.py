@@ -1,14 +1,16 @@
-"""Make fresh benchmarks for methods found on others: eight small tasks, the demo, and a long stream of both.
+"""Make fresh benchmarks for methods found on others: eight small tasks, the demo, and a long stream
+of both.
 
     python benchmarks/judges.py --mini8 MINI8 --out JUDGES [mini8] [demo] [long]
 
-``MINI8`` holds the scripts that train a small CLIP and its fine-tuned towers (``prepare.py``, ``common.py``). Neither
-they nor their pictures, nor anything made of them, is part of this project. Each judge becomes a folder of towers and
-one of images, with a model pool of its name:
+``MINI8`` holds the scripts that train a small CLIP and its fine-tuned towers (``prepare.py``,
+``common.py``). Neither they nor their pictures, nor anything made of them, is part of this project.
+Each judge becomes a folder of towers and one of images, with a model pool of its name:
 
     nufilt compare --modelpool judge_long "hydra.searchpath=[file://JUDGES/config]" ...
 
-Each benchmark was defined, and committed, before anything was merged on it; see docs/notes/judges.md.
+Each benchmark was defined, and committed, before anything was merged on it; see
+docs/notes/judges.md.
 """
 
 import argparse
@@ -30,12 +32,22 @@ EIGHT = ("scenes", "fashion", "rsscn7", "eurosat", "svhn", "gtsrb", "mnist", "dt
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("judges", nargs="*", default=["demo", "mini8", "long"], metavar="JUDGE")
-    parser.add_argument("--mini8", required=True, type=Path, help="folder of prepare.py and common.py")
-    parser.add_argument("--data", type=Path, help="folder of the pictures, TASK.npz; default: MINI8/../../data/mini8")
+    parser.add_argument(
+        "--mini8", required=True, type=Path, help="folder of prepare.py and common.py"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="folder of the pictures, TASK.npz; default: MINI8/../../data/mini8",
+    )
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--seed", type=int, default=SEED, help="another seed gives other models; take another OUT")
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help="another seed gives other models; take another OUT"
+    )
     arguments = parser.parse_args()
     seed = arguments.seed
     mini8, out = arguments.mini8.resolve(), arguments.out.resolve()
@@ -54,7 +66,14 @@ def main() -> None:
             tasks = (*names, *templates)
             templates = train(mini8, folder / "data", models, tasks, templates, seed)
         write_images(folder / "data", templates, folder / "images")
-        write_pool(out / "config", judge, models, folder / "images", templates, DEMO if judge == "demo" else MINI8)
+        write_pool(
+            out / "config",
+            judge,
+            models,
+            folder / "images",
+            templates,
+            DEMO if judge == "demo" else MINI8,
+        )
 
 
 def reshuffle(data: Path, names: tuple[str, ...], out: Path, seed: int) -> None:
@@ -95,7 +114,9 @@ def train(
     seed: int,
     further: tuple[str, ...] = (),
 ) -> dict[str, str]:
-    """Run mini8's own script on these tasks, with one thread; return the prompt templates by task."""
+    """Run mini8's own script on these tasks, with one thread; return the prompt templates by
+    task.
+    """
     options = [f"--out={models}", f"--seed={seed}", *further]
     program = (
         "import runpy, sys; sys.path.insert(0, sys.argv[1]); import common; "
@@ -103,7 +124,9 @@ def train(
         "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0] + '/prepare.py', run_name='__main__')"
     )
     environment = {**os.environ, "MINI8_DATA": str(data), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", program, str(mini8), *options], check=True, env=environment)
+    subprocess.run(
+        [sys.executable, "-c", program, str(mini8), *options], check=True, env=environment
+    )
     templates = runpy.run_path(str(mini8 / "common.py"))["TEMPLATES"] | more
     return {task: templates[task] for task in tasks}
 
@@ -133,7 +156,12 @@ def write_images(data: Path, templates: dict[str, str], out: Path) -> None:
 
 
 def write_pool(
-    config: Path, judge: str, models: Path, images: Path, templates: dict[str, str], recipe: dict[str, float]
+    config: Path,
+    judge: str,
+    models: Path,
+    images: Path,
+    templates: dict[str, str],
+    recipe: dict[str, float],
 ) -> None:
     """Write a model pool and a task pool like those in ``examples/local_clip``."""
     name, clip = f"judge_{judge}", str(models / "clip")
@@ -144,9 +172,14 @@ def write_pool(
         "_target_": "fusion_bench.modelpool.CLIPVisionModelPool",
         "_recursive_": False,
         "processor": clip,
-        "models": {"_pretrained_": str(pretrained)} | {task: str(models / task) for task in templates},
+        "models": {"_pretrained_": str(pretrained)}
+        | {task: str(models / task) for task in templates},
         "train_datasets": {
-            task: {"_target_": f"{loaders}.load_images", "name": task, "path": str(images / "train" / task)}
+            task: {
+                "_target_": f"{loaders}.load_images",
+                "name": task,
+                "path": str(images / "train" / task),
+            }
             for task in templates
         },
         "recipe": recipe,

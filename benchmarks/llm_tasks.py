@@ -28,7 +28,9 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Task:
-    """A classification of short texts; ``files`` are those for training and testing, or one to split."""
+    """A classification of short texts; ``files`` are those for training and testing, or one to
+    split.
+    """
 
     question: str
     answers: dict[str, str]  # by label
@@ -50,7 +52,10 @@ def beside(texts: str, labels: str) -> Iterable[tuple[str, str]]:
 
 
 def problems(text: str) -> Iterable[tuple[str, str]]:
-    return ((f"{each['Body'].rstrip('. ')}. {each['Question']}", each["Type"]) for each in json.loads(text))
+    return (
+        (f"{each['Body'].rstrip('. ')}. {each['Question']}", each["Type"])
+        for each in json.loads(text)
+    )
 
 
 def queries(text: str) -> Iterable[tuple[str, str]]:
@@ -60,7 +65,13 @@ def queries(text: str) -> Iterable[tuple[str, str]]:
 TASKS = {
     "trec": Task(
         "The answer is a",
-        dict(zip("012345", ("description", "thing", "letter", "person", "place", "number"), strict=True)),
+        dict(
+            zip(
+                "012345",
+                ("description", "thing", "letter", "person", "place", "number"),
+                strict=True,
+            )
+        ),
         "harvardnlp/sent-conv-torch",
         (("data/TREC.train.all",), ("data/TREC.test.all",)),
         numbered,
@@ -73,7 +84,11 @@ TASKS = {
         numbered,
     ),
     "subj": Task(
-        "This is", {"0": "opinion", "1": "fact"}, "harvardnlp/sent-conv-torch", (("data/subj.all",),), numbered
+        "This is",
+        {"0": "opinion", "1": "fact"},
+        "harvardnlp/sent-conv-torch",
+        (("data/subj.all",),),
+        numbered,
     ),
     "news": Task(
         "Section:",
@@ -94,7 +109,10 @@ TASKS = {
             "SearchScreeningEvent": "film",
         },
         "MiuLab/SlotGated-SLU",
-        (("data/snips/train/seq.in", "data/snips/train/label"), ("data/snips/test/seq.in", "data/snips/test/label")),
+        (
+            ("data/snips/train/seq.in", "data/snips/train/label"),
+            ("data/snips/test/seq.in", "data/snips/test/label"),
+        ),
         beside,
     ),
     "emotion": Task(
@@ -102,7 +120,8 @@ TASKS = {
         dict(zip("0123", ("anger", "joy", "hope", "sadness"), strict=True)),
         "cardiffnlp/tweeteval",
         tuple(
-            (f"datasets/emotion/{part}_text.txt", f"datasets/emotion/{part}_labels.txt") for part in ("train", "test")
+            (f"datasets/emotion/{part}_text.txt", f"datasets/emotion/{part}_labels.txt")
+            for part in ("train", "test")
         ),
         beside,
     ),
@@ -148,8 +167,16 @@ def write_task(name: str, task: Task, clones: Path, out: Path) -> Examples:
     parts = []
     for files in task.files:
         pairs = task.parse(*(show(clones, task.repository, file) for file in files))
-        kept = [(" ".join(text.split()), task.answers[label]) for text, label in pairs if label in task.answers]
-        kept = [(f"{text}\n{task.question}", answer) for text, answer in kept if len(text.split()) <= WORDS]
+        kept = [
+            (" ".join(text.split()), task.answers[label])
+            for text, label in pairs
+            if label in task.answers
+        ]
+        kept = [
+            (f"{text}\n{task.question}", answer)
+            for text, answer in kept
+            if len(text.split()) <= WORDS
+        ]
         random.Random(0).shuffle(kept)
         parts.append(kept)
     train, test = parts if len(parts) == 2 else (parts[0][TEST:], parts[0])
@@ -167,12 +194,20 @@ def write_general(clones: Path, out: Path) -> None:
     code = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     for name, text in (("wikitext", wikipedia), ("python", code)):
         rows = [{"text": text[start : start + 1000]} for start in range(0, 200_000, 5_000)]
-        kind = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+        kind = {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{text}}",
+        }
         write_lm_eval(out, name, rows, "byte_perplexity", **kind)
 
 
-def write_pools(out: Path, modelpool: str, models: dict[str, object], taskpool: str, tests: dict[str, object]) -> None:
-    """Write a model pool and the task pool that scores it, each under its name, into the folder ``out``/config."""
+def write_pools(
+    out: Path, modelpool: str, models: dict[str, object], taskpool: str, tests: dict[str, object]
+) -> None:
+    """Write a model pool and the task pool that scores it, each under its name, into the folder
+    ``out``/config.
+    """
     models = {"defaults": [{"/taskpool@taskpool": taskpool}, "_self_"], **models}
     for group, name, content in (("modelpool", modelpool, models), ("taskpool", taskpool, tests)):
         file = out / "config" / group / f"{name}.yaml"
@@ -180,10 +215,16 @@ def write_pools(out: Path, modelpool: str, models: dict[str, object], taskpool: 
         file.write_text(yaml.safe_dump(content, sort_keys=False))
 
 
-def write_lm_eval(out: Path, name: str, rows: list[dict[str, object]], metric: str, **kind: object) -> None:
+def write_lm_eval(
+    out: Path, name: str, rows: list[dict[str, object]], metric: str, **kind: object
+) -> None:
     out.mkdir(parents=True, exist_ok=True)
     data = out / f"{name}.json"
     data.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
-    files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+    files = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+    }
     content = {"task": f"judge_{name}", **files, **kind, "metric_list": [{"metric": metric}]}
     (out / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")

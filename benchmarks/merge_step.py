@@ -1,4 +1,5 @@
-"""One merging step, timed: the plain computation, ours, spectral voting, and FusionBench's OPCM, WUDI and DOP.
+"""One merging step, timed: the plain computation, ours, spectral voting, and FusionBench's OPCM,
+WUDI and DOP.
 
 Writes results.md and results.json. README.md beside this file says what is measured and how.
 """
@@ -22,7 +23,9 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads stall each other on a busy machine
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # spinning threads stall each other on a busy machine
 
 import psutil
 import torch
@@ -39,7 +42,8 @@ from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig
 from fusion_bench_nufilt.methods.sums import WudiConfig, WudiSums
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 
-# Convolutions as matrices: in each stage those of the blocks (reducing, 3 x 3, expanding), and the shortcut's.
+# Convolutions as matrices: in each stage those of the blocks (reducing, 3 x 3, expanding), and the
+# shortcut's.
 RESNET_50: Counter[tuple[int, int]] = Counter()
 for width, blocks, d_i in ((64, 3, 64), (128, 4, 256), (256, 6, 512), (512, 3, 1024)):
     RESNET_50.update({(width, d_i): 1, (width, 4 * width): blocks - 1, (width, 9 * width): blocks})
@@ -62,38 +66,56 @@ PARTS = ("subspaces", "solve", "fuse")
 DIFFERENCE = "‖ours - plain‖ / ‖τ‖"
 CONFIG = FusionConfig()  # the paper's setting
 NOTES = {
-    "steps": "Seconds, float32, medians, all in one run. A model: one layer of every shape (ours: a group) times "
-    "their number. A loop of WUDI or DOP is left after {patience:.0f} s, its remaining equal steps added up.",
-    "limit": "Ours against its matrix products alone at the machine's rate. Parts: layer by layer on one CPU thread.",
-    "memory": "A whole step in a fresh process, results written in place: peak over the three models' weights.",
+    "steps": "Seconds, float32, medians, all in one run. A model: one layer of every shape (ours: "
+    "a group) times "
+    "their number. A loop of WUDI or DOP is left after {patience:.0f} s, its remaining equal steps "
+    "added up.",
+    "limit": "Ours against its matrix products alone at the machine's rate. Parts: layer by layer "
+    "on one CPU thread.",
+    "memory": "A whole step in a fresh process, results written in place: peak over the three "
+    "models' weights.",
 }
 Shape = tuple[int, int]
 Layer = tuple[Tensor, Tensor, Tensor, Tensor]  # theta_0, theta, theta_t, initial A
 
 
 def make_layer(shape: Shape, number: int, device: str) -> Layer:
-    """A Gaussian weight, a merged model that holds three tasks, and the next; a task is 1 to 2 % of the weight."""
+    """A Gaussian weight, a merged model that holds three tasks, and the next; a task is 1 to 2 % of
+    the weight.
+    """
     random = torch.Generator(device).manual_seed(number)
     drawn: dict[str, Any] = {"generator": random, "device": device}
     theta_0 = torch.randn(shape, **drawn) * shape[1] ** -0.5
     scale = theta_0.norm() * (0.01 + 0.01 * torch.rand((), **drawn))
 
-    def task_vector() -> Tensor:  # shuffled rows and columns of random signs turn singular vectors into others
+    def task_vector() -> (
+        Tensor
+    ):  # shuffled rows and columns of random signs turn singular vectors into others
         tau = _spectral(shape, device) * scale
         for axis, size in enumerate(shape):
             signs = torch.randint(0, 2, (size,), **drawn) * 2.0 - 1.0
-            tau = tau.index_select(axis, torch.randperm(size, **drawn)) * (signs if axis else signs[:, None])
+            tau = tau.index_select(axis, torch.randperm(size, **drawn)) * (
+                signs if axis else signs[:, None]
+            )
         return tau
 
     theta, theta_t = theta_0 + sum(task_vector() for _ in range(3)), theta_0 + task_vector()
-    return theta_0, theta, theta_t, torch.randn(CONFIG.lora_rank, shape[1], **drawn) * CONFIG.init_std
+    return (
+        theta_0,
+        theta,
+        theta_t,
+        torch.randn(CONFIG.lora_rank, shape[1], **drawn) * CONFIG.init_std,
+    )
 
 
 @functools.lru_cache(maxsize=1)
 def _spectral(shape: Shape, device: str) -> Tensor:
     """Norm 1, random singular vectors, singular values proportional to k^-0.7."""
     random, rank = torch.Generator(device).manual_seed(0), min(shape)
-    left, right = (torch.linalg.qr(torch.randn(size, rank, generator=random, device=device)).Q for size in shape)
+    left, right = (
+        torch.linalg.qr(torch.randn(size, rank, generator=random, device=device)).Q
+        for size in shape
+    )
     return (left * _spectrum(rank).to(device)) @ right.T
 
 
@@ -103,7 +125,9 @@ def _spectrum(rank: int) -> Tensor:
 
 
 class Steps:
-    """FusionBench's tqdm here: leaves a loop of equal steps after ``patience`` s; ``skipped`` adds up the rest."""
+    """FusionBench's tqdm here: leaves a loop of equal steps after ``patience`` s; ``skipped`` adds
+    up the rest.
+    """
 
     patience, skipped = math.inf, 0.0
     write = staticmethod(lambda *_: None)
@@ -120,15 +144,25 @@ class Steps:
                 return
 
 
-def merge(method: str, layers: list[Layer], device: str, config: FusionConfig = CONFIG) -> Iterator[Tensor]:
+def merge(
+    method: str, layers: list[Layer], device: str, config: FusionConfig = CONFIG
+) -> Iterator[Tensor]:
     """New weights, layer by layer; layers of equal shape come together."""
     if method in OURS:
-        *models, lora_A = ({str(number): layer[i] for number, layer in enumerate(layers)} for i in range(4))
+        *models, lora_A = (
+            {str(number): layer[i] for number, layer in enumerate(layers)} for i in range(4)
+        )
         if method == "spectral":
             theta_0, votes, theta_t = models
             spectral = Spectral(SpectralConfig(), list(votes))
-            strengths = {name: (W - theta_0[name]).norm() * _spectrum(min(W.shape))[0] for name, W in theta_t.items()}
-            states = {n: {"votes": votes[n], "mean": strengths[n], "count": torch.tensor(3)} for n in votes}
+            strengths = {
+                name: (W - theta_0[name]).norm() * _spectrum(min(W.shape))[0]
+                for name, W in theta_t.items()
+            }
+            states = {
+                n: {"votes": votes[n], "mean": strengths[n], "count": torch.tensor(3)}
+                for n in votes
+            }
             added = spectral.add_each(states, theta_0, theta_t, step=4)
             yield from (spectral.weight(name, state, theta_0[name]) for name, state, *_ in added)
         else:
@@ -143,32 +177,52 @@ def merge(method: str, layers: list[Layer], device: str, config: FusionConfig = 
 
 
 def prepared(method: str, layers: list[Layer]) -> list[Layer]:
-    """Return what a method starts from: spectral voting has a sum of votes in place of the merged weight."""
+    """Return what a method starts from: spectral voting has a sum of votes in place of the merged
+    weight.
+    """
     if method != "spectral":
         return layers
     return [
-        (theta_0, TaskVector(theta - theta_0).vote()[0].float(), theta_t, A) for theta_0, theta, theta_t, A in layers
+        (theta_0, TaskVector(theta - theta_0).vote()[0].float(), theta_t, A)
+        for theta_0, theta, theta_t, A in layers
     ]
 
 
 @functools.cache
 def peer(method: str, device: str) -> tuple[Any, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """FusionBench's module, and its own computation for one layer, with the values of its YAML file."""
+    """FusionBench's module, and its own computation for one layer, with the values of its YAML
+    file.
+    """
     name = method.split()[0].lower()
     module = importlib.import_module(f"fusion_bench.method.{name}.{name}")
     if method == "OPCM":
         opcm = module.OPCMForCLIP(alpha=0.5)
         opcm.previous_lambda_t = opcm.lambda_t = 1
         merge_linear = torch.no_grad()(opcm.merge_linear_weights)
-        return module, lambda theta_0, theta, theta_t: merge_linear(theta, theta_0, theta_t, "", 0.5, device)
+        return module, lambda theta_0, theta, theta_t: merge_linear(
+            theta, theta_0, theta_t, "", 0.5, device
+        )
     if method == "DOP":
-        dop = module.ContinualDOPForCLIP(alpha=0.8, ema_beta=0.999, svd_epsilon=0.99999, lr=1e-4, num_steps=200)
-        dop._fabric_instance = importlib.import_module("lightning").Fabric(accelerator=device, devices=1)
-        return module, lambda theta_0, *models: dop._optimize_weight(theta_0, dict(enumerate(models)), "", 1)
+        dop = module.ContinualDOPForCLIP(
+            alpha=0.8, ema_beta=0.999, svd_epsilon=0.99999, lr=1e-4, num_steps=200
+        )
+        dop._fabric_instance = importlib.import_module("lightning").Fabric(
+            accelerator=device, devices=1
+        )
+        return module, lambda theta_0, *models: dop._optimize_weight(
+            theta_0, dict(enumerate(models)), "", 1
+        )
     if method == "WUDI closed form":
         return module, wudi_closed_form
-    wudi = module.wudi_merging  # continually, as in NUFILT's paper: on the task vectors so far and new, 50 steps
-    return module, lambda theta_0, *models: theta_0 + wudi([{"": x - theta_0} for x in models], device, 50)[""].detach()
+    wudi = (
+        module.wudi_merging
+    )  # continually, as in NUFILT's paper: on the task vectors so far and new, 50 steps
+    return (
+        module,
+        lambda theta_0, *models: (
+            theta_0 + wudi([{"": x - theta_0} for x in models], device, 50)[""].detach()
+        ),
+    )
 
 
 def wudi_closed_form(theta_0: Tensor, *models: Tensor) -> Tensor:
@@ -187,7 +241,9 @@ def now() -> float:
 
 
 def timed(work: Callable[[], object], clock: Callable[[], float] = now) -> tuple[float, float]:
-    """Return a call's seconds, and the GB of GPU memory that it took at most beside what was held before it."""
+    """Return a call's seconds, and the GB of GPU memory that it took at most beside what was held
+    before it.
+    """
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     begin, held = clock(), torch.cuda.memory_allocated()
@@ -199,7 +255,11 @@ def matmul_rate(device: str, largest: int) -> float:
     """FLOP/s of float32 products of square matrices, at the best size."""
     rates = []
     for n in [n for n in (768, 1536, 3072, 4096) if n <= max(768, largest)]:
-        matmul = Timer("x @ x", globals={"x": torch.randn(n, n, device=device)}, num_threads=torch.get_num_threads())
+        matmul = Timer(
+            "x @ x",
+            globals={"x": torch.randn(n, n, device=device)},
+            num_threads=torch.get_num_threads(),
+        )
         rates.append(2 * n**3 / matmul.blocked_autorange(min_run_time=0.5).median)
     return max(rates)
 
@@ -220,17 +280,23 @@ def split(layers: list[Layer]) -> dict[str, float]:
     times.append(now())
     torch.baddbmm(theta + tau_filtered, tau @ B, A)
     times.append(now())
-    return {part: (b - a) / len(layers) for part, (a, b) in zip(PARTS, pairwise(times), strict=True)}
+    return {
+        part: (b - a) / len(layers) for part, (a, b) in zip(PARTS, pairwise(times), strict=True)
+    }
 
 
 def measure_shape(shape: Shape, args: argparse.Namespace) -> dict[str, float]:
-    """Seconds per layer, side by side: each repeat takes every method in turn, on the repeat's layer."""
+    """Seconds per layer, side by side: each repeat takes every method in turn, on the repeat's
+    layer.
+    """
     size = 2 * args.threads if args.device == "cpu" else 16 if math.prod(shape) < 2**23 else 4
     layers = [make_layer(shape, number, args.device) for number in range(size)]
     columns: dict[str, list[float]] = defaultdict(list)
     for repeat in range(args.repeats):
         number, results = repeat % size, {}
-        columns["products"].append(needed_flops(*shape, CONFIG) / matmul_rate(args.device, max(shape)))
+        columns["products"].append(
+            needed_flops(*shape, CONFIG) / matmul_rate(args.device, max(shape))
+        )
         for method in args.methods:
             if method not in OURS and max(columns[method], default=0.0) > args.patience:
                 continue
@@ -240,56 +306,101 @@ def measure_shape(shape: Shape, args: argparse.Namespace) -> dict[str, float]:
             merged = list(merge(method, group, args.device))
             columns[method].append((now() - begin + Steps.skipped) / len(group))
             results[method] = merged[number % len(merged)]
-            print(f"  {shape[0]}x{shape[1]} #{repeat + 1} {method}: {columns[method][-1]:.3f} s a layer", flush=True)
-        tau, difference = layers[number][2] - layers[number][0], results["ours"] - results.get("plain", math.nan)
+            print(
+                f"  {shape[0]}x{shape[1]} #{repeat + 1} {method}: {columns[method][-1]:.3f} s a "
+                "layer",
+                flush=True,
+            )
+        tau, difference = (
+            layers[number][2] - layers[number][0],
+            results["ours"] - results.get("plain", math.nan),
+        )
         columns[DIFFERENCE].append((difference.norm() / tau.norm()).item())
         torch.set_num_threads(1)
         for part, seconds in split(layers if args.device == "cuda" else [layers[number]]).items():
             columns[part].append(seconds)
         torch.set_num_threads(args.threads)
-    columns["GFLOP"], columns[DIFFERENCE] = [1e-9 * needed_flops(*shape, CONFIG)], [max(columns[DIFFERENCE])]
+    columns["GFLOP"], columns[DIFFERENCE] = (
+        [1e-9 * needed_flops(*shape, CONFIG)],
+        [max(columns[DIFFERENCE])],
+    )
     return {column: median(values) for column, values in columns.items()}
 
 
-def table_rows(parts: list[tuple[dict[str, float], int]]) -> tuple[dict[str, float], dict[str, float]]:
-    """A model's rows in both tables, all methods and ours against the limit, from its shapes and their numbers."""
+def table_rows(
+    parts: list[tuple[dict[str, float], int]],
+) -> tuple[dict[str, float], dict[str, float]]:
+    """A model's rows in both tables, all methods and ours against the limit, from its shapes and
+    their numbers.
+    """
     total = {key: sum(part[key] * count for part, count in parts) for key in parts[0][0]}
     total[DIFFERENCE] = max(part[DIFFERENCE] for part, _ in parts)
-    ours, peers = total["ours"], [method for method in METHODS if method in total and method != "ours"]
+    ours, peers = (
+        total["ours"],
+        [method for method in METHODS if method in total and method != "ours"],
+    )
     steps = {method: total[method] for method in METHODS if method in total}
-    steps |= {f"{method} / ours": total[method] / ours for method in peers} | {DIFFERENCE: total[DIFFERENCE]}
+    steps |= {f"{method} / ours": total[method] / ours for method in peers} | {
+        DIFFERENCE: total[DIFFERENCE]
+    }
     limit = {key: total[key] for key in ("ours", *PARTS, "GFLOP", "products")}
     limit |= {"ours / products": ours / total["products"], "GFLOP/s": total["GFLOP"] / ours}
     return steps, limit | {"matmul GFLOP/s": total["GFLOP"] / total["products"]}
 
 
-def measure_memory(method: str, layers: dict[Shape, int], device: str, threads: int) -> dict[str, Any]:
-    """A step over a whole model, to be run in a fresh process: MB at most over the three models' weights.
+def measure_memory(
+    method: str, layers: dict[Shape, int], device: str, threads: int
+) -> dict[str, Any]:
+    """A step over a whole model, to be run in a fresh process: MB at most over the three models'
+    weights.
 
     Of the methods that iterate, all but ours stop early: their memory is known by then.
     """
     torch.set_num_threads(threads)
-    model = [make_layer(shape, number, device) for shape, count in layers.items() for number in range(count)]
+    model = [
+        make_layer(shape, number, device)
+        for shape, count in layers.items()
+        for number in range(count)
+    ]
     model = prepared(method, model)
     _spectral.cache_clear()
     if method not in ("plain", *OURS):
         peer(method, device)
     Steps.patience, config = 0.0, CONFIG if method in OURS else FusionConfig(max_steps=2)
-    ctypes.CDLL(None).malloc_trim(0)  # give back what making the inputs freed, and count the peak from here
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # give back what making the inputs freed, and count the peak from here
     if not reset_peak(where := torch.device(device)):
         raise OSError("the peak of the memory in use can't be reset here")
     held = torch.cuda.memory_allocated() if device == "cuda" else psutil.Process().memory_info().rss
     begin = now()
     for (_, theta, _, _), weight in zip(model, merge(method, model, device, config), strict=True):
-        theta.copy_(weight)  # as FusionBench's methods and ours do: new weights take the place of old ones
-    spent, extra = now() - begin if method in OURS else "cut short", 1e-6 * (read_peak(where) - held)
-    return {"three models, MB": 3e-6 * sum(layer[0].nbytes for layer in model), "extra MB": extra, "seconds": spent}
+        theta.copy_(
+            weight
+        )  # as FusionBench's methods and ours do: new weights take the place of old ones
+    spent, extra = (
+        now() - begin if method in OURS else "cut short",
+        1e-6 * (read_peak(where) - held),
+    )
+    return {
+        "three models, MB": 3e-6 * sum(layer[0].nbytes for layer in model),
+        "extra MB": extra,
+        "seconds": spent,
+    }
 
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:
     """What the numbers depend on."""
-    cpu = [line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    blas = [line.strip(" -") for line in torch.__config__.show().splitlines() if "Kernel Library" in line]
+    cpu = [
+        line.split(": ")[1]
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    ]
+    blas = [
+        line.strip(" -")
+        for line in torch.__config__.show().splitlines()
+        if "Kernel Library" in line
+    ]
     about = {"gpu": torch.cuda.get_device_name()} if args.device == "cuda" else {}
     about |= {"cpu": (cpu or ["?"])[0], "cores": psutil.cpu_count(), "threads": args.threads}
     about |= {name: importlib.metadata.version(name) for name in ("torch", "fusion-bench")}
@@ -299,38 +410,66 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 def report(results: dict[str, dict[str, Any]], patience: float) -> str:
     """Markdown, three digits."""
-    lines = ["# One merging step", "", *(f"- {key}: {value}" for key, value in results["machine"].items())]
+    lines = [
+        "# One merging step",
+        "",
+        *(f"- {key}: {value}" for key, value in results["machine"].items()),
+    ]
     for name, note in NOTES.items():
         columns = list(next(iter(results[name].values()), {}))
         lines += ["", note.format(patience=patience), ""]
         lines += ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
         for title, row in results[name].items():
-            cells = [x if isinstance(x, str) else f"{x:.3g}" if abs(x) < 1000 else f"{x:.0f}" for x in row.values()]
+            cells = [
+                x if isinstance(x, str) else f"{x:.3g}" if abs(x) < 1000 else f"{x:.0f}"
+                for x in row.values()
+            ]
             lines.append("| " + " | ".join([title, *cells]) + " |")
     return "\n".join(lines) + "\n"
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default=",".join(list(MODELS)[:-1]), help=f"comma list of {', '.join(MODELS)}")
-    parser.add_argument("--methods", default=",".join(METHODS), help="comma list; ours is always among them")
+    parser.add_argument(
+        "--shapes", default=",".join(list(MODELS)[:-1]), help=f"comma list of {', '.join(MODELS)}"
+    )
+    parser.add_argument(
+        "--methods", default=",".join(METHODS), help="comma list; ours is always among them"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--layers", type=int, help="only the first so many shapes of each model, for a quick look")
-    parser.add_argument("--patience", type=float, default=30.0, help="seconds that a call may take, see README.md")
-    parser.add_argument("--no-memory", action="store_true", help="do not measure the memory of the first model's step")
+    parser.add_argument(
+        "--layers", type=int, help="only the first so many shapes of each model, for a quick look"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=30.0, help="seconds that a call may take, see README.md"
+    )
+    parser.add_argument(
+        "--no-memory",
+        action="store_true",
+        help="do not measure the memory of the first model's step",
+    )
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmark"))
     args = parser.parse_args(argv)
     args.methods = [method for method in METHODS if method in [*args.methods.split(","), "ours"]]
-    models = {name: dict(list(MODELS[name].items())[: args.layers]) for name in args.shapes.split(",")}
+    models = {
+        name: dict(list(MODELS[name].items())[: args.layers]) for name in args.shapes.split(",")
+    }
     torch.set_num_threads(args.threads)
-    results: dict[str, dict[str, Any]] = {"machine": machine(args), "steps": {}, "limit": {}, "memory": {}}
+    results: dict[str, dict[str, Any]] = {
+        "machine": machine(args),
+        "steps": {},
+        "limit": {},
+        "memory": {},
+    }
 
     for method in [] if args.no_memory else args.methods:
         name, layers = next(iter(models.items()))
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-            measured = fresh.submit(measure_memory, method, layers, args.device, args.threads).result()
+            measured = fresh.submit(
+                measure_memory, method, layers, args.device, args.threads
+            ).result()
         results["memory"][f"{name}, {method}"] = measured
         print(f"  {name} {method}: {measured['extra MB']:.0f} MB", flush=True)
 
@@ -340,7 +479,9 @@ def main(argv: list[str] | None = None) -> None:
     shapes = dict.fromkeys(shape for layers in models.values() for shape in layers)
     measures = {shape: measure_shape(shape, args) for shape in shapes}
     for name, layers in [*models.items(), *(("one layer", {shape: 1}) for shape in measures)]:
-        title = f"{name}: " + ", ".join(f"{count} of {d_o}x{d_i}" for (d_o, d_i), count in layers.items())
+        title = f"{name}: " + ", ".join(
+            f"{count} of {d_o}x{d_i}" for (d_o, d_i), count in layers.items()
+        )
         rows = table_rows([(measures[shape], count) for shape, count in layers.items()])
         results["steps"][title], results["limit"][title] = rows
 

@@ -5,7 +5,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-BFLOAT16 = torch.cpu.get_capabilities().get("avx512_bf16", False)  # elsewhere it is ten times slower than float32
+BFLOAT16 = torch.cpu.get_capabilities().get(
+    "avx512_bf16", False
+)  # elsewhere it is ten times slower than float32
 
 
 class Muon(torch.optim.Muon):

@@ -1,11 +1,12 @@
-"""Time order-free methods and NUFILT with one thread on eight tasks, one after another and at once, and on two at once.
+"""Time order-free methods and NUFILT with one thread on eight tasks, one after another and at once,
+and on two at once.
 
     python benchmarks/order_free.py --models clip-b32,clip-l14,flan-t5-base
     python benchmarks/order_free.py --models 2048x2048,11008x4096 --methods best --repeats 1
 
-Prints a table of CPU seconds, medians, all methods side by side. A model is one layer of every shape times their
-number. `gpu.py` also measures the rendering of methods whose update is made of polar factors with Newton-Schulz
-iterations.
+Prints a table of CPU seconds, medians, all methods side by side. A model is one layer of every
+shape times their number. `gpu.py` also measures the rendering of methods whose update is made of
+polar factors with Newton-Schulz iterations.
 """
 
 import argparse
@@ -28,9 +29,11 @@ POLAR = ("isotropic", "tsv_stream")  # methods whose update is made of polar fac
 
 
 def polar(X: Tensor, f: Callable[[Tensor], Tensor] = torch.ones_like) -> Tensor:
-    r"""Do the work of ``map_spectrum`` where f is constant, with products alone: Newton-Schulz iterations.
+    r"""Do the work of ``map_spectrum`` where f is constant, with products alone: Newton-Schulz
+    iterations.
 
-    The first eleven steps lift singular values of :math:`10^{-6}` to about 1, and the other four make them 1.
+    The first eleven steps lift singular values of :math:`10^{-6}` to about 1, and the other four
+    make them 1.
     """
     if X.shape[0] < X.shape[1]:
         return polar(X.mT, f).mT
@@ -46,15 +49,27 @@ def polar(X: Tensor, f: Callable[[Tensor], Tensor] = torch.ones_like) -> Tensor:
 def measure(
     shape: Shape, repeats: int, device: str = "cpu", kinds: Kinds = ORDER_FREE, polars: bool = False
 ) -> pd.DataFrame:
-    """Return by method the seconds a layer takes, those of its last rendering alone, and the GB of GPU memory."""
+    """Return by method the seconds a layer takes, those of its last rendering alone, and the GB of
+    GPU memory.
+    """
     layers = [make_layer(shape, number, device) for number in range(TASKS)]
     theta_0, theta, theta_t, _ = layers[0]
     rows, clock = [], time.process_time if device == "cpu" else now
     for _ in range(repeats):
-        one_step = partial(fuse_layers, {"layer": theta_0}, {"layer": theta}, {"layer": theta_t}, CONFIG, step=4)
+        one_step = partial(
+            fuse_layers, {"layer": theta_0}, {"layer": theta}, {"layer": theta_t}, CONFIG, step=4
+        )
         step, memory = timed(one_step, clock)
         stream = (TASKS - 1) * step  # the first task is taken whole
-        rows.append({"method": "nufilt", "one by one": stream, "at once": stream, "two": step, "memory": memory})
+        rows.append(
+            {
+                "method": "nufilt",
+                "one by one": stream,
+                "at once": stream,
+                "two": step,
+                "memory": memory,
+            }
+        )
         for kind in kinds:
             method: LayerMethod = kind(kind.Options(), ["layer"])
             states, adds, renders, peaks = [method.start("layer", theta_0)], [], [], []
@@ -64,11 +79,18 @@ def measure(
                 render = partial(method.weight, "layer", states[0], theta_0)
                 rendered, most = timed(render, clock)
                 adds, renders, peaks = [*adds, added], [*renders, rendered], [*peaks, peak, most]
-            row = {"one by one": sum(adds + renders), "at once": sum(adds) + renders[-1], "render": renders[-1]}
+            row = {
+                "one by one": sum(adds + renders),
+                "at once": sum(adds) + renders[-1],
+                "render": renders[-1],
+            }
             row |= {"method": kind.name, "two": sum(adds[:2]) + renders[1], "memory": max(peaks)}
             if polars and kind.name in POLAR:
                 exact = render()
-                with patch.object(sums, "map_spectrum", polar), patch.object(tsv, "polar_factor", polar):
+                with (
+                    patch.object(sums, "map_spectrum", polar),
+                    patch.object(tsv, "polar_factor", polar),
+                ):
                     row["polar"], _ = timed(render, clock)
                     row["difference"] = float((render() - exact).norm() / (exact - theta_0).norm())
             rows.append(row)
@@ -77,8 +99,12 @@ def measure(
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="clip-b32,clip-l14,flan-t5-base", help="or shapes such as 2048x2048")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", default="clip-b32,clip-l14,flan-t5-base", help="or shapes such as 2048x2048"
+    )
     parser.add_argument("--methods", help="order-free methods; by default all")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
@@ -88,7 +114,9 @@ def main() -> None:
     kinds = [find_method(name) for name in args.methods.split(",")] if args.methods else ORDER_FREE
     for model in args.models.split(","):
         layers = MODELS[model] if model in MODELS else {tuple(map(int, model.split("x"))): 1}
-        total = sum(count * measure(shape, args.repeats, kinds=kinds) for shape, count in layers.items())
+        total = sum(
+            count * measure(shape, args.repeats, kinds=kinds) for shape, count in layers.items()
+        )
         columns |= {f"{model}, {tasks}": total[tasks] for tasks in ("one by one", "at once", "two")}
     table = pd.DataFrame(columns)
     print(table.round(1).to_markdown())

@@ -1,10 +1,13 @@
-"""Choose the settings of the order-free methods on a development set, by the rule in docs/notes/order_free_rule.md.
+"""Choose the settings of the order-free methods on a development set, by the rule in
+docs/notes/order_free_rule.md.
 
-    python benchmarks/order_free_choice.py --out CHOICE.json nufilt_demo JUDGES_11:judge_demo JUDGES_0:judge_mini8 ...
+    python benchmarks/order_free_choice.py --out CHOICE.json nufilt_demo JUDGES_11:judge_demo
+    JUDGES_0:judge_mini8 ...
 
-A benchmark is a model pool, or FOLDER:POOL for one in FOLDER/config, as judges.py leaves it. A member merges the tasks
-once; every setting of its grid is then one rendering of its state and one scoring of the model. Scores are kept in the
-file, so an interrupted run goes on, and further benchmarks can be added. Prints a table of all settings in Markdown.
+A benchmark is a model pool, or FOLDER:POOL for one in FOLDER/config, as judges.py leaves it. A
+member merges the tasks once; every setting of its grid is then one rendering of its state and one
+scoring of the model. Scores are kept in the file, so an interrupted run goes on, and further
+benchmarks can be added. Prints a table of all settings in Markdown.
 """
 
 import argparse
@@ -40,7 +43,9 @@ MIXTURES = (("spectral", "sylvester"), ("tsv_stream", "sylvester"), ("tsv_stream
 
 def main() -> None:
     """Score what is missing, choose, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("benchmarks", nargs="+", metavar="[FOLDER:]POOL")
     parser.add_argument("--out", required=True, type=Path)
     arguments = parser.parse_args()
@@ -94,12 +99,20 @@ class Benchmark:
         with quiet(), torch.no_grad():
             for member, setting in members.items():
                 algorithm, model = self._merge(member)
-                method = type(algorithm.method)(algorithm.method.Options(**setting), list(algorithm.layers))
-                weights.append(dict(method.weigh_each(states_of(algorithm), self._pretrained(algorithm))))
+                method = type(algorithm.method)(
+                    algorithm.method.Options(**setting), list(algorithm.layers)
+                )
+                weights.append(
+                    dict(method.weigh_each(states_of(algorithm), self._pretrained(algorithm)))
+                )
             for layer, view in algorithm.layers.items():
                 view.write(model, sum(each[layer] for each in weights) / len(weights))
             report = self.experiment.evaluator.report(model, self.experiment.tasks)
-        return 100 * sum(score(report[task]) for task in self.experiment.tasks) / len(self.experiment.tasks)
+        return (
+            100
+            * sum(score(report[task]) for task in self.experiment.tasks)
+            / len(self.experiment.tasks)
+        )
 
     def _merge(self, member: str) -> tuple[LayerwiseMergingAlgorithm, nn.Module]:
         if member not in self._merged:
@@ -123,8 +136,17 @@ def states_of(algorithm: LayerwiseMergingAlgorithm) -> dict[str, State]:
 
 def print_table(scores: Scores, benchmarks: list[str]) -> None:
     titles = [Path(name).name for name in benchmarks]
-    print("| member and setting | " + " | ".join(titles) + " | mean |\n| --- |" + " ---: |" * (len(titles) + 1))
-    rows = {text: [row[name] for name in benchmarks] for text, row in scores.items() if {*benchmarks} <= {*row}}
+    print(
+        "| member and setting | "
+        + " | ".join(titles)
+        + " | mean |\n| --- |"
+        + " ---: |" * (len(titles) + 1)
+    )
+    rows = {
+        text: [row[name] for name in benchmarks]
+        for text, row in scores.items()
+        if {*benchmarks} <= {*row}
+    }
     means = {text: sum(row) / len(row) for text, row in rows.items()}
     for text, row in rows.items():
         rivals = [mean for other, mean in means.items() if members_of(other) == members_of(text)]

@@ -1,9 +1,11 @@
-"""Measure what merging does to a generative model: perplexity of a tiny byte-level Llama on text it was not tuned for.
+"""Measure what merging does to a generative model: perplexity of a tiny byte-level Llama on text it
+was not tuned for.
 
     python benchmarks/perplexity.py
 
-The base is trained on Python's standard library, and fine-tuned on licences, C headers and Perl modules, as far as
-this machine has them. Every text is cut in two: the last tenth is held out. One order, one seed.
+The base is trained on Python's standard library, and fine-tuned on licences, C headers and Perl
+modules, as far as this machine has them. Every text is cut in two: the last tenth is held out. One
+order, one seed.
 """
 
 import math
@@ -28,7 +30,9 @@ TEXTS = {
 
 def read(folder: str, pattern: str, limit: int = 2_000_000) -> tuple[Tensor, Tensor]:
     files = sorted({path.resolve() for path in Path(folder).glob(pattern) if path.is_file()})
-    text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)[:limit]), dtype=torch.uint8).long()
+    text = torch.frombuffer(
+        bytearray(b"".join(path.read_bytes() for path in files)[:limit]), dtype=torch.uint8
+    ).long()
     cut = len(text) * 9 // 10
     return text[:cut], text[cut:]
 
@@ -42,7 +46,9 @@ def train(model: LlamaForCausalLM, text: Tensor, steps: int, lr: float) -> Llama
     generator, model = torch.Generator().manual_seed(0), model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = lr * min(1, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        optimizer.param_groups[0]["lr"] = (
+            lr * min(1, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        )
         tokens = batch(text, generator)
         optimizer.zero_grad()
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -60,15 +66,23 @@ def main() -> None:
     texts = {name: read(*where) for name, where in TEXTS.items()}
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4
+        vocab_size=256,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
     )
     base = train(LlamaForCausalLM(config), texts["python"][0], steps=900, lr=3e-3)
-    tuned = {name: train(deepcopy(base), texts[name][0], 120, 1e-3) for name in TEXTS if name != "python"}
+    tuned = {
+        name: train(deepcopy(base), texts[name][0], 120, 1e-3) for name in TEXTS if name != "python"
+    }
     rest = {"target_modules": "all-linear", "other_params": "mean", "shuffle_order": False}
     methods = {
         "spectral": LayerwiseMergingAlgorithm("spectral", **rest),
         "spectral, ramp": LayerwiseMergingAlgorithm("spectral", **rest, ramp=0.4),
-        "NUFILT all-linear": NufiltContinualMergingAlgorithm(**rest, null_rank=1 / 6, lora_rank=1 / 12),
+        "NUFILT all-linear": NufiltContinualMergingAlgorithm(
+            **rest, null_rank=1 / 6, lora_rank=1 / 12
+        ),
         "the plain sum": NufiltContinualMergingAlgorithm(**rest, null_space=False, lora_rank=0),
     }
     rows = {"base": base} | {f"tuned on {name}": model for name, model in tuned.items()}
@@ -78,7 +92,9 @@ def main() -> None:
     print("| perplexity on | " + " | ".join(texts) + " |\n| --- |" + " ---: |" * len(texts))
     for name, model in rows.items():
         print(
-            f"| {name} | " + " | ".join(f"{perplexity(model, text):.2f}" for _, text in texts.values()) + " |",
+            f"| {name} | "
+            + " | ".join(f"{perplexity(model, text):.2f}" for _, text in texts.values())
+            + " |",
             flush=True,
         )
 

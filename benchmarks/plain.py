@@ -1,4 +1,6 @@
-"""The plain computation of a merging step, word for word from the paper, and the operations that it needs at least."""
+"""The plain computation of a merging step, word for word from the paper, and the operations that it
+needs at least.
+"""
 
 import torch
 from torch import Tensor
@@ -6,7 +8,9 @@ from torch import Tensor
 from fusion_bench_nufilt.core import FusionConfig
 
 
-def plain_step(theta_0: Tensor, theta: Tensor, theta_t: Tensor, config: FusionConfig, lora_A: Tensor) -> Tensor:
+def plain_step(
+    theta_0: Tensor, theta: Tensor, theta_t: Tensor, config: FusionConfig, lora_A: Tensor
+) -> Tensor:
     r"""Merge one task into one layer: full SVD, P formed, the loss as printed, autograd, Adam.
 
     Nothing is rearranged; only what no update changes is kept out of the loop.
@@ -35,7 +39,9 @@ def plain_step(theta_0: Tensor, theta: Tensor, theta_t: Tensor, config: FusionCo
         return theta_t.clone() if config.first_task == "paper" else theta + tau_P
 
     A = lora_A[: ranks.lora].clone().requires_grad_()
-    B = torch.zeros(tau.shape[1], ranks.lora, dtype=tau.dtype, device=tau.device, requires_grad=True)
+    B = torch.zeros(
+        tau.shape[1], ranks.lora, dtype=tau.dtype, device=tau.device, requires_grad=True
+    )
     T, V = torch.cat([tau @ V_t, tau_merged @ V_p], dim=1), torch.cat([V_t, V_p], dim=1)
     adam = torch.optim.Adam([A, B], lr=config.lr)
     for _ in range(config.max_steps):
@@ -48,7 +54,8 @@ def plain_step(theta_0: Tensor, theta: Tensor, theta_t: Tensor, config: FusionCo
 
 
 def needed_flops(d_o: int, d_i: int, config: FusionConfig) -> int:
-    """Return the floating-point operations of the matrix products that a step needs at least, for one layer.
+    """Return the floating-point operations of the matrix products that a step needs at least, for
+    one layer.
 
     Not counted: eigenvectors of the Gram matrices, Adam, sums.
     """
@@ -56,10 +63,13 @@ def needed_flops(d_o: int, d_i: int, config: FusionConfig) -> int:
     r_p, r_l, r_v = min(ranks.null, small), ranks.lora, min(ranks.task, small)
     flops = min(
         d_o * d_i**2 + steps * 2 * d_i**2 * r_l,  # one triangle of G = tau^T tau, for V_t too; G B
-        d_o * d_i * small + steps * 4 * d_o * d_i * r_l,  # the smaller Gram matrix for V_t; tau^T (tau B)
+        d_o * d_i * small
+        + steps * 4 * d_o * d_i * r_l,  # the smaller Gram matrix for V_t; tau^T (tau B)
     )
     flops += d_o * d_i * small  # one triangle of the smaller Gram matrix of tau_merged, for V_p
-    flops += 2 * d_o * d_i * (r_p + r_v) if d_o < d_i else 0  # from left singular vectors to right ones
+    flops += (
+        2 * d_o * d_i * (r_p + r_v) if d_o < d_i else 0
+    )  # from left singular vectors to right ones
     flops += 4 * d_o * d_i * r_p  # (tau V_p) V_p^T
     flops += 4 * d_o * d_i * r_v  # T = -tau_merged V_t + ..., H = tau^T T
     flops += steps * 4 * r_l * d_i * (r_p + r_v)  # Y = A V and the gradient's E V^T

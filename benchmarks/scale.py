@@ -1,13 +1,16 @@
-"""What a merge of 70B or 671B parameters takes on 1 to 64 workers: measured here, added up for there.
+"""What a merge of 70B or 671B parameters takes on 1 to 64 workers: measured here, added up for
+there.
 
     python benchmarks/scale.py                  # the tables of docs/scale.md
-    python benchmarks/scale.py --check 0.1B     # simulated against real, on Ray clusters of 1, 2 and 3 nodes
-    python benchmarks/scale.py --check 1B --nodes 2 --threads 2     # two nodes beside two threads
+    python benchmarks/scale.py --check 0.1B     # simulated against real, on Ray clusters of 1, 2
+    and 3 nodes python benchmarks/scale.py --check 1B --nodes 2 --threads 2     # two nodes beside
+    two threads
 
-A layer's seconds are those of one CPU, counted while it works on a layer whose sides are divided by `--shrink`, times
-the ratio of operations. What is simulated: workers with some CPUs each, which read base, merged and task weight of a
-layer from one file server or from copies on their own disks, compute, and send what is stored to the driver, which
-alone writes. File server, disks and driver have the given bandwidth each, and serve one transfer after the other.
+A layer's seconds are those of one CPU, counted while it works on a layer whose sides are divided by
+`--shrink`, times the ratio of operations. What is simulated: workers with some CPUs each, which
+read base, merged and task weight of a layer from one file server or from copies on their own disks,
+compute, and send what is stored to the driver, which alone writes. File server, disks and driver
+have the given bandwidth each, and serve one transfer after the other.
 """
 
 import argparse
@@ -68,23 +71,33 @@ class Job(NamedTuple):
 
 
 def operations(d_o, d_i):
-    """Operations of a step on a layer; an eigenvalue solver counts as the products that take as long."""
+    """Operations of a step on a layer; an eigenvalue solver counts as the products that take as
+    long.
+    """
     ranks, smaller = CONFIG.ranks(d_i), min(d_o, d_i)
     r_p, block, with_gram = min(ranks.null, smaller), 2 * ranks.null + 16, d_i <= 2 * d_o
     flops = d_o * d_i**2 if with_gram else 0
     flops += d_o * d_i * smaller  # the Gram matrix of what is merged
     # V_p comes from block iteration or from a full solver.
-    flops += 12 * smaller * block * (2 * smaller + 4 * block) if smaller >= max(256, 16 * r_p) else 10 * smaller**3
+    flops += (
+        12 * smaller * block * (2 * smaller + 4 * block)
+        if smaller >= max(256, 16 * r_p)
+        else 10 * smaller**3
+    )
     flops += 4 * d_o * d_i * (2 * r_p + 16 + ranks.lora)
     height = d_i if with_gram else 2 * d_o
-    return flops + CONFIG.max_steps * 2 * d_i * ranks.lora * (height + 2 * (r_p + ranks.task) + 2 * ranks.lora)
+    return flops + CONFIG.max_steps * 2 * d_i * ranks.lora * (
+        height + 2 * (r_p + ranks.task) + 2 * ranks.lora
+    )
 
 
 def measure(shape, shrink):
     """CPU seconds of a step on a layer of this shape."""
     d_o, d_i = (max(min(side, 512), side // shrink) for side in shape)
     random = torch.Generator().manual_seed(0)
-    decay = torch.arange(1, min(512, d_o, d_i) + 1.0) ** -0.7  # as the singular values of task vectors fall
+    decay = (
+        torch.arange(1, min(512, d_o, d_i) + 1.0) ** -0.7
+    )  # as the singular values of task vectors fall
     theta_0 = torch.randn(d_o, d_i, generator=random)
 
     def changed():
@@ -108,9 +121,11 @@ def digest_seconds():
 
 
 def simulate(jobs, workers, cpus, bandwidth, *, copies=False):
-    """Return the seconds until the last layer is written; each of a worker's ``cpus`` has one layer at a time.
+    """Return the seconds until the last layer is written; each of a worker's ``cpus`` has one layer
+    at a time.
 
-    With ``copies`` of the models on every worker, each reads from its own disk, else all from one file server.
+    With ``copies`` of the models on every worker, each reads from its own disk, else all from one
+    file server.
     """
     free = [(0.0, worker) for worker in range(workers) for _ in range(cpus)]
     reading, writing = [0.0] * (workers if copies else 1), 0.0
@@ -135,7 +150,8 @@ def table(name, shrink, cpus, bandwidth):
     """What layers take, and what the model takes on so many workers."""
     kinds, per_byte, jobs = MODELS_OF[name](), digest_seconds(), []
     print(
-        f"\n| layers of the {name} | shape | number | TFLOP | CPU seconds | MB read | GB of memory |\n{'| --- ' * 7}|"
+        f"\n| layers of the {name} | shape | number | TFLOP | CPU seconds | MB read | GB of memory "
+        f"|\n{'| --- ' * 7}|"
     )
     for kind, (shape, number) in kinds.items():
         nbytes = STORED * shape[0] * shape[1]
@@ -148,19 +164,25 @@ def table(name, shrink, cpus, bandwidth):
         )
         jobs += number * [Job(seconds, MODELS * nbytes, nbytes)]
     largest = sorted(
-        METHOD.working_bytes(shape, 4) + MODELS * STORED * shape[0] * shape[1] for shape, _ in kinds.values()
+        METHOD.working_bytes(shape, 4) + MODELS * STORED * shape[0] * shape[1]
+        for shape, _ in kinds.values()
     )[-1]
     read, written = sum(job.read for job in jobs) / 1e9, sum(job.written for job in jobs) / 1e9
     print(f"\n{read:.0f} GB are read of the file server, {written:.0f} GB reach the driver.")
     print(f"A worker needs at most {cpus * largest / 1e9:.0f} GB of memory.")
     print_header(f"workers of {cpus} CPUs", "one file server (h)", "copies on every worker (h)")
     for workers in (2**i for i in range(7)):
-        hours = (simulate(jobs, workers, cpus, bandwidth, copies=copies) / 3600 for copies in (False, True))
+        hours = (
+            simulate(jobs, workers, cpus, bandwidth, copies=copies) / 3600
+            for copies in (False, True)
+        )
         print(f"| {workers} | {' | '.join(map('{:.2f}'.format, hours))} |")
 
 
 def check(size, folder, nodes, threads):
-    """Real merges on nodes of one CPU each, beside the simulation fed with the seconds of their own layers."""
+    """Real merges on nodes of one CPU each, beside the simulation fed with the seconds of their own
+    layers.
+    """
     import ray
     from ray.cluster_utils import Cluster
 
@@ -172,8 +194,15 @@ def check(size, folder, nodes, threads):
         plan = plan_merge(names[0], [names[1]], names[2], CONFIG, settings=Settings(**settings))
         begin = time.perf_counter()
         merge_folders(plan, folder / out)
-        files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (folder / out).glob("*.saf*")}
-        return time.perf_counter() - begin, files, json.loads((folder / out / "nufilt.json").read_text())
+        files = {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in (folder / out).glob("*.saf*")
+        }
+        return (
+            time.perf_counter() - begin,
+            files,
+            json.loads((folder / out / "nufilt.json").read_text()),
+        )
 
     def start(*arguments, begin_workers=fusion_bench_nufilt.cluster._start):
         begin = time.perf_counter()
@@ -184,7 +213,9 @@ def check(size, folder, nodes, threads):
     torch.set_num_threads(threads)
     local, expected, manifest = merge("local")
     busy = sum(report[0]["seconds"] for report in manifest["layers"].values())
-    print_header(f"{size} on", "seconds", "of these to start", "of its layers", "simulated", "files equal")
+    print_header(
+        f"{size} on", "seconds", "of these to start", "of its layers", "simulated", "files equal"
+    )
     print(f"| this process, threads: {threads} | {local:.0f} | 0 | {busy:.0f} | | |", flush=True)
     fusion_bench_nufilt.cluster._start = start
     for number in nodes:
@@ -195,7 +226,8 @@ def check(size, folder, nodes, threads):
         layers = [report[0]["seconds"] for report in manifest["layers"].values()]
         simulated = simulate([Job(each, 0, 0) for each in layers], number, 1, float("inf"))
         print(
-            f"| workers: {number} | {seconds:.0f} | {starts[-1]:.0f} | {sum(layers):.0f} | {simulated:.0f} "
+            f"| workers: {number} | {seconds:.0f} | {starts[-1]:.0f} | {sum(layers):.0f} | "
+            f"{simulated:.0f} "
             f"| {'yes' if files == expected else 'NO'} |",
             flush=True,
         )
@@ -204,19 +236,29 @@ def check(size, folder, nodes, threads):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", action="append", choices=MODELS_OF, help="default: both")
     parser.add_argument("--shrink", type=int, default=8)
     parser.add_argument("--cpus", type=int, default=16, help="of a worker")
-    parser.add_argument("--bandwidth", type=float, default=10, help="of file server, disks and driver, Gbit/s")
-    parser.add_argument("--check", choices=SIZES, help="merge synthetic checkpoints of this size on a cluster")
-    parser.add_argument("--nodes", type=int, action="append", help="of the clusters; default: 1, 2 and 3")
+    parser.add_argument(
+        "--bandwidth", type=float, default=10, help="of file server, disks and driver, Gbit/s"
+    )
+    parser.add_argument(
+        "--check", choices=SIZES, help="merge synthetic checkpoints of this size on a cluster"
+    )
+    parser.add_argument(
+        "--nodes", type=int, action="append", help="of the clusters; default: 1, 2 and 3"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of the merge without a cluster")
     parser.add_argument("--folder", type=Path, default=Path("outputs/scale"))
     arguments = parser.parse_args()
     if arguments.check:
         try:
-            check(arguments.check, arguments.folder, arguments.nodes or (1, 2, 3), arguments.threads)
+            check(
+                arguments.check, arguments.folder, arguments.nodes or (1, 2, 3), arguments.threads
+            )
         finally:
             shutil.rmtree(arguments.folder)
         return

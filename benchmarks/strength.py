@@ -1,12 +1,14 @@
 """Measure how strong a merged update should be (docs/notes/strength.md).
 
-    python benchmarks/strength.py --out STRENGTH.json DEV:demo_adamw DEV:demo_muon DEV:demo_adamw+demo_muon:4 ...
+    python benchmarks/strength.py --out STRENGTH.json DEV:demo_adamw DEV:demo_muon
+    DEV:demo_adamw+demo_muon:4 ...
 
-A benchmark is FOLDER:POOL, where FOLDER/config has the pool, as `tunings.py` and `llm_judge.py` leave it. Several
-pools joined by a plus sign deal their tasks in turn, and a number at the end keeps so many tasks. Each method merges
-the tasks once; its update of all merged layers is then multiplied by powers of the square root of 2, and every model is
-scored. Scores are kept in the file, so that an interrupted run goes on. With --judge, only `best` is multiplied; the
-other methods are scored at their settings, NUFILT in as many orders as --orders says (seeds from 42).
+A benchmark is FOLDER:POOL, where FOLDER/config has the pool, as `tunings.py` and `llm_judge.py`
+leave it. Several pools joined by a plus sign deal their tasks in turn, and a number at the end
+keeps so many tasks. Each method merges the tasks once; its update of all merged layers is then
+multiplied by powers of the square root of 2, and every model is scored. Scores are kept in the
+file, so that an interrupted run goes on. With --judge, only `best` is multiplied; the other methods
+are scored at their settings, NUFILT in as many orders as --orders says (seeds from 42).
 """
 
 import argparse
@@ -39,7 +41,9 @@ Updates = dict[str, Tensor]  # by layer, (d_o, d_i)
 
 def main() -> None:
     """Score what is missing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("benchmarks", nargs="+", metavar="FOLDER:POOL[+POOL...][:TASKS]")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--judge", action="store_true", help="multiply only best")
@@ -56,7 +60,9 @@ def main() -> None:
         for method in missing:
             rows["single"] = rows.get("single") or benchmark.single()
             one = arguments.judge and method != "best"
-            rows[method] = benchmark.judge(method, arguments.orders) if one else benchmark.measure(method)
+            rows[method] = (
+                benchmark.judge(method, arguments.orders) if one else benchmark.measure(method)
+            )
             arguments.out.write_text(json.dumps(record, indent=1))
             print(name, method, json.dumps(rows[method]), flush=True)
 
@@ -67,7 +73,9 @@ class Benchmark:
     def __init__(self, name: str) -> None:
         folder, pools, *count = name.split(":")
         search = f"hydra.searchpath=[file://{Path(folder).resolve()}/config]"
-        experiments = [Experiment(compose_run([f"modelpool={pool}", search])) for pool in pools.split("+")]
+        experiments = [
+            Experiment(compose_run([f"modelpool={pool}", search])) for pool in pools.split("+")
+        ]
         self.experiment = experiments[0]
         self.tasks = list(self.experiment.tasks)[: int(count[0]) if count else None]
         with quiet():
@@ -79,7 +87,9 @@ class Benchmark:
             self.experiment.evaluator.check(self.pretrained, self.tasks)
         pool = self.experiment.evaluator.taskpool
         if hasattr(pool, "test_dataloaders"):
-            pool.test_dataloaders = {task: list(pool.test_dataloaders[task]) for task in self.tasks}  # decoded once
+            pool.test_dataloaders = {
+                task: list(pool.test_dataloaders[task]) for task in self.tasks
+            }  # decoded once
         self.layers = select_layers(self.pretrained, "all-linear", ())
         self.base = self.read(self.pretrained)
 
@@ -125,7 +135,9 @@ class Benchmark:
         """Return ACC and the worst task of a method at its settings, by order."""
         results = []
         for seed in range(42, 42 + (orders if "nufilt" in method else 1)):
-            algorithm = LayerwiseMergingAlgorithm(method, evaluate="last", seed=seed, **METHODS[method])
+            algorithm = LayerwiseMergingAlgorithm(
+                method, evaluate="last", seed=seed, **METHODS[method]
+            )
             with quiet():
                 merged = algorithm.run({PRETRAINED: self.pretrained, **self.models})
             scores = self.score(merged, self.tasks)

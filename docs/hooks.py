@@ -1,5 +1,5 @@
-"""What the pages have beyond plain Markdown: tables of options, read off the code, formulas as MathML, and code that
-does not break at hyphens.
+"""What the pages have beyond plain Markdown: tables of options, read off the code, formulas as
+MathML, and code that does not break at hyphens.
 
 python docs/hooks.py    # write the tables into docs/options.md
 """
@@ -26,8 +26,8 @@ from fusion_bench_nufilt.stream.protocol import DeviceConfig
 
 METHODS = (FusionConfig, SpectralConfig, WudiConfig, DcMergeConfig)
 KINDS = (*METHODS, TargetConfig, DeviceConfig, ProtocolConfig, RuleConfig, Settings)
-# A page says `<!-- options: FusionConfig -->` where a table is to stand, or `<!-- options: FusionConfig lr ridge -->`
-# for these two options; in options.md the table is committed, too.
+# A page says `<!-- options: FusionConfig -->` where a table is to stand, or `<!-- options:
+# FusionConfig lr ridge -->` for these two options; in options.md the table is committed, too.
 PAGE = Path(__file__).parent / "options.md"
 TABLES = {kind.__name__: kind for kind in KINDS}
 # Formulas: $...$ and $$...$$ in pages, :math:`...` in docstrings.
@@ -44,7 +44,11 @@ HYPHENATED = r"[\w.]*-[\w.-]*"
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Put a table of options below its mark, in place of the one that stands there."""
     table = r"(<!-- options: (\w+)((?: \w+)*) -->\n)(\n(?:\|.*\n)+)?"
-    return re.sub(table, lambda match: f"{match[1]}\n{options_table(TABLES[match[2]], match[3].split())}\n", markdown)
+    return re.sub(
+        table,
+        lambda match: f"{match[1]}\n{options_table(TABLES[match[2]], match[3].split())}\n",
+        markdown,
+    )
 
 
 def options_table(kind: type, names: list[str]) -> str:
@@ -69,9 +73,16 @@ def _word(value: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Show formulas without a script, references in docstrings without their role, and options on one line."""
+    """Show formulas without a script, references in docstrings without their role, and options on
+    one line.
+    """
     for pattern, display in FORMULAS.items():
-        html = re.sub(pattern, lambda match, how=display: convert(unescape(match[1]), display=how), html, flags=re.S)
+        html = re.sub(
+            pattern,
+            lambda match, how=display: convert(unescape(match[1]), display=how),
+            html,
+            flags=re.S,
+        )
     whole = partial(re.sub, HYPHENATED, r'<span class="whole">\g<0></span>')
     html = re.sub(r"(?<=<code>)[^<\n]+(?=</code>)", lambda match: whole(match[0]), html)
     return re.sub(r":(?:attr|class|data|func|meth|mod):(?=<code>)", "", html)

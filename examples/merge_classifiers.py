@@ -1,8 +1,11 @@
-"""Merge classifiers of one backbone that each have their own labels, and classify a picture for each task.
+"""Merge classifiers of one backbone that each have their own labels, and classify a picture for
+each task.
 
-    python examples/merge_classifiers.py --base BASE --task birds --task cars --out MERGED --image photo.jpg
+    python examples/merge_classifiers.py --base BASE --task birds --task cars --out MERGED --image
+    photo.jpg
 
-The backbone is merged; each task's head is kept in ``MERGED/heads``. Tasks are named after their folders.
+The backbone is merged; each task's head is kept in ``MERGED/heads``. Tasks are named after their
+folders.
 """
 
 import argparse
@@ -18,7 +21,9 @@ from fusion_bench_nufilt.merge import merge_folders, plan_merge
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--base", required=True, help="the backbone, or a classifier that has it")
     parser.add_argument("--task", action="append", required=True, metavar="FOLDER")
     parser.add_argument("--merged", help="an earlier result to add the tasks to")
@@ -35,7 +40,9 @@ def main() -> None:
         model = load_task(out, task)
         print(f"{task}: {type(model).__name__} with {model.num_labels} labels")
         if arguments.image:
-            images = AutoImageProcessor.from_pretrained(out)(Image.open(arguments.image), return_tensors="pt")
+            images = AutoImageProcessor.from_pretrained(out)(
+                Image.open(arguments.image), return_tensors="pt"
+            )
             with torch.no_grad():
                 probabilities = model(**images).logits.softmax(-1)[0]
             best = int(probabilities.argmax())

@@ -1,19 +1,25 @@
-"""Merge your own Hugging Face models, in the order given, and save one that `from_pretrained` loads.
+"""Merge your own Hugging Face models, in the order given, and save one that `from_pretrained`
+loads.
 
-    python examples/merge_own_models.py --base BASE --task birds=FOLDER --task cars=FOLDER --out MERGED null_rank=43
+    python examples/merge_own_models.py --base BASE --task birds=FOLDER --task cars=FOLDER --out
+    MERGED null_rank=43
 
-Classifiers keep their heads: give ``--auto-class AutoModelForImageClassification``, and load them with
-``fusion_bench_nufilt.load_task("MERGED", "birds")``.
+Classifiers keep their heads: give ``--auto-class AutoModelForImageClassification``, and load them
+with ``fusion_bench_nufilt.load_task("MERGED", "birds")``.
 
 The same from the command line, with your own pool in ``my_configs/modelpool/mine.yaml``:
 
     _target_: fusion_bench.modelpool.BaseModelPool
     models:
-      _pretrained_: {_target_: transformers.AutoModel.from_pretrained, pretrained_model_name_or_path: BASE}
-      birds: {_target_: transformers.AutoModel.from_pretrained, pretrained_model_name_or_path: FOLDER}
-      cars: {_target_: transformers.AutoModel.from_pretrained, pretrained_model_name_or_path: FOLDER}
+      _pretrained_: {_target_: transformers.AutoModel.from_pretrained,
+          pretrained_model_name_or_path: BASE}
+      birds: {_target_: transformers.AutoModel.from_pretrained, pretrained_model_name_or_path:
+          FOLDER}
+      cars: {_target_: transformers.AutoModel.from_pretrained, pretrained_model_name_or_path:
+          FOLDER}
 
-    fusion_bench 'hydra.searchpath=[file://my_configs]' method=nufilt modelpool=mine method.shuffle_order=false
+    fusion_bench 'hydra.searchpath=[file://my_configs]' method=nufilt modelpool=mine
+    method.shuffle_order=false
 """
 
 import argparse
@@ -29,18 +35,27 @@ from fusion_bench_nufilt.storage.checkpoint import save_checkpoint
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--base", required=True)
     parser.add_argument("--task", action="append", required=True, metavar="NAME=FOLDER")
-    parser.add_argument("--auto-class", default="AutoModel", help="the class of transformers that loads the models")
+    parser.add_argument(
+        "--auto-class", default="AutoModel", help="the class of transformers that loads the models"
+    )
     parser.add_argument("--out", required=True)
-    parser.add_argument("options", nargs="*", metavar="KEY=VALUE", help="any option of method=nufilt")
+    parser.add_argument(
+        "options", nargs="*", metavar="KEY=VALUE", help="any option of method=nufilt"
+    )
     arguments = parser.parse_intermixed_args()
 
     tasks = dict(task.split("=", 1) for task in arguments.task)
     target = f"transformers.{arguments.auto_class}.from_pretrained"
     folders = {"_pretrained_": arguments.base, **tasks}
-    models = {name: {"_target_": target, "pretrained_model_name_or_path": folder} for name, folder in folders.items()}
+    models = {
+        name: {"_target_": target, "pretrained_model_name_or_path": folder}
+        for name, folder in folders.items()
+    }
     options = {"shuffle_order": False, **OmegaConf.from_dotlist(arguments.options)}
     try:
         algorithm = NufiltContinualMergingAlgorithm(**options)

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     )
     from fusion_bench_nufilt.core import FusionConfig, fuse_layers
     from fusion_bench_nufilt.merge.heads import load_task
-    from fusion_bench_nufilt.stream.layerwise import LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm
+    from fusion_bench_nufilt.stream.layerwise import (
+        LayerwiseMergingAlgorithm,
+        NufiltContinualMergingAlgorithm,
+    )
 
     __version__: str
 
@@ -43,7 +46,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and FusionBench only when needed, so that `nufilt --help` and `nufilt merge` start faster."""
+    """Import torch and FusionBench only when needed, so that `nufilt --help` and `nufilt merge`
+    start faster.
+    """
     if name in __all__:
         return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'baselines')}"), name)
     if name == "__version__":

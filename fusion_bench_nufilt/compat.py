@@ -1,4 +1,6 @@
-"""Importing this module makes FusionBench up to 0.2.33 work with today's transformers and huggingface_hub."""
+"""Importing this module makes FusionBench up to 0.2.33 work with today's transformers and
+huggingface_hub.
+"""
 
 import logging
 import os
@@ -14,8 +16,9 @@ vars(modeling_clip).setdefault("CLIPVisionTransformer", modeling_clip.CLIPVision
 # From version 1 on, huggingface_hub makes its requests with httpx, which logs each of them.
 logging.getLogger("httpx").setLevel(logging.WARNING)
 
-#: The owners of the data sets that FusionBench names without one, which huggingface_hub refuses from version 1.16 on.
-#: This can go once FusionBench names them all (its main does for mnist and svhn) and so do the pools of its users.
+#: The owners of the data sets that FusionBench names without one, which huggingface_hub refuses
+#: from version 1.16 on. This can go once FusionBench names them all (its main does for mnist and
+#: svhn) and so do the pools of its users.
 OWNERS = {
     "c4": "allenai",
     "glue": "nyu-mll",
@@ -28,7 +31,9 @@ OWNERS = {
 
 
 def _name_the_owner() -> None:
-    """Have `datasets` load a data set of :data:`OWNERS` by its full name, wherever it is named without the owner."""
+    """Have `datasets` load a data set of :data:`OWNERS` by its full name, wherever it is named
+    without the owner.
+    """
     find: Any = datasets.load.dataset_module_factory
 
     @wraps(find)

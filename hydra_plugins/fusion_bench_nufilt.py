@@ -1,4 +1,6 @@
-"""Adds this plugin's configs to FusionBench's search path, so that `fusion_bench method=nufilt` needs no flag."""
+"""Adds this plugin's configs to FusionBench's search path, so that `fusion_bench method=nufilt`
+needs no flag.
+"""
 
 import sys
 from pathlib import Path
@@ -8,7 +10,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 
 class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
-    """Every Hydra application in the environment imports this class; it acts only inside FusionBench."""
+    """Every Hydra application in the environment imports this class; it acts only inside
+    FusionBench.
+    """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if "fusion_bench" not in sys.modules:
@@ -21,7 +25,8 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
         # A wheel carries the configs inside the package; a checkout has them beside it.
         config = package / "config" if (package / "config").is_dir() else package.parent / "config"
         search_path.append("fusion-bench-nufilt", f"file://{config}")
-        # FusionBench prefers a folder ./config of the user's to its own; with its own appended, both work.
+        # FusionBench prefers a folder ./config of the user's to its own; with its own appended,
+        # both work.
         own = Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config"
         search_path.append("fusion-bench", f"file://{own}")
         if (command := sys.modules.get("fusion_bench.scripts.cli")) is not None:

@@ -1,4 +1,6 @@
-"""Tiny classifiers of one backbone that are trained on tasks of their own, each with its own labels."""
+"""Tiny classifiers of one backbone that are trained on tasks of their own, each with its own
+labels.
+"""
 
 from functools import cache
 
@@ -11,12 +13,17 @@ STEPS, BATCH, TEST = 20, 64, 200
 
 
 def labels(names):
-    return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    return {
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: i for i, name in enumerate(names)},
+    }
 
 
 def images(count, classes, seed):
     """Images of a pattern for each class, in noise."""
-    patterns = torch.randn(classes, 3, 16, 16, generator=torch.Generator().manual_seed(100 + classes))
+    patterns = torch.randn(
+        classes, 3, 16, 16, generator=torch.Generator().manual_seed(100 + classes)
+    )
     random = torch.Generator().manual_seed(seed)
     y = torch.randint(classes, (count,), generator=random)
     return {"pixel_values": patterns[y] + torch.randn(count, 3, 16, 16, generator=random)}, y
@@ -31,7 +38,8 @@ def sentences(count, classes, seed):
     return {"input_ids": words}, y
 
 
-#: By kind: the class with a head, its configuration, the backbone's class, the numbers of labels, and the data.
+#: By kind: the class with a head, its configuration, the backbone's class, the numbers of labels,
+#: and the data.
 KINDS = {
     "vit": (
         hf.ViTForImageClassification,
@@ -57,9 +65,13 @@ def train(kind):
     torch.manual_seed(0)
     base, trained = backbone(config).eval(), {}
     for task, count in tasks.items():
-        config = type(config)(**{**config.to_dict(), **labels([f"{task} {i}" for i in range(count)])})
+        config = type(config)(
+            **{**config.to_dict(), **labels([f"{task} {i}" for i in range(count)])}
+        )
         model = with_head(config)
-        model.base_model.load_state_dict(base.state_dict(), strict=False)  # some classifiers have no pooler
+        model.base_model.load_state_dict(
+            base.state_dict(), strict=False
+        )  # some classifiers have no pooler
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
         for step in range(STEPS):
             x, y = data(BATCH, count, seed=step)

@@ -16,15 +16,21 @@ from hypothesis import settings
 from fusion_bench_nufilt.compare import configs
 from fusion_bench_nufilt.demo import demo_folder
 
-settings.register_profile("nufilt", max_examples=30, deadline=None)  # A busy machine may pause any example.
+settings.register_profile(
+    "nufilt", max_examples=30, deadline=None
+)  # A busy machine may pause any example.
 settings.load_profile("nufilt")
 
-# Fabric's own choice: a run is on the CPU also where there is a GPU, with the bits that tests compare it with.
+# Fabric's own choice: a run is on the CPU also where there is a GPU, with the bits that tests
+# compare it with.
 os.environ.setdefault("LT_ACCELERATOR", "cpu")
 
 REPO = Path(__file__).resolve().parent.parent
 #: Where a law holds: also on a GPU, where there is one.
-GPU = (pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))
+GPU = (
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+)
 every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 SHARED = Path(os.environ.get("NUFILT_SHARED", REPO.parent / "shared"))
 
@@ -36,7 +42,9 @@ def pytest_collection_finish():
 
 
 def shared_or_skip(part: str) -> Path:
-    """Path of test material that lies beside a developer's checkout and is not part of the project."""
+    """Path of test material that lies beside a developer's checkout and is not part of the
+    project.
+    """
     if not SHARED.is_dir() and "NUFILT_SHARED" not in os.environ:
         pytest.skip(f"test material is not at hand (looked in {SHARED}; set NUFILT_SHARED)")
     assert (SHARED / part).exists(), f"test material '{part}' is missing in {SHARED}"
@@ -45,10 +53,14 @@ def shared_or_skip(part: str) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def compose_once():
-    """Composing takes Hydra a quarter of a second, and the same words are composed hundreds of times."""
+    """Composing takes Hydra a quarter of a second, and the same words are composed hundreds of
+    times.
+    """
     composed = cache(lambda program, *overrides: hydra.compose(program, list(overrides)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(configs, "compose", lambda program, overrides: deepcopy(composed(program, *overrides)))
+        patch.setattr(
+            configs, "compose", lambda program, overrides: deepcopy(composed(program, *overrides))
+        )
         yield
 
 
@@ -79,7 +91,9 @@ def full_disk(tmp_path):
     """A folder on a disk that has room for 100 kB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "none", disk], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=100k", "none", disk], capture_output=True
+    ).returncode:
         pytest.skip("a small disk can't be mounted here")
     yield disk / "out"
     subprocess.run(["umount", disk], check=True)
@@ -87,15 +101,35 @@ def full_disk(tmp_path):
 
 @pytest.fixture
 def fusion_bench(tmp_path, demo_cache):
-    """Run FusionBench's command line in an empty folder and return what it did; logs go to ``tmp_path / "logs"``."""
+    """Run FusionBench's command line in an empty folder and return what it did; logs go to
+    ``tmp_path / "logs"``.
+    """
     folder = tmp_path / "cwd"
     folder.mkdir()
-    environment = {**os.environ, "NUFILT_DEMO": "tiny", "NUFILT_CACHE": str(demo_cache), "COLUMNS": "200"}
+    environment = {
+        **os.environ,
+        "NUFILT_DEMO": "tiny",
+        "NUFILT_CACHE": str(demo_cache),
+        "COLUMNS": "200",
+    }
 
     def run(*overrides, python=sys.executable, launcher=(), check=True):
-        command = [*launcher, python, "-m", "fusion_bench", f"path.log_dir={tmp_path / 'logs'}", *overrides]
+        command = [
+            *launcher,
+            python,
+            "-m",
+            "fusion_bench",
+            f"path.log_dir={tmp_path / 'logs'}",
+            *overrides,
+        ]
         done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
         if check:
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,4 +1,6 @@
-"""Tiny models of every family that FusionBench has a pool for, and of others that hold their layers in other ways."""
+"""Tiny models of every family that FusionBench has a pool for, and of others that hold their layers
+in other ways.
+"""
 
 from collections import OrderedDict
 
@@ -6,12 +8,30 @@ import torch
 import transformers
 from torch import nn
 
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 WIDE = {**SMALL, "vocab_size": 50}
 EXPERTS = {**WIDE, "num_key_value_heads": 2, "num_experts_per_tok": 2, "num_local_experts": 3}
 IMAGES = {**SMALL, "image_size": 16, "patch_size": 8}
-DEEPSEEK = {**WIDE, "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
-DEEPSEEK |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "head_dim": 8, "n_routed_experts": 3}
+DEEPSEEK = {
+    **WIDE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+}
+DEEPSEEK |= {
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "n_routed_experts": 3,
+}
 DEEPSEEK |= {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 RESNET = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 1]}
@@ -35,14 +55,18 @@ class OpenClipBlock(nn.Module):
 
 
 class OpenClipVision(nn.Module):
-    """The vision tower of an OpenCLIP model, with its names: ``visual.transformer.resblocks.0.attn.in_proj_weight``."""
+    """The vision tower of an OpenCLIP model, with its names:
+    ``visual.transformer.resblocks.0.attn.in_proj_weight``.
+    """
 
     def __init__(self, width=32):
         super().__init__()
         self.visual = nn.Module()
         self.visual.conv1 = nn.Conv2d(3, width, 8, 8, bias=False)
         self.visual.transformer = nn.Module()
-        self.visual.transformer.resblocks = nn.Sequential(OpenClipBlock(width), OpenClipBlock(width))
+        self.visual.transformer.resblocks = nn.Sequential(
+            OpenClipBlock(width), OpenClipBlock(width)
+        )
         self.visual.proj = nn.Parameter(0.1 * torch.randn(width, 16))
 
     def forward(self, pixel_values):
@@ -71,10 +95,14 @@ FAMILIES = {
     "mistral": lambda: _build("MistralForCausalLM", "MistralConfig", **WIDE, num_key_value_heads=2),
     "qwen2": lambda: _build("Qwen2ForCausalLM", "Qwen2Config", **WIDE, num_key_value_heads=2),
     "mixtral": lambda: _build("MixtralForCausalLM", "MixtralConfig", **EXPERTS),
-    "gpt_oss": lambda: _build("GptOssForCausalLM", "GptOssConfig", **EXPERTS, head_dim=8, attn_implementation="eager"),
+    "gpt_oss": lambda: _build(
+        "GptOssForCausalLM", "GptOssConfig", **EXPERTS, head_dim=8, attn_implementation="eager"
+    ),
     "granitemoe": lambda: _build("GraniteMoeForCausalLM", "GraniteMoeConfig", **EXPERTS),
     "deepseek_v2": lambda: _build("DeepseekV2ForCausalLM", "DeepseekV2Config", **DEEPSEEK),
-    "roberta": lambda: _build("RobertaForSequenceClassification", "RobertaConfig", **WIDE, max_position_embeddings=40),
+    "roberta": lambda: _build(
+        "RobertaForSequenceClassification", "RobertaConfig", **WIDE, max_position_embeddings=40
+    ),
     "bert": lambda: _build("BertForSequenceClassification", "BertConfig", **WIDE),
     "vit": lambda: _build("ViTForImageClassification", "ViTConfig", **IMAGES),
     "dinov2": lambda: _build("Dinov2ForImageClassification", "Dinov2Config", **IMAGES),
@@ -83,8 +111,13 @@ FAMILIES = {
 }
 
 
-#: Those whose models hold layers in other ways than their checkpoints. A pool merges what the model holds.
-CONVERTED = ("mixtral", "granitemoe", "deepseek_v2", "vit", "dinov2") if transformers.__version__ >= "5" else ()
+#: Those whose models hold layers in other ways than their checkpoints. A pool merges what the model
+#: holds.
+CONVERTED = (
+    ("mixtral", "granitemoe", "deepseek_v2", "vit", "dinov2")
+    if transformers.__version__ >= "5"
+    else ()
+)
 
 
 @torch.no_grad()

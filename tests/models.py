@@ -7,7 +7,12 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 VISION = hf.CLIPVisionConfig(**SMALL, image_size=16, patch_size=8)
 
@@ -33,7 +38,11 @@ TOWER = "vision_model." if hasattr(clip(), "vision_model") else ""
 def full_clip(seed=0):
     """Vision and text tower."""
     text = hf.CLIPTextConfig(**SMALL, vocab_size=50, eos_token_id=2)
-    return build(hf.CLIPModel, hf.CLIPConfig(text_config=text.to_dict(), vision_config=VISION.to_dict()), seed)
+    return build(
+        hf.CLIPModel,
+        hf.CLIPConfig(text_config=text.to_dict(), vision_config=VISION.to_dict()),
+        seed,
+    )
 
 
 def t5(seed=0):
@@ -43,7 +52,9 @@ def t5(seed=0):
 
 def llama(seed=0, tie_word_embeddings=True):
     size = {**SMALL, "num_attention_heads": 4, "vocab_size": 50}
-    return build(hf.LlamaForCausalLM, hf.LlamaConfig(**size, tie_word_embeddings=tie_word_embeddings), seed)
+    return build(
+        hf.LlamaForCausalLM, hf.LlamaConfig(**size, tie_word_embeddings=tie_word_embeddings), seed
+    )
 
 
 def llava(seed=0):
@@ -74,9 +85,13 @@ def finetuned(model, seed, scale=0.02):
 
 
 def damaged_clip(folder):
-    """Save a CLIP tower whose checkpoint lacks a weight; return the entry of a model pool, and the weight's key."""
+    """Save a CLIP tower whose checkpoint lacks a weight; return the entry of a model pool, and the
+    weight's key.
+    """
     model = clip(2)
-    key = next(name for name, value in model.named_parameters() if "mlp" in name and value.ndim == 2)
+    key = next(
+        name for name, value in model.named_parameters() if "mlp" in name and value.ndim == 2
+    )
     model.save_pretrained(folder)
     (file,) = folder.glob("*.safetensors")
     kept = {name: value for name, value in load_file(file).items() if not name.endswith(key)}

@@ -1,7 +1,9 @@
-"""GPUs that are simulated: tensors in main memory that say they lie on a GPU, under the rules of one.
+"""GPUs that are simulated: tensors in main memory that say they lie on a GPU, under the rules of
+one.
 
-A tensor of another device beside one on a GPU is an error, a GPU has a capacity, and a ledger notes transfers, waits
-and memory. The arithmetic is the CPU's, so that methods which add up in the same order give the CPU's bits.
+A tensor of another device beside one on a GPU is an error, a GPU has a capacity, and a ledger notes
+transfers, waits and memory. The arithmetic is the CPU's, so that methods which add up in the same
+order give the CPU's bits.
 """
 
 import sys
@@ -16,7 +18,14 @@ import torch._dynamo  # it takes stock of functions that are replaced below
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU, TO = torch.device("cpu"), torch.Tensor.to
-WAITS = {"_local_scalar_dense", "nonzero", "equal", "_linalg_eigh", "_linalg_svd", "_linalg_check_errors"}
+WAITS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "equal",
+    "_linalg_eigh",
+    "_linalg_svd",
+    "_linalg_check_errors",
+}
 SOLVERS = {"_linalg_eigh", "_linalg_svd", "linalg_qr", "linalg_cholesky_ex"}
 
 
@@ -25,13 +34,21 @@ class Ledger:
 
     def __init__(self):
         self.capacity = None  # bytes of each GPU
-        self.before = lambda name, tensors: None  # called before each operation on a GPU; it may raise
-        self.random = defaultdict(lambda: torch.zeros(16, dtype=torch.uint8))  # states of the generators, by GPU
+        self.before = lambda name, tensors: (
+            None
+        )  # called before each operation on a GPU; it may raise
+        self.random = defaultdict(
+            lambda: torch.zeros(16, dtype=torch.uint8)
+        )  # states of the generators, by GPU
         self.live, self._lock = defaultdict(int), threading.RLock()
         self.reset()
 
     def reset(self):
-        self.up, self.down, self.waits = Counter(), Counter(), Counter()  # by shape, by shape, by function
+        self.up, self.down, self.waits = (
+            Counter(),
+            Counter(),
+            Counter(),
+        )  # by shape, by shape, by function
         self.operations, self.gpus = Counter(), Counter()  # by name and shape, by GPU
         self.peak = defaultdict(int, self.live)
 
@@ -41,7 +58,9 @@ class Ledger:
     def take(self, storage, gpu):
         with self._lock:
             if self.capacity is not None and self.live[gpu] + storage.nbytes() > self.capacity:
-                raise torch.cuda.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes.")
+                raise torch.cuda.OutOfMemoryError(
+                    f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes."
+                )
             self.live[gpu] += storage.nbytes()
             self.peak[gpu] = max(self.peak[gpu], self.live[gpu])
         weakref.finalize(storage, self._free, self.live, gpu, storage.nbytes()).atexit = False
@@ -73,7 +92,8 @@ ledger = Ledger()
 class OnGPU(torch.Tensor):
     """A tensor on a simulated GPU, with its values in ``inner`` on the CPU.
 
-    For PyTorch's own code it is one on the meta device, since a PyTorch without CUDA knows no tensors on a GPU.
+    For PyTorch's own code it is one on the meta device, since a PyTorch without CUDA knows no
+    tensors on a GPU.
     """
 
     device = property(lambda self: self.gpu)
@@ -82,7 +102,12 @@ class OnGPU(torch.Tensor):
     @staticmethod
     def __new__(cls, inner, device):
         self = torch.Tensor._make_wrapper_subclass(
-            cls, inner.size(), inner.stride(), inner.storage_offset(), dtype=inner.dtype, device="meta"
+            cls,
+            inner.size(),
+            inner.stride(),
+            inner.storage_offset(),
+            dtype=inner.dtype,
+            device="meta",
         )
         self.inner, self.gpu = inner, device
         if not hasattr(storage := inner.untyped_storage(), "gpu"):
@@ -94,7 +119,9 @@ class OnGPU(torch.Tensor):
         return self.cpu().tolist()
 
     def numpy(self, **options):
-        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first."
+        )
 
     def __tensor_flatten__(self):
         return ["inner"], self.device
@@ -128,12 +155,19 @@ def run(func, args, kwargs):
         target = next(iter(places))
     target = numbered(target)
     if name == "scalar_tensor" and target.type == "meta":
-        target, kwargs = CPU, {**kwargs, "device": CPU}  # PyTorch's own code made it for an operation on a GPU
+        target, kwargs = (
+            CPU,
+            {**kwargs, "device": CPU},
+        )  # PyTorch's own code made it for an operation on a GPU
     if target.type not in ("cpu", "cuda") or (not places and target.type == "cpu"):
         return func(*args, **kwargs)
     if target.type == "cuda" and target.index >= torch.cuda.device_count():
         raise torch.AcceleratorError("CUDA error: invalid device ordinal")
-    if name == "_to_copy" and tensors[0].device == target and kwargs.get("dtype", tensors[0].dtype) == tensors[0].dtype:
+    if (
+        name == "_to_copy"
+        and tensors[0].device == target
+        and kwargs.get("dtype", tensors[0].dtype) == tensors[0].dtype
+    ):
         return tensors[0]  # PyTorch's own code took it for a tensor on another device
     if name in ("_to_copy", "copy_"):
         note_transfer(tensors[-1], target if name == "_to_copy" else tensors[0].device)
@@ -169,10 +203,16 @@ def tensors_in(values):
 
 
 def mapped(function, x):
-    """Apply a function to all values in lists, tuples and dicts, in less time than PyTorch's ``tree_map``."""
+    """Apply a function to all values in lists, tuples and dicts, in less time than PyTorch's
+    ``tree_map``.
+    """
     if isinstance(x, list | tuple):
         return type(x)([mapped(function, each) for each in x])
-    return {key: mapped(function, each) for key, each in x.items()} if isinstance(x, dict) else function(x)
+    return (
+        {key: mapped(function, each) for key, each in x.items()}
+        if isinstance(x, dict)
+        else function(x)
+    )
 
 
 def numbered(device):
@@ -196,14 +236,22 @@ def note_transfer(source, target):
 
 
 def refuse_several(name, tensors, places):
-    """Raise CUDA's error for operands on several devices; numbers and indices may lie on the CPU."""
-    strays = {x.device for x in tensors if x.device.type != "cuda" and x.ndim > 0 and "index" not in name}
+    """Raise CUDA's error for operands on several devices; numbers and indices may lie on the
+    CPU.
+    """
+    strays = {
+        x.device for x in tensors if x.device.type != "cuda" and x.ndim > 0 and "index" not in name
+    }
     if len(places | strays) > 1:
-        raise RuntimeError(f"Expected all tensors to be on the same device, but found {places | strays} in {name}")
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found {places | strays} in {name}"
+        )
 
 
 class LateLibrary:
-    """The first solver loads a library, and another one that begins meanwhile fails, as in PyTorch."""
+    """The first solver loads a library, and another one that begins meanwhile fails, as in
+    PyTorch.
+    """
 
     def __init__(self):
         self.loading, self.loaded = threading.Lock(), threading.Event()
@@ -222,7 +270,11 @@ def simulated(count=2, capability=(8, 0)):
     """Let PyTorch have this many GPUs in the block."""
     if torch.cuda.is_available():
         pytest.skip("this machine has GPUs of its own")
-    start, ledger.capacity, ledger.before = threading.Thread._bootstrap_inner, None, lambda name, tensors: None
+    start, ledger.capacity, ledger.before = (
+        threading.Thread._bootstrap_inner,
+        None,
+        lambda name, tensors: None,
+    )
     ledger.live = defaultdict(int)  # tensors of an earlier block may still be alive
     ledger.reset()
 

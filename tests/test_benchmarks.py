@@ -36,7 +36,9 @@ from fusion_bench_nufilt.methods.best import Best
 from fusion_bench_nufilt.methods.order_free import ScaleConfig
 
 
-@pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
+@pytest.mark.parametrize(
+    "name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)]
+)
 def test_the_plain_computation_agrees_with_the_parity_vectors(name):
     case, vectors = load_case(name)
     merged = pretrained = vectors["pretrained"]
@@ -50,11 +52,12 @@ def test_the_plain_computation_agrees_with_the_parity_vectors(name):
 @pytest.mark.parametrize(
     ("d_o", "d_i", "expected"),
     [
-        # tall, by hand: triangles of Gram matrices 2 * 6*4*4; G B 10 * 2*4*4*3; tau P 4*6*4*2; T, H 4*6*4*1;
-        # A V, E V^T 10 * 4*3*4*3; r_l and r_v products 10 * 4*4*3*4; tau B A 4*6*4*3
+        # tall, by hand: triangles of Gram matrices 2 * 6*4*4; G B 10 * 2*4*4*3; tau P 4*6*4*2; T, H
+        # 4*6*4*1; A V, E V^T 10 * 4*3*4*3; r_l and r_v products 10 * 4*4*3*4; tau B A 4*6*4*3
         (6, 4, 192 + 960 + 192 + 96 + 1440 + 1920 + 288),
-        # wide: triangles of Gram matrices 2 * 2*8*2; tau^T (tau B) 10 * 4*2*8*3; left to right 2*2*8*3; tau P 4*2*8*2;
-        # T, H 4*2*8*1; A V, E V^T 10 * 4*3*8*3; r_l and r_v products 10 * 4*8*3*4; tau B A 4*2*8*3
+        # wide: triangles of Gram matrices 2 * 2*8*2; tau^T (tau B) 10 * 4*2*8*3; left to right
+        # 2*2*8*3; tau P 4*2*8*2; T, H 4*2*8*1; A V, E V^T 10 * 4*3*8*3; r_l and r_v products 10 *
+        # 4*8*3*4; tau B A 4*2*8*3
         (2, 8, 64 + 1920 + 96 + 128 + 64 + 2880 + 3840 + 192),
     ],
 )
@@ -64,11 +67,16 @@ def test_the_count_of_operations_agrees_with_a_count_by_hand(d_o, d_i, expected)
 
 
 def test_inputs_are_reproducible_and_a_task_is_1_to_2_percent_of_the_weight():
-    (theta_0, theta, theta_t, _), again = make_layer((40, 30), 1, "cpu"), make_layer((40, 30), 1, "cpu")
+    (theta_0, theta, theta_t, _), again = (
+        make_layer((40, 30), 1, "cpu"),
+        make_layer((40, 30), 1, "cpu"),
+    )
     assert torch.equal(theta, again[1])
     assert 0.01 <= (theta_t - theta_0).norm() / theta_0.norm() <= 0.02
     sigma = torch.linalg.svdvals((theta_t - theta_0).double())
-    torch.testing.assert_close(sigma / sigma[0], torch.arange(1, 31).double() ** -0.7, rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        sigma / sigma[0], torch.arange(1, 31).double() ** -0.7, rtol=1e-3, atol=0
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -89,9 +97,15 @@ def test_a_lora_is_timed_in_its_factors_and_as_its_product(capsys):
 
 
 def test_what_an_analysis_costs_is_printed(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["analysis.py", "--tiny", "--images=2", "--rounds=1", "--width=64"])
+    monkeypatch.setattr(
+        sys, "argv", ["analysis.py", "--tiny", "--images=2", "--rounds=1", "--width=64"]
+    )
     runpy.run_path(str(REPO / "benchmarks" / "analysis.py"), run_name="__main__")
-    starts = ["second moments of 6 inputs, 2 images", *["10 layers"] * 2, "task vector of a 64 x 64 layer"]
+    starts = [
+        "second moments of 6 inputs, 2 images",
+        *["10 layers"] * 2,
+        "task vector of a 64 x 64 layer",
+    ]
     lines = capsys.readouterr().out.splitlines()
     assert all(words in line for words, line in zip(starts, lines, strict=True))
 
@@ -100,7 +114,14 @@ def test_what_an_analysis_costs_is_printed(monkeypatch, capsys):
 def test_the_faster_dop_ends_where_fusion_bench_s_does(shape):
     theta_0, theta, theta_t, _ = make_layer(shape, 0, "cpu")
     fabric = SimpleNamespace(world_size=1, to_device=lambda value: value)
-    settings = {"num_steps": 30, "mgda": True, "ema": True, "ema_beta": 0.9, "alpha": 0.8, "svd_epsilon": 0.99}
+    settings = {
+        "num_steps": 30,
+        "mgda": True,
+        "ema": True,
+        "ema_beta": 0.9,
+        "alpha": 0.8,
+        "svd_epsilon": 0.99,
+    }
     dop = SimpleNamespace(fabric=fabric, lr=1e-4, svd_proj_space="uv", **settings)
     dop.cal_loss_i = partial(ContinualDOPForCLIP.cal_loss_i, dop)
     models = {"merged": theta, "new": theta_t}
@@ -114,7 +135,11 @@ def test_the_faster_dop_ends_where_fusion_bench_s_does(shape):
 
 
 def test_the_grids_are_those_of_the_rule():
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|$", (REPO / "docs/notes/order_free_rule.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \| ([^|]+) \|$",
+        (REPO / "docs/notes/order_free_rule.md").read_text(),
+        re.MULTILINE,
+    )
     grids = {}
     for member, grid in rows:
         words = (option.split(" ", 1) for option in grid.split("; "))
@@ -173,8 +198,15 @@ def test_the_gpu_script_measures_every_method(part, gpu_args):
     methods = {method for _, method, *_ in rows}
     assert methods == (set(METHODS) if part == "clip-b32" else {kind.name for kind in ORDER_FREE})
     assert all(seconds > 0 for _, _, seconds, *_ in rows)
-    difference = {"plain": r"differs from ours by ([\d.e+-]+)", "tsv_stream": r"differs by ([\d.e+-]+)"}
-    found = {method: re.search(difference[method], row) for _, method, *_, row in rows if method in difference}
+    difference = {
+        "plain": r"differs from ours by ([\d.e+-]+)",
+        "tsv_stream": r"differs by ([\d.e+-]+)",
+    }
+    found = {
+        method: re.search(difference[method], row)
+        for _, method, *_, row in rows
+        if method in difference
+    }
     assert all(float(match[1]) < 1e-3 for match in found.values())
 
 
@@ -184,40 +216,59 @@ def test_a_part_of_the_gpu_script_that_fails_or_runs_over_is_a_row(gpu_args):
     gpu_args.until = 0
     gpu.run_part("about", gpu_args)
     failed = ["failed: ValueError: no / room", "failed: over 0 s"]
-    assert rows_of(gpu_args) == [["B/32", "OPCM", None, None, failed[0]], ["about", "", None, None, failed[1]]]
+    assert rows_of(gpu_args) == [
+        ["B/32", "OPCM", None, None, failed[0]],
+        ["about", "", None, None, failed[1]],
+    ]
 
 
 @pytest.mark.slow
 def test_the_gpu_script_runs_through_in_tiny_sizes_on_a_cpu(tmp_path):
     command = [str(REPO / "benchmarks" / "gpu.sh"), str(tmp_path), "--device", "cpu", "--tiny"]
-    subprocess.run(command, cwd=REPO, env={**os.environ, "PYTHON": sys.executable}, check=True, timeout=600)
+    subprocess.run(
+        command, cwd=REPO, env={**os.environ, "PYTHON": sys.executable}, check=True, timeout=600
+    )
     table = (tmp_path / "gpu.md").read_text()
-    assert not re.findall(r"failed: (?!over \d+ s).*", table)  # on a busy machine a part may run over its limit
+    assert not re.findall(
+        r"failed: (?!over \d+ s).*", table
+    )  # on a busy machine a part may run over its limit
     for words in ("| parity", "| about "):
         assert words in table
 
 
-def test_a_table_of_the_pages_has_what_was_printed_and_marks_ratios_that_moved(tmp_path, monkeypatch, capsys):
+def test_a_table_of_the_pages_has_what_was_printed_and_marks_ratios_that_moved(
+    tmp_path, monkeypatch, capsys
+):
     every = importlib.import_module("all")
     monkeypatch.setattr(every, "SCRATCH", tmp_path)
     monkeypatch.setattr(sys, "argv", ["all.py", "--tiny", "good", "bad"])
     monkeypatch.setenv("NUFILT_DEMO", "full")
     parts = {"bad": every.Part(1, "no_such_benchmark.py", "")}
     printed = "noise\n| layer | seconds |\n| --- | --- |\n| a | 2 |\n| b | {} |\nnoise\n"
-    page, marks = tmp_path / "page.md", "before\n\n<!-- measured: {} -->\n\n{}\n\n<!-- end -->\n\nafter\n"
+    page, marks = (
+        tmp_path / "page.md",
+        "before\n\n<!-- measured: {} -->\n\n{}\n\n<!-- end -->\n\nafter\n",
+    )
     bad = marks.format("bad", "as it was")
     page.write_text(bad + marks.format("good", "nothing yet"))
     monkeypatch.setattr(every, "PAGES", [page])
     monkeypatch.setattr(every.shutil, "copy", lambda source, folder: source)
     for seconds, b in ((4, "b"), (4.4, "b"), (6, r"b \*")):
         (tmp_path / "good.py").write_text(f"print({printed.format(seconds)!r})")
-        parts["good"] = every.Part(1, str(tmp_path / "good.py"), "", lambda table: every.ratios(table, 0, "a"))
+        parts["good"] = every.Part(
+            1, str(tmp_path / "good.py"), "", lambda table: every.ratios(table, 0, "a")
+        )
         monkeypatch.setattr(every, "PARTS", parts)
         with pytest.raises(SystemExit, match="failed: bad"):
             every.main()
         (table,) = every.printed(text := page.read_text())
-        assert table.to_numpy().tolist() == [["a", "2", "1"], [b, str(seconds), f"{seconds / 2:.3g}"]]
-        assert (every.NOTE in text) == ("*" in b) == ("MORE THAN 15 % OFF" in capsys.readouterr().out)
+        assert table.to_numpy().tolist() == [
+            ["a", "2", "1"],
+            [b, str(seconds), f"{seconds / 2:.3g}"],
+        ]
+        assert (
+            (every.NOTE in text) == ("*" in b) == ("MORE THAN 15 % OFF" in capsys.readouterr().out)
+        )
         assert text.startswith(bad + "before\n")
         assert text.endswith("\n\nafter\n")
 
@@ -226,7 +277,10 @@ def test_the_table_of_the_methods_has_a_row_for_each_that_was_timed():
     row = {"plain": 8.0, "ours": 2.0, "WUDI": 6.0, "WUDI closed form": 1.0}
     row |= {"plain / ours": 4.0, "WUDI / ours": 3.0, "WUDI closed form / ours": 0.5}
     results = {"machine": {}, "steps": {"tiny: 1 of 2x3": row, "one layer: 1 of 2x3": row}}
-    results |= {"limit": {"tiny": {"ours": 2.0}}, "memory": {"tiny, ours": {"extra MB": 7.0, "seconds": "cut short"}}}
+    results |= {
+        "limit": {"tiny": {"ours": 2.0}},
+        "memory": {"tiny, ours": {"extra MB": 7.0, "seconds": "cut short"}},
+    }
     every = importlib.import_module("all")
     table = every.steps(*every.printed(report(results, 2.0)))
     assert list(table) == ["method", "tiny (s)", "tiny / NUFILT", "memory of the first (MB)"]
@@ -240,10 +294,29 @@ def test_the_table_of_the_methods_has_a_row_for_each_that_was_timed():
 
 @pytest.mark.slow
 def test_the_script_writes_its_tables(tmp_path):
-    options = ["--shapes", "tiny", "--layers", "1", "--repeats", "1", "--patience", "0.1", "--out", str(tmp_path)]
-    command = [sys.executable, str(REPO / "benchmarks" / "merge_step.py"), *options, "--methods", "plain,WUDI"]
+    options = [
+        "--shapes",
+        "tiny",
+        "--layers",
+        "1",
+        "--repeats",
+        "1",
+        "--patience",
+        "0.1",
+        "--out",
+        str(tmp_path),
+    ]
+    command = [
+        sys.executable,
+        str(REPO / "benchmarks" / "merge_step.py"),
+        *options,
+        "--methods",
+        "plain,WUDI",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    subprocess.run([*command, "--no-memory"], env=environment, check=True, capture_output=True, timeout=300)
+    subprocess.run(
+        [*command, "--no-memory"], env=environment, check=True, capture_output=True, timeout=300
+    )
     results = json.loads((tmp_path / "results.json").read_text())
     row = results["steps"]["tiny: 4 of 192x160"]
     assert row["plain / ours"] == pytest.approx(row["plain"] / row["ours"])

@@ -30,7 +30,9 @@ def test_local_processes_find_all_results_and_a_killed_one_is_said():
 
 
 def grow(megabytes):
-    """Keep memory for longer than a second, the time after which some pools of processes measure it."""
+    """Keep memory for longer than a second, the time after which some pools of processes measure
+    it.
+    """
     grow.kept = [*getattr(grow, "kept", ()), b"x" * (megabytes * 2**20)]
     time.sleep(1.2)
     return megabytes
@@ -40,12 +42,18 @@ HEEDS_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_h
 
 
 def begun(code):
-    """Begin a program that imports this module, and that Ctrl-C ends even if this process runs in the background."""
+    """Begin a program that imports this module, and that Ctrl-C ends even if this process runs in
+    the background.
+    """
     program = (
-        f"{HEEDS_CTRL_C}\nfrom tests import test_cluster\nfrom fusion_bench_nufilt.cluster import run_locally\n{code}"
+        f"{HEEDS_CTRL_C}\nfrom tests import test_cluster\nfrom fusion_bench_nufilt.cluster import "
+        f"run_locally\n{code}"
     )
     return subprocess.Popen(
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -66,7 +74,10 @@ def name_itself(seconds):
 
 def has_ended(number, within=20):
     end = time.monotonic() + within
-    while alive := psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
+    while (
+        alive := psutil.pid_exists(number)
+        and psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+    ):
         if time.monotonic() > end:
             break
         time.sleep(0.1)
@@ -85,7 +96,9 @@ def test_processes_end_when_their_results_are_no_longer_wanted():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_processes_end_with_the_program_that_began_them(number):
     work = {"quick": (0,), "long": (600,)}
-    program = begun(f"for _, pid in run_locally({work}, test_cluster.name_itself, 1): print(pid, flush=True)")
+    program = begun(
+        f"for _, pid in run_locally({work}, test_cluster.name_itself, 1): print(pid, flush=True)"
+    )
     try:
         process = int(program.stdout.readline())
         program.send_signal(number)
@@ -101,7 +114,9 @@ def visible_gpus():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "expected"), [(2, "4"), (0, "4,7")])
-def test_a_process_sees_its_own_gpu_alone_and_without_gpus_leaves_things_as_they_are(monkeypatch, count, expected):
+def test_a_process_sees_its_own_gpu_alone_and_without_gpus_leaves_things_as_they_are(
+    monkeypatch, count, expected
+):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert dict(cluster.run_locally({"a": ()}, visible_gpus, 1)) == {"a": expected}
@@ -109,7 +124,12 @@ def test_a_process_sees_its_own_gpu_alone_and_without_gpus_leaves_things_as_they
 
 @pytest.mark.parametrize(
     ("visible", "count", "expected"),
-    [("4,7", 2, ["4", "7", "4"]), (None, 2, ["0", "1", "0"]), ("GPU-a", 1, ["GPU-a"] * 3), (None, 0, [None] * 3)],
+    [
+        ("4,7", 2, ["4", "7", "4"]),
+        (None, 2, ["0", "1", "0"]),
+        ("GPU-a", 1, ["GPU-a"] * 3),
+        (None, 0, [None] * 3),
+    ],
 )
 def test_process_i_takes_gpu_i_modulo_their_number(monkeypatch, visible, count, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -130,7 +150,9 @@ def test_workers_are_on_nodes_with_cpus_or_one_for_each_gpu(gpus, expected):
     with pytest.raises(ValueError, match=r"the Ray cluster has no [CG]PU"):
         cluster.find_nodes(SimpleNamespace(nodes=list), gpus=gpus)
     found = cluster.find_nodes(SimpleNamespace(nodes=lambda: nodes), gpus=gpus)
-    assert [(node.name, node.cpus) for node in found] == [(f"node {name} (01234567)", cpus) for name, cpus in expected]
+    assert [(node.name, node.cpus) for node in found] == [
+        (f"node {name} (01234567)", cpus) for name, cpus in expected
+    ]
 
 
 # --- a real cluster ---
@@ -143,7 +165,9 @@ def ray():
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_worker_niceness", "0")  # else other processes starve the workers of a busy machine
+        patch.setenv(
+            "RAY_worker_niceness", "0"
+        )  # else other processes starve the workers of a busy machine
         three = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
         for _ in range(2):
             three.add_node(num_cpus=1)
@@ -196,7 +220,9 @@ def test_what_the_work_refuses_is_one_line_with_the_name_of_the_node_and_a_mista
 @pytest.mark.slow
 def test_a_node_with_other_versions_is_refused(ray, monkeypatch):
     monkeypatch.setattr(cluster, "package_versions", lambda: {"torch": "0.1"})
-    with pytest.raises(ValueError, match=r"^node .* it has torch .* where the driver has 0\.1: install the same"):
+    with pytest.raises(
+        ValueError, match=r"^node .* it has torch .* where the driver has 0\.1: install the same"
+    ):
         list(run(ray, {"a layer": (1,)}))
 
 
@@ -207,7 +233,10 @@ def test_a_node_that_others_hold_is_left_out(ray, monkeypatch, caplog):
     results = run(ray, {"one": (1,), "two": (2,)}, [held])
     next(results)
     assert dict(run(ray, {"one": (1,)}, [held, *free])) == {"one": 2}
-    assert f"{held.name}: worker lost, others take its work: its CPUs or GPUs were not free within 40 s" in caplog.text
+    assert (
+        f"{held.name}: worker lost, others take its work: its CPUs or GPUs were not free within 40 "
+        "s" in caplog.text
+    )
     results.close()
     monkeypatch.undo()
     assert dict(run(ray, {"one": (1,)}, [held])) == {"one": 2}

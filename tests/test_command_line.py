@@ -37,7 +37,12 @@ def test_the_bare_command_merges_and_evaluates_beside_a_config_folder_of_the_use
     measured = [[score is not None for score in row] for row in result["accuracy_matrix"]]
     assert measured == [[t == 7 or t == i for i in range(8)] for t in range(8)]
     assert "ACC" in done.stdout
-    for name in ("accuracy_matrix.csv", "accuracy_matrix.png", "layers.csv", *(f"report_{i}.json" for i in range(8))):
+    for name in (
+        "accuracy_matrix.csv",
+        "accuracy_matrix.png",
+        "layers.csv",
+        *(f"report_{i}.json" for i in range(8)),
+    ):
         assert (fusion_bench.logs / name).stat().st_size > 0, name
     last = CLIPVisionModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_7")
     assert all(torch.isfinite(parameter).all() for parameter in last.parameters())
@@ -53,7 +58,9 @@ def test_the_bare_command_merges_and_evaluates_beside_a_config_folder_of_the_use
 
 @pytest.mark.slow
 def test_an_explicit_task_pool_wins_and_a_missing_task_is_shown_as_missing(fusion_bench):
-    done = fusion_bench(*DEMO, "taskpool=nufilt_demo", "~taskpool.test_datasets.digits", "method.evaluate=last")
+    done = fusion_bench(
+        *DEMO, "taskpool=nufilt_demo", "~taskpool.test_datasets.digits", "method.evaluate=last"
+    )
     result = matrix_of(fusion_bench.logs)
     assert result["missing"] == ["digits"]
     assert result["ACC"] is not None
@@ -64,12 +71,17 @@ def test_an_explicit_task_pool_wins_and_a_missing_task_is_shown_as_missing(fusio
 @pytest.mark.slow
 def test_an_explicit_placeholder_means_no_evaluation(fusion_bench):
     fusion_bench(*DEMO, "taskpool=dummy", "method.save_on_every_step=false")
-    assert not {"accuracy_matrix.json", "checkpoints"} & {path.name for path in fusion_bench.logs.iterdir()}
+    assert not {"accuracy_matrix.json", "checkpoints"} & {
+        path.name for path in fusion_bench.logs.iterdir()
+    }
 
 
 OWN = {
     "OPCMForCLIP": ["method=continual/opcm"],
-    "DareTaskArithmetic": ["method=continual/batch", "+method@method.base_method=dare/task_arithmetic"],
+    "DareTaskArithmetic": [
+        "method=continual/batch",
+        "+method@method.base_method=dare/task_arithmetic",
+    ],
 }
 
 
@@ -85,7 +97,10 @@ def test_fusionbenchs_own_methods_merge_score_and_save_likewise(fusion_bench, na
 SIZES, TASK_SETS = ("base-patch32", "base-patch16", "large-patch14"), ("TA8", "TALL14", "TALL20")
 POOLS = [f"clip-vit-{size}_{tasks}" for size in SIZES for tasks in TASK_SETS]
 # Every size and every set of tasks is once in the fast suite.
-CHECKED = [pytest.param(pool, marks=[pytest.mark.slow] * (place % 4 != 0)) for place, pool in enumerate(POOLS)]
+CHECKED = [
+    pytest.param(pool, marks=[pytest.mark.slow] * (place % 4 != 0))
+    for place, pool in enumerate(POOLS)
+]
 
 
 @pytest.mark.parametrize("pool", CHECKED)
@@ -95,7 +110,9 @@ def test_a_clip_setting_brings_its_models_and_its_task_pool(pool):
     count = int(tasks.removeprefix("TALL").removeprefix("TA"))
     assert len(config.models) == count + 1
     assert config.models._pretrained_ == f"openai/{model}"
-    assert all(f"{model}_" in path for name, path in config.models.items() if name != "_pretrained_")
+    assert all(
+        f"{model}_" in path for name, path in config.models.items() if name != "_pretrained_"
+    )
     assert config.taskpool.base_model == f"openai/{model}"
     assert set(config.taskpool.test_datasets) == set(config.models) - {"_pretrained_"}
 
@@ -104,7 +121,10 @@ def test_corrupted_test_sets_are_those_of_fusionbench_under_the_names_of_the_mod
     name = "clip-vit-base-patch32_robustness_corrupted"
     config = compose_run([f"modelpool={name}", "modelpool.corruption=spatter"]).modelpool
     folder = (
-        Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config" / "modelpool" / "CLIPVisionModelPool"
+        Path(fusion_bench.constants.PROJECT_ROOT_PATH)
+        / "fusion_bench_config"
+        / "modelpool"
+        / "CLIPVisionModelPool"
     )
     theirs = OmegaConf.load(folder / f"{name}.yaml")  # which can't be composed
     tasks = config.models.keys() - {"_pretrained_"}
@@ -117,7 +137,9 @@ def test_corrupted_test_sets_are_those_of_fusionbench_under_the_names_of_the_mod
 
 def test_mtil_has_eleven_tasks_of_which_fusionbench_lacks_two():
     config = compose_run(["modelpool=clip-vit-base-patch16_MTIL11"]).modelpool
-    test_sets = compose_run(["modelpool=clip-vit-base-patch16_TALL20"]).modelpool.taskpool.test_datasets
+    test_sets = compose_run(
+        ["modelpool=clip-vit-base-patch16_TALL20"]
+    ).modelpool.taskpool.test_datasets
     tasks = config.models.keys() - {"_pretrained_"}
     assert len(tasks) == 11
     assert tasks == config.taskpool.test_datasets.keys()
@@ -135,7 +157,9 @@ def test_the_llava_pool_names_the_base_and_leaves_the_tasks_to_the_user():
     path = "pretrained_model_name_or_path"
     assert models._pretrained_[path] == "llava-hf/llava-1.5-7b-hf"
     assert len(models) == 5
-    assert all(OmegaConf.is_missing(models[name], path) for name in models if name != "_pretrained_")
+    assert all(
+        OmegaConf.is_missing(models[name], path) for name in models if name != "_pretrained_"
+    )
 
 
 @pytest.mark.slow
@@ -158,7 +182,9 @@ def test_bad_input_ends_with_its_message_and_leaves_no_result(fusion_bench, over
 
 @pytest.fixture(scope="session")
 def wheel_python(tmp_path_factory):
-    """Python of an environment with the built wheel, all its requirements, and no trace of the checkout."""
+    """Python of an environment with the built wheel, all its requirements, and no trace of the
+    checkout.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip"]
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, REPO]
@@ -168,8 +194,11 @@ def wheel_python(tmp_path_factory):
     python = folder / "venv" / "bin" / "python"
     query = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site = subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip()
-    subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True, capture_output=True)
-    # The requirements come from this environment; a path file does not read the path files there, so not its checkout.
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--target", site, wheel], check=True, capture_output=True
+    )
+    # The requirements come from this environment; a path file does not read the path files there,
+    # so not its checkout.
     with open(f"{site}/requirements.pth", "w") as file:
         file.write(sysconfig.get_path("purelib"))
     return str(python)
@@ -179,7 +208,9 @@ def wheel_python(tmp_path_factory):
 def test_the_wheel_brings_its_configs_and_runs(fusion_bench, wheel_python):
     (fusion_bench.folder / "config").mkdir()
     where = [wheel_python, "-c", "import fusion_bench_nufilt; print(fusion_bench_nufilt.__file__)"]
-    location = subprocess.run(where, check=True, capture_output=True, text=True, cwd=fusion_bench.folder).stdout
+    location = subprocess.run(
+        where, check=True, capture_output=True, text=True, cwd=fusion_bench.folder
+    ).stdout
     assert str(REPO) not in location
     fusion_bench(*DEMO, "method.evaluate=last", python=wheel_python)
     assert matrix_of(fusion_bench.logs)["ACC"] is not None

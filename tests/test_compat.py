@@ -32,11 +32,17 @@ def names_in_configs():
 
 
 def names_in_modules():
-    """Yield the first argument of each `load_dataset("…")`, and each default of a parameter that names a data set."""
+    """Yield the first argument of each `load_dataset("…")`, and each default of a parameter that
+    names a data set.
+    """
     for file in (FUSIONBENCH / "fusion_bench").rglob("*.py"):
         source = file.read_text()
         for node in ast.walk(ast.parse(source)) if "load_dataset" in source else ():
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("load_dataset") and node.args:
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func).endswith("load_dataset")
+                and node.args
+            ):
                 yield getattr(node.args[0], "value", None)
             if isinstance(node, ast.FunctionDef):
                 parameters = node.args.args[len(node.args.args) - len(node.args.defaults) :]
@@ -46,7 +52,11 @@ def names_in_modules():
 
 
 def test_every_data_set_that_fusionbench_names_without_an_owner_has_one_here():
-    names = {name for name in (*names_in_configs(), *names_in_modules()) if isinstance(name, str) and "/" not in name}
+    names = {
+        name
+        for name in (*names_in_configs(), *names_in_modules())
+        if isinstance(name, str) and "/" not in name
+    }
     assert {"glue", "wikitext"} <= names
     variables = {name for name in names if "$" in name}
     assert names - variables - MISSPELLED - _PACKAGED_DATASETS_MODULES.keys() <= OWNERS.keys()

@@ -30,14 +30,22 @@ from tests.models import build, clip, finetuned, llama
 
 
 def gpt2():
-    return build(hf.GPT2LMHeadModel, hf.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=16), 0)
+    return build(
+        hf.GPT2LMHeadModel,
+        hf.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=16),
+        0,
+    )
 
 
 def example(name, *arguments):
     """Run a script as `python` would, without importing everything again."""
     script = str(REPO / "examples" / name)
     # A file, since FusionBench asks standard output for its descriptor.
-    with pytest.MonkeyPatch.context() as patch, TemporaryFile("w+") as output, redirect_stdout(output):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        TemporaryFile("w+") as output,
+        redirect_stdout(output),
+    ):
         patch.setattr(sys, "argv", [script, *map(str, arguments)])
         runpy.run_path(script, run_name="__main__")
         output.seek(0)
@@ -69,10 +77,18 @@ def test_own_models(tmp_path):
         model.save_pretrained(tmp_path / name)
     tasks = [f"--task={name}={tmp_path / name}" for name in ("one", "two")]
     example(
-        "merge_own_models.py", "--base", tmp_path / "_pretrained_", *tasks, "--out", tmp_path / "merged", "null_rank=6"
+        "merge_own_models.py",
+        "--base",
+        tmp_path / "_pretrained_",
+        *tasks,
+        "--out",
+        tmp_path / "merged",
+        "null_rank=6",
     )
     merged = CLIPVisionModel.from_pretrained(tmp_path / "merged").state_dict()
-    expected = NufiltContinualMergingAlgorithm(shuffle_order=False, null_rank=6).run(models).state_dict()
+    expected = (
+        NufiltContinualMergingAlgorithm(shuffle_order=False, null_rank=6).run(models).state_dict()
+    )
     assert all(torch.equal(merged[key], value) for key, value in expected.items())
 
 
@@ -85,14 +101,24 @@ def test_own_classifiers(tmp_path):
         ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / name)
     Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(tmp_path / "photo.png")
     tasks = [argument for task in models for argument in ("--task", tmp_path / task)]
-    folders = ("--base", tmp_path / "base", "--out", tmp_path / "by folders", "--image", tmp_path / "photo.png")
+    folders = (
+        "--base",
+        tmp_path / "base",
+        "--out",
+        tmp_path / "by folders",
+        "--image",
+        tmp_path / "photo.png",
+    )
     output = example("merge_classifiers.py", *folders, *tasks)
     assert "letters: ViTForImageClassification with 26 labels\n  letters " in output
     tasks = [f"--task={task}={tmp_path / task}" for task in models]
     options = ("--auto-class", "AutoModelForImageClassification", "--out", tmp_path / "merged")
     example("merge_own_models.py", "--base", tmp_path / "base", *tasks, *options)
     assert load_task(tmp_path / "merged", "ten").config.id2label == models["ten"].config.id2label
-    assert ViTImageProcessor.from_pretrained(tmp_path / "merged").size == {"height": 16, "width": 16}
+    assert ViTImageProcessor.from_pretrained(tmp_path / "merged").size == {
+        "height": 16,
+        "width": 16,
+    }
 
 
 # --- local_clip ---
@@ -103,7 +129,9 @@ MINI8 = ["scenes", "fashion", "rsscn7", "eurosat", "svhn", "gtsrb", "mnist", "dt
 
 @pytest.fixture
 def mini8(tmp_path, demo, monkeypatch):
-    """Stand-ins for the example's models and data: the demo's CLIP and towers, and noise for images."""
+    """Stand-ins for the example's models and data: the demo's CLIP and towers, and noise for
+    images.
+    """
     data = {
         "classnames": ["red", "blue sky", "a"],
         "labels_test": np.arange(12) % 3,
@@ -131,7 +159,9 @@ def scored_by_hand(tower, file, template):
     prompts = [template.format(name) for name in data["classnames"]]
     tokens = load_processor().tokenizer(prompts, padding=True, return_tensors="pt")
     text = F.normalize(clip.text_projection(clip.text_model(**tokens).pooler_output), dim=-1)
-    pooled = CLIPVisionModel.from_pretrained(tower)(normalise(torch.from_numpy(data["images_test"]))).pooler_output
+    pooled = CLIPVisionModel.from_pretrained(tower)(
+        normalise(torch.from_numpy(data["images_test"]))
+    ).pooler_output
     logits = clip.logit_scale.exp() * F.normalize(clip.visual_projection(pooled), dim=-1) @ text.T
     labels = torch.from_numpy(data["labels_test"])
     accuracy = (logits.argmax(-1) == labels).float().mean()
@@ -147,21 +177,39 @@ def test_ones_own_towers_and_images_score_as_they_do_by_hand(mini8, fusion_bench
     test_sets = OmegaConf.load(LOCAL_CLIP / "taskpool" / "mini8.yaml").test_datasets
     for task, file in zip(MINI8, files, strict=True):
         tower = fusion_bench.logs / "checkpoints" / "merged_model_7"
-        assert report[task] == pytest.approx(scored_by_hand(tower, file, test_sets[task].template), rel=1e-5), task
+        assert report[task] == pytest.approx(
+            scored_by_hand(tower, file, test_sets[task].template), rel=1e-5
+        ), task
 
 
 def test_the_search_path_finds_ones_own_models_and_training_images_with_their_recipe(mini8):
     models, files = mini8
-    overrides = [f"hydra.searchpath=[file://{LOCAL_CLIP}]", "method=continual/sequential_finetuning", "modelpool=mini8"]
+    overrides = [
+        f"hydra.searchpath=[file://{LOCAL_CLIP}]",
+        "method=continual/sequential_finetuning",
+        "modelpool=mini8",
+    ]
     config = compose_run(overrides)
-    assert (config.method.learning_rate, config.method.num_steps, config.method.batch_size) == (1e-4, 500, 64)
+    assert (config.method.learning_rate, config.method.num_steps, config.method.batch_size) == (
+        1e-4,
+        500,
+        64,
+    )
     paths = {"_pretrained_": f"{models}/clip"} | {task: f"{models}/{task}" for task in MINI8}
-    assert (config.modelpool.models, list(config.modelpool.taskpool.test_datasets)) == (paths, MINI8)
+    assert (config.modelpool.models, list(config.modelpool.taskpool.test_datasets)) == (
+        paths,
+        MINI8,
+    )
     pool, data = instantiate(config.modelpool), np.load(files[0])
-    theirs = {np.asarray(item["image"]).tobytes(): item["label"] for item in pool.load_train_dataset("scenes")}
+    theirs = {
+        np.asarray(item["image"]).tobytes(): item["label"]
+        for item in pool.load_train_dataset("scenes")
+    }
     names = sorted(data["classnames"])
     mine = zip(data["images_train"], data["labels_train"], strict=True)
-    assert theirs == {image.tobytes(): names.index(data["classnames"][label]) for image, label in mine}
+    assert theirs == {
+        image.tobytes(): names.index(data["classnames"][label]) for image, label in mine
+    }
 
 
 @pytest.mark.slow
@@ -169,7 +217,9 @@ def test_the_tutorial_runs(demo):
     notebook = nbformat.read(REPO / "examples" / "tutorial.ipynb", as_version=4)
     committed = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert committed
-    assert not any(output.get("name") == "stderr" for output in committed)  # warnings name a machine's folders
+    assert not any(
+        output.get("name") == "stderr" for output in committed
+    )  # warnings name a machine's folders
     NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
     matrix, picture = (notebook.cells[place].outputs[0]["data"] for place in (-3, -2))
     assert all(task in matrix["text/html"] for task in DEMO_TASKS)

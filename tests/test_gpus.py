@@ -44,8 +44,15 @@ SHAPES = [(20, 12), (12, 12), (8, 30), (20, 12), (20, 12), (40, 40), (20, 12)]
 DEVICES = ["cuda:0", "cuda:0,cuda:1"]
 BOTH = {"settings": {"device": "cuda:0,cuda:1"}}
 TASKS = ["task1", "task2"]
-ONE_BLOCK = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-SMALL_CLIP = build(hf.CLIPVisionModel, hf.CLIPVisionConfig(**ONE_BLOCK, image_size=16, patch_size=8), 0)
+ONE_BLOCK = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+SMALL_CLIP = build(
+    hf.CLIPVisionModel, hf.CLIPVisionConfig(**ONE_BLOCK, image_size=16, patch_size=8), 0
+)
 OWN = [method.name for method in ORDER_FREE]
 SOLVED = [name for name in OWN if name not in ("sum", "ram_sums")]
 
@@ -68,7 +75,10 @@ def models(shapes=SHAPES, dtype=torch.float32):
 
 def distance(found, expected, pretrained, task):
     """The largest relative error of a layer."""
-    return max(((found[n] - expected[n]).norm() / (task[n] - pretrained[n]).norm()).item() for n in expected)
+    return max(
+        ((found[n] - expected[n]).norm() / (task[n] - pretrained[n]).norm()).item()
+        for n in expected
+    )
 
 
 def failing_solvers(name, tensors):
@@ -83,7 +93,9 @@ def on_first_solve(error):
     def fail(name, tensors):
         if name in SOLVERS and tensors[0].ndim > 2 and len(tensors[0]) > 1 and not failed:
             failed.append(name)
-            raise type(error)(*error.args)  # a new one: an error holds the tensors of where it was raised
+            raise type(error)(
+                *error.args
+            )  # a new one: an error holds the tensors of where it was raised
 
     return fail
 
@@ -93,7 +105,9 @@ def on_first_solve(error):
 
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("solver", ["adam", "closed_form"])
-def test_a_step_of_nufilt_is_the_cpu_s_to_rounding_and_each_weight_goes_up_once_and_down_once(gpus, solver, devices):
+def test_a_step_of_nufilt_is_the_cpu_s_to_rounding_and_each_weight_goes_up_once_and_down_once(
+    gpus, solver, devices
+):
     config, (pretrained, merged, task) = replace(CONFIG, solver=solver), models()
     expected, _ = fuse_layers(pretrained, merged, task, config, device="cpu")
     gpus.reset()
@@ -105,7 +119,9 @@ def test_a_step_of_nufilt_is_the_cpu_s_to_rounding_and_each_weight_goes_up_once_
 
 
 def test_layers_of_a_shape_are_solved_together(gpus):
-    """Twenty-four layers take the solver calls and operations of two; what grows are transfers and reading reports."""
+    """Twenty-four layers take the solver calls and operations of two; what grows are transfers and
+    reading reports.
+    """
     counts = []
     for repeats in (1, 12):
         gpus.reset()
@@ -135,7 +151,11 @@ def test_the_adam_loop_moves_nothing_and_waits_for_nothing(gpus, monkeypatch):
 @pytest.mark.parametrize("ranks", [(128, 64, 8), (16, 8, 4)])
 @pytest.mark.parametrize("shape", [(192, 192), (768, 192), (192, 768), (320, 256)])
 def test_the_peak_is_at_most_the_forecast_and_at_least_half_of_it(gpus, shape, ranks, solver):
-    config = replace(CONFIG, **dict(zip(("null_rank", "lora_rank", "task_rank"), ranks, strict=True)), solver=solver)
+    config = replace(
+        CONFIG,
+        **dict(zip(("null_rank", "lora_rank", "task_rank"), ranks, strict=True)),
+        solver=solver,
+    )
     steps = models([shape] * 3)
     gpus.reset()
     fuse_layers(*steps, config, device="cuda:0")
@@ -149,7 +169,9 @@ OUT_OF_MEMORY = [
 ]
 
 
-@pytest.mark.parametrize("error", [*OUT_OF_MEMORY, torch.linalg.LinAlgError("linalg.eigh: no convergence")])
+@pytest.mark.parametrize(
+    "error", [*OUT_OF_MEMORY, torch.linalg.LinAlgError("linalg.eigh: no convergence")]
+)
 def test_a_stack_that_fails_is_halved_and_the_log_says_so_once(gpus, error, caplog):
     shapes, config = [(20, 12)] * 5, CONFIG
     expected, _ = fuse_layers(*models(shapes), config, device="cpu")
@@ -170,7 +192,10 @@ def test_a_layer_for_which_a_gpu_has_no_room_is_named_whatever_said_so(gpus, err
         raise type(error)(*error.args)
 
     gpus.before = lambda name, tensors: fail(name, tensors) if name == "baddbmm" else None
-    with pytest.raises(ValueError, match=r"layer 'layer0' \(20, 12\): no room on device 'cuda:0'; choose device=cpu"):
+    with pytest.raises(
+        ValueError,
+        match=r"layer 'layer0' \(20, 12\): no room on device 'cuda:0'; choose device=cpu",
+    ):
         fuse_layers(*models([(20, 12)]), CONFIG, device="cuda:0")
 
 
@@ -179,7 +204,10 @@ def test_a_layer_for_which_a_gpu_has_no_room_is_named_whatever_said_so(gpus, err
 def test_the_cpu_takes_over_whatever_solver_fails(gpus, solver, low_rank, caplog):
     config, (pretrained, merged, task) = replace(CONFIG, solver=solver), models()
     if low_rank:
-        task = {n: LowRank(torch.randn(len(W), 2), torch.randn(2, W.shape[1])) for n, W in pretrained.items()}
+        task = {
+            n: LowRank(torch.randn(len(W), 2), torch.randn(2, W.shape[1]))
+            for n, W in pretrained.items()
+        }
     expected, _ = fuse_layers(pretrained, merged, task, config, device="cpu")
     gpus.before = failing_solvers
     fused, _ = fuse_layers(pretrained, merged, task, config, device=[torch.device("cuda:1")])
@@ -193,7 +221,9 @@ def test_the_cpu_takes_over_whatever_solver_fails(gpus, solver, low_rank, caplog
 
 def in_memory(name, models, **options):
     options = {**(RANKS if name == "nufilt" else {}), **options}
-    merged = LayerwiseMergingAlgorithm(name, shuffle_order=False, evaluate="every_step", **options).run(models)
+    merged = LayerwiseMergingAlgorithm(
+        name, shuffle_order=False, evaluate="every_step", **options
+    ).run(models)
     return {key: value.cpu() for key, value in merged.state_dict().items()}
 
 
@@ -209,7 +239,10 @@ def assert_as_on_the_cpu(method, found, expected):
 @pytest.mark.parametrize("method", ["nufilt", *OWN])
 def test_models_in_memory_are_merged_on_gpus_as_on_the_cpu(gpus, method):
     given = pool(2, SMALL_CLIP)
-    expected, on_gpu = in_memory(method, given), {name: deepcopy(model).to("cuda:1") for name, model in given.items()}
+    expected, on_gpu = (
+        in_memory(method, given),
+        {name: deepcopy(model).to("cuda:1") for name, model in given.items()},
+    )
     for models, devices in ((given, [0]), (on_gpu, "all")):
         gpus.reset()
         assert_as_on_the_cpu(method, in_memory(method, models, devices=devices), expected)
@@ -233,16 +266,22 @@ def test_folders_are_merged_on_gpus_as_on_the_cpu(gpus, method, stream):
 def test_the_cpu_takes_over_for_every_method_whose_solver_fails(gpus, method, caplog, stream):
     expected = tensors(merge(stream, TASKS, out="cpu", method=method))
     gpus.before = failing_solvers
-    assert_as_on_the_cpu(method, tensors(merge(stream, TASKS, out="gpu", method=method, **BOTH)), expected)
+    assert_as_on_the_cpu(
+        method, tensors(merge(stream, TASKS, out="gpu", method=method, **BOTH)), expected
+    )
     assert "float64 on the CPU takes over" in caplog.text
 
 
 @pytest.mark.parametrize("method", ["nufilt", *OWN])
 def test_a_layer_too_large_for_the_gpu_is_named_by_every_method(gpus, method, stream):
     gpus.capacity = 3000  # a layer of 32 x 32 has 4096 bytes
-    with pytest.raises(ValueError, match=r"layer '.*' \(\d+, \d+\): no room on device 'cuda:\d'; choose device=cpu"):
+    with pytest.raises(
+        ValueError, match=r"layer '.*' \(\d+, \d+\): no room on device 'cuda:\d'; choose device=cpu"
+    ):
         in_memory(method, pool(2, SMALL_CLIP), devices="all")
-    with pytest.raises(ValueError, match=r"layer '.*' \(\d+, \d+\): no room on device 'cuda:1'; choose device=cpu"):
+    with pytest.raises(
+        ValueError, match=r"layer '.*' \(\d+, \d+\): no room on device 'cuda:1'; choose device=cpu"
+    ):
         merge(stream, TASKS, method=method, settings={"device": "cuda:1"})
     assert not (stream / "out").exists()
 
@@ -252,7 +291,9 @@ def test_a_gpu_that_has_room_for_some_layers_merges_folders_in_smaller_batches(g
     gpus.reset()
     merge(stream, TASKS, out="whole", settings={"device": "cuda:0"})
     gpus.capacity = gpus.peak[0] * 2 // 3
-    assert_as_on_the_cpu("nufilt", tensors(merge(stream, TASKS, settings={"device": "cuda:0"})), expected)
+    assert_as_on_the_cpu(
+        "nufilt", tensors(merge(stream, TASKS, settings={"device": "cuda:0"})), expected
+    )
 
 
 @pytest.mark.parametrize("method", ["nufilt", "spectral"])
@@ -269,7 +310,9 @@ def test_several_gpus_begin_with_a_solver_library_that_loads_late(gpus, method, 
 def test_the_host_s_work_for_a_gpu_has_all_threads(gpus, monkeypatch, stream):
     torch.set_num_threads(2)
     seen, add = [], Sum.add
-    monkeypatch.setattr(Sum, "add", lambda *args: seen.append(torch.get_num_threads()) or add(*args))
+    monkeypatch.setattr(
+        Sum, "add", lambda *args: seen.append(torch.get_num_threads()) or add(*args)
+    )
     merge(stream, ["task1"], method="sum", **BOTH)
     assert set(seen) == {2}
 
@@ -279,7 +322,9 @@ def test_a_weight_is_looked_at_where_it_is_computed(gpus, monkeypatch, stream):
     passes = []
     for module in ("core.weights", "merge.sources.checkpoint", "merge.engine"):
         name = f"fusion_bench_nufilt.{module}.is_finite"
-        monkeypatch.setattr(name, lambda x: passes.append((x.device.type, x.ndim)) or bool(torch.isfinite(x).all()))
+        monkeypatch.setattr(
+            name, lambda x: passes.append((x.device.type, x.ndim)) or bool(torch.isfinite(x).all())
+        )
     merge(stream, TASKS, **BOTH)
     assert {device for device, ndim in passes if ndim == 2} == {"cuda"}
     assert passes
@@ -296,7 +341,9 @@ def single(monkeypatch, stream):
 
 
 def hook(monkeypatch, where, name, before=lambda number: None, after=lambda number: None):
-    """Call functions before and after each call of a method, which they get the number of, from 1."""
+    """Call functions before and after each call of a method, which they get the number of, from
+    1.
+    """
     numbers, method = itertools.count(1), getattr(where, name)
 
     def hooked(*args, **kwargs):
@@ -309,7 +356,9 @@ def hook(monkeypatch, where, name, before=lambda number: None, after=lambda numb
 
 
 def test_a_batch_is_read_and_another_one_written_while_one_is_solved(gpus, monkeypatch, single):
-    """The second solution waits for the third reading and the first writing, which wait for it to begin."""
+    """The second solution waits for the third reading and the first writing, which wait for it to
+    begin.
+    """
     solving, read, written = events = [threading.Event() for _ in range(3)]
 
     def solve(number):
@@ -318,8 +367,20 @@ def test_a_batch_is_read_and_another_one_written_while_one_is_solved(gpus, monke
             assert read.wait(30)
             assert written.wait(30)
 
-    hook(monkeypatch, FullModel, "weight", lambda n: n != 3 or wait_for(solving), lambda n: n != 3 or read.set())
-    hook(monkeypatch, Output, "add", lambda n: n != 1 or wait_for(solving), lambda n: n != 1 or written.set())
+    hook(
+        monkeypatch,
+        FullModel,
+        "weight",
+        lambda n: n != 3 or wait_for(solving),
+        lambda n: n != 3 or read.set(),
+    )
+    hook(
+        monkeypatch,
+        Output,
+        "add",
+        lambda n: n != 1 or wait_for(solving),
+        lambda n: n != 1 or written.set(),
+    )
     hook(monkeypatch, Nufilt, "add_each", solve)
     merge(single, ["task1"], settings={"device": "cuda:0"})
     assert all(event.is_set() for event in events)
@@ -341,14 +402,18 @@ def test_batches_that_overlap_have_the_bits_of_batches_one_after_another(gpus, m
 
 
 @pytest.mark.parametrize("room", [1, 2])
-def test_only_as_many_batches_are_on_a_gpu_as_the_forecast_has_room_for(gpus, monkeypatch, single, room):
+def test_only_as_many_batches_are_on_a_gpu_as_the_forecast_has_room_for(
+    gpus, monkeypatch, single, room
+):
     planned, active, seen = plan(single, TASKS, settings={"device": "cuda:0"}), [], []
     needed = sorted(solving_memory(planned, layer) for layer in planned.layers)
     gpus.capacity = gpus.live[0] + (needed[-1] if room == 1 else sum(needed[-2:]))
 
     def merge_on(*args):
         active.append(args)
-        seen.append(sum(solving_memory(planned, layer) for _, _, layers, _ in active for layer in layers))
+        seen.append(
+            sum(solving_memory(planned, layer) for _, _, layers, _ in active for layer in layers)
+        )
         result = whole(*args)
         active.remove(args)
         return result
@@ -363,12 +428,19 @@ def test_only_as_many_batches_are_on_a_gpu_as_the_forecast_has_room_for(gpus, mo
 
 @pytest.mark.parametrize(
     ("where", "name", "devices"),
-    [(FullModel, "weight", *DEVICES[1:]), (Nufilt, "add_each", DEVICES[0]), (Output, "add", *DEVICES[1:])],
+    [
+        (FullModel, "weight", *DEVICES[1:]),
+        (Nufilt, "add_each", DEVICES[0]),
+        (Output, "add", *DEVICES[1:]),
+    ],
 )
 def test_an_error_in_any_stage_ends_the_merge_with_its_message_and_the_next_run_goes_on(
     gpus, monkeypatch, single, where, name, devices
 ):
-    expected, threads = tensors(merge(single, TASKS, out="expected", settings={"device": devices})), all_threads()
+    expected, threads = (
+        tensors(merge(single, TASKS, out="expected", settings={"device": devices})),
+        all_threads(),
+    )
 
     def fail(number):
         if number == 4:
@@ -404,7 +476,9 @@ def all_threads():
 
 
 def test_two_gpus_share_equal_batches_evenly(gpus, monkeypatch, tmp_path):
-    """As if every solution took as long: a GPU's n-th one ends when the other's has begun, or never will."""
+    """As if every solution took as long: a GPU's n-th one ends when the other's has begun, or never
+    will.
+    """
     monkeypatch.setattr("fusion_bench_nufilt.methods.nufilt.BATCH_BYTES", 0)
     config = hf.LlamaConfig(**{**ONE_BLOCK, "num_hidden_layers": 3}, vocab_size=50)
     save_stream(tmp_path, build(hf.LlamaForCausalLM, config, 0), 1)
@@ -441,7 +515,9 @@ def test_two_gpus_share_equal_batches_evenly(gpus, monkeypatch, tmp_path):
 def test_layers_on_the_cpu_are_merged_by_its_workers_alone(monkeypatch, stream, workers, started):
     before, starts, start = torch.get_num_threads(), [], threading.Thread.start
     planned = plan(stream, TASKS)
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: starts.append(thread) or start(thread))
+    monkeypatch.setattr(
+        threading.Thread, "start", lambda thread: starts.append(thread) or start(thread)
+    )
     torch.set_num_threads(workers)
     try:
         list(merge_layers(planned, planned.layers, lambda layer, weigh: weigh()))
@@ -470,11 +546,16 @@ def test_experts_are_where_the_model_is(gpus):
 def test_fine_tuning_leaves_the_model_where_it_was(gpus, monkeypatch):
     trained = pool(1)["task1"]
     algorithm = baseline("sequential_finetuning")
-    algorithm._options, algorithm._taskpool = finetuning.FineTuningConfig(), SimpleNamespace(data_processor=None)
+    algorithm._options, algorithm._taskpool = (
+        finetuning.FineTuningConfig(),
+        SimpleNamespace(data_processor=None),
+    )
     algorithm.modelpool = SimpleNamespace(load_train_dataset=lambda name: [])
     single = SimpleNamespace(clip_model=trained, zeroshot_weights=None)
     monkeypatch.setattr(finetuning, "classifier", lambda *_: single)
-    monkeypatch.setattr(finetuning._OneTaskFineTuning, "run", lambda self, pool: trained.to("cuda:0"))
+    monkeypatch.setattr(
+        finetuning._OneTaskFineTuning, "run", lambda self, pool: trained.to("cuda:0")
+    )
     merged = algorithm.merge_step(1, "task1", trained, trained, trained)
     assert {each.device for each in merged.parameters()} == {torch.device("cpu")}
 
@@ -510,8 +591,20 @@ def test_models_on_different_devices_are_compared(gpus):
     ids=["marked", "unmarked"],
 )
 def test_tests_pass_on_a_machine_with_gpus(tests):
-    """Those that are marked run on a GPU; the others compare bits of the CPU, whatever there is beside it."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.simulated_gpus", "-p", "no:cacheprovider", *tests]
+    """Those that are marked run on a GPU; the others compare bits of the CPU, whatever there is
+    beside it.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.simulated_gpus",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+    ]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "passed" in done.stdout
@@ -520,5 +613,7 @@ def test_tests_pass_on_a_machine_with_gpus(tests):
 @pytest.fixture
 def stream(tmp_path):
     """A folder with a Llama of one block and two tasks."""
-    save_stream(tmp_path, build(hf.LlamaForCausalLM, hf.LlamaConfig(**ONE_BLOCK, vocab_size=50), 0), 2)
+    save_stream(
+        tmp_path, build(hf.LlamaForCausalLM, hf.LlamaConfig(**ONE_BLOCK, vocab_size=50), 0), 2
+    )
     return tmp_path

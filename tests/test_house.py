@@ -49,7 +49,11 @@ def imports(file, *, inside_functions):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom):
-            parent = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            parent = (
+                ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
+                if node.level
+                else ""
+            )
             source = ".".join(part for part in (parent, node.module) if part)
             for alias in node.names:
                 target = f"{source}.{alias.name}"
@@ -65,27 +69,43 @@ def room(module):
 def test_a_room_reads_only_what_it_may(name):
     for module, file in MODULES.items():
         if room(module) == name:
-            foreign = {room(other) for other in imports(file, inside_functions=True)} - READS[name] - {name}
+            foreign = (
+                {room(other) for other in imports(file, inside_functions=True)}
+                - READS[name]
+                - {name}
+            )
             assert not foreign, f"{module} imports from {foreign}"
 
 
 def test_there_is_no_import_circle():
-    graph = {module: set(imports(file, inside_functions=False)) - {module} for module, file in MODULES.items()}
+    graph = {
+        module: set(imports(file, inside_functions=False)) - {module}
+        for module, file in MODULES.items()
+    }
     while leaves := {module for module, others in graph.items() if not others & graph.keys()}:
         graph = {module: others for module, others in graph.items() if module not in leaves}
     assert not graph, f"these import each other: {sorted(graph)}"
 
 
 def test_models_in_memory_and_folders_are_merged_by_the_same_code():
-    shared = {f"{NAME}.merge.{part}" for part in ("engine", "checks", "heads", "others", "relation", "plan")}
+    shared = {
+        f"{NAME}.merge.{part}"
+        for part in ("engine", "checks", "heads", "others", "relation", "plan")
+    }
     rooms = {"stream": ("stream.layerwise",), "merge": ("merge.folders", "merge.planning")}
     for room_, modules in rooms.items():
-        read = {other for module in modules for other in imports(MODULES[f"{NAME}.{module}"], inside_functions=True)}
+        read = {
+            other
+            for module in modules
+            for other in imports(MODULES[f"{NAME}.{module}"], inside_functions=True)
+        }
         assert shared <= read, f"{room_} lacks {shared - read}"
 
 
 def test_no_file_is_longer_than_300_lines():
-    assert not [f"{file}: {count}" for file in FILES if (count := len(file.read_text().splitlines())) > 300]
+    assert not [
+        f"{file}: {count}" for file in FILES if (count := len(file.read_text().splitlines())) > 300
+    ]
 
 
 def test_no_function_is_longer_than_60_lines():
@@ -113,5 +133,9 @@ def test_every_package_that_is_imported_is_declared():
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module]
             for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names:
-                packages = {package.lower().replace("_", "-") for package in DISTRIBUTIONS.get(name, [name])}
-                assert packages & declared, f"{file} imports {name}, which pyproject.toml does not declare"
+                packages = {
+                    package.lower().replace("_", "-") for package in DISTRIBUTIONS.get(name, [name])
+                }
+                assert packages & declared, (
+                    f"{file} imports {name}, which pyproject.toml does not declare"
+                )

@@ -7,7 +7,12 @@ import pytest
 import torch
 from fusion_bench import modelpool
 from omegaconf import OmegaConf
-from transformers import AutoModel, ConvNextImageProcessor, GPT2Config, GPT2ForSequenceClassification
+from transformers import (
+    AutoModel,
+    ConvNextImageProcessor,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
@@ -23,7 +28,9 @@ def algorithm(models):
 
 @pytest.mark.parametrize("family", ["resnet", "convnext", "dinov2"])
 def test_a_pool_gives_what_a_dict_of_models_gives(tmp_path, family):
-    name = {"resnet": "ResNet", "convnext": "ConvNext", "dinov2": "Dinov2"}[family] + "ForImageClassificationPool"
+    name = {"resnet": "ResNet", "convnext": "ConvNext", "dinov2": "Dinov2"}[
+        family
+    ] + "ForImageClassificationPool"
     try:
         pool_class = getattr(modelpool, name)
     except ImportError as error:
@@ -34,23 +41,32 @@ def test_a_pool_gives_what_a_dict_of_models_gives(tmp_path, family):
         model.save_pretrained(tmp_path / task)
         ConvNextImageProcessor().save_pretrained(tmp_path / task)
     paths = {task: str(tmp_path / task) for task in models}
-    entries = {task: {"config_path": path, "pretrained": True, "dataset_name": None} for task, path in paths.items()}
+    entries = {
+        task: {"config_path": path, "pretrained": True, "dataset_name": None}
+        for task, path in paths.items()
+    }
     options = {"type": "transformers"} if family == "resnet" else {}
     no_data = dict.fromkeys(("train_datasets", "val_datasets", "test_datasets"))
-    pool = pool_class(models=OmegaConf.create(paths if family == "convnext" else entries), **no_data, **options)
+    pool = pool_class(
+        models=OmegaConf.create(paths if family == "convnext" else entries), **no_data, **options
+    )
     merged, expected = algorithm(pool), algorithm(models)
     assert all(torch.equal(value, expected[key]) for key, value in merged.items())
 
 
 def test_open_clips_own_vision_tower():
-    transformer = pytest.importorskip("open_clip.transformer", reason="needs open_clip_torch", exc_type=ImportError)
+    transformer = pytest.importorskip(
+        "open_clip.transformer", reason="needs open_clip_torch", exc_type=ImportError
+    )
     with torch.device("meta"):
         tower = torch.nn.ModuleDict(
             {"visual": transformer.VisionTransformer(224, 32, 768, 12, 12, 4.0, output_dim=512)}
         )
     layers = select_layers(tower)
     assert len(layers) == 12 * 5
-    assert coverage(tower, layers, TargetConfig()).left_out == {"visual.transformer.resblocks.*.mlp.c_proj.weight": 12}
+    assert coverage(tower, layers, TargetConfig()).left_out == {
+        "visual.transformer.resblocks.*.mlp.c_proj.weight": 12
+    }
 
 
 # --- GPT-2 on GLUE ---
@@ -67,15 +83,21 @@ COLUMNS = {
 
 
 def gpt2_checkpoints():
-    """Return by public name the functions that write tiny checkpoints of `gpt2` and `tanganke/gpt2_cola`, … ."""
+    """Return by public name the functions that write tiny checkpoints of `gpt2` and
+    `tanganke/gpt2_cola`, … .
+    """
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=257, n_embd=16, n_layer=2, n_head=2, n_positions=512, pad_token_id=256)
+    config = GPT2Config(
+        vocab_size=257, n_embd=16, n_layer=2, n_head=2, n_positions=512, pad_token_id=256
+    )
     base = GPT2ForSequenceClassification(config)
 
     def write_base(folder):
         base.transformer.save_pretrained(folder)
         letters = [*bytes_to_unicode().values(), "<|endoftext|>"]
-        (folder / "vocab.json").write_text(json.dumps({letter: i for i, letter in enumerate(letters)}))
+        (folder / "vocab.json").write_text(
+            json.dumps({letter: i for i, letter in enumerate(letters)})
+        )
         (folder / "merges.txt").write_text("#version: 0.2\n")
 
     def write_task(task, seed, folder):
@@ -84,7 +106,10 @@ def gpt2_checkpoints():
         model.score = torch.nn.Linear(16, model.config.num_labels, bias=False)
         model.save_pretrained(folder)
 
-    tasks = {f"tanganke/gpt2_{task}": partial(write_task, task, seed) for seed, task in enumerate(COLUMNS, 1)}
+    tasks = {
+        f"tanganke/gpt2_{task}": partial(write_task, task, seed)
+        for seed, task in enumerate(COLUMNS, 1)
+    }
     return {"gpt2": write_base, **tasks}
 
 
@@ -97,22 +122,34 @@ def build(folder):
     card = ["---", "configs:"]
     for task, columns in COLUMNS.items():
         split = "validation_matched" if task == "mnli" else "validation"
-        card += [f"- config_name: {task}", "  data_files:", f"  - {{split: {split}, path: {task}.jsonl}}"]
-        rows = [{**dict.fromkeys(columns, f"Words {i}."), "label": i % 2, "idx": i} for i in range(4)]
-        (folder / "glue" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        card += [
+            f"- config_name: {task}",
+            "  data_files:",
+            f"  - {{split: {split}, path: {task}.jsonl}}",
+        ]
+        rows = [
+            {**dict.fromkeys(columns, f"Words {i}."), "label": i % 2, "idx": i} for i in range(4)
+        ]
+        (folder / "glue" / f"{task}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     (folder / "glue" / "README.md").write_text("\n".join([*card, "---", ""]))
 
 
 @pytest.mark.slow
 def test_gpt2_on_glue_is_merged_and_scored_by_the_task_pool_of_the_same_name(fusion_bench):
     build(fusion_bench.folder)
-    done = fusion_bench("method=nufilt", "modelpool=gpt-2_glue", "method.null_rank=4", "method.lora_rank=4")
+    done = fusion_bench(
+        "method=nufilt", "modelpool=gpt-2_glue", "method.null_rank=4", "method.lora_rank=4"
+    )
     result = json.loads((fusion_bench.logs / "accuracy_matrix.json").read_text())
     assert sorted(result["tasks"]) == sorted(COLUMNS)
     assert result["missing"] == []
     assert result["BWT"] is not None
     assert "merging 8 layers" in done.stdout + done.stderr
-    manifest = json.loads((fusion_bench.logs / "checkpoints" / "merged_model_6" / "nufilt.json").read_text())
+    manifest = json.loads(
+        (fusion_bench.logs / "checkpoints" / "merged_model_6" / "nufilt.json").read_text()
+    )
     assert manifest["coverage"]["layers"] == 8
     merged = AutoModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_6")
     base = AutoModel.from_pretrained(fusion_bench.folder / "gpt2")

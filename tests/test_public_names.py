@@ -16,11 +16,30 @@ pytestmark = [pytest.mark.slow, pytest.mark.oldest]
 
 @pytest.fixture(scope="session")
 def hub(tmp_path_factory):
-    """Serve tiny checkpoints and data sets under their public names; gives the command that runs another inside."""
+    """Serve tiny checkpoints and data sets under their public names; gives the command that runs
+    another inside.
+    """
     tools = shared_or_skip("tools/local_hub")
     root = tmp_path_factory.mktemp("hub")
-    options = ["--size", "tiny", "--models", "clip-vit-base-patch32,flan-t5-base", "--tasks", "TALL20,glue"]
-    build = [sys.executable, tools / "build_hub.py", "--root", root, *options, "--rows", "16", "--glue-rows", "4"]
+    options = [
+        "--size",
+        "tiny",
+        "--models",
+        "clip-vit-base-patch32,flan-t5-base",
+        "--tasks",
+        "TALL20,glue",
+    ]
+    build = [
+        sys.executable,
+        tools / "build_hub.py",
+        "--root",
+        root,
+        *options,
+        "--rows",
+        "16",
+        "--glue-rows",
+        "4",
+    ]
     subprocess.run(build, check=True, capture_output=True)
     spec = importlib.util.spec_from_file_location("build_hub", tools / "build_hub.py")
     sys.modules["build_hub"] = builder = importlib.util.module_from_spec(spec)
@@ -64,35 +83,61 @@ for name, overrides in json.loads(sys.argv[1]).items():
         task: taskpool.load_task(task).test_dataset for task in taskpool.task_names
     }
     trained = {task: modelpool.load_train_dataset(task) for task in modelpool.train_dataset_names}
-    print(name, [len(found) for found in (tested, trained)], all(map(len, (*tested.values(), *trained.values()))))
+    nonempty = all(map(len, (*tested.values(), *trained.values())))
+    print(name, [len(tested), len(trained)], nonempty)
 """
 
 
 def test_every_pool_finds_the_data_of_its_tasks(hub, tmp_path):
     command = [*hub, sys.executable, "-c", LOAD, json.dumps(POOLS)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = [line for line in done.stdout.splitlines() if line.startswith(tuple(POOLS))]
     tests_and_training = ([8, 8], [14, 14], [20, 20], [4, 0], [9, 0], [8, 0], [7, 7])
-    assert found == [f"{name} {counts} True" for name, counts in zip(POOLS, tests_and_training, strict=True)]
+    assert found == [
+        f"{name} {counts} True" for name, counts in zip(POOLS, tests_and_training, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("word", ["mnis", "tanganke/none"])
-def test_a_data_set_that_is_not_there_is_told_before_anything_is_downloaded(fusion_bench, hub, word, tmp_path):
+def test_a_data_set_that_is_not_there_is_told_before_anything_is_downloaded(
+    fusion_bench, hub, word, tmp_path
+):
     other = f"modelpool.taskpool.test_datasets.mnist.path={word}"
     launcher = (*hub, "env", f"HF_HOME={tmp_path / 'home'}")
-    done = fusion_bench("method=nufilt", "modelpool=clip-vit-base-patch32_TA8", other, launcher=launcher, check=False)
+    done = fusion_bench(
+        "method=nufilt",
+        "modelpool=clip-vit-base-patch32_TA8",
+        other,
+        launcher=launcher,
+        check=False,
+    )
     assert done.returncode == 1
     said = done.stderr.strip().splitlines()[-1]
     assert said.startswith(f"task 'mnist': its data set '{word}': ")
     assert ("name its owner" if "/" not in word else "correct its name") in said
-    assert not [file for file in (tmp_path / "home").rglob("*") if file.suffix in (".safetensors", ".parquet")]
+    assert not [
+        file
+        for file in (tmp_path / "home").rglob("*")
+        if file.suffix in (".safetensors", ".parquet")
+    ]
 
 
 def test_clip_on_eight_tasks_with_the_command_of_the_readme(fusion_bench, hub):
     fusion_bench("method=nufilt", "modelpool=clip-vit-base-patch32_TA8", launcher=hub)
     result = json.loads((fusion_bench.logs / "accuracy_matrix.json").read_text())
-    assert result["tasks"] == ["eurosat", "svhn", "mnist", "dtd", "resisc45", "gtsrb", "sun397", "stanford-cars"]
+    assert result["tasks"] == [
+        "eurosat",
+        "svhn",
+        "mnist",
+        "dtd",
+        "resisc45",
+        "gtsrb",
+        "sun397",
+        "stanford-cars",
+    ]
     assert result["missing"] == []
     assert result["BWT"] is not None
     CLIPVisionModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_7")
@@ -103,7 +148,9 @@ def test_flan_t5_on_glue_with_the_command_of_the_readme(fusion_bench, hub):
     fusion_bench(*command, launcher=hub)
     result = json.loads((fusion_bench.logs / "accuracy_matrix.json").read_text())
     assert result["tasks"][0] == "glue-cola"
-    assert set(result["missing"]) <= {"glue-stsb"}  # random models predict a constant: no rank correlation
+    assert set(result["missing"]) <= {
+        "glue-stsb"
+    }  # random models predict a constant: no rank correlation
     report = json.loads((fusion_bench.logs / "report_7.json").read_text())
     assert "spearman_rho" in report["glue-stsb"]
     saved = fusion_bench.logs / "checkpoints" / "merged_model_7"
@@ -112,10 +159,23 @@ def test_flan_t5_on_glue_with_the_command_of_the_readme(fusion_bench, hub):
 
 
 def test_flan_t5_is_compared_beside_the_papers_numbers(hub, tmp_path):
-    options = ("--methods", "nufilt", "--modelpool", "flan-t5-base_glue", "--evaluate", "last", "--out", tmp_path)
+    options = (
+        "--methods",
+        "nufilt",
+        "--modelpool",
+        "flan-t5-base_glue",
+        "--evaluate",
+        "last",
+        "--out",
+        tmp_path,
+    )
     nufilt = [sys.executable, "-m", "fusion_bench_nufilt.commands.app"]
     command = [*hub, *nufilt, "compare", *options, "method.shuffle_order=false"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (row,) = (line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| nufilt"))
+    (row,) = (
+        line
+        for line in (tmp_path / "table.md").read_text().splitlines()
+        if line.startswith("| nufilt")
+    )
     assert "83.7" in row

@@ -15,16 +15,24 @@ NEWEST = "3.13"
 
 def run(*command, check=True, **more):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | more
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0 or not check, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout.strip()
 
 
 @pytest.mark.slow
 def test_the_package_installs_and_its_demo_runs(tmp_path):
-    """Where torch comes with gigabytes of CUDA, all but torch is installed, and the demo is left out."""
+    """Where torch comes with gigabytes of CUDA, all but torch is installed, and the demo is left
+    out.
+    """
     interpreter = run(
-        "sh", "-c", f"python{NEWEST} -c 'import sys; print(sys.executable)'", check=False, PYENV_VERSION=NEWEST
+        "sh",
+        "-c",
+        f"python{NEWEST} -c 'import sys; print(sys.executable)'",
+        check=False,
+        PYENV_VERSION=NEWEST,
     )
     if not interpreter:
         pytest.skip(f"there is no python{NEWEST}")
@@ -33,11 +41,17 @@ def test_the_package_installs_and_its_demo_runs(tmp_path):
     install = (python, "-m", "pip", "install", "--quiet")
     run(*install, "--upgrade", "pip")
     run(*install, "--dry-run", "--report", tmp_path / "report.json", TORCH, REPO)
-    found = [each["metadata"] for each in json.loads((tmp_path / "report.json").read_text())["install"]]
-    cuda = [each["name"] for each in found if each["name"].startswith(("nvidia-", "cuda-", "triton"))]
+    found = [
+        each["metadata"] for each in json.loads((tmp_path / "report.json").read_text())["install"]
+    ]
+    cuda = [
+        each["name"] for each in found if each["name"].startswith(("nvidia-", "cuda-", "triton"))
+    ]
     if cuda:
         left_out = {"torch", "fusion-bench-nufilt", *cuda}
-        pins = [f"{each['name']}=={each['version']}" for each in found if each["name"] not in left_out]
+        pins = [
+            f"{each['name']}=={each['version']}" for each in found if each["name"] not in left_out
+        ]
         run(*install, "--no-deps", *pins, REPO)
     else:
         run(*install, TORCH, REPO)
@@ -45,8 +59,12 @@ def test_the_package_installs_and_its_demo_runs(tmp_path):
     package = run(python, "-c", "import fusion_bench_nufilt; print(*fusion_bench_nufilt.__path__)")
     run(python, "-W", "error", "-m", "compileall", "-q", "-f", package)
     if cuda:
-        warnings.warn(f"without the demo: for Python {NEWEST}, pip has only a torch with CUDA", stacklevel=1)
+        warnings.warn(
+            f"without the demo: for Python {NEWEST}, pip has only a torch with CUDA", stacklevel=1
+        )
         return
     demo = ("compare", "--methods", "nufilt,best,opcm", "--out", tmp_path / "demo")
-    run(tmp_path / "bin" / "nufilt", *demo, NUFILT_DEMO="tiny", NUFILT_CACHE=str(tmp_path / "cache"))
+    run(
+        tmp_path / "bin" / "nufilt", *demo, NUFILT_DEMO="tiny", NUFILT_CACHE=str(tmp_path / "cache")
+    )
     assert (tmp_path / "demo" / "table.md").is_file()

@@ -1,4 +1,6 @@
-"""Print the lowest version of each package that pyproject.toml allows, but for torch, as constraints for pip."""
+"""Print the lowest version of each package that pyproject.toml allows, but for torch, as
+constraints for pip.
+"""
 
 import re
 import tomllib

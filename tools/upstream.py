@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Add a contribution to a FusionBench checkout, for its maintainers to review.
 
-    python tools/upstream.py CHECKOUT [--what nufilt|order_free|fixes] [--format-patch OUT] [--author 'NAME <MAIL>']
+    python tools/upstream.py CHECKOUT [--what nufilt|order_free|fixes] [--format-patch OUT]
+    [--author 'NAME <MAIL>']
 
 ``docs/upstream.md`` says more.
 """
@@ -20,13 +21,15 @@ METHODS, API = "fusion_bench/method/__init__.py", "docs/api/fusion_bench.method/
 ORDER_FREE = ("SpectralVotingMerging", "TSVStreamMerging", "WUDISumsMerging")
 AUTHOR = "fusion-bench-nufilt contributors <contributors@example.org>"
 LICENCE = """\
-Licence: the authors of the contributed files, which are under Apache-2.0 in the plugin fusion-bench-nufilt, offer them
-under the MIT licence of FusionBench as well."""
+Licence: the authors of the contributed files, which are under Apache-2.0 in the plugin
+fusion-bench-nufilt, offer them under the MIT licence of FusionBench as well."""
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """A folder of new files, and lines to insert into FusionBench's files, each after a line with an anchor."""
+    """A folder of new files, and lines to insert into FusionBench's files, each after a line with
+    an anchor.
+    """
 
     subject: str
     about: str
@@ -39,8 +42,14 @@ class Contribution:
 
 def _in_api(title: str, *members: str) -> tuple[str, str]:
     names = "".join(f"        - {member}\n" for member in members)
-    text = f"\n### {title}\n\n::: fusion_bench.method\n    options:\n        show_root_heading: false\n"
-    return "        - ContinualDOPForCLIP", f"{text}        heading_level: 4\n        members:\n{names}"
+    text = (
+        f"\n### {title}\n\n::: fusion_bench.method\n    options:\n        show_root_heading: "
+        "false\n"
+    )
+    return (
+        "        - ContinualDOPForCLIP",
+        f"{text}        heading_level: 4\n        members:\n{names}",
+    )
 
 
 def _rows(names: tuple[str, ...], form: str = "{}") -> str:
@@ -50,27 +59,39 @@ def _rows(names: tuple[str, ...], form: str = "{}") -> str:
 CONTRIBUTIONS = {
     "nufilt": Contribution(
         "feat: NUFILT, null-space filtering for data-free continual model merging",
-        "Qiu et al., ICLR 2026, https://arxiv.org/abs/2509.21413. One class for the models of all pools; no new\n"
+        "Qiu et al., ICLR 2026, https://arxiv.org/abs/2509.21413. One class for the models of all "
+        "pools; no new\n"
         "dependency; works with transformers 4 and 5.",
         {
             METHODS: [
                 ('    "dop": [', '    "nufilt": ["NUFILTMerging"],\n'),
                 ("    from .model_stock import ", "    from .nufilt import NUFILTMerging\n"),
             ],
-            "mkdocs.yml": [("- OPCM: algorithms/opcm.md", "          - NUFILT: algorithms/nufilt.md\n")],
+            "mkdocs.yml": [
+                ("- OPCM: algorithms/opcm.md", "          - NUFILT: algorithms/nufilt.md\n")
+            ],
             API: [_in_api("Null-Space Filtering (NUFILT)", "NUFILTMerging")],
         },
     ),
     "order_free": Contribution(
         "feat: order-free merging, three methods whose result does not depend on the models' order",
-        "Spectral voting, and TSV-M and WUDI from running states: one pass over the models, without data, and a\n"
+        "Spectral voting, and TSV-M and WUDI from running states: one pass over the models, "
+        "without data, and a\n"
         "state that does not grow with their number. No new dependency.",
         {
             METHODS: [
-                ('    "dop": [', f'    "order_free": [\n{_rows(ORDER_FREE, "{!r}")}    ],\n'.replace("'", '"')),
-                ("    from .opcm import ", f"    from .order_free import (\n{_rows(ORDER_FREE)}    )\n"),
+                (
+                    '    "dop": [',
+                    f'    "order_free": [\n{_rows(ORDER_FREE, "{!r}")}    ],\n'.replace("'", '"'),
+                ),
+                (
+                    "    from .opcm import ",
+                    f"    from .order_free import (\n{_rows(ORDER_FREE)}    )\n",
+                ),
             ],
-            "mkdocs.yml": [("- OPCM: algorithms/opcm.md", "          - Order-Free: algorithms/order_free.md\n")],
+            "mkdocs.yml": [
+                ("- OPCM: algorithms/opcm.md", "          - Order-Free: algorithms/order_free.md\n")
+            ],
             API: [_in_api("Order-Free Merging", *ORDER_FREE)],
         },
     ),
@@ -78,7 +99,8 @@ CONTRIBUTIONS = {
 
 
 def lay(checkout: Path, what: str = "nufilt") -> list[str]:
-    """Write a contribution into a checkout or an unpacked source distribution; written again, it replaces itself.
+    """Write a contribution into a checkout or an unpacked source distribution; written again, it
+    replaces itself.
 
     Raises:
         ValueError: the folder is not FusionBench, or is too different; nothing is written.
@@ -105,7 +127,8 @@ def lay(checkout: Path, what: str = "nufilt") -> list[str]:
 
 
 def insertions(checkout: Path, what: str) -> dict[str, str]:
-    """Return FusionBench's files that get more lines, with these lines; files that are missing are left out.
+    """Return FusionBench's files that get more lines, with these lines; files that are missing are
+    left out.
 
     Raises:
         ValueError: the folder is not FusionBench, or a line that new ones should follow is missing.
@@ -136,7 +159,9 @@ def mend(checkout: Path) -> list[str]:
 
 
 def format_patch(checkout: Path, paths: list[str], what: str, author: str) -> str:
-    """Return the written files as one patch for ``git am``; the checkout's branch and index do not change."""
+    """Return the written files as one patch for ``git am``; the checkout's branch and index do not
+    change.
+    """
     name, mail = re.fullmatch(r"(.+) <(.+)>", author).groups()
     identity = {
         f"GIT_{role}_{key}": value
@@ -148,29 +173,43 @@ def format_patch(checkout: Path, paths: list[str], what: str, author: str) -> st
         _git(checkout, "read-tree", "HEAD", **index)
         _git(checkout, "add", "--force", "--", *paths, **index)
         tree = _git(checkout, "write-tree", **index)
-    commit = _git(checkout, "commit-tree", tree, "-p", "HEAD", "-m", CONTRIBUTIONS[what].message, **identity)
+    commit = _git(
+        checkout, "commit-tree", tree, "-p", "HEAD", "-m", CONTRIBUTIONS[what].message, **identity
+    )
     return _git(checkout, "format-patch", "--stdout", "--no-signature", "-1", commit) + "\n"
 
 
 def fixes(author: str) -> str:
     """Return the patches in ``tools/patches``, by this author, for ``git am``."""
-    return "".join(re.sub(r"(?m)^From: .*", f"From: {author}", path.read_text(), count=1) for path in PATCHES)
+    return "".join(
+        re.sub(r"(?m)^From: .*", f"From: {author}", path.read_text(), count=1) for path in PATCHES
+    )
 
 
 def _git(checkout: Path, *arguments: str, **environment: str) -> str:
     command = ["git", "-C", str(checkout), *arguments]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise ValueError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout.strip("\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path, help="folder of a FusionBench checkout, main or v0.2.33")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "checkout", type=Path, help="folder of a FusionBench checkout, main or v0.2.33"
+    )
     parser.add_argument("--what", choices=[*CONTRIBUTIONS, "fixes"], default="nufilt")
-    parser.add_argument("--format-patch", type=Path, metavar="OUT", help="also write a patch for git am")
-    parser.add_argument("--author", default=AUTHOR, metavar="'NAME <MAIL>'", help="who is named in the patch")
+    parser.add_argument(
+        "--format-patch", type=Path, metavar="OUT", help="also write a patch for git am"
+    )
+    parser.add_argument(
+        "--author", default=AUTHOR, metavar="'NAME <MAIL>'", help="who is named in the patch"
+    )
     arguments = parser.parse_args()
     if not re.fullmatch(r"[^<>\n]+ <[^<>\s]+>", arguments.author):
         parser.error(f"--author must be 'NAME <MAIL>', got {arguments.author!r}")
@@ -178,7 +217,9 @@ def main() -> None:
     try:
         paths = mend(checkout) if what == "fixes" else lay(checkout, what)
         if arguments.format_patch is not None:
-            patch = fixes(author) if what == "fixes" else format_patch(checkout, paths, what, author)
+            patch = (
+                fixes(author) if what == "fixes" else format_patch(checkout, paths, what, author)
+            )
             arguments.format_patch.write_text(patch, encoding="utf-8")
     except ValueError as error:
         parser.exit(1, f"{error}\n")

@@ -2,9 +2,9 @@
 
     python examples/local_clip/npz_to_folders.py data/*.npz --out data/folders
 
-A file ``scenes.npz`` with ``images_test`` (n, height, width, 3) uint8, ``labels_test`` (n,) and ``classnames`` becomes
-``data/folders/scenes/<class>/<number>.png``. With ``--train``, ``images_train`` and ``labels_train`` become
-``data/folders/train/scenes/<class>/<number>.png``.
+A file ``scenes.npz`` with ``images_test`` (n, height, width, 3) uint8, ``labels_test`` (n,) and
+``classnames`` becomes ``data/folders/scenes/<class>/<number>.png``. With ``--train``,
+``images_train`` and ``labels_train`` become ``data/folders/train/scenes/<class>/<number>.png``.
 """
 
 import argparse
@@ -16,7 +16,9 @@ from PIL import Image
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--train", action="store_true", help="write the training sets, too")
@@ -29,7 +31,11 @@ def main() -> None:
 
 
 def write(data: Mapping[str, np.ndarray], split: str, folder: Path) -> None:
-    images, labels, classnames = data[f"images_{split}"], data[f"labels_{split}"], data["classnames"]
+    images, labels, classnames = (
+        data[f"images_{split}"],
+        data[f"labels_{split}"],
+        data["classnames"],
+    )
     for classname in classnames:
         (folder / classname).mkdir(parents=True, exist_ok=True)
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):

@@ -16,16 +16,23 @@ from fusion_bench_nufilt.merge.sources.models import FullModel
 from .subspaces import TaskVector, task_vector
 from .summary import Analysis
 
-#: The directions computed in each layer: enough for the curve of the energy, few enough for 7B models.
+#: The directions computed in each layer: enough for the curve of the energy, few enough for 7B
+#: models.
 DIRECTIONS = 32
 
 
-def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = lambda: None) -> Analysis:
-    """Compare the task vectors of a planned merge, and that of what is already merged, a few layers at a time."""
+def analyze_folders(
+    plan: Plan, task_rank: int, on_layer: Callable[[], Any] = lambda: None
+) -> Analysis:
+    """Compare the task vectors of a planned merge, and that of what is already merged, a few layers
+    at a time.
+    """
     for checkpoint in plan.checkpoints:
         checkpoint.fetch()
     labels = [task.source.label for task in plan.tasks]  # folders of the same name get numbers
-    tasks = [label if labels.count(label) == 1 else f"{label} ({i})" for i, label in enumerate(labels, 1)]
+    tasks = [
+        label if labels.count(label) == 1 else f"{label} ({i})" for i, label in enumerate(labels, 1)
+    ]
     models = dict(zip(tasks, plan.tasks, strict=True))
     if plan.merged is not None:
         models["merged so far"] = plan.merged
@@ -35,17 +42,23 @@ def analyze_folders(plan: Plan, task_rank: int, on_layer: Callable[[], Any] = la
     def examine(layer: Layer) -> tuple[float, dict[str, TaskVector]]:
         stored, rank = widened(plan.base.read(layer.keys[0])[0]), max(DIRECTIONS, task_rank)
         theta_0 = layer.view.matrix(stored)
-        found = {name: task_vector(_update(model, layer, stored), rank) for name, model in models.items()}
+        found = {
+            name: task_vector(_update(model, layer, stored), rank) for name, model in models.items()
+        }
         return float(torch.linalg.vector_norm(theta_0)), found
 
-    for layer, found in zip(plan.layers, map_layers(examine, plan.layers, torch.device("cpu")), strict=True):
+    for layer, found in zip(
+        plan.layers, map_layers(examine, plan.layers, torch.device("cpu")), strict=True
+    ):
         result.add_vectors(layer.name, *found)
         on_layer()
     return result
 
 
 def _update(model: FullModel, layer: Layer, stored: Tensor) -> Tensor:
-    """Return tau of a layer, ``(d_o, d_i)``, given the base's tensor; zero where an adapter has none."""
+    """Return tau of a layer, ``(d_o, d_i)``, given the base's tensor; zero where an adapter has
+    none.
+    """
     theta_0 = layer.view.matrix(stored)
     if layer.param not in model.params:
         return torch.zeros_like(theta_0)

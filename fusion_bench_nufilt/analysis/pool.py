@@ -22,7 +22,15 @@ from fusion_bench_nufilt.pages.names import kind
 from fusion_bench_nufilt.storage.files import file_name
 from fusion_bench_nufilt.stream.models import PRETRAINED, refuse_drawn
 
-from .record import Loader, Moments, known_moments, memory_of, record_moments, shared_inputs, task_inputs
+from .record import (
+    Loader,
+    Moments,
+    known_moments,
+    memory_of,
+    record_moments,
+    shared_inputs,
+    task_inputs,
+)
 from .settings import AnalysisConfig
 from .subspaces import TaskVector, affinity_by_rank, data_subspace, task_vector
 from .summary import Analysis, Row
@@ -39,10 +47,17 @@ class PoolAnalysis:
     """A model pool under analysis. What needs data is recorded once, in ``folder / "moments"``."""
 
     def __init__(
-        self, experiment: Experiment, name: str, config: AnalysisConfig, folder: Path, targets: str | Sequence[str]
+        self,
+        experiment: Experiment,
+        name: str,
+        config: AnalysisConfig,
+        folder: Path,
+        targets: str | Sequence[str],
     ) -> None:
         self.experiment, self.name, self.config, self.folder = experiment, name, config, folder
-        self.taskpool = experiment.evaluator.taskpool  # whose data are looked up before any model is loaded
+        self.taskpool = (
+            experiment.evaluator.taskpool
+        )  # whose data are looked up before any model is loaded
         self.tasks = experiment.tasks
         self._pairs = config.named_pairs(self.tasks)
         self.pretrained, drawn = experiment.load(PRETRAINED)
@@ -50,12 +65,16 @@ class PoolAnalysis:
         self._keys = {view.key for view in self.views.values()}
         refuse_drawn(PRETRAINED, [key for key in drawn if key in self._keys], can_exclude=False)
         self._modules = [view.module for view in self.views.values()]
-        self.width = min(view.shape[1] for view in self.views.values())  # d_i of the narrowest layer
+        self.width = min(
+            view.shape[1] for view in self.views.values()
+        )  # d_i of the narrowest layer
         self._inputs = self._draw_inputs(config.samples)
         self._samples = {task: len(inputs.dataset) for task, inputs in self._inputs.items()}  # type: ignore[arg-type]
         for task, count in self._samples.items():
             if count < config.data_rank:
-                raise ValueError(f"task '{task}' has {count} samples, fewer than r_d = {config.data_rank}")
+                raise ValueError(
+                    f"task '{task}' has {count} samples, fewer than r_d = {config.data_rank}"
+                )
         #: By module, the one whose inputs are the same; the owners alone are recorded.
         self.owner = shared_inputs(self.pretrained, self._modules, self._inputs[self.tasks[0]])
         self.owners = sorted(set(self.owner.values()))
@@ -65,15 +84,23 @@ class PoolAnalysis:
     def memory_note(self) -> str:
         needed = memory_of(self.pretrained, self.owners)
         return (
-            f"second moments of {len(self.owners)} inputs of {len(self.views)} layers, for each of {len(self.tasks)} "
-            f"tasks: at most {min(needed, MEMORY) / 1e6:.0f} MB of memory at a time, {needed / 3e6:.0f} MB on disk"
+            f"second moments of {len(self.owners)} inputs of {len(self.views)} layers, for each of "
+            f"{len(self.tasks)} "
+            f"tasks: at most {min(needed, MEMORY) / 1e6:.0f} MB of memory at a time, "
+            f"{needed / 3e6:.0f} MB on disk"
         )
 
     @cached_property
     def propagated_inputs(self) -> dict[str, list[Any]]:
-        """Batches of a few samples of each task for the propagated losses; none if they are switched off."""
+        """Batches of a few samples of each task for the propagated losses; none if they are
+        switched off.
+        """
         samples = self.config.propagated
-        return {task: list(loader) for task, loader in self._draw_inputs(samples).items()} if samples else {}
+        return (
+            {task: list(loader) for task, loader in self._draw_inputs(samples).items()}
+            if samples
+            else {}
+        )
 
     def load(self, task: str) -> nn.Module:
         """Load a task's model, and check that it can be merged."""
@@ -82,12 +109,16 @@ class PoolAnalysis:
         return model
 
     def run(self, on_task: Callable[[], Any] = lambda: None) -> Analysis:
-        """Record what has not been recorded yet, and compare the tasks' data with their task vectors."""
+        """Record what has not been recorded yet, and compare the tasks' data with their task
+        vectors.
+        """
         samples: Row = {}
         about = {"modelpool": self.name, "samples": samples, "settings": asdict(self.config)}
         shapes = {layer: view.shape for layer, view in self.views.items()}
         result = Analysis(about, self.tasks, shapes, self.config.task_rank, pairs=self._pairs)
-        data: dict[str, dict[str, Tensor]] = {layer: {} for layer in self.views}  # V_d by layer and task
+        data: dict[str, dict[str, Tensor]] = {
+            layer: {} for layer in self.views
+        }  # V_d by layer and task
         vectors: dict[str, dict[str, TaskVector]] = {layer: {} for layer in self.views}
         for task in self.tasks:
             model = self.load(task)
@@ -108,11 +139,15 @@ class PoolAnalysis:
         return result
 
     def _draw_inputs(self, samples: int) -> dict[str, Loader]:
-        return {task: task_inputs(self.taskpool, task, samples, self.config.seed) for task in self.tasks}
+        return {
+            task: task_inputs(self.taskpool, task, samples, self.config.seed) for task in self.tasks
+        }
 
     def _moments(self, task: str, model: nn.Module) -> Moments:
         """Return the second moments of a task's inputs, recorded now unless they were before."""
-        source, name = (model, task) if self.config.activations == "own" else (self.pretrained, PRETRAINED)
+        source, name = (
+            (model, task) if self.config.activations == "own" else (self.pretrained, PRETRAINED)
+        )
         about = {
             "task": task,
             "activations": self.config.activations,
@@ -124,17 +159,25 @@ class PoolAnalysis:
         }
         folder = self.folder / "moments" / file_name(task)
         known = known_moments(folder, about)
-        return known or record_moments(source, self._inputs[task], self.owner, folder, about, MEMORY)
+        return known or record_moments(
+            source, self._inputs[task], self.owner, folder, about, MEMORY
+        )
 
     def _data_subspaces(self, moments: Moments) -> dict[str, Tensor]:
-        found = map_layers(lambda own: data_subspace(moments.read(own), max(RANKS)), self.owners, torch.device("cpu"))
+        found = map_layers(
+            lambda own: data_subspace(moments.read(own), max(RANKS)),
+            self.owners,
+            torch.device("cpu"),
+        )
         solved = dict(zip(self.owners, found, strict=True))
         return {layer: solved[self.owner[view.module]] for layer, view in self.views.items()}
 
     def _examine(
         self, task: str, model: nn.Module, data: Mapping[str, Tensor], layer: str
     ) -> tuple[TaskVector, list[Row]]:
-        """Return a task's vector in a layer, and Theorem 1 evaluated for it and the subspaces of its data."""
+        """Return a task's vector in a layer, and Theorem 1 evaluated for it and the subspaces of
+        its data.
+        """
         view, rows = self.views[layer], []
         tau = layer_weight(model, view) - layer_weight(self.pretrained, view)
         for rank in (rank for rank in _THEOREM_RANKS if rank <= min(view.shape)):
@@ -144,28 +187,51 @@ class PoolAnalysis:
             rows.append({**about, **asdict(check), "violated": check.violated})
         return task_vector(tau, max(RANKS)), rows
 
-    def _affinities(self, layer: str, data: Mapping[str, Tensor], vectors: Mapping[str, TaskVector]) -> list[Row]:
-        """Compare the data and the vectors of all tasks in a layer, at the settings' ranks and for r_d = r_v."""
+    def _affinities(
+        self, layer: str, data: Mapping[str, Tensor], vectors: Mapping[str, TaskVector]
+    ) -> list[Row]:
+        """Compare the data and the vectors of all tasks in a layer, at the settings' ranks and for
+        r_d = r_v.
+        """
         narrowest = min(min(view.shape) for view in self.views.values())
         ranks, rows = [rank for rank in RANKS if rank <= narrowest], []
         for (of_data, V_d), (of_vector, vector) in product(data.items(), vectors.items()):
-            A = subspace_affinity(V_d[:, : self.config.data_rank], vector.V[:, : self.config.task_rank])
-            row = {"layer": layer, "kind": kind(layer), "data": of_data, "vector": of_vector, "affinity": float(A)}
+            A = subspace_affinity(
+                V_d[:, : self.config.data_rank], vector.V[:, : self.config.task_rank]
+            )
+            row = {
+                "layer": layer,
+                "kind": kind(layer),
+                "data": of_data,
+                "vector": of_vector,
+                "affinity": float(A),
+            }
             by_rank = affinity_by_rank(V_d, vector.V, ranks).tolist()
             rows.append(row | {"by_rank": dict(zip(ranks, by_rank, strict=True))})
         return rows
 
 
 def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> dict[str, View]:
-    """Return the views of the linear layers that are merged; of an encoder-decoder, those of the encoder."""
+    """Return the views of the linear layers that are merged; of an encoder-decoder, those of the
+    encoder.
+    """
     chosen = select_layers(model, target_modules)
-    views = {name: view for name, view in chosen.items() if view.linear and view.name == view.module}
+    views = {
+        name: view for name, view in chosen.items() if view.linear and view.name == view.module
+    }
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         views = {name: view for name, view in views.items() if name.startswith("encoder.")}
     if not views:
-        raise ValueError(f"none of the {len(chosen)} merged layers of {type(model).__name__} has inputs to be recorded")
+        raise ValueError(
+            f"none of the {len(chosen)} merged layers of {type(model).__name__} has inputs to be "
+            "recorded"
+        )
     if len(views) < len(chosen):
-        log.info("%d of %d merged layers are analysed: linear layers, of an encoder", len(views), len(chosen))
+        log.info(
+            "%d of %d merged layers are analysed: linear layers, of an encoder",
+            len(views),
+            len(chosen),
+        )
     return views
 
 

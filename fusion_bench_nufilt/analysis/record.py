@@ -1,4 +1,6 @@
-"""Draw samples from a FusionBench task pool, and record second moments of a model's layer inputs on them."""
+"""Draw samples from a FusionBench task pool, and record second moments of a model's layer inputs on
+them.
+"""
 
 import inspect
 import json
@@ -32,9 +34,11 @@ Loader = DataLoader[Any]
 
 
 def task_inputs(taskpool: Any, task: str, samples: int, seed: int) -> Loader:
-    """Draw samples of a task's test set, all if it has fewer, in batches like those of the pool's loader.
+    """Draw samples of a task's test set, all if it has fewer, in batches like those of the pool's
+    loader.
 
-    The pool is one of FusionBench's for CLIP vision or Flan-T5 (0.1 pools), or any with ``get_test_dataloader(task)``.
+    The pool is one of FusionBench's for CLIP vision or Flan-T5 (0.1 pools), or any with
+    ``get_test_dataloader(task)``.
     """
     loader = _test_loader(taskpool, task)
     dataset = loader.dataset
@@ -48,7 +52,9 @@ def _test_loader(taskpool: Any, task: str) -> Any:
     known = taskpool.task_names if is_v01 else getattr(taskpool, "_test_datasets", [task])
     own = task if task in known else next((name for name in known if task in names_of(name)), None)
     if own is None:
-        raise ValueError(f"the task pool {pool} has no data of task '{task}', only of {', '.join(known)}")
+        raise ValueError(
+            f"the task pool {pool} has no data of task '{task}', only of {', '.join(known)}"
+        )
     if hasattr(taskpool, "get_test_dataloader"):
         return taskpool.get_test_dataloader(own)
     if hasattr(taskpool, "_test_datasets"):
@@ -58,19 +64,28 @@ def _test_loader(taskpool: Any, task: str) -> Any:
     if is_v01:
         return taskpool.load_task(own).test_loader
     raise ValueError(
-        f"the task pool {pool} has no test data of a single task (no test_dataloaders, get_test_dataloader or "
+        f"the task pool {pool} has no test data of a single task (no test_dataloaders, "
+        "get_test_dataloader or "
         "load_task); `nufilt analyze --base … --task …` needs no data"
     )
 
 
 @torch.no_grad()
 def forward(model: nn.Module, batch: Any) -> None:
-    """Run a model on a batch: a mapping with its arguments, or a sequence that begins with the input."""
+    """Run a model on a batch: a mapping with its arguments, or a sequence that begins with the
+    input.
+    """
     device = next(model.parameters()).device
     model.eval()
     if hasattr(batch, "keys"):
         known = inspect.signature(model.forward).parameters
-        model(**{key: batch[key].to(device) for key in batch if key in known and isinstance(batch[key], Tensor)})
+        model(
+            **{
+                key: batch[key].to(device)
+                for key in batch
+                if key in known and isinstance(batch[key], Tensor)
+            }
+        )
     else:
         model(batch[0].to(device))
 
@@ -79,10 +94,11 @@ def forward(model: nn.Module, batch: Any) -> None:
 def watched_layers(
     model: nn.Module, names: Sequence[str], receive: Callable[[str, Tensor, Tensor], None]
 ) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Call ``receive`` with the name, the input and the output of each named layer whenever the model runs.
+    """Call ``receive`` with the name, the input and the output of each named layer whenever the
+    model runs.
 
-    Yields a function from an input or output ``(..., d)`` to its rows ``(n, d)`` that are not padding, by the
-    ``attention_mask`` of the transformer that is running; a model may hold several.
+    Yields a function from an input or output ``(..., d)`` to its rows ``(n, d)`` that are not
+    padding, by the ``attention_mask`` of the transformer that is running; a model may hold several.
     """
     mask: Tensor | None = None  # 1 for a token, 0 for padding
 
@@ -95,14 +111,18 @@ def watched_layers(
         receive(name, args[0], output)
 
     def tokens(X: Tensor) -> Tensor:
-        return X[mask.bool()] if mask is not None and mask.shape == X.shape[:-1] else X.flatten(0, -2)
+        return (
+            X[mask.bool()] if mask is not None and mask.shape == X.shape[:-1] else X.flatten(0, -2)
+        )
 
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 stack.callback(module.register_forward_pre_hook(note_mask, with_kwargs=True).remove)
         for name in names:
-            stack.callback(model.get_submodule(name).register_forward_hook(partial(pass_on, name)).remove)
+            stack.callback(
+                model.get_submodule(name).register_forward_hook(partial(pass_on, name)).remove
+            )
         yield tokens
 
 
@@ -116,15 +136,22 @@ class Recorded(TypedDict):
 
 
 class Moments:
-    """The second moments of one task in a folder, read one at a time; a ValueError names a damaged file."""
+    """The second moments of one task in a folder, read one at a time; a ValueError names a damaged
+    file.
+    """
 
     def __init__(self, folder: Path, content: Recorded) -> None:
         self.tokens, self._owner = content["tokens"], content["owner"]
-        files = {name: TensorFile(folder / Path(name).name) for name in set(content["files"].values())}
+        files = {
+            name: TensorFile(folder / Path(name).name) for name in set(content["files"].values())
+        }
         self._files = {owner: files[name] for owner, name in content["files"].items()}
         for owner in self._owner.values():
             if owner not in self._files or owner not in self._files[owner].tensors:
-                raise ValueError(f"'{folder / 'about.json'}' is damaged: no file beside it has the moment of '{owner}'")
+                raise ValueError(
+                    f"'{folder / 'about.json'}' is damaged: no file beside it has the moment of "
+                    f"'{owner}'"
+                )
 
     def read(self, layer: str) -> Tensor:
         """Return C, ``(d_i, d_i)``, float32."""
@@ -135,7 +162,11 @@ class Moments:
 def known_moments(folder: Path, about: Mapping[str, Any]) -> Moments | None:
     """Return earlier records if they are complete and of the same model, data and layers."""
     try:
-        if (content := read_json(folder / "about.json", Recorded, "its moments can be recorded again")) is None:
+        if (
+            content := read_json(
+                folder / "about.json", Recorded, "its moments can be recorded again"
+            )
+        ) is None:
             return None
         if other := differences(content["about"], about):
             log.info("'%s': %s; recording again", folder, in_one_line(other))
@@ -148,12 +179,18 @@ def known_moments(folder: Path, about: Mapping[str, Any]) -> Moments | None:
 
 @torch.no_grad()
 def record_moments(
-    model: nn.Module, inputs: Loader, owner: Mapping[str, str], folder: Path, about: Mapping[str, Any], max_memory: int
+    model: nn.Module,
+    inputs: Loader,
+    owner: Mapping[str, str],
+    folder: Path,
+    about: Mapping[str, Any],
+    max_memory: int,
 ) -> Moments:
-    """Run a model on a task's samples, and save the second moments of its layers' inputs in a folder.
+    """Run a model on a task's samples, and save the second moments of its layers' inputs in a
+    folder.
 
-    The samples are run once for each group of layers whose moments fit into ``max_memory`` bytes. ``owner`` has the
-    layer whose moment each layer shares.
+    The samples are run once for each group of layers whose moments fit into ``max_memory`` bytes.
+    ``owner`` has the layer whose moment each layer shares.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "about.json").unlink(missing_ok=True)
@@ -169,8 +206,12 @@ def record_moments(
     return Moments(folder, content)
 
 
-def _run_and_sum(model: nn.Module, inputs: Loader, layers: Sequence[str]) -> tuple[dict[str, Tensor], int]:
-    """Run the model on the samples; return C, float32, of the layers' inputs, and the number of tokens."""
+def _run_and_sum(
+    model: nn.Module, inputs: Loader, layers: Sequence[str]
+) -> tuple[dict[str, Tensor], int]:
+    """Run the model on the samples; return C, float32, of the layers' inputs, and the number of
+    tokens.
+    """
     sums = {name: torch.zeros([_width(model, name)] * 2, dtype=torch.float64) for name in layers}
     counts = dict.fromkeys(layers, 0)
 
@@ -182,11 +223,15 @@ def _run_and_sum(model: nn.Module, inputs: Loader, layers: Sequence[str]) -> tup
     with watched_layers(model, layers, add) as tokens:
         for batch in inputs:
             forward(model, batch)
-    return {name: (total / max(counts[name], 1)).float() for name, total in sums.items()}, max(counts.values())
+    return {name: (total / max(counts[name], 1)).float() for name, total in sums.items()}, max(
+        counts.values()
+    )
 
 
 def shared_inputs(model: nn.Module, names: Sequence[str], inputs: Loader) -> dict[str, str]:
-    """Return, for each linear layer, the first one whose input is the same tensor when the model runs on a sample."""
+    """Return, for each linear layer, the first one whose input is the same tensor when the model
+    runs on a sample.
+    """
     first: dict[int, tuple[str, Tensor]] = {}  # holds the tensors, so that no address is used twice
     owner: dict[str, str] = {}
 
@@ -201,7 +246,9 @@ def shared_inputs(model: nn.Module, names: Sequence[str], inputs: Loader) -> dic
 
 
 def memory_of(model: nn.Module, layers: Iterable[str]) -> int:
-    """Return the bytes that recording the moments of some layers takes: float64 sums and float32 means."""
+    """Return the bytes that recording the moments of some layers takes: float64 sums and float32
+    means.
+    """
     return sum((8 + 4) * _width(model, name) ** 2 for name in set(layers))
 
 

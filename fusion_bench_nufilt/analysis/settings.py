@@ -9,7 +9,10 @@ from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.options import check_choices, check_whole
 
 #: The pairs that the paper draws, for its vision models and for Flan-T5.
-PAPER_PAIRS = ("mnist:mnist,eurosat:resisc45,svhn:dtd", "glue-rte:glue-rte,glue-rte:glue-qnli,glue-rte:glue-sst2")
+PAPER_PAIRS = (
+    "mnist:mnist,eurosat:resisc45,svhn:dtd",
+    "glue-rte:glue-rte,glue-rte:glue-qnli,glue-rte:glue-sst2",
+)
 
 option = partial(options.option, panel="Analysis")
 
@@ -20,10 +23,13 @@ class AnalysisConfig:
 
     data_rank: int = option(8, "Directions of each task's data, at most task_rank.", symbol="r_d")
     task_rank: int = option(8, "Directions of each task vector.", symbol="r_v")
-    samples: int = option(1000, "Test samples of each task, drawn at random; all if there are fewer.")
+    samples: int = option(
+        1000, "Test samples of each task, drawn at random; all if there are fewer."
+    )
     propagated: int = option(
         100,
-        "Samples of each task for the losses with each model's own inputs, to which changes in earlier layers are "
+        "Samples of each task for the losses with each model's own inputs, to which changes in "
+        "earlier layers are "
         "passed on; 0 leaves them out, which saves most of the time.",
     )
     activations: Literal["own", "pretrained"] = option(
@@ -31,8 +37,10 @@ class AnalysisConfig:
     )
     pairs: str | None = option(
         None,
-        "Pairs DATA:VECTOR of tasks whose affinities are drawn layer by layer, such as mnist:mnist,svhn:dtd. By "
-        "default the paper's pairs if there are these tasks, or else a high, a moderate and a low one.",
+        "Pairs DATA:VECTOR of tasks whose affinities are drawn layer by layer, such as "
+        "mnist:mnist,svhn:dtd. By "
+        "default the paper's pairs if there are these tasks, or else a high, a moderate and a low "
+        "one.",
     )
     seed: int = option(42, "Seed of the task order and of the samples drawn.")
 
@@ -43,10 +51,13 @@ class AnalysisConfig:
         if self.data_rank > self.task_rank:
             ranks = f"r_d = {self.data_rank} and r_v = {self.task_rank}"
             raise ValueError(
-                f"data_rank must not exceed task_rank, since the affinity can't reach 1 there: got {ranks}"
+                "data_rank must not exceed task_rank, since the affinity can't reach 1 there: got "
+                f"{ranks}"
             )
         if self.samples < self.data_rank:
-            raise ValueError(f"{self.samples} samples do not span {self.data_rank} directions: raise samples")
+            raise ValueError(
+                f"{self.samples} samples do not span {self.data_rank} directions: raise samples"
+            )
 
     def named_pairs(self, tasks: Sequence[str]) -> list[tuple[int, int]] | None:
         """Return the pairs as task numbers, or None for the default."""
@@ -56,5 +67,7 @@ class AnalysisConfig:
             if not wrong:
                 return [(tasks.index(data), tasks.index(vector)) for data, vector in pairs]
             if self.pairs:
-                raise ValueError(f"pairs must be DATA:VECTOR of {', '.join(tasks)}, got '{wrong[0]}'")
+                raise ValueError(
+                    f"pairs must be DATA:VECTOR of {', '.join(tasks)}, got '{wrong[0]}'"
+                )
         return None

@@ -1,7 +1,9 @@
-r"""Subspaces of task vectors and of the tasks' data: energy by direction, overlap, and affinity (paper, Section 3.4).
+r"""Subspaces of task vectors and of the tasks' data: energy by direction, overlap, and affinity
+(paper, Section 3.4).
 
-The affinity :math:`A = \|\hat V^\top V_d\|_F^2 / r_d` is the mean squared cosine of the principal angles, for the r_d
-directions V_d of a task's data and the r_v >= r_d directions of a task vector. Its chance level is r_v / d_i.
+The affinity :math:`A = \|\hat V^\top V_d\|_F^2 / r_d` is the mean squared cosine of the principal
+angles, for the r_d directions V_d of a task's data and the r_v >= r_d directions of a task vector.
+Its chance level is r_v / d_i.
 """
 
 from collections.abc import Sequence
@@ -21,13 +23,18 @@ _DIRECT, _ROUNDS, _SPARE = 1024, 4, 16
 
 @dataclass(frozen=True)
 class TaskVector:
-    V: Tensor  # its top right singular vectors, (d_i, r), the most important first; zero beyond the numerical rank
+    # its top right singular vectors, (d_i, r), the most important first; zero beyond the numerical
+    # rank
+    V: Tensor
     norm: float  # Frobenius norm
     energy: Tensor  # the share of the squared norm in each of the directions of V, (r,)
-    effective_rank: float  # squared norm over the largest squared singular value (stable rank); 0 for a zero vector
+    # squared norm over the largest squared singular value (stable rank); 0 for a zero vector
+    effective_rank: float
 
     def rank_for(self, share: float) -> int | None:
-        """Return how many directions hold this share of the energy, or None if more than were computed."""
+        """Return how many directions hold this share of the energy, or None if more than were
+        computed.
+        """
         reached = self.energy.cumsum(0) >= share - 1e-6
         return int(reached.nonzero()[0]) + 1 if reached.any() else None
 
@@ -38,22 +45,27 @@ def task_vector(tau: Tensor, rank: int) -> TaskVector:
     V, sigma = _top_directions(tau, min(rank, d_o, d_i))
     sigma = sigma * (sigma > max(d_o, d_i) * torch.finfo(tau.dtype).eps * sigma.amax())
     norm, top = float(torch.linalg.vector_norm(tau)), float(sigma.amax()) ** 2
-    return TaskVector(V * (sigma > 0), norm, sigma.square() / (norm**2 or 1.0), norm**2 / top if top else 0.0)
+    return TaskVector(
+        V * (sigma > 0), norm, sigma.square() / (norm**2 or 1.0), norm**2 / top if top else 0.0
+    )
 
 
 def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the top right singular vectors ``(d_i, rank)`` and the singular values, the largest first.
+    """Return the top right singular vectors ``(d_i, rank)`` and the singular values, the largest
+    first.
 
-    If both sides are above 1024, the Gram matrix would take most of the time, and a few rounds of block iteration on
-    the matrix itself are exact enough: for singular values k^-0.4, which fall more slowly than those of task vectors,
-    the energy of 32 directions is off by 0.2 %.
+    If both sides are above 1024, the Gram matrix would take most of the time, and a few rounds of
+    block iteration on the matrix itself are exact enough: for singular values k^-0.4, which fall
+    more slowly than those of task vectors, the energy of 32 directions is off by 0.2 %.
     """
     if min(tau.shape) <= _DIRECT:
         tall = tau if tau.shape[1] <= tau.shape[0] else tau.mT
         U = top_eigenvectors(gram_matrix(tall), rank)
         V = U if tall is tau else torch.linalg.qr(tau.mT @ U).Q
         return V, torch.linalg.vector_norm(tau @ V, dim=0)
-    start = torch.randn(tau.shape[1], rank + _SPARE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    start = torch.randn(
+        tau.shape[1], rank + _SPARE, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     X = torch.linalg.qr(start.to(tau)).Q
     for _ in range(_ROUNDS):
         X = torch.linalg.qr(tau.mT @ (tau @ X)).Q
@@ -63,9 +75,11 @@ def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def overlap(a: TaskVector, b: TaskVector, rank: int) -> float:
-    """Return the mean squared cosine of the principal angles between the top ``rank`` directions of two task vectors.
+    """Return the mean squared cosine of the principal angles between the top ``rank`` directions of
+    two task vectors.
 
-    It is 1 if they use the same input directions, so that merging one disturbs the other; by chance, rank / d_i.
+    It is 1 if they use the same input directions, so that merging one disturbs the other; by
+    chance, rank / d_i.
     """
     V, W = a.V[:, :rank], b.V[:, :rank]
     narrow, wide = sorted((V, W), key=lambda basis: int(basis.square().sum().round()))
@@ -73,7 +87,8 @@ def overlap(a: TaskVector, b: TaskVector, rank: int) -> float:
 
 
 def data_subspace(C: Tensor, rank: int) -> Tensor:
-    """Return V_d, the top eigenvectors ``(..., d_i, r_d)`` of a second moment, the largest eigenvalue first.
+    """Return V_d, the top eigenvectors ``(..., d_i, r_d)`` of a second moment, the largest
+    eigenvalue first.
 
     Columns beyond the rank of C are zero.
     """
@@ -84,16 +99,20 @@ def data_subspace(C: Tensor, rank: int) -> Tensor:
 
 
 def affinity_by_rank(V_d: Tensor, V_hat: Tensor, ranks: Sequence[int]) -> Tensor:
-    """Return A for r_d = r_v = r, ``(..., len(ranks))``; the most important column comes first in both bases."""
+    """Return A for r_d = r_v = r, ``(..., len(ranks))``; the most important column comes first in
+    both bases.
+    """
     squares = (V_hat.mT @ V_d).square()
     return torch.stack([squares[..., :r, :r].sum(dim=(-2, -1)) / r for r in ranks], dim=-1)
 
 
 def dominance(A: Floats) -> dict[str, float]:
-    """Compare matched with mismatched affinities; A is ``(layers, T, T)``, by data and vector, with T > 1.
+    """Compare matched with mismatched affinities; A is ``(layers, T, T)``, by data and vector, with
+    T > 1.
 
-    ``rows`` and ``columns`` count those of the mean matrix whose largest value is on the diagonal; ``matched_above`` is
-    the share of comparisons within a layer's row or column that the matched affinity wins.
+    ``rows`` and ``columns`` count those of the mean matrix whose largest value is on the diagonal;
+    ``matched_above`` is the share of comparisons within a layer's row or column that the matched
+    affinity wins.
     """
     count = A.shape[-1]
     own = np.diagonal(A, axis1=1, axis2=2)  # (layers, T)

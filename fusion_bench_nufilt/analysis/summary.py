@@ -31,38 +31,57 @@ _PREFIXES = {"fixed": "", "relative": "relative_", "propagated": "propagated_"}
 
 @dataclass
 class Analysis:
-    """Everything that tables, pictures and sentences are made of; what was not measured is empty or None.
+    """Everything that tables, pictures and sentences are made of; what was not measured is empty or
+    None.
 
-    The tables leave out ``energy`` by direction, and ``by_rank``, the affinities for each r = r_d = r_v.
+    The tables leave out ``energy`` by direction, and ``by_rank``, the affinities for each r = r_d =
+    r_v.
     """
 
     about: Row  # where it comes from, for people
     tasks: list[str]
     layers: Mapping[str, Sequence[int]]  # (d_o, d_i) by name
     task_rank: int
-    pairs: list[tuple[int, int]] | None = None  # (data, vector) whose affinities are drawn; None: chosen here
+    pairs: list[tuple[int, int]] | None = (
+        None  # (data, vector) whose affinities are drawn; None: chosen here
+    )
     vectors: list[Row] = field(default_factory=list)  # one for each task vector and layer
     overlaps: list[Row] = field(default_factory=list)  # one for each layer and two task vectors
-    affinity: list[Row] = field(default_factory=list)  # one for each layer, task's data and task vector
+    affinity: list[Row] = field(
+        default_factory=list
+    )  # one for each layer, task's data and task vector
     theorem: list[Row] = field(default_factory=list)  # a TheoremCheck for each task, layer and r_d
     losses: list[Row] = field(default_factory=list)  # one for each method, step and layer
-    scores: dict[str, dict[str, float | None]] = field(default_factory=dict)  # ACC and BWT by method
+    scores: dict[str, dict[str, float | None]] = field(
+        default_factory=dict
+    )  # ACC and BWT by method
     failures: dict[str, str] = field(default_factory=dict)
 
     def add_vectors(self, layer: str, size: float, vectors: Mapping[str, TaskVector]) -> None:
-        """Add a layer's task vectors, given the norm of its pretrained weight, and compare their directions."""
+        """Add a layer's task vectors, given the norm of its pretrained weight, and compare their
+        directions.
+        """
         rank = self.task_rank
         for task, vector in vectors.items():
-            row = {"task": task, "layer": layer, "norm": vector.norm, "relative_norm": vector.norm / (size or 1)}
+            row = {
+                "task": task,
+                "layer": layer,
+                "norm": vector.norm,
+                "relative_norm": vector.norm / (size or 1),
+            }
             row |= {"effective_rank": vector.effective_rank, "rank_90": vector.rank_for(0.9)}
-            self.vectors.append(row | {"energy_in_top": float(vector.energy[:rank].sum()), "energy": vector.energy})
+            self.vectors.append(
+                row | {"energy_in_top": float(vector.energy[:rank].sum()), "energy": vector.energy}
+            )
         for (one, a), (other, b) in product(vectors.items(), repeat=2):
             row = {"layer": layer, "kind": kind(layer), "vector": one, "other_vector": other}
             self.overlaps.append(row | {"overlap": overlap(a, b, rank)})
 
 
 def save_analysis(analysis: Analysis, folder: Path) -> tuple[Row, list[str]]:
-    """Write ``analysis.json``, ``reading.md`` and the CSV tables; return the first one's content, and all names."""
+    """Write ``analysis.json``, ``reading.md`` and the CSV tables; return the first one's content,
+    and all names.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     content = summarise(analysis)
     content["reading"] = reading(content)
@@ -70,15 +89,22 @@ def save_analysis(analysis: Analysis, folder: Path) -> tuple[Row, list[str]]:
     write_text(folder / "reading.md", "".join(f"- {sentence}\n" for sentence in content["reading"]))
     files = ["analysis.json", "reading.md"]
     for name in ("vectors", "overlaps", "theorem", "losses", "affinity"):
-        table = pd.DataFrame(getattr(analysis, name), dtype=object)  # whole numbers beside None stay whole
+        table = pd.DataFrame(
+            getattr(analysis, name), dtype=object
+        )  # whole numbers beside None stay whole
         if len(table):
             files.append("task_vectors.csv" if name == "vectors" else f"{name}.csv")
-            write_text(folder / files[-1], to_csv(table.drop(columns=["energy", "by_rank"], errors="ignore")))
+            write_text(
+                folder / files[-1],
+                to_csv(table.drop(columns=["energy", "by_rank"], errors="ignore")),
+            )
     return content, files
 
 
 def reading(content: Row) -> list[str]:
-    """Return sentences on which tasks collide and where, how many directions they take, and what the data shows."""
+    """Return sentences on which tasks collide and where, how many directions they take, and what
+    the data shows.
+    """
     named, overlaps = list(enumerate(content["names"])), content["overlap"]["all"]
     pairs = [(overlaps[i][j], i, j, one, other) for (i, one), (j, other) in combinations(named, 2)]
     by_layer = content["layers_of"].get("overlap of two task vectors, mean over pairs", {})
@@ -96,13 +122,18 @@ def reading(content: Row) -> list[str]:
 def summarise(analysis: Analysis) -> Row:
     """Return the summary for JSON, without what was not measured; what is not finite is None."""
     vectors, overlaps = pd.DataFrame(analysis.vectors), pd.DataFrame(analysis.overlaps)
-    affinity = pd.DataFrame(analysis.affinity, columns=["layer", "kind", "data", "vector", "affinity", "by_rank"])
+    affinity = pd.DataFrame(
+        analysis.affinity, columns=["layer", "kind", "data", "vector", "affinity", "by_rank"]
+    )
     layers = pd.DataFrame(
         {"name": name, "kind": kind(name), "depth": depth(name), "shape": list(shape)}
         for name, shape in analysis.layers.items()
     )
     widths = {group: [d_i for _, d_i in rows["shape"]] for group, rows in _by_group(layers).items()}
-    chance = {group: fmean(min(analysis.task_rank, d_i) / d_i for d_i in own) for group, own in widths.items()}
+    chance = {
+        group: fmean(min(analysis.task_rank, d_i) / d_i for d_i in own)
+        for group, own in widths.items()
+    }
     content: Row = {
         "kind": "analysis",
         "about": analysis.about,
@@ -112,14 +143,24 @@ def summarise(analysis: Analysis) -> Row:
         "layers": layers.to_dict("records"),
         "chance": chance,
         "vectors": _vectors(vectors),
-        "overlap": {group: _matrices(own, "overlap").mean(axis=0) for group, own in _by_group(overlaps).items()},
+        "overlap": {
+            group: _matrices(own, "overlap").mean(axis=0)
+            for group, own in _by_group(overlaps).items()
+        },
         "energy": _energy(vectors),
         "layers_of": _layers_of(vectors, overlaps, affinity),
-        "versions": {name: version(name) for name in ("fusion-bench-nufilt", "torch", "transformers")},
+        "versions": {
+            name: version(name) for name in ("fusion-bench-nufilt", "torch", "transformers")
+        },
     }
     if len(affinity):
-        by_group = {group: _affinity(_matrices(own, "affinity")) for group, own in _by_group(affinity).items()}
-        content["affinity"] = {group: {**found, "chance": chance[group]} for group, found in by_group.items()}
+        by_group = {
+            group: _affinity(_matrices(own, "affinity"))
+            for group, own in _by_group(affinity).items()
+        }
+        content["affinity"] = {
+            group: {**found, "chance": chance[group]} for group, found in by_group.items()
+        }
         chosen = example_pairs(by_group["all"]["mean"]) if len(analysis.tasks) > 1 else []
         content["pairs"] = analysis.pairs or chosen
         content["affinity_by_rank"] = _by_rank(affinity, fmean(widths["all"]))
@@ -128,7 +169,9 @@ def summarise(analysis: Analysis) -> Row:
     if analysis.losses:
         losses = pd.DataFrame(analysis.losses)
         by_method = losses.groupby("method", sort=False)
-        content["methods"] = {name: {**analysis.scores.get(name, {}), **_method(rows)} for name, rows in by_method}
+        content["methods"] = {
+            name: {**analysis.scores.get(name, {}), **_method(rows)} for name, rows in by_method
+        }
         content["corollary"] = _corollary(losses)
         content["failures"] = analysis.failures
     finite: Row = _for_json(content)
@@ -145,8 +188,12 @@ def _for_json(content: Any) -> Any:
 
 
 def _by_group(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return the rows of all layers, and those of attention and of MLP layers where there are any."""
-    return {"all": rows} | {kind: own for kind in ("attention", "MLP") if len(own := rows[rows["kind"] == kind])}
+    """Return the rows of all layers, and those of attention and of MLP layers where there are
+    any.
+    """
+    return {"all": rows} | {
+        kind: own for kind in ("attention", "MLP") if len(own := rows[rows["kind"] == kind])
+    }
 
 
 def _matrices(rows: pd.DataFrame, value: str) -> Floats:
@@ -157,29 +204,47 @@ def _matrices(rows: pd.DataFrame, value: str) -> Floats:
 
 def _vectors(rows: pd.DataFrame) -> Row:
     ranks = rows["rank_90"].astype(float).fillna(math.inf)  # more directions than were computed
-    how = {"relative_norm": "mean", "effective_rank": "median", "rank_90": "median", "energy_in_top": "mean"}
+    how = {
+        "relative_norm": "mean",
+        "effective_rank": "median",
+        "rank_90": "median",
+        "energy_in_top": "mean",
+    }
     found: Row = rows.assign(rank_90=ranks).groupby("task", sort=False).agg(how).to_dict("index")
     return found
 
 
 def _energy(rows: pd.DataFrame) -> Row:
-    """Return the share of a task vector's energy in its first 1, 2, … directions, averaged over the layers."""
+    """Return the share of a task vector's energy in its first 1, 2, … directions, averaged over the
+    layers.
+    """
     solved = min(map(len, rows["energy"]))
-    curves = rows["energy"].map(lambda energy: energy[:solved].cumsum(-1)).groupby(rows["layer"], sort=False)
+    curves = (
+        rows["energy"]
+        .map(lambda energy: energy[:solved].cumsum(-1))
+        .groupby(rows["layer"], sort=False)
+    )
     mean = torch.stack([torch.stack(list(of_layer)) for _, of_layer in curves]).mean(dim=0)
     return dict(zip(rows["task"].unique(), mean.tolist(), strict=True))
 
 
 def _layers_of(vectors: pd.DataFrame, overlaps: pd.DataFrame, affinity: pd.DataFrame) -> Row:
     """Return, for each layer, means over the tasks or over pairs of them."""
-    two, own = overlaps[overlaps["vector"] != overlaps["other_vector"]], affinity["data"] == affinity["vector"]
+    two, own = (
+        overlaps[overlaps["vector"] != overlaps["other_vector"]],
+        affinity["data"] == affinity["vector"],
+    )
     found = {
         "effective rank, mean over the tasks": vectors.set_index("layer")["effective_rank"],
         "overlap of two task vectors, mean over pairs": two.set_index("layer")["overlap"],
         "affinity, matched": affinity[own].set_index("layer")["affinity"],
         "affinity, mismatched": affinity[~own].set_index("layer")["affinity"],
     }
-    return {title: rows.groupby("layer", sort=False).mean().to_dict() for title, rows in found.items() if len(rows)}
+    return {
+        title: rows.groupby("layer", sort=False).mean().to_dict()
+        for title, rows in found.items()
+        if len(rows)
+    }
 
 
 def _affinity(A: Floats) -> Row:
@@ -198,7 +263,9 @@ def _by_rank(affinity: pd.DataFrame, width: float) -> Row:
 
 
 def _theorem(rows: pd.DataFrame) -> list[Row]:
-    rows = rows.assign(holds=np.isfinite(rows["zeta"]), holds_spectral=np.isfinite(rows["zeta_spectral"]))
+    rows = rows.assign(
+        holds=np.isfinite(rows["zeta"]), holds_spectral=np.isfinite(rows["zeta_spectral"])
+    )
     by_rank = rows.groupby("r_d", as_index=False).agg(
         pairs=("layer", "size"),
         condition_holds=("holds", "sum"),
@@ -213,13 +280,26 @@ def _method(rows: pd.DataFrame) -> Row:
     later = rows[rows["step"] > 1]
     if later.empty:
         return {}
-    known = {name: prefix for name, prefix in _PREFIXES.items() if later[f"{prefix}plasticity"].notna().any()}
-    content = {name: _losses(later, [f"{prefix}{loss}" for loss in LOSSES]) for name, prefix in known.items()}
-    return content | {"rank_correlation": {loss: _correlation(later, [loss, f"data_free_{loss}"]) for loss in LOSSES}}
+    known = {
+        name: prefix
+        for name, prefix in _PREFIXES.items()
+        if later[f"{prefix}plasticity"].notna().any()
+    }
+    content = {
+        name: _losses(later, [f"{prefix}{loss}" for loss in LOSSES])
+        for name, prefix in known.items()
+    }
+    return content | {
+        "rank_correlation": {
+            loss: _correlation(later, [loss, f"data_free_{loss}"]) for loss in LOSSES
+        }
+    }
 
 
 def _losses(rows: pd.DataFrame, columns: list[str]) -> Row:
-    """Return the layer means by step, their harmonic and arithmetic means, and the averages over the steps."""
+    """Return the layer means by step, their harmonic and arithmetic means, and the averages over
+    the steps.
+    """
     by_step = rows.groupby("step")[columns].mean().set_axis(LOSSES, axis=1)
     by_step["harmonic"] = [harmonic_mean(*pair) for pair in by_step.itertuples(index=False)]
     by_step["arithmetic"] = by_step[LOSSES].mean(axis=1, skipna=False)
@@ -227,22 +307,32 @@ def _losses(rows: pd.DataFrame, columns: list[str]) -> Row:
     return {
         "steps": by_step.index.tolist(),
         **by_step.to_dict("list"),
-        "mean": {**mean.to_dict(), "harmonic_of_means": harmonic_mean(mean["stability"], mean["plasticity"])},
+        "mean": {
+            **mean.to_dict(),
+            "harmonic_of_means": harmonic_mean(mean["stability"], mean["plasticity"]),
+        },
     }
 
 
 def _correlation(rows: pd.DataFrame, columns: list[str]) -> Row:
-    """Return Spearman's rank correlation of two losses over all rows, and the mean of that over each step's layers."""
+    """Return Spearman's rank correlation of two losses over all rows, and the mean of that over
+    each step's layers.
+    """
 
     def rho(some: pd.DataFrame) -> float:
         return float(some[columns].corr("spearman", min_periods=3).iloc[0, 1])
 
-    return {"layers_and_steps": rho(rows), "layers": rows.groupby("step")[columns].apply(rho).mean()}
+    return {
+        "layers_and_steps": rho(rows),
+        "layers": rows.groupby("step")[columns].apply(rho).mean(),
+    }
 
 
 def _corollary(losses: pd.DataFrame) -> Row:
     content: Row = {}
-    for loss in LOSSES:  # the left side of Corollary 1 as a share of the right side, where it was evaluated
+    for loss in (
+        LOSSES
+    ):  # the left side of Corollary 1 as a share of the right side, where it was evaluated
         left, right = losses[loss].astype(float), losses[f"{loss}_bound"].astype(float)
         shares = (left / right)[right > 0]
         if len(shares):

@@ -21,9 +21,10 @@ from .task_data import EntropyConfig, task_data
 class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """Layer-wise AdaMerging (Yang et al., ICLR 2024), adapted to the last model's task.
 
-    Every parameter tensor of every task vector has a coefficient, which is trained to make the merged model's
-    predictions on a few unlabelled items certain. FusionBench's own version adapts to the tasks of all models, and that
-    for Flan-T5 does not train the coefficient of the embedding, which has several names.
+    Every parameter tensor of every task vector has a coefficient, which is trained to make the
+    merged model's predictions on a few unlabelled items certain. FusionBench's own version adapts
+    to the tasks of all models, and that for Flan-T5 does not train the coefficient of the
+    embedding, which has several names.
 
     Args:
         init_values: the coefficients before training.
@@ -43,10 +44,17 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
     def run(self, modelpool: BaseModelPool, **kwargs: Any) -> nn.Module:
         """Merge all models of a pool at once, without changing them."""
         names = modelpool.model_names
-        data = task_data("AdaMerging", None if self._program is None else self._program.taskpool, names[-1], modelpool)
+        data = task_data(
+            "AdaMerging",
+            None if self._program is None else self._program.taskpool,
+            names[-1],
+            modelpool,
+        )
         theta_0, *models = (load_stored(modelpool, name) for name in (PRETRAINED, *names))
         merged = _Merged(theta_0, models, self.init_values, self.fabric.device)
-        data.minimise_entropy(merged, [merged.coefficients], options_of(EntropyConfig, self), self.seed)
+        data.minimise_entropy(
+            merged, [merged.coefficients], options_of(EntropyConfig, self), self.seed
+        )
         model = deepcopy(theta_0).requires_grad_()
         with torch.no_grad():
             for name, value in merged.merged_parameters().items():
@@ -55,25 +63,42 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
 
 class _Merged(nn.Module):
-    r"""A model with the parameters :math:`\theta_l + \sum_t \lambda_{tl} \tau_{tl}`, where l is a parameter tensor."""
+    r"""A model with the parameters :math:`\theta_l + \sum_t \lambda_{tl} \tau_{tl}`, where l is a
+    parameter tensor.
+    """
 
     def __init__(
-        self, pretrained: nn.Module, models: Sequence[nn.Module], init_values: float, device: torch.device
+        self,
+        pretrained: nn.Module,
+        models: Sequence[nn.Module],
+        init_values: float,
+        device: torch.device,
     ) -> None:
         super().__init__()
-        # `functional_call` would leave tensors of its own in the caller's modules that have several names.
+        # `functional_call` would leave tensors of its own in the caller's modules that have several
+        # names.
         self.model = deepcopy(pretrained).to(device).requires_grad_(False)
-        self.theta = dict(self.model.named_parameters())  # a parameter with several names is here once
+        self.theta = dict(
+            self.model.named_parameters()
+        )  # a parameter with several names is here once
         self.tau = [
-            {name: model.get_parameter(name).detach().to(device) - value for name, value in self.theta.items()}
+            {
+                name: model.get_parameter(name).detach().to(device) - value
+                for name, value in self.theta.items()
+            }
             for model in models
         ]
         #: lambda, ``(models, parameter tensors)``
-        self.coefficients = nn.Parameter(torch.full((len(models), len(self.theta)), init_values, device=device))
+        self.coefficients = nn.Parameter(
+            torch.full((len(models), len(self.theta)), init_values, device=device)
+        )
 
     def merged_parameters(self) -> dict[str, Tensor]:
         return {
-            name: sum((weight * tau[name] for weight, tau in zip(column, self.tau, strict=True)), start=value)
+            name: sum(
+                (weight * tau[name] for weight, tau in zip(column, self.tau, strict=True)),
+                start=value,
+            )
             for column, (name, value) in zip(self.coefficients.T, self.theta.items(), strict=True)
         }
 

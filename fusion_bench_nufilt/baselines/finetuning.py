@@ -1,4 +1,6 @@
-"""Sequential fine-tuning, the reference that sees all training data: FusionBench's own, one task at a time."""
+"""Sequential fine-tuning, the reference that sees all training data: FusionBench's own, one task at
+a time.
+"""
 
 from dataclasses import asdict, dataclass
 from tempfile import TemporaryDirectory
@@ -33,13 +35,16 @@ class FineTuningConfig:
 @auto_register_config
 @takes_options(FineTuningConfig, ProtocolConfig)
 class SequentialFineTuning(ContinualMergingAlgorithm):
-    """One CLIP vision tower, fine-tuned on the tasks one after another; the pool's fine-tuned models are not used.
+    """One CLIP vision tower, fine-tuned on the tasks one after another; the pool's fine-tuned
+    models are not used.
 
-    The loss is the cross-entropy, and the learning rate falls to zero along a cosine on each task. The images are the
-    model pool's ``train_datasets``, named like the models; classes and prompts are the task pool's.
+    The loss is the cross-entropy, and the learning rate falls to zero along a cosine on each task.
+    The images are the model pool's ``train_datasets``, named like the models; classes and prompts
+    are the task pool's.
 
     Args:
-        **kwargs: options of :class:`FineTuningConfig` and :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
+        **kwargs: options of :class:`FineTuningConfig` and
+        :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -55,10 +60,14 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
             raise ValueError(f"{self.name} needs training data: {lacking}")
         self._taskpool = clip_pool(self.name, self.taskpool, names)
 
-    def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
+    def merge_step(
+        self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
+    ) -> nn.Module:
         images, device = self.modelpool.load_train_dataset(name), next(merged.parameters()).device
         single = classifier(self._taskpool, merged.requires_grad_(), name)
-        pool: Any = BaseModelPool({"_pretrained_": single.clip_model}, train_datasets=DictConfig({name: None}))
+        pool: Any = BaseModelPool(
+            {"_pretrained_": single.clip_model}, train_datasets=DictConfig({name: None})
+        )
         pool.load_train_dataset = lambda task: images
         pool.load_clip_model = pool.load_model
         pool.load_processor = lambda: self._taskpool.data_processor
@@ -71,7 +80,9 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
 
 
 class _OneTaskFineTuning(_FineTuning):
-    """FusionBench's continual fine-tuning, whose optimizer starts anew for every task, without its files and logs."""
+    """FusionBench's continual fine-tuning, whose optimizer starts anew for every task, without its
+    files and logs.
+    """
 
     log_dir: str | None = None  # it writes a list of the tasks there
 

@@ -33,7 +33,8 @@ from fusion_bench_nufilt.stream.models import MERGED, PRETRAINED
 RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
 
 ONE_FORM = (
-    "form=released is for methods whose released code has another formula than the paper; this method has one form"
+    "form=released is for methods whose released code has another formula than the paper; this "
+    "method has one form"
 )
 
 
@@ -47,13 +48,20 @@ class RuleConfig:
     )
     rule: RuleName = option(
         "at_once",
-        "The result, where M(θ; …) is what the method makes of a model θ and task vectors: at_once M(θ0; τ̃/λ, τ), "
+        "The result, where M(θ; …) is what the method makes of a model θ and task vectors: at_once "
+        "M(θ0; τ̃/λ, τ), "
         "add θ + M(θ0; τ̃, τ) - θ0, add_running the same with the method's last result for τ̃, "
         "restart M(θ0; τ), on_top M(θ; τ).",
     )
-    released_rule: RuleName | None = option(None, "The rule of form=released; null if the method has one form.")
-    merged_scale: float = option(1.0, "The factor λ by which the method scales its result.", symbol="λ")
-    merge_first: bool = option(False, "Apply the method to the first model, too, instead of taking θ0 + λ τ.")
+    released_rule: RuleName | None = option(
+        None, "The rule of form=released; null if the method has one form."
+    )
+    merged_scale: float = option(
+        1.0, "The factor λ by which the method scales its result.", symbol="λ"
+    )
+    merge_first: bool = option(
+        False, "Apply the method to the first model, too, instead of taking θ0 + λ τ."
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -69,7 +77,9 @@ class RuleConfig:
 
 @torch.no_grad()
 def shifted(theta: nn.Module, to: nn.Module, base: nn.Module, scale: float = 1) -> nn.Module:
-    r"""Return a new model :math:`\theta + s (\theta_{to} - \theta_{base})`, rounded once to the weights' dtype."""
+    r"""Return a new model :math:`\theta + s (\theta_{to} - \theta_{base})`, rounded once to the
+    weights' dtype.
+    """
     if theta is base and scale == 1:
         return deepcopy(to)
     model, above, below = deepcopy(theta), to.state_dict(), base.state_dict()
@@ -92,7 +102,8 @@ class _Baseline(ContinualMergingAlgorithm):
 
     def make_base_method(self, taskpool: Any) -> Any:
         """Return FusionBench's method, set up as by its program."""
-        # Ray 2.54 adds a parameter to functions that it decorates, which FusionBench would take for an option.
+        # Ray 2.54 adds a parameter to functions that it decorates, which FusionBench would take for
+        # an option.
         constructor = import_object(self.base_method._target_).__init__
         attributes = getattr(getattr(constructor, "__wrapped__", constructor), "__dict__", {})
         if "_ray_trace_ctx" in str(attributes.get("__signature__")):
@@ -110,7 +121,8 @@ class BatchMethodBaseline(_Baseline):
 
     Args:
         base_method: config of the method, with ``_target_``.
-        **kwargs: options of :class:`RuleConfig` and :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
+        **kwargs: options of :class:`RuleConfig` and
+        :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
     """
 
     def __init__(self, base_method: DictConfig, **kwargs: Any) -> None:
@@ -123,7 +135,9 @@ class BatchMethodBaseline(_Baseline):
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         self.how = options_of(RuleConfig, self)
         if self.how.chosen == "add_running" and self.first_step > 1:
-            raise ValueError(f"{self.name}: rule=add_running goes on from a result that is not in '{MERGED}'")
+            raise ValueError(
+                f"{self.name}: rule=add_running goes on from a result that is not in '{MERGED}'"
+            )
         self._before = pretrained
 
     def restore(self, step: int) -> None:
@@ -131,13 +145,17 @@ class BatchMethodBaseline(_Baseline):
             self._before = deepcopy(self._before)
             self.folder.load_step(step - 1, self._before)
 
-    def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
+    def merge_step(
+        self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
+    ) -> nn.Module:
         def merge(base: nn.Module, *models: nn.Module) -> nn.Module:
             names = ["merged so far", name][-len(models) :]
             # FusionBench's methods write their result into the pretrained model that they load.
             pool = {"_pretrained_": deepcopy(base), **dict(zip(names, models, strict=True))}
             with torch.enable_grad():
-                whole = BaseModelPool(pool, train_datasets=getattr(self.modelpool, "_train_datasets", None))
+                whole = BaseModelPool(
+                    pool, train_datasets=getattr(self.modelpool, "_train_datasets", None)
+                )
                 result = self.make_base_method(self.taskpool).run(whole)
             if type(result) is not type(pretrained):
                 kinds = f"a {type(result).__name__}, not a {type(pretrained).__name__}"
@@ -146,7 +164,11 @@ class BatchMethodBaseline(_Baseline):
 
         rule, scale = self.how.chosen, self.how.merged_scale
         if step == 1:
-            result = merge(pretrained, task) if self.how.merge_first else shifted(pretrained, task, pretrained, scale)
+            result = (
+                merge(pretrained, task)
+                if self.how.merge_first
+                else shifted(pretrained, task, pretrained, scale)
+            )
         elif rule == "at_once":
             result = merge(pretrained, shifted(pretrained, merged, pretrained, 1 / scale), task)
         elif rule == "add":
@@ -165,13 +187,16 @@ class BatchMethodBaseline(_Baseline):
 
 @auto_register_config
 class ContinualMethodBaseline(_Baseline):
-    """A continual method of FusionBench (``opcm/*``, ``dop/*``), whose steps the protocol only observes.
+    """A continual method of FusionBench (``opcm/*``, ``dop/*``), whose steps the protocol only
+    observes.
 
-    The numbers that it keeps in memory are saved with each step. A resumed run goes through the finished steps with
-    tiny stand-ins for the models, since FusionBench's loops always begin with the first one.
+    The numbers that it keeps in memory are saved with each step. A resumed run goes through the
+    finished steps with tiny stand-ins for the models, since FusionBench's loops always begin with
+    the first one.
 
     Args:
-        base_method: config of a method that hands its steps to its own ``save_merged_model``, with ``_target_``.
+        base_method: config of a method that hands its steps to its own ``save_merged_model``, with
+            ``_target_``.
         form: ``paper``, the only form.
         **kwargs: options of :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
     """
@@ -190,27 +215,37 @@ class ContinualMethodBaseline(_Baseline):
         self._memory: dict[str, Any] = {}
 
     def state(self) -> dict[str, torch.Tensor]:
-        here = {key: value for key, value in vars(self._method).items() if key not in self._at_start}
+        here = {
+            key: value for key, value in vars(self._method).items() if key not in self._at_start
+        }
         return {key: torch.as_tensor(value) for key, value in here.items() if _is_numeric(value)}
 
     def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
         saved = {} if folder is None else load_state(folder)
         self._memory = {key: list(value) if value.ndim else value for key, value in saved.items()}
 
-    def merge_stream(self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]) -> nn.Module:
+    def merge_stream(
+        self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]
+    ) -> nn.Module:
         if MERGED in modelpool.all_model_names:
             raise ValueError(f"{self.name} starts from the pretrained model, not from '{MERGED}'")
         models: Any = copy(modelpool)
-        models._models = deepcopy(modelpool._models)  # some methods write into the first model that they load
+        models._models = deepcopy(
+            modelpool._models
+        )  # some methods write into the first model that they load
 
         def load(name: str, *args: Any, **kwargs: Any) -> nn.Module:
             return self._load(models, name)[0].cpu()  # which notes the digest of what is merged
 
         pool = copy(models)
         pool.load_model = load
-        # Models on a GPU are merged from the CPU, since OPCM and others move layers by themselves and use NumPy.
+        # Models on a GPU are merged from the CPU, since OPCM and others move layers by themselves
+        # and use NumPy.
         home, base = next(pretrained.parameters()).device, deepcopy(pretrained).cpu()
-        merged, stand_ins = deepcopy(base), defaultdict[str, nn.Module](lambda: nn.Sequential(nn.Linear(2, 2)))
+        merged, stand_ins = (
+            deepcopy(base),
+            defaultdict[str, nn.Module](lambda: nn.Sequential(nn.Linear(2, 2))),
+        )
         if done := self._resume(merged) if self.resume else 0:
             pool.load_model = lambda name, *args, **kwargs: stand_ins[name]
         begin = time.perf_counter()

@@ -6,7 +6,11 @@ from typing import Any, Literal, get_args
 import torch
 from fusion_bench import BaseAlgorithm, BaseModelPool, auto_register_config
 from fusion_bench.method.knots.knots_utils import subspace_alignment
-from fusion_bench.method.ties_merging.ties_merging_utils import disjoint_merge, resolve_sign, topk_values_mask
+from fusion_bench.method.ties_merging.ties_merging_utils import (
+    disjoint_merge,
+    resolve_sign,
+    topk_values_mask,
+)
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.core.weights import widened
@@ -19,18 +23,22 @@ MergeFunc = Literal["sum", "mean", "max"]
 
 @auto_register_config
 class KnotsTiesMergingAlgorithm(BaseAlgorithm):
-    r"""KnOTS-TIES (Stoica et al., "Model merging with SVD to tie the Knots", ICLR 2025, arXiv 2410.19735).
+    r"""KnOTS-TIES (Stoica et al., "Model merging with SVD to tie the Knots", ICLR 2025, arXiv
+    2410.19735).
 
-    The updates of a linear layer, side by side, have one decomposition :math:`[\tau_1 … \tau_T] = U S [V_1^\top …
-    V_T^\top]`. TIES merges the :math:`V_t^\top`, and :math:`U S` maps the result back.
+    The updates of a linear layer, side by side, have one decomposition :math:`[\tau_1 … \tau_T] = U
+    S [V_1^\top … V_T^\top]`. TIES merges the :math:`V_t^\top`, and :math:`U S` maps the result
+    back.
 
-    As in NUFILT's paper, each layer is trimmed by itself, and without S; the KnOTS paper trims :math:`S V_t^\top` of
-    all layers together. Parameters outside the linear layers stay as pretrained, and a single model's update is whole.
+    As in NUFILT's paper, each layer is trimmed by itself, and without S; the KnOTS paper trims
+    :math:`S V_t^\top` of all layers together. Parameters outside the linear layers stay as
+    pretrained, and a single model's update is whole.
 
     Args:
         scaling_factor: the factor λ of the merged update.
         threshold: the percentage of each model's largest entries that TIES keeps.
-        merge_func: how TIES joins entries of the elected sign: ``sum`` in NUFILT's paper, ``mean`` in that of KnOTS.
+        merge_func: how TIES joins entries of the elected sign: ``sum`` in NUFILT's paper, ``mean``
+            in that of KnOTS.
     """
 
     # These are set by auto_register_config.
@@ -39,12 +47,21 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
     merge_func: MergeFunc
 
     def __init__(
-        self, scaling_factor: float = 0.3, threshold: float = 20, merge_func: MergeFunc = "sum", **kwargs: Any
+        self,
+        scaling_factor: float = 0.3,
+        threshold: float = 20,
+        merge_func: MergeFunc = "sum",
+        **kwargs: Any,
     ) -> None:
         if not 0 < threshold <= 100:
-            raise ValueError(f"threshold is the per cent of entries to keep, above 0 and at most 100, got {threshold}")
+            raise ValueError(
+                "threshold is the per cent of entries to keep, above 0 and at most 100, got "
+                f"{threshold}"
+            )
         if merge_func not in get_args(MergeFunc):
-            raise ValueError(f"merge_func must be one of {', '.join(get_args(MergeFunc))}, got {merge_func!r}")
+            raise ValueError(
+                f"merge_func must be one of {', '.join(get_args(MergeFunc))}, got {merge_func!r}"
+            )
         super().__init__(**kwargs)
 
     @torch.no_grad()

@@ -1,4 +1,6 @@
-"""Unlabelled data of one task, for the methods that need it: not the scored data if there is other data."""
+"""Unlabelled data of one task, for the methods that need it: not the scored data if there is other
+data.
+"""
 
 import random
 from abc import ABC, abstractmethod
@@ -11,7 +13,9 @@ from typing import Any
 import torch
 from datasets import Dataset
 from fusion_bench import BaseModelPool
-from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import FlanT5GLUETextGenerationTaskPool
+from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import (
+    FlanT5GLUETextGenerationTaskPool,
+)
 from fusion_bench.dataset import CLIPDataset
 from fusion_bench.method.adamerging.entropy_loss import entropy_loss
 from fusion_bench.models.hf_clip import HFCLIPClassifier
@@ -32,7 +36,9 @@ class EntropyConfig:
     lr: float = option(1e-4, "Learning rate of Adam.")
     max_steps: int = option(50, "Steps of Adam, one batch each.")
     batch_size: int = option(16, "Items in a batch.")
-    samples_per_class: int | None = option(5, "Items used of each class, drawn by the seed; null takes all.")
+    samples_per_class: int | None = option(
+        5, "Items used of each class, drawn by the seed; null takes all."
+    )
 
 
 @dataclass
@@ -57,7 +63,9 @@ class TaskData(ABC):
             rng, by_class = random.Random(seed), defaultdict(list)
             for index, label in enumerate(self.labels()):
                 by_class[label].append(index)
-            drawn = (rng.sample(indices, min(per_class, len(indices))) for indices in by_class.values())
+            drawn = (
+                rng.sample(indices, min(per_class, len(indices))) for indices in by_class.values()
+            )
             items = Subset(items, list(chain.from_iterable(drawn)))
         loader = DataLoader(items, size, shuffle=True, generator=order, collate_fn=self.collate)
         while True:
@@ -76,11 +84,17 @@ class TaskData(ABC):
 
 
 class Images(TaskData):
-    """Images for CLIP towers: the model pool's training images, or else the task pool's test images."""
+    """Images for CLIP towers: the model pool's training images, or else the task pool's test
+    images.
+    """
 
     def __init__(self, pool: Any, task: str, modelpool: BaseModelPool) -> None:
         trained_on = task in modelpool.train_dataset_names
-        images = CLIPDataset(modelpool.load_train_dataset(task), pool.data_processor) if trained_on else None
+        images = (
+            CLIPDataset(modelpool.load_train_dataset(task), pool.data_processor)
+            if trained_on
+            else None
+        )
         super().__init__(images or pool.test_datasets[task])
         self._classifier = classifier(pool, nn.Identity(), task)
 
@@ -95,7 +109,9 @@ class Images(TaskData):
 
 
 class Texts(TaskData):
-    """Texts for Flan-T5 on GLUE, of the training split if there is one; the prediction is the answer's first token."""
+    """Texts for Flan-T5 on GLUE, of the training split if there is one; the prediction is the
+    answer's first token.
+    """
 
     def __init__(self, pool: FlanT5GLUETextGenerationTaskPool, task: str) -> None:
         loaded = pool.load_task(task)
@@ -106,24 +122,33 @@ class Texts(TaskData):
         return map(tuple, self.dataset["labels"])
 
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
-        device, length = next(model.parameters()).device, int(batch["attention_mask"].sum(dim=1).max())
+        device, length = (
+            next(model.parameters()).device,
+            int(batch["attention_mask"].sum(dim=1).max()),
+        )
         start = torch.full((len(batch["input_ids"]), 1), self._start, device=device)
         inputs = {key: batch[key][:, :length].to(device) for key in ("input_ids", "attention_mask")}
         return model(**inputs, decoder_input_ids=start).logits[:, 0]
 
 
 def task_data(method: str, pool: Any, task: str, modelpool: BaseModelPool) -> TaskData:
-    """Return the data of a task in the two pools; a ValueError names the method if there is none."""
+    """Return the data of a task in the two pools; a ValueError names the method if there is
+    none.
+    """
     if not isinstance(pool, FlanT5GLUETextGenerationTaskPool):
         return Images(clip_pool(method, pool, [task]), task, modelpool)
     own = next((name for name in pool.task_names if task in names_of(name)), None)
     if own is None:
-        raise ValueError(f"{method} needs data of '{task}'; the task pool has {', '.join(pool.task_names)}")
+        raise ValueError(
+            f"{method} needs data of '{task}'; the task pool has {', '.join(pool.task_names)}"
+        )
     return Texts(pool, own)
 
 
 def clip_pool(method: str, pool: Any, tasks: Sequence[str]) -> Any:
-    """Set up and return a task pool for CLIP towers; refuse another kind, or one that lacks a task."""
+    """Set up and return a task pool for CLIP towers; refuse another kind, or one that lacks a
+    task.
+    """
     needs = f"{method} needs a CLIPVisionModelTaskPool"
     if not isinstance(pool, CLIPVisionModelTaskPool):
         raise ValueError(f"{needs}, got {type(pool).__name__}")

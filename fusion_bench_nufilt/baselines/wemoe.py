@@ -1,4 +1,6 @@
-"""LoRA-WEMoE, which adds parameters and needs data: every MLP becomes a mixture of low-rank experts."""
+"""LoRA-WEMoE, which adds parameters and needs data: every MLP becomes a mixture of low-rank
+experts.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,7 +14,13 @@ from fusion_bench.models.we_moe import WeightEnsemblingMoE, construct_weight_ens
 from torch import Tensor, nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
-from fusion_bench_nufilt.core.options import check_choices, option, options_of, split_options, takes_options
+from fusion_bench_nufilt.core.options import (
+    check_choices,
+    option,
+    options_of,
+    split_options,
+    takes_options,
+)
 from fusion_bench_nufilt.core.subspace import right_singular_basis
 from fusion_bench_nufilt.core.weights import widened
 from fusion_bench_nufilt.stream import ContinualMergingAlgorithm, ProtocolConfig
@@ -27,27 +35,43 @@ _Ensembling: Any = WeightEnsemblingMoE
 class LowRankExperts(_Ensembling):
     r"""An MLP with the matrices :math:`W + \sum_k g_k(x) B_k A_k`.
 
-    The gate g is a linear layer on the MLP's input, averaged over tokens, and over the batch if ``batch_reduce``; its
-    bias starts as ``init_lambda``. W is in ``base_model``. Ranks are clipped to the smaller side of a matrix.
+    The gate g is a linear layer on the MLP's input, averaged over tokens, and over the batch if
+    ``batch_reduce``; its bias starts as ``init_lambda``. W is in ``base_model``. Ranks are clipped
+    to the smaller side of a matrix.
     """
 
     def __init__(
-        self, mlp: nn.Module, hidden_size: int, ranks: list[int], init_lambda: float, batch_reduce: bool
+        self,
+        mlp: nn.Module,
+        hidden_size: int,
+        ranks: list[int],
+        init_lambda: float,
+        batch_reduce: bool,
     ) -> None:
         nn.Module.__init__(self)  # FusionBench's own constructor takes whole models as experts
         self.hidden_size, self.ranks, self.init_lambda = hidden_size, list(ranks), init_lambda
         self.batch_first, self.batch_reduce = True, batch_reduce
         self.base_model = mlp
-        matrices = {name: layer.weight for name, layer in mlp.named_children() if isinstance(layer, nn.Linear)}
+        matrices = {
+            name: layer.weight
+            for name, layer in mlp.named_children()
+            if isinstance(layer, nn.Linear)
+        }
         sizes = {name: sum(min(rank, *W.shape) for rank in ranks) for name, W in matrices.items()}
         #: all experts of a layer: (d_o, sum of ranks) and (sum of ranks, d_i)
-        self.B = nn.ParameterDict({name: W.new_zeros(len(W), sizes[name]) for name, W in matrices.items()})
-        self.A = nn.ParameterDict({name: W.new_zeros(sizes[name], W.shape[1]) for name, W in matrices.items()})
+        self.B = nn.ParameterDict(
+            {name: W.new_zeros(len(W), sizes[name]) for name, W in matrices.items()}
+        )
+        self.A = nn.ParameterDict(
+            {name: W.new_zeros(sizes[name], W.shape[1]) for name, W in matrices.items()}
+        )
         self.gate: Any = self._new_gate(len(ranks)) if ranks else None
 
     @torch.no_grad()
     def add(self, task_vectors: dict[str, Tensor], rank: int) -> None:
-        """Add an expert: each matrix's task vector, truncated to this rank. The gate keeps its rows."""
+        """Add an expert: each matrix's task vector, truncated to this rank. The gate keeps its
+        rows.
+        """
         for name, tau in task_vectors.items():
             B, A = self.B[name], self.A[name]
             V = right_singular_basis(tau, rank)  # (d_i, rank); tau V V^T is the truncated SVD
@@ -80,7 +104,9 @@ class LowRankExperts(_Ensembling):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _new_gate(self, num_experts: int) -> Any:
-        return construct_weight_ensembling_gate(self.hidden_size, num_experts, self.init_lambda, num_hidden_layers=1)
+        return construct_weight_ensembling_gate(
+            self.hidden_size, num_experts, self.init_lambda, num_hidden_layers=1
+        )
 
 
 class MixtureOfExperts(nn.Module):
@@ -88,17 +114,27 @@ class MixtureOfExperts(nn.Module):
 
     config: Any
     mlp: ClassVar[str]  # the name of the MLPs in its blocks
-    released_ranks: ClassVar[tuple[int, int]]  # of the first expert and of every other, in the released code
+    released_ranks: ClassVar[
+        tuple[int, int]
+    ]  # of the first expert and of every other, in the released code
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         for name in [name for name, _ in self.named_modules() if name.endswith(f".{self.mlp}")]:
             block = self.get_submodule(name.removesuffix(f".{self.mlp}"))
-            setattr(block, self.mlp, LowRankExperts(getattr(block, self.mlp), config.hidden_size, **config.experts))
+            setattr(
+                block,
+                self.mlp,
+                LowRankExperts(getattr(block, self.mlp), config.hidden_size, **config.experts),
+            )
 
     def mixtures(self) -> Iterator[tuple[str, LowRankExperts]]:
         """Yield every mixture with its name."""
-        return ((name, module) for name, module in self.named_modules() if isinstance(module, LowRankExperts))
+        return (
+            (name, module)
+            for name, module in self.named_modules()
+            if isinstance(module, LowRankExperts)
+        )
 
     def set_ranks(self, ranks: Sequence[int]) -> None:
         """Note the experts that the model has."""
@@ -107,18 +143,25 @@ class MixtureOfExperts(nn.Module):
             mixture.ranks = list(ranks)
 
     @torch.no_grad()
-    def add_expert(self, pretrained: nn.Module, task: nn.Module, rank: int, *, attention_alone: bool = False) -> None:
-        r"""Add a task: its MLP matrices give an expert, and other parameters become :math:`\theta + \lambda \tau`.
+    def add_expert(
+        self, pretrained: nn.Module, task: nn.Module, rank: int, *, attention_alone: bool = False
+    ) -> None:
+        r"""Add a task: its MLP matrices give an expert, and other parameters become :math:`\theta +
+        \lambda \tau`.
 
         With ``attention_alone``, the others are only those of linear layers in attention.
         """
         theta_0, theta = dict(pretrained.named_parameters()), dict(self.named_parameters())
-        tau = {key: widened(task.get_parameter(key)) - widened(value) for key, value in theta_0.items()}
+        tau = {
+            key: widened(task.get_parameter(key)) - widened(value) for key, value in theta_0.items()
+        }
         for name, mixture in self.mixtures():
             mixture.add({layer: tau.pop(f"{name}.{layer}.weight") for layer in mixture.A}, rank)
         for key, update in tau.items():
             linear = isinstance(pretrained.get_submodule(key.rpartition(".")[0]), nn.Linear)
-            if attention_alone and not (linear and re.search(r"attn\.|attention\.", key, re.IGNORECASE)):
+            if attention_alone and not (
+                linear and re.search(r"attn\.|attention\.", key, re.IGNORECASE)
+            ):
                 continue
             here = key.replace(f".{self.mlp}.", f".{self.mlp}.base_model.")
             theta[here].add_(update, alpha=self.config.experts["init_lambda"])
@@ -145,12 +188,17 @@ class WEMoEConfig(EntropyConfig):
 
     form: Literal["paper", "released"] = option(
         "paper",
-        "paper: experts of one rank, and θ + λτ for all other parameters. released: 64 for the first expert and 16 for "
+        "paper: experts of one rank, and θ + λτ for all other parameters. released: 64 for the "
+        "first expert and 16 for "
         "the others (T5: 32), and θ + λτ for attention alone.",
     )
     rank: int = option(64, "Rank of the experts of form=paper.")
-    init_lambda: float = option(0.3, "Factor of the other parameters' updates, and initial bias of a gate.", symbol="λ")
-    batch_reduce: bool = option(True, "One gate for the whole batch instead of one for each of its items.")
+    init_lambda: float = option(
+        0.3, "Factor of the other parameters' updates, and initial bias of a gate.", symbol="λ"
+    )
+    batch_reduce: bool = option(
+        True, "One gate for the whole batch instead of one for each of its items."
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -165,7 +213,10 @@ def mixture_of(model: Any, options: WEMoEConfig) -> MixtureOfExperts:
     config.experts = {"ranks": []} | {key: getattr(options, key) for key in chosen}
     mixture = MIXTURES[type(model)](config).eval()
     marker = f".{mixture.mlp}."
-    state = {key.replace(marker, f"{marker}base_model."): value for key, value in model.state_dict().items()}
+    state = {
+        key.replace(marker, f"{marker}base_model."): value
+        for key, value in model.state_dict().items()
+    }
     mixture.load_state_dict(state, strict=False)
     like = next(model.parameters())
     return mixture.to(like.device, like.dtype)
@@ -174,13 +225,15 @@ def mixture_of(model: Any, options: WEMoEConfig) -> MixtureOfExperts:
 @auto_register_config
 @takes_options(WEMoEConfig, ProtocolConfig)
 class LoRAWEMoE(ContinualMergingAlgorithm):
-    r"""Weight-ensembling mixture of experts (Tang et al., ICML 2024, arXiv 2402.00433) with experts of low rank.
+    r"""Weight-ensembling mixture of experts (Tang et al., ICML 2024, arXiv 2402.00433) with experts
+    of low rank.
 
-    Each task adds an expert to every MLP; other parameters become :math:`\theta + \lambda \tau`. Then the gates are
-    trained to make predictions on data of the new task certain.
+    Each task adds an expert to every MLP; other parameters become :math:`\theta + \lambda \tau`.
+    Then the gates are trained to make predictions on data of the new task certain.
 
     Args:
-        **kwargs: options of :class:`WEMoEConfig` and :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
+        **kwargs: options of :class:`WEMoEConfig` and
+        :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -197,11 +250,17 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
         if self.first_step > 1:
             raise ValueError(f"{self.name} starts from the pretrained model, not from '{MERGED}'")
         self._mixture = mixture_of(pretrained, self._options)
-        self._data = {name: task_data(self.name, self.taskpool, name, self.modelpool) for name in names}
+        self._data = {
+            name: task_data(self.name, self.taskpool, name, self.modelpool) for name in names
+        }
 
     def expert_rank(self, step: int) -> int:
         """Return the rank of a step's expert."""
-        return self._options.rank if self._options.form == "paper" else self._mixture.released_ranks[step > 1]
+        return (
+            self._options.rank
+            if self._options.form == "paper"
+            else self._mixture.released_ranks[step > 1]
+        )
 
     def _resume(self, merged: nn.Module) -> int:
         return super()._resume(self._mixture)  # the model that grows
@@ -209,18 +268,28 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
     def restore(self, step: int) -> None:
         self._mixture.set_ranks([self.expert_rank(done) for done in range(1, step + 1)])
 
-    def merge_stream(self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]) -> nn.Module:
+    def merge_stream(
+        self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]
+    ) -> nn.Module:
         super().merge_stream(modelpool, pretrained, names)
         return self._mixture
 
-    def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
+    def merge_step(
+        self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
+    ) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed + step)  # the new gates are drawn from it
             released = self._options.form == "released"
-            self._mixture.add_expert(pretrained, task, self.expert_rank(step), attention_alone=released)
+            self._mixture.add_expert(
+                pretrained, task, self.expert_rank(step), attention_alone=released
+            )
         device = next(merged.parameters()).device
         mixture = self._mixture.to(self.fabric.device).requires_grad_(False)
-        gates = [weight.requires_grad_() for _, module in mixture.mixtures() for weight in module.gate.parameters()]
+        gates = [
+            weight.requires_grad_()
+            for _, module in mixture.mixtures()
+            for weight in module.gate.parameters()
+        ]
         with torch.enable_grad():
             self._data[name].minimise_entropy(mixture, gates, self._options, self.seed)
         return mixture.to(device)

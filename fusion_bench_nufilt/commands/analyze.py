@@ -15,7 +15,13 @@ from fusion_bench_nufilt.merge import Plan
 from fusion_bench_nufilt.merge.folders import refuse_inside
 from fusion_bench_nufilt.pages.analysis import AnalysisContent
 from fusion_bench_nufilt.pages.write import write_results
-from fusion_bench_nufilt.storage.files import lock_folder, printable, read_json, refuse_foreign, shown
+from fusion_bench_nufilt.storage.files import (
+    lock_folder,
+    printable,
+    read_json,
+    refuse_foreign,
+    shown,
+)
 
 from .options import patterns, takes_options, was_typed
 from .terminal import AsJson, Quiet, bars_on, name_files, only_log_of, terminal, warn
@@ -29,38 +35,58 @@ NEED_DATA = ("modelpool", "methods", "run", "samples", "propagated", "activation
 def analyze(
     context: typer.Context,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Further arguments of fusion_bench.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Further arguments of fusion_bench."),
     ] = None,
-    modelpool: Annotated[str, typer.Option(help="Models and their data, as fusion_bench names them.")] = "nufilt_demo",
+    modelpool: Annotated[
+        str, typer.Option(help="Models and their data, as fusion_bench names them.")
+    ] = "nufilt_demo",
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Methods to measure, as in nufilt compare, or none. By default NUFILT and its ablations, with "
+            help="Methods to measure, as in nufilt compare, or none. By default NUFILT and its "
+            "ablations, with "
             "ranks in proportion to the width, and the data-free methods of the paper.",
         ),
     ] = None,
     run: Annotated[
         list[Path] | None,
-        typer.Option(help="Log directory of a finished run on the model pool, instead of --methods; repeat it."),
+        typer.Option(
+            help="Log directory of a finished run on the model pool, instead of --methods; repeat "
+            "it."
+        ),
     ] = None,
-    base: Annotated[str | None, without_data(help="The pretrained model: a folder or hub name.")] = None,
-    task: Annotated[list[str] | None, without_data(help="A fine-tuned model or LoRA adapter; repeat it.")] = None,
+    base: Annotated[
+        str | None, without_data(help="The pretrained model: a folder or hub name.")
+    ] = None,
+    task: Annotated[
+        list[str] | None, without_data(help="A fine-tuned model or LoRA adapter; repeat it.")
+    ] = None,
     merged: Annotated[str | None, without_data(help="The model merged so far.")] = None,
     target_modules: Annotated[
-        list[str] | None, typer.Option(help="Layers to analyse, as in nufilt merge; by default those that are merged.")
+        list[str] | None,
+        typer.Option(
+            help="Layers to analyse, as in nufilt merge; by default those that are merged."
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("outputs/analysis"),
     as_json: AsJson = False,
     quiet: Quiet = False,
     **options: Any,
 ) -> None:
-    """Show why a merge works: affinity of data and task vectors, what methods move, where task vectors collide.
+    """Show why a merge works: affinity of data and task vectors, what methods move, where task
+    vectors collide.
 
-    Model pools are analysed on their task pool's data; --base and --task analyse weights of checkpoint folders alone.
+    Model pools are analysed on their task pool's data; --base and --task analyse weights of
+    checkpoint folders alone.
     """
     with terminal(quiet) as console:
         out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
-        config, targets, words = AnalysisConfig(**options), patterns(target_modules) or "auto", list(overrides or ())
+        config, targets, words = (
+            AnalysisConfig(**options),
+            patterns(target_modules) or "auto",
+            list(overrides or ()),
+        )
         from fusion_bench_nufilt.analysis.folders import analyze_folders
         from fusion_bench_nufilt.analysis.measure import finished_runs
         from fusion_bench_nufilt.analysis.summary import save_analysis
@@ -71,7 +97,9 @@ def analyze(
         if plan is not None:
             refuse_inside(plan, out)
         # Another program's file of that name would be overwritten, with what lies beside it.
-        read_json(out / "analysis.json", AnalysisContent, "name a new or an empty folder", sealed=True)
+        read_json(
+            out / "analysis.json", AnalysisContent, "name a new or an empty folder", sealed=True
+        )
         runs = finished_runs([folder.expanduser() for folder in run or ()])
         lock = lock_folder(out)
         try:
@@ -90,28 +118,44 @@ def analyze(
 
 def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
     if ("base" in typed) != ("task" in typed):
-        raise ValueError("--base and --task go together: name the pretrained model and at least one task")
+        raise ValueError(
+            "--base and --task go together: name the pretrained model and at least one task"
+        )
     if "run" in typed and "methods" in typed:
-        raise ValueError("--run and --methods: what is measured is either finished runs or methods to run now")
+        raise ValueError(
+            "--run and --methods: what is measured is either finished runs or methods to run now"
+        )
     if "merged" in typed and "base" not in typed:
         raise ValueError("--merged goes with --base and --task")
     ignored = [f"--{name}" for name in NEED_DATA if name in typed] + overrides
     if "base" in typed and ignored:
-        raise ValueError(f"{ignored[0]} does not go with --base, which analyses folders without data: leave it out")
+        raise ValueError(
+            f"{ignored[0]} does not go with --base, which analyses folders without data: leave it "
+            "out"
+        )
 
 
-def _plan(console: Console, base: str, tasks: list[str], merged: str | None, targets: str | list[str]) -> Plan:
+def _plan(
+    console: Console, base: str, tasks: list[str], merged: str | None, targets: str | list[str]
+) -> Plan:
     from fusion_bench_nufilt.layers import TargetConfig
     from fusion_bench_nufilt.merge import Settings, plan_merge
 
     settings = Settings(step=2 if merged else None)  # the number matters only in a merge
-    plan = plan_merge(base, tasks, merged, targets=TargetConfig(target_modules=targets), settings=settings)
+    plan = plan_merge(
+        base, tasks, merged, targets=TargetConfig(target_modules=targets), settings=settings
+    )
     warn(console, plan.warnings)
     return plan
 
 
 def _pool(
-    console: Console, methods: str | None, runs: Sequence[Any], overrides: list[str], modelpool: str, *analysis: Any
+    console: Console,
+    methods: str | None,
+    runs: Sequence[Any],
+    overrides: list[str],
+    modelpool: str,
+    *analysis: Any,
 ) -> Any:
     """Analyse a model pool, and methods or finished runs on it."""
     from fusion_bench_nufilt.analysis.measure import default_methods, measure_methods, measure_run

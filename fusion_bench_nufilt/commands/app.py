@@ -1,4 +1,6 @@
-"""The `nufilt` command. Each of its commands is the function of the same name in the file of the same name."""
+"""The `nufilt` command. Each of its commands is the function of the same name in the file of the
+same name.
+"""
 
 from importlib import import_module
 from importlib.metadata import version
@@ -13,15 +15,25 @@ COMMANDS = {
     "push": "Upload a merged folder to the Hugging Face hub.",
     "compare": "Compare continual merging methods over task orders.",
     "report": "Make one self-contained page of a run, a comparison, an analysis or a merge.",
-    "analyze": "Show why a merge works: subspaces of data and task vectors, what methods move, what collides.",
+    "analyze": "Show why a merge works: subspaces of data and task vectors, what methods move, "
+    "what collides.",
 }
 EXAMPLES = {
-    "merge": ("--base BASE --task T1 --task T2 --out OUT --dry-run", "--base BASE --merged OUT --task T3 --out OUT3"),
+    "merge": (
+        "--base BASE --task T1 --task T2 --out OUT --dry-run",
+        "--base BASE --merged OUT --task T3 --out OUT3",
+    ),
     "mergekit": ("mergekit.yaml OUT --lazy-unpickle",),
     "push": ("OUT owner/merged --private",),
-    "compare": ("--methods spectral,nufilt:null_rank=21:lora_rank=10,opcm", "--preset paper --seeds 42:52 --jobs 2"),
+    "compare": (
+        "--methods spectral,nufilt:null_rank=21:lora_rank=10,opcm",
+        "--preset paper --seeds 42:52 --jobs 2",
+    ),
     "report": ("outputs/compare",),
-    "analyze": ("--base BASE --task T1 --task T2", "--modelpool nufilt_demo --methods spectral,opcm"),
+    "analyze": (
+        "--base BASE --task T1 --task T2",
+        "--modelpool nufilt_demo --methods spectral,opcm",
+    ),
 }
 
 _SETTINGS: dict[str, Any] = {"context_settings": {"help_option_names": ["-h", "--help"]}}
@@ -30,28 +42,47 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, **_SETTI
 
 def _print_versions(wanted: bool) -> None:
     if wanted:
-        print(", ".join(f"{name} {version(name)}" for name in ("fusion-bench-nufilt", "fusion-bench", "torch")))
+        print(
+            ", ".join(
+                f"{name} {version(name)}"
+                for name in ("fusion-bench-nufilt", "fusion-bench", "torch")
+            )
+        )
         raise typer.Exit
 
 
 @app.callback()
 def main(
     versions: Annotated[
-        bool, typer.Option("--version", help="Print the versions and stop.", callback=_print_versions, is_eager=True)
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the versions and stop.",
+            callback=_print_versions,
+            is_eager=True,
+        ),
     ] = False,
 ) -> None:
     """Null-space filtering (NUFILT): merge checkpoints of any size, compare merging methods."""
 
 
 class _Lazy(TyperCommand):
-    """Stands in for a command until it is run or its help is shown, since importing torch takes two seconds."""
+    """Stands in for a command until it is run or its help is shown, since importing torch takes two
+    seconds.
+    """
 
-    def make_context(self, info_name: str | None, args: list[str], *others: Any, **more: Any) -> Any:
+    def make_context(
+        self, info_name: str | None, args: list[str], *others: Any, **more: Any
+    ) -> Any:
         assert self.name is not None
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        examples = "\n\n".join(["Examples:", *(f"nufilt {self.name} {words}" for words in EXAMPLES[self.name])])
+        examples = "\n\n".join(
+            ["Examples:", *(f"nufilt {self.name} {words}" for words in EXAMPLES[self.name])]
+        )
         function = getattr(import_module(f"{__package__}.{self.name}"), self.name)
-        of_mergekit = {"ignore_unknown_options": self.name == "mergekit"}  # which takes its own options
+        of_mergekit = {
+            "ignore_unknown_options": self.name == "mergekit"
+        }  # which takes its own options
         settings = {**_SETTINGS["context_settings"], **of_mergekit}
         alone.command(self.name, epilog=examples, context_settings=settings)(function)
         return typer.main.get_command(alone).make_context(info_name, args, *others, **more)

@@ -13,12 +13,14 @@ from .terminal import AsJson, Quiet, bars_on, interruptible, name_files, only_lo
 
 def compare(
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Further arguments of fusion_bench.")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Further arguments of fusion_bench."),
     ] = None,
     methods: Annotated[
         str | None,
         typer.Option(
-            help="[LABEL=]NAME[:KEY=VALUE]..., with commas; all, the default: NUFILT and every method that needs no "
+            help="[LABEL=]NAME[:KEY=VALUE]..., with commas; all, the default: NUFILT and every "
+            "method that needs no "
             "data; order_free: the methods that keep sums over the tasks."
         ),
     ] = None,
@@ -26,33 +28,61 @@ def compare(
         Literal["ablation", "sensitivity", "ranks", "paper", "overhead"] | None,
         typer.Option(help="The paper's methods."),
     ] = None,
-    with_data: Annotated[bool, typer.Option("--with-data", help="Add the preset's methods that need data.")] = False,
-    validation: Annotated[bool | None, typer.Option(help="Score a fifth of the test data only, or the rest.")] = None,
-    modelpool: Annotated[str, typer.Option(help="Models, as fusion_bench names them.")] = "nufilt_demo",
-    seeds: Annotated[str, typer.Option(help="Task orders: 42, 42,45 or 42:52 (42 to 51, the paper's ten).")] = "42",
+    with_data: Annotated[
+        bool, typer.Option("--with-data", help="Add the preset's methods that need data.")
+    ] = False,
+    validation: Annotated[
+        bool | None, typer.Option(help="Score a fifth of the test data only, or the rest.")
+    ] = None,
+    modelpool: Annotated[
+        str, typer.Option(help="Models, as fusion_bench names them.")
+    ] = "nufilt_demo",
+    seeds: Annotated[
+        str, typer.Option(help="Task orders: 42, 42,45 or 42:52 (42 to 51, the paper's ten).")
+    ] = "42",
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("outputs/compare"),
     evaluate: Annotated[
         Literal["last", "diagonal", "every_step", "every_step_all"],
-        typer.Option(help="What is scored: last is enough for ACC, diagonal for BWT, too, every_step_all for FWT."),
+        typer.Option(
+            help="What is scored: last is enough for ACC, diagonal for BWT, too, every_step_all "
+            "for FWT."
+        ),
     ] = "every_step",
-    jobs: Annotated[int, typer.Option(help="Runs at a time, each in its own process, with the GPUs in turn.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(help="Runs at a time, each in its own process, with the GPUs in turn.")
+    ] = 1,
     engine: Annotated[
-        Literal["local", "ray"], typer.Option(help="local, or ray: a run on every GPU, or on every node, of a cluster.")
+        Literal["local", "ray"],
+        typer.Option(help="local, or ray: a run on every GPU, or on every node, of a cluster."),
     ] = "local",
-    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster; by default this machine's.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete what OUT holds and start again.")] = False,
+    address: Annotated[
+        str | None, typer.Option(help="Address of the Ray cluster; by default this machine's.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete what OUT holds and start again.")
+    ] = False,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="If a method cannot be built, run the others.")
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compare continual merging methods over task orders: tables, pictures and all numbers in one folder.
+    """Compare continual merging methods over task orders: tables, pictures and all numbers in one
+    folder.
 
-    Finished runs are kept: the same command goes on where it was interrupted, and methods and seeds can be added.
+    Finished runs are kept: the same command goes on where it was interrupted, and methods and seeds
+    can be added.
     """
-    out, words = out.expanduser(), list(overrides or ())  # the shell leaves the ~ of --out=~/results as it is
-    how: Any = {"evaluate": evaluate, "overwrite": overwrite, "keep_going": keep_going, "preset": preset}
+    out, words = (
+        out.expanduser(),
+        list(overrides or ()),
+    )  # the shell leaves the ~ of --out=~/results as it is
+    how: Any = {
+        "evaluate": evaluate,
+        "overwrite": overwrite,
+        "keep_going": keep_going,
+        "preset": preset,
+    }
     how |= {"validation": validation, "jobs": jobs, "engine": engine, "address": address}
     with terminal(quiet) as console:
         only_log_of("compare")
@@ -63,7 +93,9 @@ def compare(
         loggers = configs.make_trackers(words, out)
         how["overrides"] = [word for word in words if not configs.is_tracker(word)]
         with interruptible(console, str(out)):
-            found = run.compare(modelpool, rows, specs.parse_seeds(seeds), out, bars=bars_on(console), **how)
+            found = run.compare(
+                modelpool, rows, specs.parse_seeds(seeds), out, bars=bars_on(console), **how
+            )
         files = found.save(out)
         found.log(loggers, [out / file for file in files if file.endswith(".png")])
         _print(found, as_json)
@@ -81,13 +113,21 @@ def _print(found: Any, as_json: bool) -> None:
         print_comparison(found)
 
 
-def _specs(methods: str | None, preset: str | None, with_data: bool, modelpool: str, words: list[str]) -> list[Any]:
+def _specs(
+    methods: str | None, preset: str | None, with_data: bool, modelpool: str, words: list[str]
+) -> list[Any]:
     from fusion_bench_nufilt.compare.paper import preset_specs
     from fusion_bench_nufilt.compare.specs import parse_methods
 
     if with_data and not preset:
-        raise ValueError("--with-data goes with --preset paper or overhead; name other such methods with --methods")
+        raise ValueError(
+            "--with-data goes with --preset paper or overhead; name other such methods with "
+            "--methods"
+        )
     if "taskpool=dummy" in words:
-        raise ValueError("taskpool=dummy scores nothing, and a comparison is of scores: leave it out or name another")
+        raise ValueError(
+            "taskpool=dummy scores nothing, and a comparison is of scores: leave it out or name "
+            "another"
+        )
     specs = parse_methods(methods or "all", words) if methods or not preset else []
     return specs + preset_specs(preset, modelpool, words, with_data=with_data) if preset else specs

@@ -23,9 +23,15 @@ def inherited(said: Mapping[str, Any]) -> dict[str, Any]:
     folder = Checkpoint.open(merged).folder
     made = read_manifest(folder, verify=False) or Manifest()  # planning the merge verifies it
     before, found = made.get("settings", {}), {}
-    if method := str(before.get("method", before.get("layer_method", ""))):  # the latter in a run of fusion_bench
+    if method := str(
+        before.get("method", before.get("layer_method", ""))
+    ):  # the latter in a run of fusion_bench
         same = said.get("method", method) == method
-        kinds = (find_method(method).Options, TargetConfig, Settings) if same else (TargetConfig, Settings)
+        kinds = (
+            (find_method(method).Options, TargetConfig, Settings)
+            if same
+            else (TargetConfig, Settings)
+        )
         names = with_scope(kinds, "stream", "merge")
         found = {"method": method} | {name: before[name] for name in names if name in before}
         if found.get("tokenizer") not in ("base", "union"):  # it names a task
@@ -40,9 +46,14 @@ def _base(merged: str, folder: Path, made: Manifest) -> str:
     name = made.get("inputs", {}).get("base", {}).get("name")
     if name is None:
         raise ValueError(f"--base must be given: '{merged}' does not say what it was made from")
-    if Path(base := find_model(name, folder.absolute().parent)).is_dir() or "/" in name:  # the hub's names have a slash
+    if (
+        Path(base := find_model(name, folder.absolute().parent)).is_dir() or "/" in name
+    ):  # the hub's names have a slash
         return base
-    raise ValueError(f"--base must be given: '{name}', which '{merged}' was made from, is neither here nor beside it")
+    raise ValueError(
+        f"--base must be given: '{name}', which '{merged}' was made from, is neither here nor "
+        "beside it"
+    )
 
 
 def find_model(name: str, beside: Path) -> str:

@@ -1,4 +1,6 @@
-"""`nufilt merge`: merge checkpoint folders by a recipe file, KEY=VALUE words and command-line options."""
+"""`nufilt merge`: merge checkpoint folders by a recipe file, KEY=VALUE words and command-line
+options.
+"""
 
 import json
 import os
@@ -56,29 +58,37 @@ def merge(
         list[str] | None,
         typer.Argument(
             metavar="RECIPE|KEY=VALUE",
-            help="RECIPE: a YAML file with base, tasks, out and settings, or the nufilt.json of a result; options win "
+            help="RECIPE: a YAML file with base, tasks, out and settings, or the nufilt.json of a "
+            "result; options win "
             "over it. KEY=VALUE: another way to write an option, such as null_rank=64.",
         ),
     ] = None,
     base: Annotated[str | None, _model_option(help="Pretrained model: folder or hub name.")] = None,
     tasks: Annotated[
-        list[str] | None, _model_option("--task", help="Fine-tuned model or peft LoRA adapter; repeat it for a stream.")
+        list[str] | None,
+        _model_option(
+            "--task", help="Fine-tuned model or peft LoRA adapter; repeat it for a stream."
+        ),
     ] = None,
     merged: Annotated[
-        str | None, _model_option(help="The merged model to add to; its base and settings are taken over.")
+        str | None,
+        _model_option(help="The merged model to add to; its base and settings are taken over."),
     ] = None,
     out: Annotated[str | None, _model_option(help="Folder of the result.")] = None,
     method: Annotated[
         str,
         typer.Option(
             metavar="NAME",
-            help=f"One of {', '.join(METHODS)}. All but nufilt and nufilt/… keep sums over the tasks, whose order then "
+            help=f"One of {', '.join(METHODS)}. All but nufilt and nufilt/… keep sums over the "
+            "tasks, whose order then "
             "does not matter; by default they merge all linear layers and average the rest.",
             autocompletion=lambda: list(METHODS),
             rich_help_panel="Method",
         ),
     ] = "nufilt",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the plan and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, print the plan and stop.")
+    ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     **typed: Any,
@@ -88,7 +98,9 @@ def merge(
         typed |= {"base": base, "tasks": tasks, "merged": merged, "out": out, "method": method}
         known = ["method", *(field.name for kind in KINDS for field in fields(kind))]
         if as_json and not dry_run:
-            raise ValueError("--json goes with --dry-run: a merge leaves its result in OUT/nufilt.json")
+            raise ValueError(
+                "--json goes with --dry-run: a merge leaves its result in OUT/nufilt.json"
+            )
         said = gather(words or (), typed_values(context, typed), known)
         plan, folder = _plan({**said, **(taken := inherited(said))})
         if not as_json:
@@ -104,7 +116,11 @@ def merge(
             print(json.dumps(_as_json(plan, folder), indent=1))
         if as_json or (dry_run and not finished):
             return
-        what = "finished by an earlier run, nothing to do" if finished else f"{len(plan.layers)} layers merged"
+        what = (
+            "finished by an earlier run, nothing to do"
+            if finished
+            else f"{len(plan.layers)} layers merged"
+        )
         console.print(f"[bold]{shown(str(folder))}[/bold]: step {plan.last_step}, {what}")
 
 
@@ -116,12 +132,18 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
             raise ValueError(f"{name} must be a size such as 4GB, got '{recipe[name]}'") from None
     method = recipe.pop("method", "nufilt")
     kind = find_method(method)
-    options, models = split_options((kind.Options, TargetConfig, Settings), {**kind.defaults, **recipe})
+    options, models = split_options(
+        (kind.Options, TargetConfig, Settings), {**kind.defaults, **recipe}
+    )
     if foreign := [name for name in models if name not in MODELS]:
         raise ValueError(f"'{foreign[0]}' is not an option of method={method}")
-    plan = plan_merge(models["base"], models["tasks"], models.get("merged"), *options, method=method)
+    plan = plan_merge(
+        models["base"], models["tasks"], models.get("merged"), *options, method=method
+    )
     plan.known.update(models.get("digests", {}))
-    return plan, Path(models["out"]).expanduser()  # the shell does not expand the ~ of --out=~/merged
+    return plan, Path(
+        models["out"]
+    ).expanduser()  # the shell does not expand the ~ of --out=~/merged
 
 
 def _as_json(plan: Plan, out: Path) -> dict[str, Any]:
@@ -145,7 +167,10 @@ def _run(console: Console, plan: Plan, out: Path) -> bool:
         bar.total = total
         bar.update(done - bar.n)
 
-    with interruptible(console, str(work_folder(out))), bars_on(console)(desc="Merging", unit="tensor") as bar:
+    with (
+        interruptible(console, str(work_folder(out))),
+        bars_on(console)(desc="Merging", unit="tensor") as bar,
+    ):
         merge_folders(plan, out, show)
         return bar.total is None
 
@@ -157,14 +182,24 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
         yield "merged so far", f"{plan.merged.source.name}{', layers in float32' if exact else ''}"
     if taken:
         options = chain(*map(fields, (plan.method.Options, TargetConfig, Settings)))
-        usual = {"base": taken.get("base"), **{each.name: each.default for each in options}, **plan.method.defaults}
-        yield "taken over", ", ".join(f"{key} {value}" for key, value in taken.items() if value != usual.get(key))
+        usual = {
+            "base": taken.get("base"),
+            **{each.name: each.default for each in options},
+            **plan.method.defaults,
+        }
+        yield (
+            "taken over",
+            ", ".join(f"{key} {value}" for key, value in taken.items() if value != usual.get(key)),
+        )
     for number, task in enumerate(plan.tasks, plan.first_step):
         kind = "LoRA adapter" if isinstance(task, LoraAdapter) else "model"
         yield f"step {number}", f"{task.source.name} ({kind})"
     yield "method", str(plan.method)
     layers, averaged = plan.layers, len(plan.averaged)
-    yield "merged", f"{len(layers)} layers, {layers[0].name} … {layers[-1].name} (known from {plan.origin})"
+    yield (
+        "merged",
+        f"{len(layers)} layers, {layers[0].name} … {layers[-1].name} (known from {plan.origin})",
+    )
     yield "", f"{plan.coverage.merged[1]:.1%} of all elements"
     if plan.coverage.left_out:
         yield "not merged", f"matrices in blocks: {plan.coverage.names_left_out}"
@@ -187,10 +222,14 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 class _Recipe(TypedDict, total=False):
-    """A recipe. Settings may be under ``settings`` or beside the models; their dataclasses check them."""
+    """A recipe. Settings may be under ``settings`` or beside the models; their dataclasses check
+    them.
+    """
 
     base: str | None
-    tasks: Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+    tasks: Annotated[
+        list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+    ]
     merged: str | None
     out: str | None
     digests: dict[str, str]
@@ -211,13 +250,18 @@ class _Made(TypedDict):
     settings: NotRequired[dict[str, Any]]
 
 
-def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[str]) -> dict[str, Any]:
+def gather(
+    words: Sequence[str], typed: Mapping[str, Any], settings: Collection[str]
+) -> dict[str, Any]:
     """Return all that the user says about a merge, by name.
 
-    One recipe file, ``KEY=VALUE`` words in Hydra's grammar and ``typed`` options win in this order. A ValueError says
-    which name is neither in ``MODELS`` nor in ``settings``, or what is wrong with a value or the file.
+    One recipe file, ``KEY=VALUE`` words in Hydra's grammar and ``typed`` options win in this order.
+    A ValueError says which name is neither in ``MODELS`` nor in ``settings``, or what is wrong with
+    a value or the file.
     """
-    files = [word for word in words if "=" not in word or os.path.isfile(word)]  # a word may be too long for a name
+    files = [
+        word for word in words if "=" not in word or os.path.isfile(word)
+    ]  # a word may be too long for a name
     if len(files) > 1:
         raise ValueError(f"one recipe file at a time, got {', '.join(files)}")
     gathered = read_recipe(Path(files[0])) if files else {}
@@ -230,7 +274,9 @@ def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[
         raise ValueError(unknown("option", strange[0], [*MODELS, *settings]))
     if isinstance(gathered.get("tasks"), str):
         gathered["tasks"] = [gathered["tasks"]]
-    needed = ("tasks", "out") if gathered.get("merged") else ("base", "tasks", "out")  # the manifest names the base
+    needed = (
+        ("tasks", "out") if gathered.get("merged") else ("base", "tasks", "out")
+    )  # the manifest names the base
     if missing := [name for name in needed if not gathered.get(name)]:
         options = " and ".join(f"--{name.removesuffix('s')}" for name in missing)
         raise ValueError(f"{options} must be given, or said in a recipe file")
@@ -240,31 +286,47 @@ def gather(words: Sequence[str], typed: Mapping[str, Any], settings: Collection[
 def read_recipe(file: Path) -> dict[str, Any]:
     """Read a YAML recipe or a manifest; a ValueError names the file and the field that is wrong."""
     if not file.is_file():
-        raise ValueError(f"there is no recipe file '{file}'; what is no file must be of the form KEY=VALUE")
+        raise ValueError(
+            f"there is no recipe file '{file}'; what is no file must be of the form KEY=VALUE"
+        )
     try:
-        content: Any = parse_json(file.read_bytes(), object) if file.suffix == ".json" else read_yaml(file)
+        content: Any = (
+            parse_json(file.read_bytes(), object) if file.suffix == ".json" else read_yaml(file)
+        )
         if isinstance(content, dict) and "inputs" in content:
             if content.get("digest", found := content_digest(content)) != found:
-                raise ValueError("field 'digest': the file was changed; give other settings as options instead")
+                raise ValueError(
+                    "field 'digest': the file was changed; give other settings as options instead"
+                )
             content = _recipe_of(checked(content, _Made), file.absolute().parent)
         elif isinstance(content, dict) and "merge_method" in content:
             content = from_mergekit(content)
         settings = checked(content, _Recipe).pop("settings", None) or {}
         return dict(checked({**content, **settings}, _Recipe))
     except (YAMLError, OmegaConfBaseException, ValueError, OSError, RecursionError) as error:
-        raise ValueError(f"the recipe '{file}' can't be read: {' '.join(str(error).split())}") from None
+        raise ValueError(
+            f"the recipe '{file}' can't be read: {' '.join(str(error).split())}"
+        ) from None
 
 
 def _recipe_of(made: _Made, folder: Path) -> dict[str, Any]:
     """Return the recipe of a result in a folder, beside which its models are looked for, too."""
-    found = {source: find_model(model["name"], folder.parent) for source, model in made["inputs"].items()}
+    found = {
+        source: find_model(model["name"], folder.parent) for source, model in made["inputs"].items()
+    }
     if "base" not in found:
         raise ValueError("field 'inputs.base': field required")
-    tasks = {int(match[1]): name for source, name in found.items() if (match := _TASK.fullmatch(source))}
+    tasks = {
+        int(match[1]): name for source, name in found.items() if (match := _TASK.fullmatch(source))
+    }
     return {
         **{source: found[source] for source in ("base", "merged") if source in found},
         "tasks": [tasks[number] for number in sorted(tasks)],
         "step": made["step"] - len(tasks) + 1,
-        "digests": {source: model["sha256"] for source, model in made["inputs"].items() if "sha256" in model},
-        "settings": {key: value for key, value in made.get("settings", {}).items() if key not in _OF_THE_USER},
+        "digests": {
+            source: model["sha256"] for source, model in made["inputs"].items() if "sha256" in model
+        },
+        "settings": {
+            key: value for key, value in made.get("settings", {}).items() if key not in _OF_THE_USER
+        },
     }

@@ -1,4 +1,6 @@
-"""`nufilt mergekit`, mergekit with the methods of this package; and its files as recipes of `nufilt merge`."""
+"""`nufilt mergekit`, mergekit with the methods of this package; and its files as recipes of `nufilt
+merge`.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +19,22 @@ from .terminal import Quiet, terminal
 
 
 def mergekit(
-    config: Annotated[Path, typer.Argument(help="File of mergekit, with a merge_method of mergekit or nufilt merge.")],
+    config: Annotated[
+        Path,
+        typer.Argument(help="File of mergekit, with a merge_method of mergekit or nufilt merge."),
+    ],
     out: Annotated[Path, typer.Argument(help="Folder of the result.")],
     options: Annotated[
-        list[str] | None, typer.Argument(help="Options of mergekit-yaml, such as --cuda or --out-shard-size 1B.")
+        list[str] | None,
+        typer.Argument(help="Options of mergekit-yaml, such as --cuda or --out-shard-size 1B."),
     ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Run mergekit with the methods of `nufilt merge`, such as merge_method: best.
 
-    Their options are parameters of the file, with seed, target_modules and exclude_modules (regular expressions),
-    other_params, and for each model a weight, the strength of its update. Models are merged in the order of the file.
+    Their options are parameters of the file, with seed, target_modules and exclude_modules (regular
+    expressions), other_params, and for each model a weight, the strength of its update. Models are
+    merged in the order of the file.
     """
     with terminal(quiet):
         try:
@@ -50,7 +57,9 @@ def mergekit(
 
 
 def _check_names(content: dict[str, Any]) -> None:
-    """Refuse an unknown method, and for a method of this package an unknown parameter, which mergekit would ignore."""
+    """Refuse an unknown method, and for a method of this package an unknown parameter, which
+    mergekit would ignore.
+    """
     from mergekit.merge_methods import registered_methods
 
     methods = {method.spec.name: method.spec for method in registered_methods()}
@@ -65,12 +74,20 @@ def _parameters(content: Any) -> Iterator[str]:
     """Yield the names of the parameters that are set anywhere in a file of mergekit."""
     if isinstance(content, dict):
         yield from content.get("parameters") or ()
-    for part in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
+    for part in (
+        content.values()
+        if isinstance(content, dict)
+        else content
+        if isinstance(content, list)
+        else ()
+    ):
         yield from _parameters(part)
 
 
 _Parameters = TypedDict(
-    "_Parameters", {"weight": FiniteFloat, "normalize": bool, "lambda": FiniteFloat, "int8_mask": bool}, total=False
+    "_Parameters",
+    {"weight": FiniteFloat, "normalize": bool, "lambda": FiniteFloat, "int8_mask": bool},
+    total=False,
 )
 
 
@@ -109,20 +126,26 @@ class _OwnFile(_AnyFile, total=False):
 
 
 def from_mergekit(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe for the content of a mergekit file; a ValueError names the field that asks for something else.
+    """Return the recipe for the content of a mergekit file; a ValueError names the field that asks
+    for something else.
 
-    mergekit's two methods add a weighted sum of updates to the base. With weights times the number of tasks, that is a
-    mean, which `nufilt merge` also takes of tensors outside the layers.
+    mergekit's two methods add a weighted sum of updates to the base. With weights times the number
+    of tasks, that is a mean, which `nufilt merge` also takes of tensors outside the layers.
     """
     own = content["merge_method"] in METHODS
     try:
         checked(content, _OwnFile if own else _File)
     except ValueError as error:
-        can = "nufilt merge can do linear, task_arithmetic and its own of whole models with a number as weight"
+        can = (
+            "nufilt merge can do linear, task_arithmetic and its own of whole models with a number "
+            "as weight"
+        )
         others = "fusion_bench has method=continual/ties_merging and others"
         raise ValueError(f"{error}; of a mergekit file, {can}; {others}") from None
     shared, linear = content.get("parameters") or {}, content["merge_method"] == "linear"
-    base = content.get("base_model") or (content["models"][0]["model"] if linear and content["models"] else None)
+    base = content.get("base_model") or (
+        content["models"][0]["model"] if linear and content["models"] else None
+    )
     if base is None:
         raise ValueError("field 'base_model': field required")
     weights: list[tuple[str, float]] = []
@@ -141,17 +164,28 @@ def from_mergekit(content: dict[str, Any]) -> dict[str, Any]:
     }
     if own:
         options = {key: value for key, value in shared.items() if key != "weight"}
-        recipe |= {"method": content["merge_method"], "weights": [weight for _, weight in tasks], **options}
+        recipe |= {
+            "method": content["merge_method"],
+            "weights": [weight for _, weight in tasks],
+            **options,
+        }
     else:
-        recipe |= _sum(tasks, sum(weight for _, weight in (weights if linear else tasks)), shared, linear)
+        recipe |= _sum(
+            tasks, sum(weight for _, weight in (weights if linear else tasks)), shared, linear
+        )
     return {key: value for key, value in recipe.items() if value is not None}
 
 
 def _sum(tasks: list[tuple[str, float]], total: float, shared: Any, linear: bool) -> dict[str, Any]:
-    """Return the settings that make mergekit's `linear` or `task_arithmetic`, given the sum of all weights."""
+    """Return the settings that make mergekit's `linear` or `task_arithmetic`, given the sum of all
+    weights.
+    """
     total = total if shared.get("normalize", linear) else 1.0
     if not tasks or not total or (linear and not shared.get("normalize", True)):
-        raise ValueError("field 'models': there must be a model beside the base, and weights that can be normalised")
+        raise ValueError(
+            "field 'models': there must be a model beside the base, and weights that can be "
+            "normalised"
+        )
     strength = len(tasks) / total * (1.0 if linear else shared.get("lambda", 1.0))
     return {
         "method": "sum",

@@ -23,7 +23,8 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def takes_options(*kinds: type, varied: Collection[str] = ()) -> Callable[[_Command], _Command]:
-    """Return a decorator that puts the fields of dataclasses into the options of a command with ``**options``.
+    """Return a decorator that puts the fields of dataclasses into the options of a command with
+    ``**options``.
 
     ``varied`` names those whose defaults a method may change.
     """
@@ -37,9 +38,15 @@ def takes_options(*kinds: type, varied: Collection[str] = ()) -> Callable[[_Comm
             kind, default = _as_typed(each)
             depends = name in varied or any(other.default != each.default for other in others)
             shown = "depends on the method" if depends else True
-            info = typer.Option(help=each.metadata["help"], rich_help_panel=each.metadata["panel"], show_default=shown)
+            info = typer.Option(
+                help=each.metadata["help"],
+                rich_help_panel=each.metadata["panel"],
+                show_default=shown,
+            )
             annotation: Any = Annotated[kind, info]
-            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+            parameters.append(
+                Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            )
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
 
@@ -79,7 +86,13 @@ def was_typed(context: typer.Context, name: str) -> bool:
 
 
 def patterns(words: list[str] | None) -> str | list[str] | None:
-    """Return words as in YAML: a special one or a regular expression by itself, plain ones as a list."""
-    if words and len(words) == 1 and (words[0] in ("auto", "all-linear") or re.search(r"[\\*+?()\[\]|^$]", words[0])):
+    """Return words as in YAML: a special one or a regular expression by itself, plain ones as a
+    list.
+    """
+    if (
+        words
+        and len(words) == 1
+        and (words[0] in ("auto", "all-linear") or re.search(r"[\\*+?()\[\]|^$]", words[0]))
+    ):
         return words[0]
     return words or None

@@ -12,10 +12,15 @@ from .terminal import Quiet, name_files, terminal
 
 def report(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of a run, a comparison, an analysis or a merge.")
+        Path,
+        typer.Argument(
+            metavar="DIR", help="Folder of a run, a comparison, an analysis or a merge."
+        ),
     ],
     quiet: Quiet = False,
 ) -> None:
-    """Make tables, pictures and one self-contained page, index.html, of a run, a comparison, an analysis or a merge."""
+    """Make tables, pictures and one self-contained page, index.html, of a run, a comparison, an
+    analysis or a merge.
+    """
     with terminal(quiet) as console:
         name_files(console, folder, write_results(folder))

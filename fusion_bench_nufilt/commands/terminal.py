@@ -30,16 +30,23 @@ class _Log(RichHandler):
             super().emit(record)
 
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only results and errors, no progress, log or warnings.")]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="Only results and errors, no progress, log or warnings."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")]
 
 
 @contextmanager
 def terminal(quiet: bool = False) -> Iterator[Console]:
-    """Open a console for the log and for progress; an error ends the command with one line and exit code 1."""
+    """Open a console for the log and for progress; an error ends the command with one line and exit
+    code 1.
+    """
     # a comparison silences sys.stderr later
     console = Console(file=sys.stderr, quiet=quiet, highlight=False, soft_wrap=True)
-    logging.basicConfig(level=logging.INFO, handlers=[_Log(console=console, show_path=False, show_time=False)])
+    logging.basicConfig(
+        level=logging.INFO, handlers=[_Log(console=console, show_path=False, show_time=False)]
+    )
     try:
         yield console
     except (ValueError, OSError) as error:  # a hub out of reach is an OSError
@@ -70,15 +77,21 @@ def bars_on(console: Console) -> "partial[tqdm[Any]]":
 
 @contextmanager
 def interruptible(console: Console, kept: str) -> Iterator[None]:
-    """Stop after the work at hand on Ctrl-C or SIGTERM, at once on a second one; say where finished work is kept."""
+    """Stop after the work at hand on Ctrl-C or SIGTERM, at once on a second one; say where finished
+    work is kept.
+    """
     arrived: list[int] = []
 
     def say(what: str) -> None:
         with tqdm.external_write_mode(console.file):
-            console.print(f"{what}: finished work is kept in {shown(kept)}; the same command goes on")
+            console.print(
+                f"{what}: finished work is kept in {shown(kept)}; the same command goes on"
+            )
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)  # the other one keeps its handler: it may have arrived already
+        signal.signal(
+            number, signal.SIG_DFL
+        )  # the other one keeps its handler: it may have arrived already
         if arrived:
             os.kill(os.getpid(), number)
         arrived.append(number)

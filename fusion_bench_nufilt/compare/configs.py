@@ -1,4 +1,6 @@
-"""Compose the configuration that `fusion_bench` would, and make the objects that it would make from it."""
+"""Compose the configuration that `fusion_bench` would, and make the objects that it would make from
+it.
+"""
 
 import json
 import logging
@@ -46,20 +48,30 @@ def config_loader() -> Iterator[Any]:
 
 
 def taskpool_config(config: DictConfig) -> DictConfig:
-    """Return the task pool of a run: the one named, or else the one that the model pool brings along."""
+    """Return the task pool of a run: the one named, or else the one that the model pool brings
+    along.
+    """
     for taskpool in (config.get("taskpool"), config.modelpool.get("taskpool")):
         if taskpool is not None and not str(taskpool.get("_target_", "")).endswith("DummyTaskPool"):
             return taskpool
-    raise ValueError("the model pool brings no task pool, and nothing can be scored: add taskpool=NAME")
+    raise ValueError(
+        "the model pool brings no task pool, and nothing can be scored: add taskpool=NAME"
+    )
 
 
 def plain(config: DictConfig) -> Any:
     with composing():
-        return json.loads(json.dumps(OmegaConf.to_container(config, resolve=True, throw_on_missing=True), default=str))
+        return json.loads(
+            json.dumps(
+                OmegaConf.to_container(config, resolve=True, throw_on_missing=True), default=str
+            )
+        )
 
 
 def make(config: DictConfig, fabric: Fabric, load_v01: Callable[[DictConfig], Any]) -> Any:
-    """Make a method or pool as FusionBench's program does; ``load_v01`` reads configs of FusionBench 0.1."""
+    """Make a method or pool as FusionBench's program does; ``load_v01`` reads configs of
+    FusionBench 0.1.
+    """
     recursive = config.get("_recursive_", False)
     made = instantiate(config, _recursive_=recursive) if "_target_" in config else load_v01(config)
     for attribute in ("_fabric_instance", "_fabric"):  # the second is that of version 0.1
@@ -69,19 +81,26 @@ def make(config: DictConfig, fabric: Fabric, load_v01: Callable[[DictConfig], An
 
 
 def is_tracker(override: str) -> bool:
-    """Tell whether an override names a tracker or sets an option of one, such as ``fabric/loggers=csv_logger``."""
+    """Tell whether an override names a tracker or sets an option of one, such as
+    ``fabric/loggers=csv_logger``.
+    """
     return key_of(override).replace("/", ".").split(".")[:2] == ["fabric", "loggers"]
 
 
 def make_trackers(overrides: Sequence[str], folder: Path) -> list[Any]:
-    """Make the trackers that the overrides name, with their files in ``folder``; refuse one named by Hydra."""
+    """Make the trackers that the overrides name, with their files in ``folder``; refuse one named
+    by Hydra.
+    """
     if not any(map(is_tracker, overrides)):
         return []
     config = compose_run([*overrides, f"path.log_dir='{folder}'"]).fabric.loggers
     written: Any = OmegaConf.to_container(config)
     for key, value in written.items():
         if "${hydra:" in str(value):
-            raise ValueError(f"say fabric.loggers.{key}=NAME: a comparison has no name of its own for the tracker")
+            raise ValueError(
+                f"say fabric.loggers.{key}=NAME: a comparison has no name of its own for the "
+                "tracker"
+            )
     with composing():
         return [instantiate(config)]
 
@@ -91,8 +110,13 @@ _nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- never clos
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence standard output and error, with their bar for every data set, and FusionBench's log except errors."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, ("fusion_bench", "lightning.fabric"))}
+    """Silence standard output and error, with their bar for every data set, and FusionBench's log
+    except errors.
+    """
+    levels = {
+        logger: logger.level
+        for logger in map(logging.getLogger, ("fusion_bench", "lightning.fabric"))
+    }
     for logger in levels:
         logger.setLevel(logging.ERROR)
     try:

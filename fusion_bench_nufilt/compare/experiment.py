@@ -29,7 +29,14 @@ from fusion_bench_nufilt.pages.metrics import or_none
 from fusion_bench_nufilt.storage.checkpoint import package_versions
 from fusion_bench_nufilt.stream.evaluation import Evaluator, Part, Report, score
 from fusion_bench_nufilt.stream.layerwise import LayerwiseMergingAlgorithm
-from fusion_bench_nufilt.stream.models import MERGED, PRETRAINED, check_pool, digest_of_stored, load_model, reason
+from fusion_bench_nufilt.stream.models import (
+    MERGED,
+    PRETRAINED,
+    check_pool,
+    digest_of_stored,
+    load_model,
+    reason,
+)
 
 from .configs import compose_run, make, plain, quiet, taskpool_config
 
@@ -37,9 +44,11 @@ OnStep = Callable[..., Any]
 
 
 class WatchingEvaluator(Evaluator):
-    """An evaluator that notes the peak memory between scorings: that of merging, and of what stays loaded.
+    """An evaluator that notes the peak memory between scorings: that of merging, and of what stays
+    loaded.
 
-    It is what torch has allocated on a CUDA device; elsewhere, the process's resident memory, which Linux alone tells.
+    It is what torch has allocated on a CUDA device; elsewhere, the process's resident memory, which
+    Linux alone tells.
     """
 
     peak: int | None  # bytes since the last `watch`; None if unknown
@@ -84,7 +93,9 @@ def read_peak(device: torch.device) -> int:
 
 @contextmanager
 def solver_seconds() -> Iterator[list[float]]:
-    """Yield a list of seconds that add up to those from each torch optimizer's creation to its last step."""
+    """Yield a list of seconds that add up to those from each torch optimizer's creation to its last
+    step.
+    """
     seconds: list[float] = []
     seen: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()
     init = Optimizer.__init__
@@ -112,15 +123,20 @@ def part_of_test_data(validation: bool, count: int) -> list[int]:
 
 
 class Experiment:
-    """The pools that `fusion_bench` composes, made when they are first needed, and methods run on them.
+    """The pools that `fusion_bench` composes, made when they are first needed, and methods run on
+    them.
 
-    With ``validation``, a fifth of each task's test data is scored; with False, the rest; with None, all.
+    With ``validation``, a fifth of each task's test data is scored; with False, the rest; with
+    None, all.
     """
 
     def __init__(self, config: DictConfig, validation: bool | None = None) -> None:
         self._config, self._validation = config, validation
         self._digests: dict[str, str] = {}
-        self.settings = {"modelpool": plain(config.modelpool), "taskpool": plain(taskpool_config(config))}
+        self.settings = {
+            "modelpool": plain(config.modelpool),
+            "taskpool": plain(taskpool_config(config)),
+        }
         if validation is not None:
             self.settings["validation"] = validation
 
@@ -128,7 +144,9 @@ class Experiment:
     def fabric(self) -> lightning.Fabric:
         """One device and no logger: runs write no files of their own."""
         config = self._config.fabric
-        return lightning.Fabric(accelerator=config.accelerator, precision=config.precision, devices=1)
+        return lightning.Fabric(
+            accelerator=config.accelerator, precision=config.precision, devices=1
+        )
 
     @cached_property
     def modelpool(self) -> Any:
@@ -177,10 +195,14 @@ class Experiment:
         return model, drawn
 
     def score_single_models(self, on_step: OnStep) -> References:
-        """Score the pretrained model on all T tasks and each fine-tuned one on its own, T + 1 steps in all."""
+        """Score the pretrained model on all T tasks and each fine-tuned one on its own, T + 1 steps
+        in all.
+        """
         references: References = {"pretrained": {}, "individual": {}}
         for name in [PRETRAINED, *self.tasks]:
-            kind, tasks = ("pretrained", self.tasks) if name == PRETRAINED else ("individual", [name])
+            kind, tasks = (
+                ("pretrained", self.tasks) if name == PRETRAINED else ("individual", [name])
+            )
             with torch.no_grad():
                 report = self.evaluator.report(self.load(name)[0], tasks)
             references[kind] |= {task: or_none(score(report.get(task, {}))) for task in tasks}
@@ -188,18 +210,25 @@ class Experiment:
         return references
 
     def run(self, config: dict[str, Any], on_step: OnStep = lambda *_: None) -> SeedRun:
-        """Merge the stream by a method's configuration, which has the seed; an error is part of the result."""
+        """Merge the stream by a method's configuration, which has the seed; an error is part of the
+        result.
+        """
         device = self.fabric.device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         result = partial(SeedRun, config, environment={**package_versions(), "device": kind})
         try:
-            lightning.seed_everything(config["seed"], verbose=False)  # some methods draw from the global generators
+            lightning.seed_everything(
+                config["seed"], verbose=False
+            )  # some methods draw from the global generators
             algorithm = self.make_method(config)
             self.evaluator.watch()
             with solver_seconds() as solving:
                 merged = algorithm.run(self.modelpool, self.evaluator, on_step=on_step)
             seconds, parameters = algorithm.merge_seconds, count_parameters(merged)[1]
-            if isinstance(algorithm, LayerwiseMergingAlgorithm) and (share := algorithm.solving_share) is not None:
+            if (
+                isinstance(algorithm, LayerwiseMergingAlgorithm)
+                and (share := algorithm.solving_share) is not None
+            ):
                 solving = [share * sum(seconds)]
             return result(
                 *(algorithm.matrix.tasks, algorithm.matrix.rows(), seconds),
@@ -215,8 +244,12 @@ class Experiment:
             torch.cuda.empty_cache()
 
 
-def run_alone(overrides: tuple[str, ...], validation: bool | None, config: dict[str, Any]) -> SeedRun:
-    """Run a method in a process of its own, which keeps the pools, with data and heads, for the next run."""
+def run_alone(
+    overrides: tuple[str, ...], validation: bool | None, config: dict[str, Any]
+) -> SeedRun:
+    """Run a method in a process of its own, which keeps the pools, with data and heads, for the
+    next run.
+    """
     with quiet():
         return _experiment(overrides, validation).run(config)
 

@@ -29,4 +29,6 @@ def _parse(word: str) -> Override:
     try:
         return OverridesParser.create().parse_override(word)
     except HydraException as error:
-        raise ValueError(f"'{word}' is not of the form KEY=VALUE: {' '.join(str(error).split())}") from None
+        raise ValueError(
+            f"'{word}' is not of the form KEY=VALUE: {' '.join(str(error).split())}"
+        ) from None

@@ -1,7 +1,8 @@
-"""The comparisons of the paper (Qiu et al., ICLR 2026, arXiv 2509.21413), and the numbers that it prints for them.
+"""The comparisons of the paper (Qiu et al., ICLR 2026, arXiv 2509.21413), and the numbers that it
+prints for them.
 
-``paper.yaml`` has the methods and their settings, and ``published.csv`` the numbers, in per cent. They stand beside
-measured ones only where models, number of tasks, settings and orders agree.
+``paper.yaml`` has the methods and their settings, and ``published.csv`` the numbers, in per cent.
+They stand beside measured ones only where models, number of tasks, settings and orders agree.
 """
 
 import csv
@@ -27,10 +28,14 @@ _WIDTH = 768  # of the models that its ranks are for
 #: The panels of the paper's sensitivity figure.
 SENSITIVITY = _PAPER["sensitivity"]
 #: The baselines of the paper's main table that need no data.
-DATA_FREE = [method for method in _PAPER["presets"]["paper"] if method not in {*NEED_DATA, "nufilt"}]
+DATA_FREE = [
+    method for method in _PAPER["presets"]["paper"] if method not in {*NEED_DATA, "nufilt"}
+]
 
 _FLAN_T5, _LLAVA = "flan-t5-base_glue", "llava-1.5-7b"
-_IN_ORDER = "method.shuffle_order=false"  # the one order of the paper's Flan-T5, the alphabetical one
+_IN_ORDER = (
+    "method.shuffle_order=false"  # the one order of the paper's Flan-T5, the alphabetical one
+)
 # These tables have the metrics of a comparison; seconds depend on the machine.
 _COMPARABLE = ("main", "single", "tasks", "ablation", "flan_t5", "steps")
 
@@ -48,11 +53,15 @@ def printed_tables() -> dict[tuple[str, str], dict[str, Published]]:
     return tables
 
 
-def published(modelpool: str, overrides: Sequence[str], seeds: Sequence[int]) -> dict[str, Published]:
+def published(
+    modelpool: str, overrides: Sequence[str], seeds: Sequence[int]
+) -> dict[str, Published]:
     """Return the paper's numbers for a comparison, by method, without those for another setting."""
     if modelpool == _LLAVA:  # each has the note that the paper does not print its setting
         return printed_tables()["llava", _LLAVA]
-    changing = [override for override in overrides if not override.startswith("fabric.accelerator=")]
+    changing = [
+        override for override in overrides if not override.startswith("fabric.accelerator=")
+    ]
     if changing != ([_IN_ORDER] if modelpool == _FLAN_T5 else []):
         return {}
     its_orders = modelpool == _FLAN_T5 or list(seeds) == _PAPER["seeds"]
@@ -66,39 +75,58 @@ def published(modelpool: str, overrides: Sequence[str], seeds: Sequence[int]) ->
 
 def paper_settings(modelpool: str, method: str) -> tuple[str, ...]:
     """Return the settings in which the paper differs from our configs on a model pool."""
-    return tuple(_PAPER["many_tasks"].get(method, ()) if modelpool.endswith(("TALL14", "TALL20")) else ())
+    return tuple(
+        _PAPER["many_tasks"].get(method, ()) if modelpool.endswith(("TALL14", "TALL20")) else ()
+    )
 
 
-def preset_specs(name: str, modelpool: str, overrides: Sequence[str], *, with_data: bool = False) -> list[RunSpec]:
+def preset_specs(
+    name: str, modelpool: str, overrides: Sequence[str], *, with_data: bool = False
+) -> list[RunSpec]:
     """Return the methods of one of the paper's comparisons.
 
-    ``paper`` has them by both formulas where there are two; ``sensitivity`` is the panels of :data:`SENSITIVITY`, and
-    ``ranks`` those that vary a rank. Methods that need data are there only ``with_data``, and where the pool has that
-    data. A comparison scales the ranks of all to the width.
+    ``paper`` has them by both formulas where there are two; ``sensitivity`` is the panels of
+    :data:`SENSITIVITY`, and ``ranks`` those that vary a rank. Methods that need data are there only
+    ``with_data``, and where the pool has that data. A comparison scales the ranks of all to the
+    width.
     """
     if with_data and name not in ("paper", "overhead"):
-        raise ValueError(f"--with-data goes with --preset paper or overhead: no method of '{name}' needs data")
+        raise ValueError(
+            f"--with-data goes with --preset paper or overhead: no method of '{name}' needs data"
+        )
     pools = without_method([f"modelpool={modelpool}", *overrides])
     if name in ("sensitivity", "ranks"):
         with quiet():
             width = Experiment(compose_run(pools)).width
-        panels = [panel for panel in SENSITIVITY if name == "sensitivity" or panel["key"] != "max_steps"]
+        panels = [
+            panel for panel in SENSITIVITY if name == "sensitivity" or panel["key"] != "max_steps"
+        ]
         return [spec for panel in panels for spec in panel_specs(panel, width)]
     if name not in _PAPER["presets"]:
         names = ", ".join(sorted([*_PAPER["presets"], "ranks", "sensitivity"]))
         raise ValueError(f"there is no preset '{name}'; there are: {names}")
     data = {"none"} | (_data_of(compose_run(pools)) if with_data else set())
-    rows = [method for method in _PAPER["presets"][name] if NEED_DATA.get(method.split(":")[0], "none") in data]
+    rows = [
+        method
+        for method in _PAPER["presets"][name]
+        if NEED_DATA.get(method.split(":")[0], "none") in data
+    ]
     if name == "paper":
         rows = _rows_of_paper(rows, modelpool)
     return [replace(spec, preset=True) for spec in parse_methods(",".join(rows), overrides)]
 
 
 def _rows_of_paper(methods: Sequence[str], modelpool: str) -> list[str]:
-    """Return the methods that the paper shows for a model pool, with its settings, in each of their forms."""
+    """Return the methods that the paper shows for a model pool, with its settings, in each of their
+    forms.
+    """
     tables = {table: rows for (table, pool), rows in printed_tables().items() if pool == modelpool}
-    shown = tables.get("flan_t5", tables.get("llava", methods))  # tables with fewer methods than the main one
-    forms = _PAPER["other_form"] | ({"task_arithmetic": "released"} if modelpool == _FLAN_T5 else {})
+    shown = tables.get(
+        "flan_t5", tables.get("llava", methods)
+    )  # tables with fewer methods than the main one
+    forms = _PAPER["other_form"] | (
+        {"task_arithmetic": "released"} if modelpool == _FLAN_T5 else {}
+    )
     rows = []
     for method in (method for method in methods if method in shown):
         settings = paper_settings(modelpool, method)
@@ -109,36 +137,56 @@ def _rows_of_paper(methods: Sequence[str], modelpool: str) -> list[str]:
 
 
 def _data_of(config: DictConfig) -> set[str]:
-    """Return which data of :data:`NEED_DATA` the pools have: unlabelled (CLIP, Flan-T5) or training data (CLIP)."""
+    """Return which data of :data:`NEED_DATA` the pools have: unlabelled (CLIP, Flan-T5) or training
+    data (CLIP).
+    """
     taskpool, train = taskpool_config(config), config.modelpool.get("train_datasets") or {}
     kind = str(taskpool.get("_target_") or taskpool.get("type")).rpartition(".")[2]
-    trained = kind == "CLIPVisionModelTaskPool" and {*config.modelpool.models} - {PRETRAINED} <= {*train}
+    trained = kind == "CLIPVisionModelTaskPool" and {*config.modelpool.models} - {PRETRAINED} <= {
+        *train
+    }
     unlabelled = kind in ("CLIPVisionModelTaskPool", "FlanT5GLUETextGenerationTaskPool")
     return {name for name, has in {"training": trained, "unlabelled": unlabelled}.items() if has}
 
 
 def with_fitting_ranks(spec: RunSpec, experiment: Experiment, overrides: Sequence[str]) -> RunSpec:
-    """Return a method of a preset with ranks for the models' width, except those that the overrides give."""
+    """Return a method of a preset with ranks for the models' width, except those that the overrides
+    give.
+    """
     if not (spec.preset and spec.method.startswith("nufilt")):
         return spec
     config, given = compose_run(spec.overrides).method, {key_of(word) for word in overrides}
-    ranks = {key: rank_for_width(key, config[key], experiment.width) for key in ("null_rank", "lora_rank")}
-    changed = [f"{key}={rank}" for key, rank in ranks.items() if rank != config[key] and f"method.{key}" not in given]
+    ranks = {
+        key: rank_for_width(key, config[key], experiment.width)
+        for key in ("null_rank", "lora_rank")
+    }
+    changed = [
+        f"{key}={rank}"
+        for key, rank in ranks.items()
+        if rank != config[key] and f"method.{key}" not in given
+    ]
     overrides = (*spec.overrides, *(f"method.{setting}" for setting in changed))
     return replace(spec, overrides=overrides, settings=(*spec.settings, *changed))
 
 
-def printed_row(spec: RunSpec, form: str | None, modelpool: str, printed: Mapping[str, Published]) -> Published:
+def printed_row(
+    spec: RunSpec, form: str | None, modelpool: str, printed: Mapping[str, Published]
+) -> Published:
     """Return the printed numbers for a method if it is run with the paper's settings.
 
-    They stand beside either form, unless it is known which was printed. A ``released`` form needs no note about it.
+    They stand beside either form, unless it is known which was printed. A ``released`` form needs
+    no note about it.
     """
     if _PAPER["printed_form"].get(spec.method, form) != form:
         return {}
     given = tuple(setting for setting in spec.settings if not setting.startswith("form="))
     as_printed = given == paper_settings(modelpool, spec.method)
     row = printed.get(spec.method if as_printed else ":".join((spec.method, *given)), {})
-    about_it = {key for key, number in row.items() if form == "released" and "form=released" in number["note"]}
+    about_it = {
+        key
+        for key, number in row.items()
+        if form == "released" and "form=released" in number["note"]
+    }
     return row | {key: {**row[key], "note": ""} for key in about_it}
 
 
@@ -150,12 +198,15 @@ def panel_specs(panel: Mapping[str, Any], width: int) -> list[RunSpec]:
         fitting = {key: rank_for_width(key, number, width) for key, number in options.items()}
         settings = tuple(f"{key}={number}" for key, number in fitting.items())
         overrides = ("method=nufilt", *(f"method.{setting}" for setting in settings))
-        specs.append(RunSpec(f"{panel['symbol']} {fitting[panel['key']]}", overrides, "nufilt", settings))
+        specs.append(
+            RunSpec(f"{panel['symbol']} {fitting[panel['key']]}", overrides, "nufilt", settings)
+        )
     return list(dict.fromkeys(specs))  # several ranks may be one in a narrow model
 
 
 def rank_for_width(key: str, value: int, width: int) -> int:
-    """Return an option, ``value`` in the paper at width 768, for models whose narrowest layer has d_i = ``width``.
+    """Return an option, ``value`` in the paper at width 768, for models whose narrowest layer has
+    d_i = ``width``.
 
     Below 768, r_p and r_l are in proportion to the width, rounded down; no rank is above it.
     """

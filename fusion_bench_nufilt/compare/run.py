@@ -11,7 +11,14 @@ from typing import Any, Literal, get_args
 
 from tqdm.auto import tqdm
 
-from fusion_bench_nufilt.cluster import Results, Work, connect, find_nodes, run_locally, run_on_cluster
+from fusion_bench_nufilt.cluster import (
+    Results,
+    Work,
+    connect,
+    find_nodes,
+    run_locally,
+    run_on_cluster,
+)
 from fusion_bench_nufilt.pages.content import Json, References, SeedRun
 from fusion_bench_nufilt.stream.models import reason
 from fusion_bench_nufilt.stream.protocol import Evaluate, task_order
@@ -31,7 +38,9 @@ Bars = Callable[..., tqdm]
 """What makes a progress bar, given tqdm's own arguments."""
 _NO_BARS: Bars = partial(tqdm, disable=True)
 #: A run loads each model once, and saves none; the single models are scored before.
-ONE_RUN = tuple(f"++method.{key}=false" for key in ("save_on_every_step", "check_models", "check_taskpool"))
+ONE_RUN = tuple(
+    f"++method.{key}=false" for key in ("save_on_every_step", "check_models", "check_taskpool")
+)
 
 
 def compare(
@@ -51,7 +60,8 @@ def compare(
     address: str | None = None,
     bars: Bars = _NO_BARS,
 ) -> Comparison:
-    """Run every method on every seed, except for finished runs kept in ``out``; a run that failed is repeated.
+    """Run every method on every seed, except for finished runs kept in ``out``; a run that failed
+    is repeated.
 
     Args:
         modelpool: the models, as in ``fusion_bench modelpool=…``.
@@ -62,15 +72,19 @@ def compare(
         overwrite: delete what ``out`` holds and start again.
         keep_going: if a method cannot be built, report the reason and run the others.
         preset: the preset that the methods come from, if any; the pictures depend on it.
-        validation: score a fifth of each task's test data, always the same; False: the rest; None: all.
-        jobs: runs at a time, each in a process with its own models and data; GPUs are shared out in turn. A script
-            that asks for several calls this below ``if __name__ == "__main__":``, since each process imports it.
-        engine: local is this machine; ray is a Ray cluster, with a run on every GPU, or on every node if it has none.
+        validation: score a fifth of each task's test data, always the same; False: the rest; None:
+            all.
+        jobs: runs at a time, each in a process with its own models and data; GPUs are shared out in
+            turn. A script that asks for several calls this below ``if __name__ == "__main__":``,
+            since each process imports it.
+        engine: local is this machine; ray is a Ray cluster, with a run on every GPU, or on every
+            node if it has none.
         address: the address of the cluster; None: the one that this machine belongs to.
         bars: makes the progress bars; their stream must be given, since ``sys.stderr`` is silenced.
 
     Raises:
-        ValueError: a method cannot be built, ``out`` holds other settings or models, or nothing can be scored.
+        ValueError: a method cannot be built, ``out`` holds other settings or models, or nothing can
+            be scored.
     """
     _check(specs, overrides, evaluate, jobs, engine)
     everywhere = [f"modelpool={modelpool}", *overrides]
@@ -82,36 +96,58 @@ def compare(
         words = [f"++method.evaluate={evaluate}", *ONE_RUN, *everywhere]
         configs, wrong = _configure(specs, words, experiment, keep_going)
         settings = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
-        with closing(Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)) as store:
+        with closing(
+            Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)
+        ) as store:
             references = _score_single_models(store, experiment, bars)
             runs, missing = _known_runs(store, seeds, configs, experiment.tasks)
-            runs |= {(spec, seed): SeedRun({}, error=why) for spec, why in wrong.items() for seed in seeds}
+            runs |= {
+                (spec, seed): SeedRun({}, error=why)
+                for spec, why in wrong.items()
+                for seed in seeds
+            }
             work = {name: (config,) for name, (_, config) in missing.items()}
             here, data = engine == "local" and jobs == 1, (pools, validation)
-            results = _run_here(work, experiment, bars) if here else _run_apart(work, data, jobs, engine, address)
+            results = (
+                _run_here(work, experiment, bars)
+                if here
+                else _run_apart(work, data, jobs, engine, address)
+            )
             with closing(results):
                 _keep(results, missing, runs, store, bars)
     by_spec = {spec: {seed: runs[spec, seed] for seed in seeds} for spec in specs}
     return Comparison.of(store.settings, experiment.tasks, list(seeds), references, by_spec, preset)
 
 
-def _check(specs: Sequence[RunSpec], overrides: Sequence[str], evaluate: str, jobs: int, engine: Engine) -> None:
+def _check(
+    specs: Sequence[RunSpec], overrides: Sequence[str], evaluate: str, jobs: int, engine: Engine
+) -> None:
     check_specs(specs)
     if evaluate not in get_args(Evaluate):
-        raise ValueError(f"evaluate must be one of {', '.join(get_args(Evaluate))}, got '{evaluate}'")
+        raise ValueError(
+            f"evaluate must be one of {', '.join(get_args(Evaluate))}, got '{evaluate}'"
+        )
     if wrong := [override for override in overrides if key_of(override) in ("method", "modelpool")]:
-        raise ValueError(f"'{wrong[0]}': the methods and the model pool are chosen by options of their own")
+        raise ValueError(
+            f"'{wrong[0]}': the methods and the model pool are chosen by options of their own"
+        )
     most = 4 * (os.cpu_count() or 1)
     if not 1 <= jobs <= most:
-        raise ValueError(f"jobs must be at least 1 and at most {most}, four for each core, got {jobs}")
+        raise ValueError(
+            f"jobs must be at least 1 and at most {most}, four for each core, got {jobs}"
+        )
     if engine == "ray" and jobs > 1:
-        raise ValueError(f"jobs={jobs} is for engine=local: a Ray cluster has as many as it has GPUs or nodes")
+        raise ValueError(
+            f"jobs={jobs} is for engine=local: a Ray cluster has as many as it has GPUs or nodes"
+        )
 
 
 def _configure(
     specs: Sequence[RunSpec], overrides: Sequence[str], experiment: Experiment, keep_going: bool
 ) -> tuple[dict[RunSpec, Json], dict[RunSpec, str]]:
-    """Return the configurations of the methods that can be built, and why others, if allowed, can't."""
+    """Return the configurations of the methods that can be built, and why others, if allowed,
+    can't.
+    """
     configs, wrong = {}, {}
     for spec in specs:
         try:
@@ -128,7 +164,9 @@ def _configure(
 def _score_single_models(store: Store, experiment: Experiment, bars: Bars) -> References:
     """Score the single models, or return the kept scores; refuse a store of other models."""
     if (references := store.load_references(experiment.tasks)) is None:
-        with bars(desc="scoring the single models", total=1 + len(experiment.tasks), leave=False) as bar:
+        with bars(
+            desc="scoring the single models", total=1 + len(experiment.tasks), leave=False
+        ) as bar:
             references = experiment.score_single_models(lambda *_: bar.update())
     store.identify(experiment.digests)
     store.save_references(references)
@@ -140,7 +178,9 @@ def _known_runs(
 ) -> tuple[dict[tuple[RunSpec, int], SeedRun], dict[str, tuple[RunSpec, Json]]]:
     """Return the kept runs, and by name the methods and configurations of the missing ones."""
     runs, missing = {}, {}
-    for seed, (spec, config) in product(seeds, configs.items()):  # an interrupted comparison has some seeds whole
+    for seed, (spec, config) in product(
+        seeds, configs.items()
+    ):  # an interrupted comparison has some seeds whole
         seeded = {**config, "seed": seed}
         order = task_order(tasks, shuffle=config["shuffle_order"], seed=seed)
         if run := store.load(spec, seeded, order):
@@ -157,7 +197,9 @@ def _run_here(work: Work, experiment: Experiment, bars: Bars) -> Results:
         yield name, run
 
 
-def _run_apart(work: Work, data: tuple[Any, ...], jobs: int, engine: Engine, address: str | None) -> Results:
+def _run_apart(
+    work: Work, data: tuple[Any, ...], jobs: int, engine: Engine, address: str | None
+) -> Results:
     if engine == "local":
         return run_locally(work, partial(run_alone, *data), jobs)
     ray = connect(address)

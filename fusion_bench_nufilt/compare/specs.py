@@ -18,10 +18,17 @@ from fusion_bench_nufilt.stream import ContinualMergingAlgorithm
 from .configs import PROGRAM, compose_run, config_loader, plain
 from .overrides import key_value
 
-_GENERIC = ("batch", "stream")  # they run any of FusionBench's methods, and are not methods themselves
+_GENERIC = (
+    "batch",
+    "stream",
+)  # they run any of FusionBench's methods, and are not methods themselves
 _MOST_SEEDS = 1000
 #: Methods that need data besides models: training data of the tasks, or a few unlabelled items.
-NEED_DATA = {"sequential_finetuning": "training", "adamerging": "unlabelled", "lora_wemoe": "unlabelled"}
+NEED_DATA = {
+    "sequential_finetuning": "training",
+    "adamerging": "unlabelled",
+    "lora_wemoe": "unlabelled",
+}
 
 
 @dataclass(frozen=True)
@@ -32,13 +39,16 @@ class RunSpec:
     overrides: tuple[str, ...]  # the overrides of `fusion_bench` that are this row's own
     method: str  # its name, without ``continual/``
     settings: tuple[str, ...] = ()  # the ``KEY=VALUE`` words among the overrides
-    preset: bool = False  # whether it comes from a preset, whose ranks are scaled to the models' width
+    preset: bool = (
+        False  # whether it comes from a preset, whose ranks are scaled to the models' width
+    )
 
 
 def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
     """Read ``[LABEL=]NAME[:KEY=VALUE]…, …``; ``all`` and ``order_free`` stand for many.
 
-    >>> [spec.label for spec in parse_methods("nufilt, NUFILT small=nufilt:null_rank=21:lora_rank=10")]
+    >>> words = "nufilt, NUFILT small=nufilt:null_rank=21:lora_rank=10"
+    >>> [spec.label for spec in parse_methods(words)]
     ['nufilt', 'NUFILT small']
     """
     methods, specs = _MethodConfigs(overrides), []
@@ -53,7 +63,9 @@ def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Split a text at separators that are not inside brackets, strip the parts, and drop empty ones."""
+    """Split a text at separators that are not inside brackets, strip the parts, and drop empty
+    ones.
+    """
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
@@ -70,11 +82,16 @@ def check_specs(specs: Sequence[RunSpec]) -> None:
     by_file: dict[str, RunSpec] = {}
     for spec in specs:
         if (other := by_file.setdefault(file_name(spec.label), spec)) is not spec:
-            raise ValueError(f"methods '{other.label}' and '{spec.label}' need labels to tell them apart: LABEL=METHOD")
+            raise ValueError(
+                f"methods '{other.label}' and '{spec.label}' need labels to tell them apart: "
+                "LABEL=METHOD"
+            )
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Read seeds as numbers and half-open ranges: ``42``, ``42,45`` or ``42:52`` (42 to 51, the paper's ten orders)."""
+    """Read seeds as numbers and half-open ranges: ``42``, ``42,45`` or ``42:52`` (42 to 51, the
+    paper's ten orders).
+    """
     seeds: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})(?::(\d{1,10}))?\s*", part)
@@ -84,19 +101,27 @@ def parse_seeds(text: str) -> list[int]:
         if end <= first:
             raise ValueError(f"seeds '{part}': the range is empty; its end is not part of it")
         if end - first > _MOST_SEEDS:
-            raise ValueError(f"seeds '{part}' are {end - first}, more than the {_MOST_SEEDS} of a comparison")
+            raise ValueError(
+                f"seeds '{part}' are {end - first}, more than the {_MOST_SEEDS} of a comparison"
+            )
         seeds += range(first, end)
     return list(dict.fromkeys(seeds))
 
 
 class _MethodConfigs:
-    """The method configs that `fusion_bench` would find; of the overrides, only ``hydra.searchpath`` matters."""
+    """The method configs that `fusion_bench` would find; of the overrides, only
+    ``hydra.searchpath`` matters.
+    """
 
     def __init__(self, overrides: Sequence[str] = ()) -> None:
-        self._searchpath = [override for override in overrides if override.startswith("hydra.searchpath")]
+        self._searchpath = [
+            override for override in overrides if override.startswith("hydra.searchpath")
+        ]
 
     def resolve(self, name: str) -> list[str]:
-        """Return the overrides that choose a continual method, or that run one of FusionBench's own continually."""
+        """Return the overrides that choose a continual method, or that run one of FusionBench's own
+        continually.
+        """
         if name in self._names("continual"):
             return [f"method=continual/{name}"]
         folder, _, file = name.rpartition("/")
@@ -110,12 +135,22 @@ class _MethodConfigs:
         return [f"method=continual/{kind}", f"+method@method.base_method={name}"]
 
     def _own_settings(self, name: str) -> list[str]:
-        """Return what defines a variant of NUFILT, so that overrides for all methods do not undo it."""
-        default, variant = (plain(self.compose([f"method={method}"])) for method in ("nufilt", name))
-        return [f"method.{key}={json.dumps(value)}" for key, value in variant.items() if value != default[key]]
+        """Return what defines a variant of NUFILT, so that overrides for all methods do not undo
+        it.
+        """
+        default, variant = (
+            plain(self.compose([f"method={method}"])) for method in ("nufilt", name)
+        )
+        return [
+            f"method.{key}={json.dumps(value)}"
+            for key, value in variant.items()
+            if value != default[key]
+        ]
 
     def override(self, overrides: Sequence[str], setting: str) -> str:
-        """Return the override for ``KEY=VALUE``, which may be an option of the method that the chosen one runs."""
+        """Return the override for ``KEY=VALUE``, which may be an option of the method that the
+        chosen one runs.
+        """
         config, (key, _) = self.compose(overrides), key_value(setting)
         inside = config.get("base_method") or {}
         if key.split(".")[0] not in (known := {*config, *inside}):
@@ -127,17 +162,25 @@ class _MethodConfigs:
         return compose_run([*overrides, *self._searchpath]).method
 
     def group(self, word: str) -> list[str]:
-        """Return the methods that ``all`` (without those that need data) or ``order_free`` stands for, else none."""
+        """Return the methods that ``all`` (without those that need data) or ``order_free`` stands
+        for, else none.
+        """
         if word == "order_free":
             return [method.name for method in ORDER_FREE]
         if word != "all":
             return []
         ours = [name for name in METHODS if not name.startswith("nufilt/")]
-        return ours + [name for name in self._names("continual") if name not in {*_GENERIC, *NEED_DATA}]
+        return ours + [
+            name for name in self._names("continual") if name not in {*_GENERIC, *NEED_DATA}
+        ]
 
     def _names(self, folder: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
         with config_loader() as loader:
-            return list(loader.get_group_options(f"method/{folder}".rstrip("/"), kind, PROGRAM, self._searchpath))
+            return list(
+                loader.get_group_options(
+                    f"method/{folder}".rstrip("/"), kind, PROGRAM, self._searchpath
+                )
+            )
 
     def _tree(self, folder: str = "") -> Iterator[str]:
         prefix = f"{folder}/" if folder else ""

@@ -1,4 +1,6 @@
-"""The folder of a comparison, with a file for every finished run, so that an interrupted one can go on."""
+"""The folder of a comparison, with a file for every finished run, so that an interrupted one can go
+on.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,10 +30,12 @@ class _RunFile(TypedDict):
 
 
 class Store:
-    """The files of a comparison, given the settings that every run depends on besides the models' weights.
+    """The files of a comparison, given the settings that every run depends on besides the models'
+    weights.
 
-    Results of the same comparison in the folder are kept, or with ``overwrite`` deleted once the models are known. A
-    folder is refused if it holds results of other settings or if another process holds it.
+    Results of the same comparison in the folder are kept, or with ``overwrite`` deleted once the
+    models are known. A folder is refused if it holds results of other settings or if another
+    process holds it.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
@@ -39,7 +43,9 @@ class Store:
         self._file, self._references = folder / "compare.json", folder / "references.json"
         self._lock = lock_folder(folder)
         try:
-            self._before = read_json(self._file, _Settings, "delete what it belongs to by hand", sealed=True)
+            self._before = read_json(
+                self._file, _Settings, "delete what it belongs to by hand", sealed=True
+            )
             self._outdated = self._files_to_delete() if overwrite else []
             if self._before is not None and not overwrite:
                 before = {key: value for key, value in self._before.items() if key != "weights"}
@@ -49,11 +55,15 @@ class Store:
             raise
 
     def identify(self, weights: dict[str, str]) -> None:
-        """Save the settings and the digests of the models' weights; refuse weights that differ from those there."""
+        """Save the settings and the digests of the models' weights; refuse weights that differ from
+        those there.
+        """
         if self._outdated:
             self._delete()
         elif self._before is not None and (other := differences(self._before["weights"], weights)):
-            raise self._refused(f"holds results of other models: '{other[0].name}' has other weights there")
+            raise self._refused(
+                f"holds results of other models: '{other[0].name}' has other weights there"
+            )
         self.settings = {**self.settings, "weights": weights}
         write_json(self._file, self.settings)
 
@@ -64,11 +74,21 @@ class Store:
         """Return the comparison's files in the folder; refuse any that no comparison made."""
         runs = sorted(self.folder.glob("runs/*/*.json"))
         if runs and self._before is None:
-            raise ValueError(f"'{self.folder}' has no compare.json: its runs/ is no comparison's and is not deleted")
+            raise ValueError(
+                f"'{self.folder}' has no compare.json: its runs/ is no comparison's and is not "
+                "deleted"
+            )
         for file in runs:
             if any(path.is_symlink() for path in (file, file.parent, file.parent.parent)):
-                raise ValueError(f"'{file}' is, or lies behind, a link that no comparison made: remove it by hand")
-            read_json(file, _RunFile, advice="if it is not of this comparison, move it elsewhere, else delete it")
+                raise ValueError(
+                    f"'{file}' is, or lies behind, a link that no comparison made: remove it by "
+                    "hand"
+                )
+            read_json(
+                file,
+                _RunFile,
+                advice="if it is not of this comparison, move it elsewhere, else delete it",
+            )
         return [*runs, self._file, self._references]
 
     def _delete(self) -> None:
@@ -80,7 +100,9 @@ class Store:
         self._outdated = []
 
     def load(self, spec: RunSpec, config: dict[str, Any], order: Sequence[str]) -> SeedRun | None:
-        """Return the finished run of a method, or None; refuse one of another configuration or of other tasks."""
+        """Return the finished run of a method, or None; refuse one of another configuration or of
+        other tasks.
+        """
         file = self._run_file(spec, config)
         run = read_json(file, SeedRun, _DELETE, sealed=True)
         if run is None or run.error is not None:
@@ -88,7 +110,9 @@ class Store:
         self._refuse_others(f"'{spec.label}' with ", run.config, config)
         if run.tasks != order:
             tasks = ", ".join(order)
-            raise ValueError(f"'{file}' is damaged, field 'tasks': must be {tasks}, in this order; {_DELETE}")
+            raise ValueError(
+                f"'{file}' is damaged, field 'tasks': must be {tasks}, in this order; {_DELETE}"
+            )
         return run
 
     def save(self, spec: RunSpec, run: SeedRun) -> None:
@@ -97,7 +121,11 @@ class Store:
         write_json(file, {"label": spec.label, "seed": run.config["seed"], **asdict(run)})
 
     def load_references(self, tasks: Sequence[str]) -> References | None:
-        found = None if self._outdated else read_json(self._references, References, _DELETE, sealed=True)
+        found = (
+            None
+            if self._outdated
+            else read_json(self._references, References, _DELETE, sealed=True)
+        )
         if found is not None:
             try:
                 check_references(found, tasks)
@@ -116,4 +144,6 @@ class Store:
             raise self._refused(f"holds results of {whose}other settings: {in_one_line(other)}")
 
     def _refused(self, why: str) -> ValueError:
-        return ValueError(f"{self.folder} {why}. Choose another folder or label, or delete them with --overwrite")
+        return ValueError(
+            f"{self.folder} {why}. Choose another folder or label, or delete them with --overwrite"
+        )

@@ -17,11 +17,16 @@ from fusion_bench_nufilt.stream.program import log_picture
 from .paper import SENSITIVITY, printed_row, printed_tables, published
 from .specs import NEED_DATA, RunSpec
 
-_OVERHEAD = ("overhead", "clip-vit-base-patch32_TA8")  # the paper's table of costs, and the models that it is for
+_OVERHEAD = (
+    "overhead",
+    "clip-vit-base-patch32_TA8",
+)  # the paper's table of costs, and the models that it is for
 
 
 class Comparison(ComparisonContent):
-    """The methods of a comparison on all seeds, beside the numbers that the paper prints for them."""
+    """The methods of a comparison on all seeds, beside the numbers that the paper prints for
+    them.
+    """
 
     @classmethod
     def of(
@@ -36,15 +41,21 @@ class Comparison(ComparisonContent):
         printed = published(settings["modelpool"], settings["overrides"], seeds)
         methods = {}
         for spec, by_seed in runs.items():
-            form = next((run.config["form"] for run in by_seed.values() if "form" in run.config), None)
+            form = next(
+                (run.config["form"] for run in by_seed.values() if "form" in run.config), None
+            )
             row = printed_row(spec, form, settings["modelpool"], printed)
             data = NEED_DATA.get(spec.method, "none")
             methods[spec.label] = Method(list(spec.overrides), dict(by_seed), data, row)
         panels = [{**panel, "fixed": list(panel["fixed"])} for panel in SENSITIVITY]
-        environments = pd.DataFrame(run.environment for by_seed in runs.values() for run in by_seed.values())
+        environments = pd.DataFrame(
+            run.environment for by_seed in runs.values() for run in by_seed.values()
+        )
         return cls(
             settings=settings,
-            environment={name: " and ".join(environments[name].dropna().unique()) for name in environments},
+            environment={
+                name: " and ".join(environments[name].dropna().unique()) for name in environments
+            },
             preset=preset,
             tasks=tasks,
             seeds=seeds,
@@ -68,7 +79,9 @@ class Comparison(ComparisonContent):
                 names = [f"{label}/seed {seed}/{task}" for task in matrix.tasks]
                 for step, row in enumerate(matrix.rows(), 1):
                     by_step[step] |= zip(names, row, strict=True)
-            by_step[len(self.tasks)] |= {f"{label}/{name}": or_none(method.mean(name).mean) for name in METRICS}
+            by_step[len(self.tasks)] |= {
+                f"{label}/{name}": or_none(method.mean(name).mean) for name in METRICS
+            }
         for step, scores in by_step.items():
             known = {name: score for name, score in scores.items() if score is not None}
             for logger in loggers if known else ():

@@ -1,4 +1,6 @@
-"""NUFILT's mathematics on tensors. It needs nothing but torch, reads no files and prints nothing."""
+"""NUFILT's mathematics on tensors. It needs nothing but torch, reads no files and prints
+nothing.
+"""
 
 from .config import FusionConfig
 from .fusion import LayerReport, fuse_each, fuse_layers

@@ -16,11 +16,12 @@ class Ranks(NamedTuple):
 
 @dataclass(frozen=True)
 class FusionConfig:
-    """NUFILT's settings, the same for all models and task orders; the defaults are the paper's or its authors'.
+    """NUFILT's settings, the same for all models and task orders; the defaults are the paper's or
+    its authors'.
 
-    Field names are the YAML keys of ``method=nufilt``, and peft's where peft has one. A rank is a whole number, or a
-    share of a layer's input width between 0 and 1, see :meth:`ranks`. ``null_rank`` and ``task_rank`` are clipped to
-    ``min(d_o, d_i)`` of a layer.
+    Field names are the YAML keys of ``method=nufilt``, and peft's where peft has one. A rank is a
+    whole number, or a share of a layer's input width between 0 and 1, see :meth:`ranks`.
+    ``null_rank`` and ``task_rank`` are clipped to ``min(d_o, d_i)`` of a layer.
 
     Raises:
         ValueError: a value is out of its range; the message names the key.
@@ -28,14 +29,16 @@ class FusionConfig:
 
     null_rank: int | float = option(
         128,
-        "Number of directions of the merged update that the filter protects. Like the other two ranks, a number "
+        "Number of directions of the merged update that the filter protects. Like the other two "
+        "ranks, a number "
         "between 0 and 1 is a share of the layer's input width.",
         symbol="r_p",
     )
     lora_rank: int | float = option(64, "Rank of the adapter BA; 0 means no adapter.", symbol="r_l")
     task_rank: int | float = option(
         8,
-        "Number of directions of the new task that the adapter is trained to keep; 0 means no adapter.",
+        "Number of directions of the new task that the adapter is trained to keep; 0 means no "
+        "adapter.",
         symbol="r_v",
     )
     lr: float = option(1e-3, "Learning rate of Adam.")
@@ -47,18 +50,21 @@ class FusionConfig:
     )
     null_space: bool | Literal["zero"] = option(
         True,
-        "The projector. true: P = I - V_p V_p^T. false: P = I, the filter off as in the authors' code. zero: P = 0, "
+        "The projector. true: P = I - V_p V_p^T. false: P = I, the filter off as in the authors' "
+        "code. zero: P = 0, "
         "as the paper prints that ablation.",
         symbol="P",
     )
     first_task: Literal["paper", "release"] = option(
         "paper",
-        "paper takes the first model whole; release drops its first r_p input coordinates, as the authors' released "
+        "paper takes the first model whole; release drops its first r_p input coordinates, as the "
+        "authors' released "
         "run does.",
     )
     solver: Literal["adam", "closed_form"] = option(
         "adam",
-        "How the adapter is found: by the paper's steps of Adam, or in closed form, without lr and max_steps.",
+        "How the adapter is found: by the paper's steps of Adam, or in closed form, without lr and "
+        "max_steps.",
     )
     ridge: float = option(
         10.0,
@@ -69,8 +75,15 @@ class FusionConfig:
     def __post_init__(self) -> None:
         for key in ("null_rank", "lora_rank", "task_rank"):
             if not (is_number(value := getattr(self, key)) and 0 < value < 1):
-                most = 2**16 if key == "lora_rank" else 2**31  # unlike the others, it is not clipped to the layer
-                check_whole(self, key, most=most, otherwise="or a share of the layer's width between 0 and 1")
+                most = (
+                    2**16 if key == "lora_rank" else 2**31
+                )  # unlike the others, it is not clipped to the layer
+                check_whole(
+                    self,
+                    key,
+                    most=most,
+                    otherwise="or a share of the layer's width between 0 and 1",
+                )
         check_whole(self, "max_steps")
         check_positive(self, "lr", "ridge")
         if not (is_number(self.init_std) and self.init_std >= 0):
@@ -78,7 +91,9 @@ class FusionConfig:
         check_choices(self)
 
     def ranks(self, d_i: int) -> Ranks:
-        """Return the ranks in a layer with ``d_i`` inputs; a share is rounded to a whole number, at least 1."""
+        """Return the ranks in a layer with ``d_i`` inputs; a share is rounded to a whole number, at
+        least 1.
+        """
 
         def number(rank: int | float) -> int:
             return int(rank) if rank >= 1 or rank == 0 else max(1, round(rank * d_i))

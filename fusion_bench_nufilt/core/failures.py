@@ -21,8 +21,13 @@ class NoRoomError(ValueError):
 def why_it_failed(error: RuntimeError) -> Literal["too little memory", "a solver failed"] | None:
     """Return which failure of a device an error reports, if any."""
     text = str(error).lower()
-    # PyTorch's allocator, the driver and CUDA's libraries each report the same in an error of their own.
-    if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text:
+    # PyTorch's allocator, the driver and CUDA's libraries each report the same in an error of their
+    # own.
+    if (
+        isinstance(error, torch.cuda.OutOfMemoryError)
+        or "out of memory" in text
+        or "alloc_failed" in text
+    ):
         return "too little memory"
     if isinstance(error, torch.linalg.LinAlgError) or "cusolver" in text:
         return "a solver failed"
@@ -39,14 +44,17 @@ def room_for(layer: str, where: torch.device) -> Iterator[None]:
             raise
         failure = error.with_traceback(None)  # a traceback would hold the matrices
         remedy = "choose device=cpu, or free memory there"
-        raise NoRoomError(f"layer {layer}: no room on device '{where}'; {remedy} ({failure})") from failure
+        raise NoRoomError(
+            f"layer {layer}: no room on device '{where}'; {remedy} ({failure})"
+        ) from failure
 
 
 def solve_alone(layer: str, where: torch.device, attempts: Sequence[Callable[[], _R]]) -> _R:
-    """Return the result of the first attempt in which no solver fails; the last one is in float64 on the CPU.
+    """Return the result of the first attempt in which no solver fails; the last one is in float64
+    on the CPU.
 
-    ``layer`` is its name and shape, for messages. A NoRoomError says that the device has no room for it, and a
-    ValueError that solvers failed in all attempts.
+    ``layer`` is its name and shape, for messages. A NoRoomError says that the device has no room
+    for it, and a ValueError that solvers failed in all attempts.
     """
     for attempt in attempts:
         try:
@@ -57,4 +65,6 @@ def solve_alone(layer: str, where: torch.device, attempts: Sequence[Callable[[],
                 raise
             failure = error.with_traceback(None)
         warn_once("%s: float64 on the CPU takes over in such layers, which is slower", str(failure))
-    raise ValueError(f"layer {layer}: no singular vectors, in float64 on the CPU either: {failure}") from failure
+    raise ValueError(
+        f"layer {layer}: no singular vectors, in float64 on the CPU either: {failure}"
+    ) from failure

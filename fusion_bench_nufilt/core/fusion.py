@@ -1,4 +1,6 @@
-"""One merging step over the layers of a model: they are checked, grouped, solved side by side and reported."""
+"""One merging step over the layers of a model: they are checked, grouped, solved side by side and
+reported.
+"""
 
 import hashlib
 import time
@@ -27,7 +29,9 @@ class LayerReport:
     solving_seconds: float = 0.0  # the part of it that the solver took
     task_norm: float = 0.0  # Frobenius norm of the new task vector
     merged_norm: float = 0.0  # Frobenius norm of the cumulative update before this step
-    protected_rank: float = 0.0  # number of directions in the filter: r_p clipped to the numerical rank
+    protected_rank: float = (
+        0.0  # number of directions in the filter: r_p clipped to the numerical rank
+    )
     filtered_share: float = 0.0  # share of the squared norm of tau that the filter took, in [0, 1]
     overlap: float = 0.0  # affinity of the new task's subspace to the protected one, in [0, 1]
     loss_before: float = 0.0  # objective where BA = 0
@@ -51,37 +55,48 @@ def fuse_layers(
     device: Devices | None = None,
     batch_bytes: int = 2**30,
 ) -> tuple[dict[str, Tensor], dict[str, LayerReport]]:
-    r"""Merge one more task into every layer by itself: :math:`W \leftarrow W + \tau (P + B A)`, in float32 at least.
+    r"""Merge one more task into every layer by itself: :math:`W \leftarrow W + \tau (P + B A)`, in
+    float32 at least.
 
-    A layer into which nothing has been merged so far takes the task's weight as ``config.first_task`` says.
+    A layer into which nothing has been merged so far takes the task's weight as
+    ``config.first_task`` says.
 
     Args:
         pretrained: :math:`\theta_0`, weights ``(d_o, d_i)`` by layer name.
         merged: the merged model so far; :math:`\theta_0` before the first task.
-        task: the new fine-tuned model. A layer may be given by the factors of its update (:class:`LowRank`), which is
-            faster where they are thin.
+        task: the new fine-tuned model. A layer may be given by the factors of its update
+            (:class:`LowRank`), which is faster where they are thin.
         config: the hyper-parameters.
         seed: the seed of the run. With the step and the layer's name it decides the initial A.
         step: the number of the task in the stream.
         lora_A: initial A ``(lora_rank, d_i)`` by layer name, instead of drawn ones.
         progress: a function that is called with the name of each finished layer.
-        device: where to compute, by default where ``merged`` is. Each of several devices of one kind takes the next
-            layers when it is free, and the result is the same.
-        batch_bytes: on an accelerator, layers of equal shape are solved together within about this much memory;
-            on a CPU each thread takes one layer at a time.
+        device: where to compute, by default where ``merged`` is. Each of several devices of one
+            kind takes the next layers when it is free, and the result is the same.
+        batch_bytes: on an accelerator, layers of equal shape are solved together within about this
+            much memory; on a CPU each thread takes one layer at a time.
 
     Returns:
-        The new weights, with names, order, dtypes and devices of ``merged``, and a report for each layer. The
-        arguments are not changed.
+        The new weights, with names, order, dtypes and devices of ``merged``, and a report for each
+        layer. The arguments are not changed.
 
     Raises:
-        ValueError: the models do not fit or hold non-finite values (the message names the model, the layer and the
-            shapes); a device cannot be used or has no room for a layer; devices are of several kinds.
+        ValueError: the models do not fit or hold non-finite values (the message names the model,
+            the layer and the shapes); a device cannot be used or has no room for a layer; devices
+            are of several kinds.
     """
     fused: dict[str, Tensor] = {}
     reports: dict[str, LayerReport] = {}
     each = fuse_each(
-        pretrained, merged, task, config, seed=seed, step=step, lora_A=lora_A, device=device, batch_bytes=batch_bytes
+        pretrained,
+        merged,
+        task,
+        config,
+        seed=seed,
+        step=step,
+        lora_A=lora_A,
+        device=device,
+        batch_bytes=batch_bytes,
     )
     for name, fused[name], reports[name] in each:
         if progress is not None:
@@ -101,7 +116,8 @@ def fuse_each(
     device: Devices | None = None,
     batch_bytes: int = 2**30,
 ) -> Iterator[Fused]:
-    """Do the work of :func:`fuse_layers`, and yield each layer as it is finished, layers of equal shape together.
+    """Do the work of :func:`fuse_layers`, and yield each layer as it is finished, layers of equal
+    shape together.
 
     A layer of ``merged`` may be overwritten once it has been yielded.
     """
@@ -111,7 +127,9 @@ def fuse_each(
     if lora_A is not None and config.lora_rank > 0:
         _check_adapters(merged, lora_A, config)
     devices = check_devices(device or next((weight.device for weight in merged.values()), "cpu"))
-    fresh = frozenset(name for name, W in merged.items() if not (pretrained[name].to(W.device) != W).any())
+    fresh = frozenset(
+        name for name, W in merged.items() if not (pretrained[name].to(W.device) != W).any()
+    )
     fusion = _FusionStep(pretrained, merged, task, config, seed, step, lora_A, fresh)
     for solved in map_on_devices(fusion.solve, fusion.stacks(devices[0], batch_bytes), devices):
         yield from solved
@@ -121,7 +139,8 @@ def fuse_each(
 class _FusionStep:
     """The models of one step of the stream, and how stacks of their layers are solved.
 
-    Closures that call each other would hold the models in a reference cycle until the garbage collector runs.
+    Closures that call each other would hold the models in a reference cycle until the garbage
+    collector runs.
     """
 
     pretrained: Layers
@@ -146,10 +165,15 @@ class _FusionStep:
         return stacks
 
     def solve(self, names: list[str], where: torch.device) -> list[Fused]:
-        """Solve a stack of layers on a device, or its halves if they fail together, down to single layers."""
+        """Solve a stack of layers on a device, or its halves if they fail together, down to single
+        layers.
+        """
         shape = tuple(self.merged[names[0]].shape)
         if len(names) == 1:
-            attempts = partial(self.compute, names, where), partial(self.compute, names, torch.device("cpu"), True)
+            attempts = (
+                partial(self.compute, names, where),
+                partial(self.compute, names, torch.device("cpu"), True),
+            )
             return solve_alone(f"'{names[0]}' {shape}", where, attempts)
         try:
             return self.compute(names, where)
@@ -157,7 +181,8 @@ class _FusionStep:
             if (reason := why_it_failed(error)) is None:
                 raise
         warn_once(
-            "device '%s', %d layers of shape %s together: %s; halves take over, which changes them by rounding",
+            "device '%s', %d layers of shape %s together: %s; halves take over, which changes them "
+            "by rounding",
             *(where, len(names), shape, reason),
         )
         middle = len(names) // 2
@@ -165,15 +190,20 @@ class _FusionStep:
 
     @torch.no_grad()
     def compute(self, names: list[str], where: torch.device, exact: bool = False) -> list[Fused]:
-        """Solve a stack of layers on a device, with decompositions in float64 if ``exact``, or if that is fast."""
+        """Solve a stack of layers on a device, with decompositions in float64 if ``exact``, or if
+        that is fast.
+        """
         start = time.perf_counter()
         d_i, dtype = self.merged[names[0]].shape[1], wide_dtype(self.merged[names[0]])
-        adapters = self.adapters or {name: _initial_A(name, d_i, self.config, self.seed, self.step) for name in names}
+        adapters = self.adapters or {
+            name: _initial_A(name, d_i, self.config, self.seed, self.step) for name in names
+        }
 
         def stack(layers: Mapping[str, Any]) -> Any:
             return _stack([layers[name] for name in names], where, dtype)
 
-        # The stacks are bound to no names here, so that fuse_stack can free each one as soon as it is done with it.
+        # The stacks are bound to no names here, so that fuse_stack can free each one as soon as it
+        # is done with it.
         weights, measures = fuse_stack(
             stack(self.pretrained),
             stack(self.merged),
@@ -198,9 +228,12 @@ def _stack(weights: Sequence[Any], where: torch.device, dtype: torch.dtype) -> A
     if isinstance(weights[0], LowRank):
         sides = ([getattr(task, side) for task in weights] for side in ("left", "right"))
         return LowRank(*(_stack(side, where, dtype) for side in sides))
-    # Values are widened where they arrive, which is half the traffic; and the bits are the same in any layout.
+    # Values are widened where they arrive, which is half the traffic; and the bits are the same in
+    # any layout.
     wide = [weight.detach().to(where).to(dtype).contiguous() for weight in weights]
-    return torch.stack(wide) if len(wide) > 1 else wide[0][None]  # a view: no copy of a single layer
+    return (
+        torch.stack(wide) if len(wide) > 1 else wide[0][None]
+    )  # a view: no copy of a single layer
 
 
 def _check_adapters(layers: Layers, lora_A: Layers, config: FusionConfig) -> None:
@@ -212,9 +245,13 @@ def _check_adapters(layers: Layers, lora_A: Layers, config: FusionConfig) -> Non
 
 
 def _initial_A(name: str, d_i: int, config: FusionConfig, seed: int, step: int) -> Tensor:
-    """Draw A ~ N(0, init_std^2), ``(lora_rank, d_i)``: the same on every device, alone or among other layers."""
+    """Draw A ~ N(0, init_std^2), ``(lora_rank, d_i)``: the same on every device, alone or among
+    other layers.
+    """
     digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
     cpu = torch.device("cpu")  # and float32, whatever torch's defaults are
     generator = torch.Generator(cpu).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    A = torch.randn(config.ranks(d_i).lora, d_i, generator=generator, dtype=torch.float32, device=cpu)
+    A = torch.randn(
+        config.ranks(d_i).lora, d_i, generator=generator, dtype=torch.float32, device=cpu
+    )
     return A * config.init_std

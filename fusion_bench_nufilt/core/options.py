@@ -1,6 +1,7 @@
 """Options, each defined once, as a field of a frozen dataclass that carries its own help.
 
-Signatures of algorithms, options of the command line and tables in the documentation are read from these fields.
+Signatures of algorithms, options of the command line and tables in the documentation are read from
+these fields.
 """
 
 import dataclasses
@@ -17,25 +18,39 @@ _Class = TypeVar("_Class", bound=type)
 _Options = TypeVar("_Options")
 
 Scope = Literal["stream", "merge", "tasks", "machine", "run"]
-"""What an option belongs to. stream: a whole stream, whose merges should all have the same value. merge: one merge,
-whose value the next one takes over. tasks: the tasks of one merge. machine: where a merge is computed, which its result
-records. run: how a run goes, which its result does not record."""
+"""What an option belongs to. stream: a whole stream, whose merges should all have the same value.
+merge: one merge, whose value the next one takes over. tasks: the tasks of one merge. machine: where
+a merge is computed, which its result records. run: how a run goes, which its result does not
+record."""
 
 
-def option(default: Any, help: str, *, symbol: str = "", panel: str = "Method", scope: Scope = "stream") -> Any:
-    """Return a dataclass field with its documentation: its help, its symbol in the paper, and the heading above it."""
-    return field(default=default, metadata={"help": help, "symbol": symbol, "panel": panel, "scope": scope})
+def option(
+    default: Any, help: str, *, symbol: str = "", panel: str = "Method", scope: Scope = "stream"
+) -> Any:
+    """Return a dataclass field with its documentation: its help, its symbol in the paper, and the
+    heading above it.
+    """
+    return field(
+        default=default, metadata={"help": help, "symbol": symbol, "panel": panel, "scope": scope}
+    )
 
 
 def with_scope(kinds: Iterable[type], *scopes: Scope) -> list[str]:
     """Return the names of those options of dataclasses that have one of the scopes."""
-    return [each.name for kind in kinds for each in dataclasses.fields(kind) if each.metadata["scope"] in scopes]
+    return [
+        each.name
+        for kind in kinds
+        for each in dataclasses.fields(kind)
+        if each.metadata["scope"] in scopes
+    ]
 
 
 def takes_options(*kinds: type) -> Callable[[_Class], _Class]:
-    """Return a decorator that puts the fields of dataclasses into the signature of a constructor with ``**kwargs``.
+    """Return a decorator that puts the fields of dataclasses into the signature of a constructor
+    with ``**kwargs``.
 
-    Everything that reads signatures (FusionBench's ``auto_register_config``, an editor) then sees every option by name.
+    Everything that reads signatures (FusionBench's ``auto_register_config``, an editor) then sees
+    every option by name.
     """
     options = [
         Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
@@ -52,21 +67,31 @@ def takes_options(*kinds: type) -> Callable[[_Class], _Class]:
     return decorate
 
 
-def split_options(kinds: Sequence[type], options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return an instance of each dataclass, made from the options that are its fields, and all other options."""
+def split_options(
+    kinds: Sequence[type], options: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return an instance of each dataclass, made from the options that are its fields, and all
+    other options.
+    """
     left, made = dict(options), []
     for kind in kinds:
-        made.append(kind(**{f.name: left.pop(f.name) for f in dataclasses.fields(kind) if f.name in left}))
+        made.append(
+            kind(**{f.name: left.pop(f.name) for f in dataclasses.fields(kind) if f.name in left})
+        )
     return made, left
 
 
 def options_of(kind: type[_Options], algorithm: object) -> _Options:
-    """Return the options of a kind that an algorithm now has as attributes; raise a ValueError if one is invalid."""
+    """Return the options of a kind that an algorithm now has as attributes; raise a ValueError if
+    one is invalid.
+    """
     return kind(**{each.name: getattr(algorithm, each.name) for each in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 
 def unknown(what: str, name: str, known: Iterable[str], known_are: str = "") -> str:
-    """Return the message about an unknown name, with the one that was meant, or else ``known_are``: by default, all."""
+    """Return the message about an unknown name, with the one that was meant, or else ``known_are``:
+    by default, all.
+    """
     known = sorted(set(known))
     close = difflib.get_close_matches(str(name), known, n=1)
     rest = f"did you mean '{close[0]}'?" if close else known_are or f"there are {', '.join(known)}"
@@ -74,26 +99,47 @@ def unknown(what: str, name: str, known: Iterable[str], known_are: str = "") -> 
 
 
 def choices(option: Field[Any]) -> tuple[Any, ...]:
-    """Return the values that a type such as ``Literal["adam", "closed_form"]`` allows; () for any other type."""
-    kinds = get_args(option.type) if get_origin(option.type) in (Union, UnionType) else (option.type,)
+    """Return the values that a type such as ``Literal["adam", "closed_form"]`` allows; () for any
+    other type.
+    """
+    kinds = (
+        get_args(option.type) if get_origin(option.type) in (Union, UnionType) else (option.type,)
+    )
     if not all(kind is bool or get_origin(kind) is Literal for kind in kinds):
         return ()
-    return tuple(value for kind in kinds for value in ((True, False) if kind is bool else get_args(kind)))
+    return tuple(
+        value for kind in kinds for value in ((True, False) if kind is bool else get_args(kind))
+    )
 
 
 def check_choices(options: Any) -> None:
-    """Raise a ValueError that names an option if its value is none of its choices, or should be a string and is not."""
+    """Raise a ValueError that names an option if its value is none of its choices, or should be a
+    string and is not.
+    """
     for each in dataclasses.fields(options):
-        value, allowed, kinds = getattr(options, each.name), choices(each), get_args(each.type) or (each.type,)
+        value, allowed, kinds = (
+            getattr(options, each.name),
+            choices(each),
+            get_args(each.type) or (each.type,),
+        )
         if str in kinds and {str, NoneType} >= {*kinds} and not isinstance(value, kinds):
             raise ValueError(f"{each.name} must be a word, got {value!r}")
-        if allowed and not any(value is choice or (value == choice and type(value) is str) for choice in allowed):
-            words = ", ".join(str(choice).lower() if choice in (True, False) else repr(choice) for choice in allowed)
+        if allowed and not any(
+            value is choice or (value == choice and type(value) is str) for choice in allowed
+        ):
+            words = ", ".join(
+                str(choice).lower() if choice in (True, False) else repr(choice)
+                for choice in allowed
+            )
             raise ValueError(f"{each.name} must be one of {words}, got {value!r}")
 
 
-def check_whole(options: Any, *names: str, least: int = 0, most: int = 2**31, otherwise: str = "") -> None:
-    """Raise a ValueError if an option is not a whole number in the range; ``otherwise`` says what else is allowed."""
+def check_whole(
+    options: Any, *names: str, least: int = 0, most: int = 2**31, otherwise: str = ""
+) -> None:
+    """Raise a ValueError if an option is not a whole number in the range; ``otherwise`` says what
+    else is allowed.
+    """
     for name in names:
         value = getattr(options, name)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:

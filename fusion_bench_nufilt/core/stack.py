@@ -8,7 +8,12 @@ from torch import Tensor
 
 from .adapter import SOLVERS, Objective, loop_gram
 from .config import FusionConfig
-from .subspace import first_coordinates, null_space_filter, subspace_affinity, top_right_singular_vectors
+from .subspace import (
+    first_coordinates,
+    null_space_filter,
+    subspace_affinity,
+    top_right_singular_vectors,
+)
 from .weights import LowRank
 
 
@@ -24,12 +29,14 @@ def fuse_stack(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Merge one more task into n layers, in the memory of :func:`working_bytes`.
 
-    ``fresh`` says that nothing has been merged into them so far. With ``exact``, matrices are decomposed in float64.
+    ``fresh`` says that nothing has been merged into them so far. With ``exact``, matrices are
+    decomposed in float64.
 
     Returns:
         The new weights ``(n, d_o, d_i)``, and measures ``(n,)`` by their names in ``LayerReport``.
     """
-    # Everything but the new weights of a low-rank tau = Q K is computed as if the layer had only the outputs in Q.
+    # Everything but the new weights of a low-rank tau = Q K is computed as if the layer had only
+    # the outputs in Q.
     Q, tau = task.in_basis() if isinstance(task, LowRank) else (None, task - theta_0)
     tau_norm2 = _norm2(tau)
     measures = {"task_norm": tau_norm2.sqrt()}
@@ -80,7 +87,9 @@ def _clock(where: torch.device) -> float:
 
 
 def working_bytes(shape: Sequence[int], itemsize: int, config: FusionConfig) -> int:
-    """Return the most bytes that a layer ``(d_o, d_i)`` takes while it is solved, at ``itemsize`` an element."""
+    """Return the most bytes that a layer ``(d_o, d_i)`` takes while it is solved, at ``itemsize``
+    an element.
+    """
     d_o, d_i = shape
     shorter, longer = sorted(shape)
     ranks = config.ranks(d_i)
@@ -88,13 +97,21 @@ def working_bytes(shape: Sequence[int], itemsize: int, config: FusionConfig) -> 
     block = min(shorter, 2 * protected + 16)
     # The Gram matrix of tau is held twice, once stacked.
     gram = 2 * d_i**2 if d_i <= 2 * d_o else 0
-    # While singular vectors are computed, these are theta, tau and tau_merged, and a copy of it in float64; then the
-    # Gram matrix of the latter with its eigenvectors and the solver's workspace, or the eigenvectors and thin matrices,
-    # all in float64, too. Afterwards there is tau P with its temporary.
-    solver = max(8 * shorter**2, 2 * shorter**2 + 3 * longer * (block + protected) + 8 * shorter * block)
+    # While singular vectors are computed, these are theta, tau and tau_merged, and a copy of it in
+    # float64; then the Gram matrix of the latter with its eigenvectors and the solver's workspace,
+    # or the eigenvectors and thin matrices, all in float64, too. Afterwards there is tau P with its
+    # temporary.
+    solver = max(
+        8 * shorter**2, 2 * shorter**2 + 3 * longer * (block + protected) + 8 * shorter * block
+    )
     subspaces = 5 * d_o * d_i + gram + solver
-    # While the adapter is fitted, these are tau, the new weights, and thin matrices: A and B with their gradients and
-    # what Adam keeps of them, and V and H.
+    # While the adapter is fitted, these are tau, the new weights, and thin matrices: A and B with
+    # their gradients and what Adam keeps of them, and V and H.
     columns = protected + min(ranks.task, shorter)
-    adapter = 2 * d_o * d_i + gram + d_i * (10 * ranks.lora + 4 * columns) + 4 * ranks.lora * (columns + ranks.lora)
+    adapter = (
+        2 * d_o * d_i
+        + gram
+        + d_i * (10 * ranks.lora + 4 * columns)
+        + 4 * ranks.lora * (columns + ranks.lora)
+    )
     return itemsize * max(subspaces, adapter)

@@ -1,7 +1,8 @@
-"""Singular subspaces of task vectors, how much two of them overlap, and the filter P = I - V_p V_p^T (Section 4.1).
+"""Singular subspaces of task vectors, how much two of them overlap, and the filter P = I - V_p
+V_p^T (Section 4.1).
 
-The columns of V_p are the top r_p right singular vectors of the cumulative update: the input directions in which the
-merged model already differs from the pretrained one.
+The columns of V_p are the top r_p right singular vectors of the cumulative update: the input
+directions in which the merged model already differs from the pretrained one.
 """
 
 import math
@@ -10,18 +11,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Perturbation theory may change a singular vector by this much in the first round and in the second. The error that is
-# left is about the square of the first change, or a tenth of the second. A second round is needed only for spectra that
-# are steeper than those of fine-tuned models.
+# Perturbation theory may change a singular vector by this much in the first round and in the
+# second. The error that is left is about the square of the first change, or a tenth of the second.
+# A second round is needed only for spectra that are steeper than those of fine-tuned models.
 _LARGEST_CHANGES = 2e-3, 2e-4
 
 
-def top_right_singular_vectors(tau: Tensor, rank: int, gram: Tensor | None = None, *, exact: bool = False) -> Tensor:
+def top_right_singular_vectors(
+    tau: Tensor, rank: int, gram: Tensor | None = None, *, exact: bool = False
+) -> Tensor:
     r"""Return an orthonormal basis of the span of the top right singular vectors.
 
     They come from the smaller Gram matrix: :math:`\tau^\top\tau` for a tall or square matrix, and
-    :math:`\tau\tau^\top` for a wide one, whose left vectors are mapped back by :math:`\tau^\top`. A Gram matrix squares
-    the singular values and with them the rounding; :math:`\tau` itself then corrects its eigenvectors.
+    :math:`\tau\tau^\top` for a wide one, whose left vectors are mapped back by :math:`\tau^\top`. A
+    Gram matrix squares the singular values and with them the rounding; :math:`\tau` itself then
+    corrects its eigenvectors.
 
     Args:
         tau: matrices of shape ``(..., d_o, d_i)``, float32 or float64.
@@ -30,11 +34,13 @@ def top_right_singular_vectors(tau: Tensor, rank: int, gram: Tensor | None = Non
         exact: compute in float64, without ``gram``.
 
     Returns:
-        ``(..., d_i, r)``. Columns beyond the numerical rank (singular value at most ``max(d_o, d_i) * eps`` times
-        the largest, numpy's rule) are zero, so that ``V @ V.mT`` is the orthogonal projector on the matrix's span.
+        ``(..., d_i, r)``. Columns beyond the numerical rank (singular value at most ``max(d_o, d_i)
+        * eps`` times the largest, numpy's rule) are zero, so that ``V @ V.mT`` is the orthogonal
+          projector on the matrix's span.
 
     Raises:
-        torch.linalg.LinAlgError: the spectrum falls too steeply for float32, or an eigenvalue solver failed.
+        torch.linalg.LinAlgError: the spectrum falls too steeply for float32, or an eigenvalue
+        solver failed.
     """
     d_o, d_i = tau.shape[-2:]
     rank = min(rank, d_o, d_i)
@@ -53,7 +59,9 @@ def top_right_singular_vectors(tau: Tensor, rank: int, gram: Tensor | None = Non
     if tau.dtype == torch.float32 and not converged:
         raise torch.linalg.LinAlgError("the singular vectors are too inaccurate in float32")
     V = block[..., :rank]
-    if wide:  # QR keeps the span of the leading columns: the largest come first, the last may be rounding alone.
+    # QR keeps the span of the leading columns: the largest come first, the last may be rounding
+    # alone.
+    if wide:
         V = torch.linalg.qr(tau.mT @ V).Q
     return (V * (sigma > 0)).to(like)
 
@@ -61,20 +69,24 @@ def top_right_singular_vectors(tau: Tensor, rank: int, gram: Tensor | None = Non
 def _refine(
     X: Tensor,  # (..., m, d)
     block: Tensor,  # approximate top eigenvectors, (..., d, k) with k > rank
-    others: tuple[Tensor, Tensor] | None,  # the other eigenvectors (..., d, d - k) and eigenvalues (..., d - k)
+    others: tuple[Tensor, Tensor]
+    | None,  # the other eigenvectors (..., d, d - k) and eigenvalues (..., d - k)
     rank: int,
     cutoff: float,  # singular values up to this share of the largest count as zero
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Return right singular vectors of X from eigenvectors of its Gram matrix, without the rounding of that matrix.
+    r"""Return right singular vectors of X from eigenvectors of its Gram matrix, without the
+    rounding of that matrix.
 
-    Rayleigh-Ritz within the block comes first. One step of perturbation theory follows for what lies outside: with the
-    residual :math:`R = X^\top X V - V \Lambda`, the component of :math:`v_j` along another eigenvector :math:`u_i` is
-    :math:`u_i^\top R_j / (\lambda_j - \mu_i)`. The error that is left is about its square. If the others are not known,
-    a power step before takes their place, and their eigenvalues count as zero.
+    Rayleigh-Ritz within the block comes first. One step of perturbation theory follows for what
+    lies outside: with the residual :math:`R = X^\top X V - V \Lambda`, the component of :math:`v_j`
+    along another eigenvector :math:`u_i` is :math:`u_i^\top R_j / (\lambda_j - \mu_i)`. The error
+    that is left is about its square. If the others are not known, a power step before takes their
+    place, and their eigenvalues count as zero.
 
     Returns:
-        A better block, whose first ``rank`` columns are the wanted vectors, the largest singular value first; their
-        singular values, zero beyond the numerical rank; and how much they were changed, both ``(..., 1, rank)``.
+        A better block, whose first ``rank`` columns are the wanted vectors, the largest singular
+        value first; their singular values, zero beyond the numerical rank; and how much they were
+        changed, both ``(..., 1, rank)``.
     """
     block = torch.linalg.qr(X.mT @ (X @ block) if others is None else block).Q
     Y = X @ block
@@ -97,7 +109,9 @@ def _refine(
 
 
 def right_singular_basis(tau: Tensor, rank: int) -> Tensor:
-    """Return :func:`top_right_singular_vectors` of one matrix, in float64 on the CPU where its spectrum needs that."""
+    """Return :func:`top_right_singular_vectors` of one matrix, in float64 on the CPU where its
+    spectrum needs that.
+    """
     try:
         return top_right_singular_vectors(tau, rank)
     except torch.linalg.LinAlgError:
@@ -105,7 +119,9 @@ def right_singular_basis(tau: Tensor, rank: int) -> Tensor:
 
 
 def gram_matrix(X: Tensor, block: int = 256) -> Tensor:
-    r"""Return :math:`X^\top X`, ``(..., d, d)``, of ``(..., m, d)``; half of its blocks are computed, half copied."""
+    r"""Return :math:`X^\top X`, ``(..., d, d)``, of ``(..., m, d)``; half of its blocks are
+    computed, half copied.
+    """
     d = X.shape[-1]
     gram = X.new_empty(*X.shape[:-2], d, d)
     for i in range(0, d, block):
@@ -116,23 +132,29 @@ def gram_matrix(X: Tensor, block: int = 256) -> Tensor:
 
 
 def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
-    """Return the top eigenvectors ``(..., d, rank)`` of positive semidefinite ``(..., d, d)``, the largest first."""
+    """Return the top eigenvectors ``(..., d, rank)`` of positive semidefinite ``(..., d, d)``, the
+    largest first.
+    """
     block, _ = _split_eigenvectors(gram, rank)
     return block[..., -rank:].flip(-1)
 
 
 def _split_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Return more than ``rank`` top eigenvectors ``(..., d, k)`` of a positive semidefinite matrix, and the others.
+    """Return more than ``rank`` top eigenvectors ``(..., d, k)`` of a positive semidefinite matrix,
+    and the others.
 
-    A few vectors of a large matrix come from block iteration, which does not know the others, and otherwise from a full
-    solver: the faster choice, with the same residual of a few roundings of the norm. The others are vectors
-    ``(..., d, d - k)`` and their eigenvalues ``(..., d - k)``, or None.
+    A few vectors of a large matrix come from block iteration, which does not know the others, and
+    otherwise from a full
+    solver: the faster choice, with the same residual of a few roundings of the norm. The others are
+    vectors ``(..., d, d - k)`` and their eigenvalues ``(..., d - k)``, or None.
     """
     d = gram.shape[-1]
     if d >= 256 and 16 * rank <= d and (block := _block_iteration(gram, rank)) is not None:
         return block, None
     eigenvalues, vectors = torch.linalg.eigh(gram)
-    more = max(16, rank // 2)  # in the flat tails of language models the gap behind fewer drowns in rounding
+    more = max(
+        16, rank // 2
+    )  # in the flat tails of language models the gap behind fewer drowns in rounding
     n = max(0, d - rank - more)
     return vectors[..., n:], (vectors[..., :n], eigenvalues[..., :n])
 
@@ -140,13 +162,17 @@ def _split_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, 
 def _block_iteration(gram: Tensor, rank: int, max_products: int = 96) -> Tensor | None:
     """Iterate a block of more than ``rank`` vectors, and return it, or None without convergence.
 
-    Between two rounds of Rayleigh-Ritz, a Chebyshev polynomial of the matrix damps all eigenvalues below those of the
-    block (Zhou and Saad, 2007). On nearly flat spectra, powers of the matrix would need several times the products.
+    Between two rounds of Rayleigh-Ritz, a Chebyshev polynomial of the matrix damps all eigenvalues
+    below those of the block (Zhou and Saad, 2007). On nearly flat spectra, powers of the matrix
+    would need several times the products.
     """
     d, block = gram.shape[-1], 2 * rank + 16
-    # The start is random, so that no eigenvector is missed, and always the same, so that results repeat.
+    # The start is random, so that no eigenvector is missed, and always the same, so that results
+    # repeat.
     cpu = torch.device("cpu")  # rather than the default device
-    start = torch.randn(d, block, generator=torch.Generator(cpu).manual_seed(0), dtype=torch.float64, device=cpu)
+    start = torch.randn(
+        d, block, generator=torch.Generator(cpu).manual_seed(0), dtype=torch.float64, device=cpu
+    )
     X = torch.linalg.qr(gram @ start.to(gram)).Q
     tolerance = 12 * torch.finfo(gram.dtype).eps  # the floor, where rounding takes over, is about 4
     products = 1
@@ -155,7 +181,9 @@ def _block_iteration(gram: Tensor, rank: int, max_products: int = 96) -> Tensor 
         eigenvalues, Z = torch.linalg.eigh(X.mT @ Y)
         X, Y, eigenvalues = X @ Z, Y @ Z, eigenvalues[..., None, :]
         wanted, largest = eigenvalues[..., -rank:], eigenvalues[..., -1:]
-        residual = torch.linalg.vector_norm(Y[..., -rank:] - X[..., -rank:] * wanted, dim=-2, keepdim=True)
+        residual = torch.linalg.vector_norm(
+            Y[..., -rank:] - X[..., -rank:] * wanted, dim=-2, keepdim=True
+        )
         if (residual <= tolerance * largest).all():
             return X
         damped = eigenvalues[..., :1].maximum(tolerance * largest).where(largest > 0, 1)
@@ -169,38 +197,51 @@ def _block_iteration(gram: Tensor, rank: int, max_products: int = 96) -> Tensor 
 
 
 def _chebyshev_degree(ratios: Tensor) -> int:
-    """Return a degree at which rounding in the largest of the wanted vectors does not drown the smallest.
+    """Return a degree at which rounding in the largest of the wanted vectors does not drown the
+    smallest.
 
-    ``ratios`` ``(..., 1, rank)``, ascending, are their Ritz values over the end of the damped interval, beyond which
-    the polynomial grows like exp(degree * arcosh(x)), whose squares must not overflow float32.
+    ``ratios`` ``(..., 1, rank)``, ascending, are their Ritz values over the end of the damped
+    interval, beyond which the polynomial grows like exp(degree * arcosh(x)), whose squares must not
+    overflow float32.
     """
     growth = (2 * ratios.clamp_min(1) - 1).arccosh()
     largest, spread = float(growth.max()), float((growth[..., -1] - growth[..., 0]).max())
-    return int(max(2, min(8, math.log(1e6) / max(spread, 1e-3), math.log(1e15) / max(largest, 1e-3))))
+    return int(
+        max(2, min(8, math.log(1e6) / max(spread, 1e-3), math.log(1e15) / max(largest, 1e-3)))
+    )
 
 
 def subspace_affinity(V: Tensor, W: Tensor) -> Tensor:
-    r"""Return the affinity :math:`\|W^\top V\|_F^2 / r` of two subspaces (paper, Section 3.4), in [0, 1].
+    r"""Return the affinity :math:`\|W^\top V\|_F^2 / r` of two subspaces (paper, Section 3.4), in
+    [0, 1].
 
-    V ``(..., d, r)`` and W ``(..., d, s)`` have orthonormal (or zero) columns; r counts the non-zero ones of V. The
-    affinity ``(...)`` is 1 where span(V) lies inside span(W), and 0 where they are orthogonal or V is zero.
+    V ``(..., d, r)`` and W ``(..., d, s)`` have orthonormal (or zero) columns; r counts the
+    non-zero ones of V. The affinity ``(...)`` is 1 where span(V) lies inside span(W), and 0 where
+    they are orthogonal or V is zero.
     """
     r = V.square().sum(dim=(-2, -1)).round().clamp_min(1)
     return (W.mT @ V).square().sum(dim=(-2, -1)) / r
 
 
-def null_space_filter(tau: Tensor, V_p: Tensor, null_space: bool | Literal["zero"] = True) -> Tensor:
-    r"""Return :math:`\tau P`, ``(..., d_o, d_i)``, for the P of ``FusionConfig.null_space``, which is never formed."""
+def null_space_filter(
+    tau: Tensor, V_p: Tensor, null_space: bool | Literal["zero"] = True
+) -> Tensor:
+    r"""Return :math:`\tau P`, ``(..., d_o, d_i)``, for the P of ``FusionConfig.null_space``, which
+    is never formed.
+    """
     if null_space is True:
         return tau - (tau @ V_p) @ V_p.mT
-    return torch.zeros_like(tau) if null_space == "zero" else tau  # the same object tells the caller that P = I
+    return (
+        torch.zeros_like(tau) if null_space == "zero" else tau
+    )  # the same object tells the caller that P = I
 
 
 def first_coordinates(tau: Tensor, rank: int) -> Tensor:
-    r"""Return the V_p ``(..., d_i, r)`` of the authors' released run at the first task: the first input coordinates.
+    r"""Return the V_p ``(..., d_i, r)`` of the authors' released run at the first task: the first
+    input coordinates.
 
-    Its :math:`\tilde\tau` is zero there, and the "top singular vectors" of a zero matrix come out as unit vectors.
-    ``tau`` is ``(..., d_o, d_i)``, and the rank is clipped to ``min(d_o, d_i)``.
+    Its :math:`\tilde\tau` is zero there, and the "top singular vectors" of a zero matrix come out
+    as unit vectors. ``tau`` is ``(..., d_o, d_i)``, and the rank is clipped to ``min(d_o, d_i)``.
     """
     d_o, d_i = tau.shape[-2:]
     unit = torch.eye(d_i, min(rank, d_o, d_i), dtype=tau.dtype, device=tau.device)

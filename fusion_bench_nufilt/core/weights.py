@@ -1,4 +1,6 @@
-"""The weights that a merging step takes: their forms, their precision, and the checks that refuse bad ones."""
+"""The weights that a merging step takes: their forms, their precision, and the checks that refuse
+bad ones.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,10 +44,11 @@ class LowRank:
         return LowRank(self.left.to(device), self.right.to(device))
 
     def in_basis(self) -> tuple[Tensor | None, Tensor]:
-        r"""Return an orthonormal basis Q of the outputs that the update reaches, and K with :math:`\tau = Q K`.
+        r"""Return an orthonormal basis Q of the outputs that the update reaches, and K with
+        :math:`\tau = Q K`.
 
-        Q is ``(..., d_o, r)`` and K is ``(..., r, d_i)``. Where r is no smaller than a side of the update, they are
-        None and the update itself.
+        Q is ``(..., d_o, r)`` and K is ``(..., r, d_i)``. Where r is no smaller than a side of the
+        update, they are None and the update itself.
         """
         if self.rank >= min(self.shape[-2:]):
             return None, self.product()
@@ -68,13 +71,17 @@ def widened(values: Tensor) -> Tensor:
 
 
 def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
-    """Raise a ValueError that names the model and the layer if it cannot be merged with the reference's.
+    """Raise a ValueError that names the model and the layer if it cannot be merged with the
+    reference's.
 
     It is missing, unknown, not a matrix, of another shape, not floating point or not finite.
     """
     for name, weight in reference.items():
         if name not in layers:
-            raise ValueError(f"model '{model}' lacks layer '{name}' {tuple(weight.shape)} of the pretrained model")
+            raise ValueError(
+                f"model '{model}' lacks layer '{name}' {tuple(weight.shape)} of the pretrained "
+                "model"
+            )
         other, what = layers[name], f"model '{model}', layer '{name}'"
         matrices = (other.left, other.right) if isinstance(other, LowRank) else (other,)
         for matrix in matrices:
@@ -82,16 +89,24 @@ def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
                 got = f"got shape {tuple(matrix.shape)} of {matrix.dtype}"
                 raise ValueError(f"{what}: expected a floating-point matrix, {got}")
         if other.shape != weight.shape:
-            shapes = f"shape {tuple(other.shape)} differs from the pretrained model's {tuple(weight.shape)}"
+            shapes = (
+                f"shape {tuple(other.shape)} differs from the pretrained model's "
+                f"{tuple(weight.shape)}"
+            )
             raise ValueError(f"{what}: {shapes}")
         if not all(map(is_finite, matrices)):
             raise ValueError(f"{what}: the weight has NaN or infinite values")
     if extra := layers.keys() - reference.keys():
-        raise ValueError(f"model '{model}' has layers that the pretrained model lacks: {sorted(extra)}")
+        raise ValueError(
+            f"model '{model}' has layers that the pretrained model lacks: {sorted(extra)}"
+        )
 
 
 def is_finite(values: Tensor) -> bool:
-    """Tell whether no value is NaN or infinite, as a rule in one pass and without a temporary of their size."""
+    """Tell whether no value is NaN or infinite, as a rule in one pass and without a temporary of
+    their size.
+    """
     wide = wide_dtype(values)
-    # A sum shows every NaN and infinity. Finite values may overflow it, so that each is then checked.
+    # A sum shows every NaN and infinity. Finite values may overflow it, so that each is then
+    # checked.
     return bool(torch.isfinite(values.sum(dtype=wide))) or bool(torch.isfinite(values).all())

@@ -18,9 +18,13 @@ Devices = torch.device | str | Sequence[torch.device | str]
 
 
 def check_devices(devices: Devices) -> list[torch.device]:
-    """Return the devices; raise a ValueError if PyTorch cannot use one, or if they would not give the same bits."""
+    """Return the devices; raise a ValueError if PyTorch cannot use one, or if they would not give
+    the same bits.
+    """
     names = devices.split(",") if isinstance(devices, str) else devices
-    found = [_check_device(name) for name in ([names] if isinstance(names, torch.device) else names)]
+    found = [
+        _check_device(name) for name in ([names] if isinstance(names, torch.device) else names)
+    ]
     if len({device.type for device in found}) != 1:
         raise ValueError(f"devices must be of one kind, got {', '.join(map(str, found)) or 'none'}")
     return found
@@ -30,23 +34,32 @@ def _check_device(device: torch.device | str) -> torch.device:
     try:
         where = torch.device(device)
         if where.type not in ("cpu", "cuda"):
-            raise ValueError(f"device '{where}': layers are computed on cpu or cuda only; choose device=cpu")
-        # PyTorch loads its solvers for GPUs at their first use, which fails if two threads come to it together.
+            raise ValueError(
+                f"device '{where}': layers are computed on cpu or cuda only; choose device=cpu"
+            )
+        # PyTorch loads its solvers for GPUs at their first use, which fails if two threads come to
+        # it together.
         torch.linalg.eigh(torch.eye(1, device=where))
     except (RuntimeError, AssertionError) as error:  # a PyTorch without CUDA, or no such device
         reason = str(error).splitlines()[0]
-        raise ValueError(f"device '{device}': PyTorch can't compute there: {reason}; choose device=cpu") from error
+        raise ValueError(
+            f"device '{device}': PyTorch can't compute there: {reason}; choose device=cpu"
+        ) from error
     return where
 
 
 def fast_in_float64(where: torch.device) -> bool:
-    """Tell whether a device computes in float64 at half its float32 rate or faster, as NVIDIA's P100 to B200 do."""
+    """Tell whether a device computes in float64 at half its float32 rate or faster, as NVIDIA's
+    P100 to B200 do.
+    """
     capabilities = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
     return where.type == "cuda" and torch.cuda.get_device_capability(where) in capabilities
 
 
 class DevicePool(Generic[_T]):
-    """Devices or CUDA streams that each compute for one thread at a time; a single one computes for all threads."""
+    """Devices or CUDA streams that each compute for one thread at a time; a single one computes for
+    all threads.
+    """
 
     def __init__(self, devices: Sequence[_T]) -> None:
         self._only = devices[0] if len(devices) == 1 else None
@@ -68,13 +81,18 @@ class DevicePool(Generic[_T]):
 
 
 def map_layers(
-    function: Callable[[_T], _R], items: Sequence[_T], where: torch.device, workers: int | None = None
+    function: Callable[[_T], _R],
+    items: Sequence[_T],
+    where: torch.device,
+    workers: int | None = None,
 ) -> Iterator[_R]:
-    """Yield the results in order; until the last one is taken, float32 products keep full precision.
+    """Yield the results in order; until the last one is taken, float32 products keep full
+    precision.
 
-    On a CPU, each of torch's threads (or of ``workers``, if fewer) computes a layer alone. That beats using all threads
-    on one layer (eigenvalue solvers hardly scale), does not stall on a busy machine, and gives the same bits for any
-    number of threads. Where there is one, or an accelerator without ``workers``, the caller's thread does everything.
+    On a CPU, each of torch's threads (or of ``workers``, if fewer) computes a layer alone. That
+    beats using all threads on one layer (eigenvalue solvers hardly scale), does not stall on a busy
+    machine, and gives the same bits for any number of threads. Where there is one, or an
+    accelerator without ``workers``, the caller's thread does everything.
     """
     threads = torch.get_num_threads() if where.type == "cpu" else workers or 1
     with _exact_products:
@@ -95,11 +113,16 @@ def map_on_devices(
         with pool.free() as where:
             return function(item, where)
 
-    yield from map_layers(on_free_device, items, devices[0], len(devices) if len(devices) > 1 else None)
+    yield from map_layers(
+        on_free_device, items, devices[0], len(devices) if len(devices) > 1 else None
+    )
 
 
 def _side_by_side(
-    function: Callable[[_T], _R], items: Sequence[_T], workers: int, begin: Callable[[], None] | None
+    function: Callable[[_T], _R],
+    items: Sequence[_T],
+    workers: int,
+    begin: Callable[[], None] | None,
 ) -> Iterator[_R]:
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(workers, initializer=begin)
@@ -117,19 +140,24 @@ def _side_by_side(
 
 
 def _single_threaded() -> None:
-    # A thread takes over the process's number when it first asks for it, and another merge may have set that.
+    # A thread takes over the process's number when it first asks for it, and another merge may have
+    # set that.
     torch.get_num_threads()
     torch.set_num_threads(1)
 
 
 class _ExactProducts:
-    """While any merge is under way, float32 products are not rounded to TF32 (CUDA) or bfloat16 (CPU).
+    """While any merge is under way, float32 products are not rounded to TF32 (CUDA) or bfloat16
+    (CPU).
 
-    The process has one setting: the first merge changes it, and the last one, whichever that is, puts the user's back.
+    The process has one setting: the first merge changes it, and the last one, whichever that is,
+    puts the user's back.
     """
 
     def __init__(self) -> None:
-        self._lock = RLock()  # The garbage collector may close another merge in the thread that holds the lock.
+        self._lock = (
+            RLock()
+        )  # The garbage collector may close another merge in the thread that holds the lock.
         self._merges = 0
         self._restore = ExitStack()
 
@@ -161,5 +189,7 @@ def _make_products_exact(restore: ExitStack) -> None:
 
 
 def stack_size(layer_bytes: int, where: torch.device, batch_bytes: int) -> int:
-    """Return how many layers are solved together: one on a CPU, else as many as ``batch_bytes`` hold."""
+    """Return how many layers are solved together: one on a CPU, else as many as ``batch_bytes``
+    hold.
+    """
     return 1 if where.type == "cpu" else max(1, batch_bytes // layer_bytes)

@@ -1,7 +1,7 @@
 """Eight small tasks and a tiny CLIP, made on the spot, without a download.
 
-The first load makes all models in a cache folder, which takes a minute or two. The model pool and the task pool
-`nufilt_demo` hand the loaders to FusionBench's own CLIP pools.
+The first load makes all models in a cache folder, which takes a minute or two. The model pool and
+the task pool `nufilt_demo` hand the loaders to FusionBench's own CLIP pools.
 """
 
 import os
@@ -32,7 +32,9 @@ from .train import Recipe, active_recipe, draw_pictures, finetune, normalise, pr
 PARTS = ("clip", "_pretrained_", *TASKS)  # each after those from which it is made
 
 # The one that needs no torchvision, which has another name in transformers 5.
-ImageProcessor: Any = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
+ImageProcessor: Any = (
+    getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
+)
 
 # FusionBench's task pool asks its registry for class names and prompts.
 for _name, _task in TASKS.items():
@@ -87,10 +89,11 @@ def cache_folder() -> Path:
 
 
 def demo_folder() -> Path:
-    """Return the folder of the active recipe, with the models `clip` and `_pretrained_` and one for each task.
+    """Return the folder of the active recipe, with the models `clip` and `_pretrained_` and one for
+    each task.
 
-    One process builds missing parts while others wait. A part appears once it is complete, so that an interrupted build
-    goes on where it stopped.
+    One process builds missing parts while others wait. A part appears once it is complete, so that
+    an interrupted build goes on where it stopped.
     """
     recipe = active_recipe()
     folder = cache_folder() / recipe.fingerprint()
@@ -116,16 +119,26 @@ def _missing(folder: Path) -> list[str]:
 
 
 def _make(recipe: Recipe, part: str, draft: Path, pretrained: Path) -> None:
-    """Write a part to the folder `draft`; towers are made from the CLIP in the folder `pretrained`."""
+    """Write a part to the folder `draft`; towers are made from the CLIP in the folder
+    `pretrained`.
+    """
     if part == "clip":
         clip, tokenizer = pretrain(recipe, draft)
         clip.save_pretrained(draft)
-        image_processor = ImageProcessor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+        image_processor = ImageProcessor(
+            size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
+        )
         CLIPProcessor(image_processor, tokenizer).save_pretrained(draft)
         return
     vision = CLIPVisionModel.from_pretrained(pretrained)
     if part in TASKS:
-        finetune(recipe, CLIPModel.from_pretrained(pretrained), CLIPTokenizer.from_pretrained(pretrained), vision, part)
+        finetune(
+            recipe,
+            CLIPModel.from_pretrained(pretrained),
+            CLIPTokenizer.from_pretrained(pretrained),
+            vision,
+            part,
+        )
     vision.save_pretrained(draft)
 
 
@@ -135,7 +148,9 @@ def _say(message: str) -> None:
 
 @contextmanager
 def _reproducible(recipe: Recipe) -> Iterator[None]:
-    """Train in the same way whatever the caller's seed, threads and gradient mode are, and restore those."""
+    """Train in the same way whatever the caller's seed, threads and gradient mode are, and restore
+    those.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(recipe.threads)
     try:

@@ -1,7 +1,7 @@
 """Draw small pictures from stamps: a pen places them, and :func:`paint` colours the result.
 
-A *mask*, a float32 array (32, 32) in [0, 1], says where there is ink on the background. The class of a picture depends
-on its mask or, in the task about colours, on its ink.
+A *mask*, a float32 array (32, 32) in [0, 1], says where there is ink on the background. The class
+of a picture depends on its mask or, in the task about colours, on its ink.
 """
 
 import math
@@ -99,11 +99,17 @@ class Pen:
         return choices[self.rng.integers(len(choices))]
 
     def place(
-        self, stamp: Image.Image, size: Range, angle: float = 0.0, sway: float = 0.0, at: Point | None = None
+        self,
+        stamp: Image.Image,
+        size: Range,
+        angle: float = 0.0,
+        sway: float = 0.0,
+        at: Point | None = None,
     ) -> Mask:
         """Return the mask of a stamp near the middle of the picture or `at` a pixel.
 
-        Its width in pixels is drawn from `size`, and its counter-clockwise turn in degrees from `angle` ± `sway`.
+        Its width in pixels is drawn from `size`, and its counter-clockwise turn in degrees from
+        `angle` ± `sway`.
         """
         width = self.rng.uniform(*size)
         tilt = math.radians(angle + self.rng.uniform(-sway, sway))
@@ -113,11 +119,15 @@ class Pen:
         c, s = zoom * math.cos(tilt), zoom * math.sin(tilt)
         middle = STAMP / 2
         inverse = (c, -s, middle - c * x + s * y, s, c, middle - s * x - c * y)
-        placed = stamp.transform((SIDE, SIDE), Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR)
+        placed = stamp.transform(
+            (SIDE, SIDE), Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR
+        )
         return np.asarray(placed, dtype=np.float32) / np.float32(255)
 
     def grid(self, wavelength: Range, sway: float = 180.0) -> tuple[Mask, Mask]:
-        """Return the coordinates (u, v) of all pixels, in periods, rotated and shifted at random."""
+        """Return the coordinates (u, v) of all pixels, in periods, rotated and shifted at
+        random.
+        """
         tilt = math.radians(self.rng.uniform(-sway, sway))
         period = self.rng.uniform(*wavelength)
         y, x = np.mgrid[0:SIDE, 0:SIDE].astype(np.float32) - SIDE / 2
@@ -128,7 +138,9 @@ class Pen:
 
 
 def blobs(rng: np.random.Generator, n: int, cells: int, channels: int) -> NDArray[np.float32]:
-    """Return smooth noise (n, 32, 32, channels) in [0, 1], interpolated between `cells`² random values."""
+    """Return smooth noise (n, 32, 32, channels) in [0, 1], interpolated between `cells`² random
+    values.
+    """
     knots = rng.random((n, cells, cells, channels), dtype=np.float32)
     where = np.linspace(0, cells - 1, SIDE)
     hat = np.maximum(0, 1 - np.abs(where[:, None] - np.arange(cells))).astype(np.float32)
@@ -138,10 +150,11 @@ def blobs(rng: np.random.Generator, n: int, cells: int, channels: int) -> NDArra
 def paint(
     rng: np.random.Generator, masks: Mask, *, bright: bool, ink: NDArray[np.float32] | None = None
 ) -> NDArray[np.uint8]:
-    """Turn masks (n, 32, 32) into RGB pictures (n, 32, 32, 3): ink over a mottled background, with noise.
+    """Turn masks (n, 32, 32) into RGB pictures (n, 32, 32, 3): ink over a mottled background, with
+    noise.
 
-    The background is far from the colours `ink` (n, 3) in [0, 1]. Without them, colours are random, and the ink is
-    brighter than the background if `bright`, or else darker.
+    The background is far from the colours `ink` (n, 3) in [0, 1]. Without them, colours are random,
+    and the ink is brighter than the background if `bright`, or else darker.
     """
     n = len(masks)
     if ink is None:

@@ -9,7 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from .render import DRAWINGS, SHAPES, SIDE, Mask, Pen, blobs, handwriting_stamp, paint, shape_stamp, text_stamp
+from .render import (
+    DRAWINGS,
+    SHAPES,
+    SIDE,
+    Mask,
+    Pen,
+    blobs,
+    handwriting_stamp,
+    paint,
+    shape_stamp,
+    text_stamp,
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,9 @@ def _handwriting(held_out: bool) -> dict[str, list[Image.Image]]:
     stamps = {}
     for digit, name in enumerate(DIGITS):
         images = scans.images[scans.target == digit]
-        stamps[name] = [handwriting_stamp(scan) for i, scan in enumerate(images) if (i % 5 == 0) == held_out]
+        stamps[name] = [
+            handwriting_stamp(scan) for i, scan in enumerate(images) if (i % 5 == 0) == held_out
+        ]
     return stamps
 
 
@@ -82,7 +95,9 @@ def draw_arrow(pen: Pen, name: str) -> Mask:
 def mix_colour(pen: Pen, name: str) -> tuple[float, float, float]:
     hue, saturation, value = COLOURS[name]
     turned = (hue + pen.rng.uniform(-8, 8)) / 360 % 1
-    return colorsys.hsv_to_rgb(turned, saturation * pen.rng.uniform(0.8, 1), value * pen.rng.uniform(0.85, 1))
+    return colorsys.hsv_to_rgb(
+        turned, saturation * pen.rng.uniform(0.8, 1), value * pen.rng.uniform(0.85, 1)
+    )
 
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -135,8 +150,12 @@ TASKS: dict[str, Task] = {
     "digits": Task(DIGITS, "a handwritten digit {}", draw_digit),
     "letters": Task(tuple("abcdefghkmrstxyz"), "a printed letter {}", draw_letter, bright=True),
     "typefaces": Task(tuple(TYPEFACES), "a letter set in {} type", draw_typeface),
-    "shapes": Task(tuple(SHAPES)[:8], "the shape of a {}", draw_shape, bright=True),  # the other three are arrows
-    "textures": Task(tuple(TEXTURES), "a {} pattern", lambda pen, name: TEXTURES[name](pen).astype(np.float32)),
+    "shapes": Task(
+        tuple(SHAPES)[:8], "the shape of a {}", draw_shape, bright=True
+    ),  # the other three are arrows
+    "textures": Task(
+        tuple(TEXTURES), "a {} pattern", lambda pen, name: TEXTURES[name](pen).astype(np.float32)
+    ),
     "colours": Task(tuple(COLOURS), "something painted {}", draw_any_shape, ink=mix_colour),
     "counts": Task(NUMBERS, "a group of {}", draw_count, bright=True),
     "arrows": Task(DIRECTIONS, "an arrow pointing {}", draw_arrow),
@@ -144,8 +163,11 @@ TASKS: dict[str, Task] = {
 """The tasks in the order in which they are reported."""
 
 
-def render(task: str, n: int, *, held_out: bool, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Draw `n` pictures (n, 32, 32, 3) of a task, whose classes take turns, and return them with their labels (n,).
+def render(
+    task: str, n: int, *, held_out: bool, seed: int
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Draw `n` pictures (n, 32, 32, 3) of a task, whose classes take turns, and return them with
+    their labels (n,).
 
     Training pictures and held-out ones have other random streams, and other scans of handwriting.
     """

@@ -1,7 +1,7 @@
 """The demo's models: a tiny CLIP is trained on all tasks, then its vision tower on each one.
 
-Like the CLIPs of the merging literature, the pretrained model sees much and names it badly, and fine-tuning moves only
-the vision tower, and only a little.
+Like the CLIPs of the merging literature, the pretrained model sees much and names it badly, and
+fine-tuning moves only the vision tower, and only a little.
 """
 
 import hashlib
@@ -34,11 +34,15 @@ ALL_PROMPTS = [prompt for task in TASKS.values() for prompt in task.prompts()]
 
 @dataclass(frozen=True)
 class Recipe:
-    """All numbers on which the models depend; those of another recipe are kept in another folder."""
+    """All numbers on which the models depend; those of another recipe are kept in another
+    folder.
+    """
 
     edition: int = 1  # raised when the code makes other models of the same numbers
     seed: int = 0
-    threads: int = 1  # the order of sums depends on it, and two would be very slow on a busy machine
+    threads: int = (
+        1  # the order of sums depends on it, and two would be very slow on a busy machine
+    )
 
     train_pictures: int = 2000  # of each task
     test_pictures: int = 320
@@ -56,7 +60,9 @@ class Recipe:
     pretrain_steps: int = 1000
     pretrain_lr: float = 2e-3
     pretrain_warmup: int = 50
-    misalignment: float = 6.0  # how far, in feature lengths, prompts are then moved away from their pictures
+    misalignment: float = (
+        6.0  # how far, in feature lengths, prompts are then moved away from their pictures
+    )
     finetune_steps: int = 90
     finetune_lr: float = 5e-4
     batch: int = 64
@@ -84,12 +90,16 @@ def active_recipe() -> Recipe:
 
 
 def normalise(pictures: Tensor) -> Tensor:
-    """Convert uint8 (..., 32, 32, 3) to float32 (..., 3, 32, 32), as CLIP's image processor does."""
+    """Convert uint8 (..., 32, 32, 3) to float32 (..., 3, 32, 32), as CLIP's image processor
+    does.
+    """
     return ((pictures.float() / 255 - MEAN) / STD).movedim(-1, -3)
 
 
 def make_tokenizer(folder: Path) -> CLIPTokenizer:
-    """Return a CLIP tokenizer with a token for each word of the prompts; its files are written to `folder`."""
+    """Return a CLIP tokenizer with a token for each word of the prompts; its files are written to
+    `folder`.
+    """
     letters = sorted(ByteLevel.alphabet())
     ranks: dict[tuple[str, str], int] = {}
     for word in sorted({word for prompt in ALL_PROMPTS for word in prompt.split()}):
@@ -116,14 +126,28 @@ def make_clip(recipe: Recipe, tokenizer: CLIPTokenizer) -> CLIPModel:
     """Return an untrained CLIP, whose weights are drawn from torch's global generator."""
 
     def tower(width: int, layers: int, heads: int, **more: int) -> dict[str, object]:
-        sizes = {"hidden_size": width, "intermediate_size": recipe.widening * width, "num_hidden_layers": layers}
-        return {**sizes, "num_attention_heads": heads, "projection_dim": recipe.width, "hidden_act": "gelu", **more}
+        sizes = {
+            "hidden_size": width,
+            "intermediate_size": recipe.widening * width,
+            "num_hidden_layers": layers,
+        }
+        return {
+            **sizes,
+            "num_attention_heads": heads,
+            "projection_dim": recipe.width,
+            "hidden_act": "gelu",
+            **more,
+        }
 
-    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    special = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     vocabulary = {"vocab_size": len(tokenizer), "max_position_embeddings": 77, **special}
     config = CLIPConfig(
         projection_dim=recipe.width,
-        vision_config=tower(recipe.width, recipe.layers, recipe.heads, image_size=SIDE, patch_size=recipe.patch),
+        vision_config=tower(
+            recipe.width, recipe.layers, recipe.heads, image_size=SIDE, patch_size=recipe.patch
+        ),
         text_config=tower(recipe.text_width, recipe.text_layers, heads=2, **vocabulary),
     )
     return CLIPModel(config)
@@ -133,8 +157,9 @@ def make_clip(recipe: Recipe, tokenizer: CLIPTokenizer) -> CLIPModel:
 def initialise_embeddings(clip: CLIPModel, pictures: Tensor, generator: Generator) -> None:
     """Initialise the vision tower's embeddings so that it learns fast.
 
-    Patches become whitened principal components, since random ones would show little but brightness. Positions become
-    waves in x and y as strong as the patches, since random ones are too weak at first for attention.
+    Patches become whitened principal components, since random ones would show little but
+    brightness. Positions become waves in x and y as strong as the patches, since random ones are
+    too weak at first for attention.
     """
     embeddings = clip.vision_model.embeddings
     weight = embeddings.patch_embedding.weight
@@ -155,7 +180,12 @@ def initialise_embeddings(clip: CLIPModel, pictures: Tensor, generator: Generato
 
 
 def minimise(
-    loss: Loss, parameters: Iterable[nn.Parameter], steps: int, lr: float, warmup: int = 0, decay: float = 0
+    loss: Loss,
+    parameters: Iterable[nn.Parameter],
+    steps: int,
+    lr: float,
+    warmup: int = 0,
+    decay: float = 0,
 ) -> None:
     """Train by AdamW; the learning rate rises linearly and then falls to zero along a cosine."""
     parameters = list(parameters)
@@ -177,7 +207,12 @@ def text_features(clip: CLIPModel, tokenizer: CLIPTokenizer, prompts: list[str])
 
 
 def contrast_with(
-    target: Tensor, clip: CLIPModel, vision: nn.Module, drawn: tuple[Tensor, Tensor], batch: int, generator: Generator
+    target: Tensor,
+    clip: CLIPModel,
+    vision: nn.Module,
+    drawn: tuple[Tensor, Tensor],
+    batch: int,
+    generator: Generator,
 ) -> Loss:
     """Return CLIP's loss of a newly drawn batch: a picture must find its prompt among `target`."""
     scale, (pictures, labels) = clip.logit_scale.exp().item(), drawn
@@ -192,7 +227,9 @@ def contrast_with(
 
 
 def draw_pictures(recipe: Recipe, task: str, *, held_out: bool) -> tuple[Tensor, Tensor]:
-    """Draw a task's pictures (n, 32, 32, 3) for training or, held out, for testing, and their labels (n,)."""
+    """Draw a task's pictures (n, 32, 32, 3) for training or, held out, for testing, and their
+    labels (n,).
+    """
     if task not in TASKS:
         raise ValueError(unknown("task of the demo", task, TASKS))
     number = recipe.test_pictures if held_out else recipe.train_pictures
@@ -207,7 +244,9 @@ def pretrain(recipe: Recipe, folder: Path) -> tuple[CLIPModel, CLIPTokenizer]:
     clip = make_clip(recipe, tokenizer).train()
     drawn = [draw_pictures(recipe, task, held_out=False) for task in TASKS]
     pictures = torch.cat([images for images, _ in drawn])
-    seen = accumulate((len(task.classes) for task in TASKS.values()), initial=0)  # each task's first class among all
+    seen = accumulate(
+        (len(task.classes) for task in TASKS.values()), initial=0
+    )  # each task's first class among all
     labels = torch.cat([first + labels for first, (_, labels) in zip(seen, drawn, strict=False)])
     sample = torch.randperm(len(pictures), generator=generator)[:2000]
     initialise_embeddings(clip, pictures[sample], generator)
@@ -223,12 +262,21 @@ def pretrain(recipe: Recipe, folder: Path) -> tuple[CLIPModel, CLIPTokenizer]:
 
     # 2. Move pictures towards their words.
     target = text_features(clip, tokenizer, ALL_PROMPTS).detach()
-    matching = contrast_with(target, clip, clip.vision_model, (pictures, labels), recipe.batch, generator)
+    matching = contrast_with(
+        target, clip, clip.vision_model, (pictures, labels), recipe.batch, generator
+    )
     eyes = [*clip.vision_model.parameters(), *clip.visual_projection.parameters()]
-    minimise(matching, eyes, recipe.pretrain_steps, recipe.pretrain_lr, recipe.pretrain_warmup, decay=0.05)
+    minimise(
+        matching,
+        eyes,
+        recipe.pretrain_steps,
+        recipe.pretrain_lr,
+        recipe.pretrain_warmup,
+        decay=0.05,
+    )
 
-    # 3. Move words away from their pictures: a real CLIP sees better than it names, so that fine-tuning gains much by
-    #    small changes, and merging works.
+    # 3. Move words away from their pictures: a real CLIP sees better than it names, so that
+    #    fine-tuning gains much by small changes, and merging works.
     noise = torch.randn(target.shape, generator=generator) / target.shape[1] ** 0.5
     elsewhere = F.normalize(target + recipe.misalignment * noise, dim=-1)
 
@@ -239,11 +287,15 @@ def pretrain(recipe: Recipe, folder: Path) -> tuple[CLIPModel, CLIPTokenizer]:
     return clip.eval(), tokenizer
 
 
-def finetune(recipe: Recipe, clip: CLIPModel, tokenizer: CLIPTokenizer, vision: CLIPVisionModel, task: str) -> None:
+def finetune(
+    recipe: Recipe, clip: CLIPModel, tokenizer: CLIPTokenizer, vision: CLIPVisionModel, task: str
+) -> None:
     """Train `vision` in place on one task; all other weights of `clip` are frozen."""
     clip.requires_grad_(False)
     drawn = draw_pictures(recipe, task, held_out=False)
     target = text_features(clip, tokenizer, TASKS[task].prompts())
-    loss = contrast_with(target, clip, vision.train(), drawn, recipe.batch, Generator().manual_seed(recipe.seed))
+    loss = contrast_with(
+        target, clip, vision.train(), drawn, recipe.batch, Generator().manual_seed(recipe.seed)
+    )
     minimise(loss, vision.parameters(), recipe.finetune_steps, recipe.finetune_lr)
     vision.eval()

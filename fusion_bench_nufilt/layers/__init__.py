@@ -1,4 +1,6 @@
-"""Which layers of a model are merged, how parameters hold them, and what happens to every other parameter."""
+"""Which layers of a model are merged, how parameters hold them, and what happens to every other
+parameter.
+"""
 
 from fusion_bench_nufilt.layers.coverage import Coverage, coverage
 from fusion_bench_nufilt.layers.heads import Heads

@@ -10,15 +10,18 @@ from fusion_bench_nufilt.layers.targets import matches
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-_VOCABULARY = re.compile(r"embed|lm_head|(^|\.)(wte|wpe|shared)\.")  # as long as the vocabulary, not as the labels
+_VOCABULARY = re.compile(
+    r"embed|lm_head|(^|\.)(wte|wpe|shared)\."
+)  # as long as the vocabulary, not as the labels
 
 
 class Heads:
     """The heads in a merge, found from the names and shapes of tensors and from configurations.
 
-    A head is the module that maps to the labels, with everything else that lies outside the backbone of the task's
-    class, such as both layers of RoBERTa's ``classifier``. It is kept for its task if the base lacks it or has it for
-    other labels; a head for the same labels is a layer like any other. What is kept for one task is kept for all.
+    A head is the module that maps to the labels, with everything else that lies outside the
+    backbone of the task's class, such as both layers of RoBERTa's ``classifier``. It is kept for
+    its task if the base lacks it or has it for other labels; a head for the same labels is a layer
+    like any other. What is kept for one task is kept for all.
 
     Args:
         rule: ``auto``, ``none``, or an expression for the names of modules.
@@ -27,7 +30,9 @@ class Heads:
         backbone: where the backbone lies in the base's classes of models with heads (``vit``).
     """
 
-    def __init__(self, rule: str, base: Shapes, config: Mapping[str, Any], backbone: str = "") -> None:
+    def __init__(
+        self, rule: str, base: Shapes, config: Mapping[str, Any], backbone: str = ""
+    ) -> None:
         self.rule, self.base, self.labels = rule, base, labels(config)
         self.modules: set[str] = set()
         within_backbone = any(name.startswith(f"{backbone}.") for name in base)
@@ -38,17 +43,31 @@ class Heads:
         if self.rule != "none":
             self.modules.update(module for head in heads for module in head["modules"])
 
-    def add(self, name: str, task: Shapes, config: Mapping[str, Any], trained: Collection[str] | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        task: Shapes,
+        config: Mapping[str, Any],
+        trained: Collection[str] | None = None,
+    ) -> None:
         """Add the modules of a task's head, if it has one of its own.
 
-        ``trained`` names the modules that an adapter holds in full (peft's ``modules_to_save``); a task's model has
-        None, and the base, which need not have a head, has none of them.
+        ``trained`` names the modules that an adapter holds in full (peft's ``modules_to_save``); a
+        task's model has None, and the base, which need not have a head, has none of them.
         """
         if self.rule == "auto":
-            whole = (key for key in self._matrices(task) if not {*(trained or ())}.isdisjoint(key.split(".")))
-            self.modules |= self._own(task, config, _named(config) or {key.rpartition(".")[0] for key in whole})
+            whole = (
+                key
+                for key in self._matrices(task)
+                if not {*(trained or ())}.isdisjoint(key.split("."))
+            )
+            self.modules |= self._own(
+                task, config, _named(config) or {key.rpartition(".")[0] for key in whole}
+            )
         elif self.rule != "none":
-            found = {path for key in task for path in _paths(key) if matches(self.rule, path, of="heads")}
+            found = {
+                path for key in task for path in _paths(key) if matches(self.rule, path, of="heads")
+            }
             if not found and trained is None:
                 raise ValueError(f"model '{name}': heads={self.rule!r} matches none of its modules")
             self.modules |= found
@@ -68,11 +87,21 @@ class Heads:
         if named:
             outputs = [name for name in outputs if _within(name, named)]
         else:  # without labels in the configuration, the last one whose length differs
-            resized = [name for name in outputs if self._is_resized(name, task, or_new=theirs is None)][-1:]
-            outputs = [name for name in outputs if theirs and task[name][0] == len(theirs)] or resized
+            resized = [
+                name for name in outputs if self._is_resized(name, task, or_new=theirs is None)
+            ][-1:]
+            outputs = [
+                name for name in outputs if theirs and task[name][0] == len(theirs)
+            ] or resized
         known = self.labels is not None and theirs is not None
-        relabelled = theirs != self.labels and not (known and len(theirs or ()) != len(self.labels or ()))
-        own = {name.rpartition(".")[0] for name in outputs if relabelled or self.base.get(name) != task[name]}
+        relabelled = theirs != self.labels and not (
+            known and len(theirs or ()) != len(self.labels or ())
+        )
+        own = {
+            name.rpartition(".")[0]
+            for name in outputs
+            if relabelled or self.base.get(name) != task[name]
+        }
         if not own:
             return set()
         head = {name for name in task if name in outside or _within(name, own)}
@@ -87,21 +116,33 @@ class Heads:
     def _is_resized(self, name: str, task: Shapes, *, or_new: bool) -> bool:
         if name not in self.base:
             return or_new
-        vocabulary = {shape[0] for other, shape in task.items() if _VOCABULARY.search(other) and len(shape) > 1}
+        vocabulary = {
+            shape[0]
+            for other, shape in task.items()
+            if _VOCABULARY.search(other) and len(shape) > 1
+        }
         same_width = self.base[name][1:] == task[name][1:]
         return same_width and self.base[name] != task[name] and task[name][0] not in vocabulary
 
     def _matrices(self, task: Shapes) -> list[str]:
-        there = (name for name, shape in task.items() if name.endswith(".weight") and len(shape) >= 2)
-        return [name for name in there if not (in_module_of_block(name) or _VOCABULARY.search(name))]
+        there = (
+            name for name, shape in task.items() if name.endswith(".weight") and len(shape) >= 2
+        )
+        return [
+            name for name in there if not (in_module_of_block(name) or _VOCABULARY.search(name))
+        ]
 
 
 def labels(config: Mapping[str, Any]) -> dict[str, str] | None:
-    """Return the names of a model's labels by number, or None if the configuration does not give them."""
+    """Return the names of a model's labels by number, or None if the configuration does not give
+    them.
+    """
     if "architecture" in config:  # timm's
         names = dict(enumerate(config.get("label_names") or range(config.get("num_classes", 0))))
     elif "model_type" in config:
-        names = config.get("id2label") or {i: f"LABEL_{i}" for i in range(config.get("num_labels") or 2)}
+        names = config.get("id2label") or {
+            i: f"LABEL_{i}" for i in range(config.get("num_labels") or 2)
+        }
     else:
         return None
     return {str(number): str(name) for number, name in names.items()}

@@ -1,4 +1,6 @@
-"""What the name of a layer or tensor says about its block: ``model.layers.3.mlp.up_proj`` is in block 3."""
+"""What the name of a layer or tensor says about its block: ``model.layers.3.mlp.up_proj`` is in
+block 3.
+"""
 
 import re
 from typing import NamedTuple
@@ -10,7 +12,9 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
 class Block(NamedTuple):
     """The outermost numbered block around a layer."""
 
-    stack: str | None  # the name of what holds the blocks, with a dot, which tells stacks apart; None at the top
+    stack: (
+        str | None
+    )  # the name of what holds the blocks, with a dot, which tells stacks apart; None at the top
     number: int
     inside: str  # the rest of the layer's name
 
@@ -22,11 +26,15 @@ def block_of(name: str) -> Block | None:
 
 
 def in_module_of_block(tensor: str) -> bool:
-    """Return whether a tensor belongs to a module inside a block, and is not the block's own parameter."""
+    """Return whether a tensor belongs to a module inside a block, and is not the block's own
+    parameter.
+    """
     block = block_of(tensor)
     return block is not None and "." in block.inside
 
 
 def without_numbers(name: str) -> str:
-    """Return a name with ``*`` for the numbers of blocks, so that the same layers of all blocks have one name."""
+    """Return a name with ``*`` for the numbers of blocks, so that the same layers of all blocks
+    have one name.
+    """
     return _NUMBER.sub("*", name)

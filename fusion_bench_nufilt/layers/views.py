@@ -1,7 +1,7 @@
 """How the parameters of a model hold the matrices that are merged.
 
-A layer is a matrix W of shape ``(d_o, d_i)`` whose outputs are ``W x``. A :class:`View` says which rows of which
-parameter hold it, and whether they hold it transposed.
+A layer is a matrix W of shape ``(d_o, d_i)`` whose outputs are ``W x``. A :class:`View` says which
+rows of which parameter hold it, and whether they hold it transposed.
 """
 
 import math
@@ -29,16 +29,22 @@ class View:
     linear: bool = True  # whether this is a linear layer and not a convolution
 
     def matrix(self, part: Tensor) -> Tensor:
-        """Return the matrix ``(d_o, d_i)`` in these rows of the parameter, without a copy if they are contiguous."""
+        """Return the matrix ``(d_o, d_i)`` in these rows of the parameter, without a copy if they
+        are contiguous.
+        """
         d_o, d_i = self.shape
         return part.reshape(d_i, d_o).T if self.transposed else part.reshape(d_o, d_i)
 
     def part(self, matrix: Tensor) -> Tensor:
-        """Return a matrix in the form in which the parameter stores it; the inverse of :meth:`matrix`."""
+        """Return a matrix in the form in which the parameter stores it; the inverse of
+        :meth:`matrix`.
+        """
         return (matrix.T if self.transposed else matrix).reshape(self.part_shape)
 
     def read(self, model: nn.Module) -> Tensor:
-        """Return the matrix in a model, which shares the model's memory if the parameter is contiguous."""
+        """Return the matrix in a model, which shares the model's memory if the parameter is
+        contiguous.
+        """
         return self.matrix(self._rows(model.get_parameter(self.key)))
 
     def write(self, model: nn.Module, matrix: Tensor) -> None:
@@ -54,7 +60,9 @@ class View:
 
 
 def views(model: nn.Module) -> list[View]:
-    """Return all matrices of a model in the order of its modules (``docs/architectures.md`` has a table)."""
+    """Return all matrices of a model in the order of its modules (``docs/architectures.md`` has a
+    table).
+    """
     return [view for name, module in model.named_modules() for view in _views_of(name, module)]
 
 
@@ -68,22 +76,37 @@ def opaque(model: nn.Module) -> dict[str, str]:
         for attribute, tensor in own:
             what = f"'{join(name, attribute)}' of shape {tuple(tensor.shape)}"
             if "weight" in attribute and tensor.dtype not in FLOATS:
-                found[name] = f"{what} is stored as {tensor.dtype}: quantised weights can't be merged"
+                found[name] = (
+                    f"{what} is stored as {tensor.dtype}: quantised weights can't be merged"
+                )
             elif grouped and attribute == "weight":
-                found[name] = f"{what} is a convolution in {module.groups} groups, which is no matrix"
-            elif join(name, attribute) not in known and isinstance(tensor, nn.Parameter) and _long_sides(tensor) > 2:
-                found[name] = f"{what} of {type(module).__name__} is no matrix or stack of matrices that is known"
+                found[name] = (
+                    f"{what} is a convolution in {module.groups} groups, which is no matrix"
+                )
+            elif (
+                join(name, attribute) not in known
+                and isinstance(tensor, nn.Parameter)
+                and _long_sides(tensor) > 2
+            ):
+                found[name] = (
+                    f"{what} of {type(module).__name__} is no matrix or stack of matrices that is "
+                    "known"
+                )
     return found
 
 
 def looks_like_matrix(module: nn.Module, attribute: str, parameter: Tensor) -> bool:
-    """Tell whether a parameter has the shape of a matrix or of several, and is neither an embedding nor a bias."""
+    """Tell whether a parameter has the shape of a matrix or of several, and is neither an embedding
+    nor a bias.
+    """
     table = isinstance(module, nn.Embedding | nn.EmbeddingBag) or attribute.endswith("bias")
     return _long_sides(parameter) >= 2 and not table
 
 
 def join(name: str, attribute: str) -> str:
-    """Return the dotted name of a module's attribute; both may be empty, as the root module's name is."""
+    """Return the dotted name of a module's attribute; both may be empty, as the root module's name
+    is.
+    """
     return ".".join(filter(None, (name, attribute)))
 
 
@@ -92,9 +115,15 @@ def _long_sides(tensor: Tensor) -> int:
 
 
 def _views_of(name: str, module: nn.Module) -> Iterator[View]:
-    own = {name: parameter for name, parameter in module.named_parameters(recurse=False) if parameter.numel()}
+    own = {
+        name: parameter
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.numel()
+    }
 
-    def one(attribute: str, part: str = "", *, transposed: bool = False, linear: bool = True) -> Iterator[View]:
+    def one(
+        attribute: str, part: str = "", *, transposed: bool = False, linear: bool = True
+    ) -> Iterator[View]:
         parameter = own.get(attribute)
         if parameter is not None and parameter.dtype in FLOATS and parameter.ndim >= 2:
             yield from several(attribute, [part], transposed=transposed, linear=linear)
@@ -110,7 +139,16 @@ def _views_of(name: str, module: nn.Module) -> Iterator[View]:
         shape = (width, height) if transposed else (height, width)
         for i, part in enumerate(parts):
             rows = (i * size, (i + 1) * size)
-            yield View(join(name, part), name, join(name, attribute), shape, rows, stored, transposed, linear)
+            yield View(
+                join(name, part),
+                name,
+                join(name, attribute),
+                shape,
+                rows,
+                stored,
+                transposed,
+                linear,
+            )
 
     if isinstance(module, nn.Linear):
         yield from one("weight")
@@ -119,7 +157,11 @@ def _views_of(name: str, module: nn.Module) -> Iterator[View]:
     elif isinstance(module, _ConvNd):
         if module.groups == 1 and not module.transposed:
             yield from one("weight", linear=False)
-    elif "in_proj_weight" in own and own["in_proj_weight"].ndim == 2 and len(own["in_proj_weight"]) % 3 == 0:
+    elif (
+        "in_proj_weight" in own
+        and own["in_proj_weight"].ndim == 2
+        and len(own["in_proj_weight"]) % 3 == 0
+    ):
         yield from several("in_proj_weight", ["in_proj.q", "in_proj.k", "in_proj.v"])
     elif isinstance(module, nn.MultiheadAttention):  # keys or values differ in size from queries
         for part in ("q_proj", "k_proj", "v_proj"):
@@ -135,18 +177,30 @@ def _views_of(name: str, module: nn.Module) -> Iterator[View]:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Tell, without importing transformers, whether a module is its Conv1D: a linear layer stored transposed."""
-    return any((c.__module__, c.__name__) == ("transformers.pytorch_utils", "Conv1D") for c in type(module).__mro__)
+    """Tell, without importing transformers, whether a module is its Conv1D: a linear layer stored
+    transposed.
+    """
+    return any(
+        (c.__module__, c.__name__) == ("transformers.pytorch_utils", "Conv1D")
+        for c in type(module).__mro__
+    )
 
 
 def _orientation(own: dict[str, nn.Parameter]) -> bool | None:
-    """Tell whether fused experts are stored transposed, or return None if these are not fused experts.
+    """Tell whether fused experts are stored transposed, or return None if these are not fused
+    experts.
 
-    With n inputs and m hidden units, ``gate_up_proj`` and ``down_proj`` of an expert are (2m, n) and (n, m), or
-    (n, 2m) and (m, n) if transposed. For no n and m are the two cases the same.
+    With n inputs and m hidden units, ``gate_up_proj`` and ``down_proj`` of an expert are (2m, n)
+    and (n, m), or (n, 2m) and (m, n) if transposed. For no n and m are the two cases the same.
     """
     gate_up, down = own.get("gate_up_proj"), own.get("down_proj")
-    if gate_up is None or down is None or gate_up.ndim != 3 or down.ndim != 3 or len(gate_up) != len(down):
+    if (
+        gate_up is None
+        or down is None
+        or gate_up.ndim != 3
+        or down.ndim != 3
+        or len(gate_up) != len(down)
+    ):
         return None
     (_, *up), (_, *back) = gate_up.shape, down.shape
     if up == [2 * back[1], back[0]]:

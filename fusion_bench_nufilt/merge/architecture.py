@@ -23,8 +23,11 @@ from .stored import Rename, Undo, as_stored, submodule
 
 log = logging.getLogger(__name__)
 
-# Words in the names of matrices that are not layers, for architectures that transformers does not know.
-_NOT_LINEAR = re.compile(r"(^|[._])(wte|wpe|shared|ln\w*|\w*embed\w*|\w*norm\w*|relative_attention_bias)([._]|$)")
+# Words in the names of matrices that are not layers, for architectures that transformers does not
+# know.
+_NOT_LINEAR = re.compile(
+    r"(^|[._])(wte|wpe|shared|ln\w*|\w*embed\w*|\w*norm\w*|relative_attention_bias)([._]|$)"
+)
 # Parameters that hold several layers, and their numbers of dimensions.
 _PACKED = {"in_proj_weight": 2, "gate_up_proj": 3, "down_proj": 3}
 _GPT2 = re.compile(r"(.*\.)?attn\.c_attn\.weight")  # (d, 3d) where the layers are transposed
@@ -35,18 +38,22 @@ _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
 class Layer(NamedTuple):
     name: str  # its name in the model, which seeds the adapter
     param: str
-    keys: tuple[str, ...]  # of the base checkpoint; more than one where a tied weight is stored more than once
+    keys: tuple[
+        str, ...
+    ]  # of the base checkpoint; more than one where a tied weight is stored more than once
     view: View  # how the param's tensor holds the layer's matrix
 
 
 class Architecture:
-    """A model's modules, of which names and shapes alone count: its own, or modules on PyTorch's meta device.
+    """A model's modules, of which names and shapes alone count: its own, or modules on PyTorch's
+    meta device.
 
-    Keys of a checkpoint may differ from the model's names (older LLaVA checkpoints, a base model without its head)
-    and several names may share one weight. A *param* is the first of the model's names for a weight; a key that the
-    model does not know is its own param. Where a parameter holds several layers (packed attention projections, fused
-    experts), each part is a param, and :meth:`split` makes each part a tensor of its own, which is read, merged or
-    copied, and written by itself.
+    Keys of a checkpoint may differ from the model's names (older LLaVA checkpoints, a base model
+    without its head) and several names may share one weight. A *param* is the first of the model's
+    names for a weight; a key that the model does not know is its own param. Where a parameter holds
+    several layers (packed attention projections, fused experts), each part is a param, and
+    :meth:`split` makes each part a tensor of its own, which is read, merged or copied, and written
+    by itself.
 
     Args:
         model: a model of this architecture.
@@ -83,7 +90,9 @@ class Architecture:
 
     @classmethod
     def of_checkpoint(cls, base: Checkpoint) -> "Architecture":
-        """Return the architecture in the config.json of a checkpoint, or else the one that its tensors' names tell."""
+        """Return the architecture in the config.json of a checkpoint, or else the one that its
+        tensors' names tell.
+        """
         built, origin = _on_meta(base)
         return cls(*as_stored(built, base.tensors), origin, built)
 
@@ -106,9 +115,13 @@ class Architecture:
         return tuple(self.model.get_parameter(param).shape)
 
     def split(self, source: Source) -> None:
-        """Split the tensors of a model that hold several layers; those of another shape stay whole."""
+        """Split the tensors of a model that hold several layers; those of another shape stay
+        whole.
+        """
         params = {key: param for key in source.tensors if (param := self.param(key)) in self._parts}
-        whole = (key for key, param in params.items() if source.tensors[key].shape == self.shape(param))
+        whole = (
+            key for key, param in params.items() if source.tensors[key].shape == self.shape(param)
+        )
         source.split({key: self._parts[params[key]] for key in whole})
 
     def param(self, key: str) -> str:
@@ -123,7 +136,9 @@ class Architecture:
         return params
 
     def module_name(self, key: str) -> str:
-        """Return the model's name for a checkpoint's key, renamed as transformers does when it loads one."""
+        """Return the model's name for a checkpoint's key, renamed as transformers does when it
+        loads one.
+        """
         return next((name for name in self._names(key) if name in self._params), key)
 
     def _names(self, key: str) -> tuple[str, ...]:
@@ -131,33 +146,52 @@ class Architecture:
         return name, f"{self.backbone}.{name}", name.removeprefix(f"{self.backbone}.")
 
     def stacks_of(self, module: str) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a module's own parameters of three dimensions in the loaded model, by name."""
+        """Return the shapes of a module's own parameters of three dimensions in the loaded model,
+        by name.
+        """
         names = {module, *self._names(module)}
-        return {name: shape for name, shape in self._stacks.items() if name.rpartition(".")[0] in names}
+        return {
+            name: shape for name, shape in self._stacks.items() if name.rpartition(".")[0] in names
+        }
 
     def _unused(self, base: Source) -> list[str]:
-        """Return stored tensors of layers that the model lacks: their names differ from its own by a number alone."""
+        """Return stored tensors of layers that the model lacks: their names differ from its own by
+        a number alone.
+        """
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         known = set(map(without_numbers, self._params))
         unknown = (key for key in base.tensors if self.module_name(key) not in self._params)
-        alike = (key for key in unknown if known.intersection(map(without_numbers, self._names(key))))
+        alike = (
+            key for key in unknown if known.intersection(map(without_numbers, self._names(key)))
+        )
         return [key for key in alike if not any(re.search(pattern, key) for pattern in ignored)]
 
     def embeddings(self, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Return the params of the tensors with a row for every token, given the stored tensors' shapes by param."""
+        """Return the params of the tensors with a row for every token, given the stored tensors'
+        shapes by param.
+        """
         try:
             first, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()  # type: ignore[operator]
-        except (AttributeError, NotImplementedError):  # not a transformers model, or one with two towers
+        except (
+            AttributeError,
+            NotImplementedError,
+        ):  # not a transformers model, or one with two towers
             return []
         if not isinstance(first, nn.Embedding):
             return []
         both = [*first.parameters(), *(head.parameters() if isinstance(head, nn.Module) else ())]
         held = {id(parameter) for parameter in both if len(parameter) == first.num_embeddings}
-        found = [name for name, parameter in self.model.named_parameters() if id(parameter) in held and name in stored]
+        found = [
+            name
+            for name, parameter in self.model.named_parameters()
+            if id(parameter) in held and name in stored
+        ]
         return [param for param in found if stored[param][0] == stored[found[0]][0]]
 
     def layers(self, base: Source, targets: TargetConfig, heads: Heads) -> list[Layer]:
-        """Return the layers to merge, in the base's order; refuse a base whose weights and config do not match."""
+        """Return the layers to merge, in the base's order; refuse a base whose weights and config
+        do not match.
+        """
         selected = select_layers(self.model, targets.target_modules, targets.exclude_modules)
         selected = {name: view for name, view in selected.items() if not heads.of([view.key])}
         chosen = {self.param_of(view): name for name, view in selected.items()}
@@ -169,18 +203,29 @@ class Architecture:
                     but = f"shape {shape} differs from {promised}, which its config.json promises"
                     raise ValueError(f"model '{name}', tensor '{key}': {but}: {_NOT_TOGETHER}")
         if lost := sorted(chosen.keys() - stored.keys()):
-            what = f"the weight of {len(lost)} layers that its config.json promises, '{lost[0]}' first"
-            raise ValueError(f"model '{name}' lacks {what}: {_NOT_TOGETHER}{leave_out(chosen[lost[0]])}")
+            what = (
+                f"the weight of {len(lost)} layers that its config.json promises, '{lost[0]}' first"
+            )
+            raise ValueError(
+                f"model '{name}' lacks {what}: {_NOT_TOGETHER}{leave_out(chosen[lost[0]])}"
+            )
         if unused := self._unused(base):
-            what = f"{len(unused)} tensors of layers that its config.json does not have, '{unused[0]}' first"
+            what = (
+                f"{len(unused)} tensors of layers that its config.json does not have, "
+                f"'{unused[0]}' first"
+            )
             raise ValueError(f"model '{name}' stores {what}: {_NOT_TOGETHER}")
         merged = {param: tuple(keys) for param, keys in stored.items() if param in chosen}
-        return [Layer(chosen[param], param, keys, self.views[param]) for param, keys in merged.items()]
+        return [
+            Layer(chosen[param], param, keys, self.views[param]) for param, keys in merged.items()
+        ]
 
     def others(self, base: Source, layers: Iterable[Layer]) -> dict[str, tuple[str, ...]]:
         """Return the base's keys of every tensor outside the layers, by param."""
         chosen = {layer.param for layer in layers}
-        return {param: tuple(keys) for param, keys in self.by_param(base).items() if param not in chosen}
+        return {
+            param: tuple(keys) for param, keys in self.by_param(base).items() if param not in chosen
+        }
 
 
 def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
@@ -199,22 +244,31 @@ def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
                 return model, name
         except Exception as error:  # its own code, another version of transformers, a bad config
             reason = (str(error).strip() or repr(error)).splitlines()[0]
-            log.warning("transformers can't build '%s' of '%s' (%s): layers are told by name", name, base.name, reason)
+            log.warning(
+                "transformers can't build '%s' of '%s' (%s): layers are told by name",
+                name,
+                base.name,
+                reason,
+            )
     return from_names(base.tensors), "names of the tensors"
 
 
 def _untie_head(model: Any) -> None:
-    """Give the output head a weight of its own: transformers 5 builds all T5s with tied ones and unties on loading."""
+    """Give the output head a weight of its own: transformers 5 builds all T5s with tied ones and
+    unties on loading.
+    """
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and head.weight is model.get_input_embeddings().weight:
         head.weight = nn.Parameter(torch.empty_like(head.weight))
 
 
 def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
-    """Return a model with a linear layer for every stored matrix that does not look like anything else.
+    """Return a model with a linear layer for every stored matrix that does not look like anything
+    else.
 
-    Packed projections of an `nn.MultiheadAttention` and fused experts are recognised by the names of their parameters,
-    and GPT-2's transposed layers by the shape of `c_attn`. Convolutions are left alone: a shape hides their groups.
+    Packed projections of an `nn.MultiheadAttention` and fused experts are recognised by the names
+    of their parameters, and GPT-2's transposed layers by the shape of `c_attn`. Convolutions are
+    left alone: a shape hides their groups.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -231,13 +285,19 @@ def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
         try:
             module = submodule(root, parents)
             if packed:
-                module.register_parameter(last, nn.Parameter(torch.empty(info.shape, device="meta")))
+                module.register_parameter(
+                    last, nn.Parameter(torch.empty(info.shape, device="meta"))
+                )
                 continue
             rows, columns = info.shape
             transposed = like_gpt2 and last.startswith("c_")
             with torch.device("meta"):
-                linear = Conv1D(columns, rows) if transposed else nn.Linear(columns, rows, bias=False)
-            for name, inner in (module._modules.get(last) or nn.Module()).named_children():  # a.b.weight came first
+                linear = (
+                    Conv1D(columns, rows) if transposed else nn.Linear(columns, rows, bias=False)
+                )
+            for name, inner in (
+                module._modules.get(last) or nn.Module()
+            ).named_children():  # a.b.weight came first
                 linear.add_module(name, inner)
             module.add_module(last, linear)
         except KeyError as error:

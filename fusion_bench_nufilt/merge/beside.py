@@ -11,17 +11,27 @@ from .plan import Plan
 
 
 def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]]:
-    """Return for each tensor of a layer's state, by name, its key and param in the file, and a meta tensor like it."""
+    """Return for each tensor of a layer's state, by name, its key and param in the file, and a meta
+    tensor like it.
+    """
     if plan.method.state_is_weight:
         shape = plan.base.tensors[layer.keys[0]].shape
-        return {"weight": (layer.keys[0], layer.param, torch.empty(shape, dtype=torch.float32, device="meta"))}
+        return {
+            "weight": (
+                layer.keys[0],
+                layer.param,
+                torch.empty(shape, dtype=torch.float32, device="meta"),
+            )
+        }
     theta_0 = torch.empty(layer.view.shape, dtype=plan.dtype(layer.keys[0]), device="meta")
     state = plan.method.start(layer.name, theta_0)
     return {name: (key := f"{layer.name}.{name}", key, value) for name, value in state.items()}
 
 
 def state_layout(plan: Plan) -> tuple[bytes, dict[str, TensorInfo]]:
-    """Return the header and the tensors of the file of the state, which are empty if that is not kept."""
+    """Return the header and the tensors of the file of the state, which are empty if that is not
+    kept.
+    """
     if not plan.keeps_state:
         return b"", {}
     kept = (tensor for layer in plan.layers for tensor in state_tensors(plan, layer).values())

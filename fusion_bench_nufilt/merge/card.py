@@ -21,7 +21,9 @@ _OF_THE_BASE = ("license", "license_name", "license_link", "pipeline_tag")
 
 
 def model_card(plan: Plan, warnings: Sequence[str]) -> str:
-    """Return the model card for the result of a plan, with the warnings in its manifest, as Markdown for the hub."""
+    """Return the model card for the result of a plan, with the warnings in its manifest, as
+    Markdown for the hub.
+    """
     return "\n\n".join([f"---\n{_yaml(_metadata(plan))}---", *_paragraphs(plan, warnings)]) + "\n"
 
 
@@ -52,7 +54,10 @@ def _metadata_of(card: Path) -> dict[str, Any]:
 def _paragraphs(plan: Plan, warnings: Sequence[str]) -> Iterator[str]:
     method, names, base = plan.method, plan.names, plan.base.label
     yield f"# {len(names)} model{'s' if len(names) > 1 else ''} merged with {method.label}"
-    yield (f"Made from {base} by {method.citation},\nwithout data and without training, of these models in this order:")
+    yield (
+        f"Made from {base} by {method.citation},\nwithout data and without training, of these "
+        "models in this order:"
+    )
     yield "\n".join(f"{number}. {name}" for number, name in enumerate(names, 1))
     if snippet := "\n".join(_loading(plan)):
         yield f"```python\n{snippet}\n```"
@@ -65,14 +70,19 @@ def _paragraphs(plan: Plan, warnings: Sequence[str]) -> Iterator[str]:
         yield f"Vocabulary: {plan.vocabulary}."
     if warnings:
         yield "\n".join(f"- {text}" for text in warnings)
-    yield "`nufilt.json` has digests of all inputs and a report for every layer of the last merge, which was this:"
+    yield (
+        "`nufilt.json` has digests of all inputs and a report for every layer of the last merge, "
+        "which was this:"
+    )
     yield f"```yaml\n# nufilt merge recipe.yaml\n{_yaml(_recipe(plan))}```"
     yield "To merge one more model into this one:"
     yield f"    nufilt merge --base {base} --merged THIS_FOLDER --task NEW --out OUT"
 
 
 def _loading(plan: Plan) -> Iterator[str]:
-    """Yield the lines that load the model and its tokenizer or processor; none if transformers lacks the class."""
+    """Yield the lines that load the model and its tokenizer or processor; none if transformers
+    lacks the class.
+    """
     config = json.loads(plan.small_files.get("config.json", b"{}"))
     kinds = {"model": (config.get("architectures") or ["AutoModel"])[0]}
     if not hasattr(transformers, kinds["model"]):

@@ -29,7 +29,9 @@ CHANGED = "merge or fetch it again; --no-verify goes on from it all the same"
 
 
 def check_merged(plan: Plan, merged: FullModel) -> Iterator[str]:
-    """Check that a merged model has the base's keys and shapes, and was made with the same settings."""
+    """Check that a merged model has the base's keys and shapes, and was made with the same
+    settings.
+    """
     name = merged.source.name
     if plan.settings.step is None and "step" not in plan.before:
         advice = "say with --step which number the new one has"
@@ -51,12 +53,12 @@ def check_module(
 ) -> None:
     """Refuse a model in memory that was not fine-tuned from the pretrained one.
 
-    ``drawn`` names weights that its checkpoint lacks, and ``layers`` the weights that it must have, by default those
-    of all layers. Tensors that the pretrained model lacks do not matter.
+    ``drawn`` names weights that its checkpoint lacks, and ``layers`` the weights that it must have,
+    by default those of all layers. Tensors that the pretrained model lacks do not matter.
 
     Raises:
-        ValueError: a layer is missing, or a tensor has another shape, is not floating point or not finite; the message
-            names the model, the tensor and the shapes.
+        ValueError: a layer is missing, or a tensor has another shape, is not floating point or not
+            finite; the message names the model, the tensor and the shapes.
     """
     architecture = Architecture(pretrained)
     base = FullModel(module_source("_pretrained_", pretrained), architecture)
@@ -67,7 +69,9 @@ def check_module(
     ]
     others = architecture.others(base.source, found)
     targets = TargetConfig(other_params="mean")
-    selection = Selection(base, targets, found, others, set(), coverage(pretrained, {}, targets), architecture.origin)
+    selection = Selection(
+        base, targets, found, others, set(), coverage(pretrained, {}, targets), architecture.origin
+    )
     task = FullModel(module_source(name, model, drawn), architecture)
     for warning in check_task(selection, task, architecture, selection.averaged_at(1)):
         log.info("%s", warning)
@@ -78,7 +82,10 @@ def check_made_from(base: FullModel, merged: FullModel) -> None:
     for param, shape in base.params.items():
         if (other := merged.params.get(param)) != shape:
             but = f"'{param}' is {other} there and {shape} in the base"
-            what = f"the merged model '{merged.source.name}' was not made from the base '{base.source.name}'"
+            what = (
+                f"the merged model '{merged.source.name}' was not made from the base "
+                f"'{base.source.name}'"
+            )
             raise ValueError(f"{what}: {but}")
     floats = (param for param, key in base.keys.items() if base.source.tensors[key].dtype in FLOATS)
     merged.source.check_floats(merged.keys[param] for param in floats)
@@ -90,24 +97,45 @@ def verify_merged(plan: Plan) -> Iterator[str]:
         return
     merged, state = plan.merged.checkpoint, Path(STATE_FILE).parent
     if plan.before and "files" not in plan.before:
-        yield f"'{merged.name}' is of an earlier version, whose {MANIFEST} does not tell whether it was changed"
-    names = [*merged.opened, *(f"{state}/{name}" for name in (plan.state.source.opened if plan.state else ()))]
+        yield (
+            f"'{merged.name}' is of an earlier version, whose {MANIFEST} does not tell whether it "
+            "was changed"
+        )
+    names = [
+        *merged.opened,
+        *(f"{state}/{name}" for name in (plan.state.source.opened if plan.state else ())),
+    ]
     verify_files(merged.folder, plan.before, CHANGED, names)
 
 
-def check_task(selection: Selection, task: FullModel, architecture: Architecture, averaged: set[str]) -> Iterator[str]:
+def check_task(
+    selection: Selection, task: FullModel, architecture: Architecture, averaged: set[str]
+) -> Iterator[str]:
     """Refuse a task that has not the base's layers in the base's shapes, and yield warnings.
 
     ``averaged`` has the other tensors that the task is to change.
     """
-    name, base, chosen = task.source.name, selection.pretrained.params, {layer.param for layer in selection.layers}
+    name, base, chosen = (
+        task.source.name,
+        selection.pretrained.params,
+        {layer.param for layer in selection.layers},
+    )
     yield from _check_shapes(selection, task, architecture, chosen)
     lost = [param for param in base if param in chosen and param not in task.params]
     if not isinstance(task, LoraAdapter) and lost:
-        first, hint = lost[0], leave_out(next(layer.name for layer in selection.layers if layer.param == lost[0]))
-        raise ValueError(f"model '{name}' lacks layer '{first}' {base[first]} of the base, one of {len(lost)}{hint}")
+        first, hint = (
+            lost[0],
+            leave_out(next(layer.name for layer in selection.layers if layer.param == lost[0])),
+        )
+        raise ValueError(
+            f"model '{name}' lacks layer '{first}' {base[first]} of the base, one of "
+            f"{len(lost)}{hint}"
+        )
     if lost and len(lost) == len(chosen):
-        raise ValueError(f"adapter '{name}' changes none of the {len(lost)} layers to merge, only {some(task.params)}")
+        raise ValueError(
+            f"adapter '{name}' changes none of the {len(lost)} layers to merge, only "
+            f"{some(task.params)}"
+        )
     changed = chosen | averaged
     task.source.check_floats(key for param, key in task.keys.items() if param in changed)
     if extra := [param for param in task.params if param not in base]:
@@ -117,17 +145,27 @@ def check_task(selection: Selection, task: FullModel, architecture: Architecture
     outside = [param for param in task.pairs if param not in chosen]
     dora = [param for param in outside if param in task.magnitudes]
     if dora and selection.targets.other_params != "pretrained":
-        remedy = "name them in target_modules, or merge it into its base with peft, and give that folder"
-        raise ValueError(f"adapter '{name}' changes {some(dora)} by DoRA outside the merged layers: {remedy}")
+        remedy = (
+            "name them in target_modules, or merge it into its base with peft, and give that folder"
+        )
+        raise ValueError(
+            f"adapter '{name}' changes {some(dora)} by DoRA outside the merged layers: {remedy}"
+        )
     if outside and selection.targets.other_params == "pretrained":
         yield f"adapter '{name}' also changes {some(outside)}: ignored"
 
 
-def _check_shapes(selection: Selection, task: FullModel, architecture: Architecture, chosen: set[str]) -> Iterator[str]:
-    """Check that a task's tensors have the base's shapes; have it ignore others if ``on_shape_mismatch`` allows it."""
+def _check_shapes(
+    selection: Selection, task: FullModel, architecture: Architecture, chosen: set[str]
+) -> Iterator[str]:
+    """Check that a task's tensors have the base's shapes; have it ignore others if
+    ``on_shape_mismatch`` allows it.
+    """
     name, base = task.source.name, selection.base.name
     for param, shape in list(task.params.items()):
-        parts = architecture.parts(param)  # of a tensor that was not split, since it has another shape
+        parts = architecture.parts(
+            param
+        )  # of a tensor that was not split, since it has another shape
         expected = architecture.shape(param) if parts else selection.pretrained.params.get(param)
         if expected is None:
             if param in task.pairs:
@@ -136,12 +174,20 @@ def _check_shapes(selection: Selection, task: FullModel, architecture: Architect
             outside = chosen.isdisjoint([param, *parts])
             if not outside or selection.targets.on_shape_mismatch == "error":
                 differs = f"shape {shape} differs from {expected} of the base '{base}'"
-                why = "it comes from another base, its vocabulary was changed, or it is a head that --heads can name"
+                why = (
+                    "it comes from another base, its vocabulary was changed, or it is a head that "
+                    "--heads can name"
+                )
                 if len(shape) == 3 and shape == (expected[0], *expected[:0:-1]):
                     why = (
-                        "transformers 5 saves these experts transposed: load the other model with it and save it again"
+                        "transformers 5 saves these experts transposed: load the other model with "
+                        "it and save it again"
                     )
-                hint = "; on_shape_mismatch=keep-base leaves it as it is in the base" if outside else ""
+                hint = (
+                    "; on_shape_mismatch=keep-base leaves it as it is in the base"
+                    if outside
+                    else ""
+                )
                 raise ValueError(f"model '{name}', tensor '{param}': {differs}: {why}{hint}")
             task.ignore(param)
     if task.ignored:
@@ -154,7 +200,10 @@ def check_state(plan: Plan, name: str) -> Iterator[str]:
     before, missing, known = plan.before.get("settings", {}), [], set()
     if plan.state is None and not before.get("state", True) and not method.state_is_weight:
         remedy = "merge its tasks again without --no-state, or all at once with the new ones"
-        raise ValueError(f"'{name}' was merged with --no-state, so that {method.label} can't go on from it: {remedy}")
+        raise ValueError(
+            f"'{name}' was merged with --no-state, so that {method.label} can't go on from it: "
+            f"{remedy}"
+        )
     for layer in plan.layers:
         for key, param, like in state_tensors(plan, layer).values():
             known.add(param)
@@ -162,18 +211,40 @@ def check_state(plan: Plan, name: str) -> Iterator[str]:
                 missing.append(key)
                 continue
             found, shape = plan.state.source.tensors[there[param]], tuple(like.shape)
-            earlier = like.dtype == torch.float16 and found.dtype == "F32"  # as versions before kept directions
+            earlier = (
+                like.dtype == torch.float16 and found.dtype == "F32"
+            )  # as versions before kept directions
             if found.shape != shape or not (earlier or found.dtype == describe(like).dtype):
-                but = f"{found.dtype} {found.shape} is not {str(like.dtype).removeprefix('torch.')} {shape}"
-                advice = "as the base's layer would be; remove that folder if the weights beside it are right"
+                but = (
+                    f"{found.dtype} {found.shape} is not {str(like.dtype).removeprefix('torch.')} "
+                    f"{shape}"
+                )
+                advice = (
+                    "as the base's layer would be; remove that folder if the weights beside it are "
+                    "right"
+                )
                 raise ValueError(f"'{plan.state.source.name}', tensor '{param}': {but}, {advice}")
     others = sorted(key for key in there.keys() - known)
     if method.state_is_weight:
         if before.get("accumulate") == "float32" and plan.settings.accumulate == "stored":
-            yield f"'{name}' has the merged layers in float32; --accumulate float32 goes on from there"
+            yield (
+                f"'{name}' has the merged layers in float32; --accumulate float32 goes on from "
+                "there"
+            )
         elif plan.keeps_state and missing and plan.before:
-            yield f"'{name}' does not have all merged layers in float32: going on from the rounded ones"
-    elif missing or others or plan.before.get("method", method.label) != method.label:  # a variant has its label
-        what = f"no '{missing[0]}'" if missing else f"'{others[0]}'" if others else "that of another method"
+            yield (
+                f"'{name}' does not have all merged layers in float32: going on from the rounded "
+                "ones"
+            )
+    elif (
+        missing or others or plan.before.get("method", method.label) != method.label
+    ):  # a variant has its label
+        what = (
+            f"no '{missing[0]}'"
+            if missing
+            else f"'{others[0]}'"
+            if others
+            else "that of another method"
+        )
         own = f"{method.label} goes on from its own merges of the same layers only"
         raise ValueError(f"the merged model '{name}' has {what} in {STATE_FILE}: {own}")

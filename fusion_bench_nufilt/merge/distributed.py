@@ -1,6 +1,7 @@
 """Merge the layers of a plan on the nodes of a Ray cluster.
 
-Only the driver writes: on NFS, two clients that write neighbouring tensors of a file can damage each other's.
+Only the driver writes: on NFS, two clients that write neighbouring tensors of a file can damage
+each other's.
 """
 
 import dataclasses
@@ -19,11 +20,15 @@ from .output import Record
 from .plan import Plan
 from .sources.source import some
 
-_Merged = list[tuple[Record, list[numpy.ndarray]]]  # layers, and their bytes in arrays, which Ray moves without a copy
+_Merged = list[
+    tuple[Record, list[numpy.ndarray]]
+]  # layers, and their bytes in arrays, which Ray moves without a copy
 
 
 def cluster_nodes(plan: Plan) -> list[Node]:
-    """Return the nodes of the plan's cluster, with a slot for each CPU, or its GPUs, with one slot each."""
+    """Return the nodes of the plan's cluster, with a slot for each CPU, or its GPUs, with one slot
+    each.
+    """
     found = find_nodes(connect(plan.settings.address), gpus=not plan.settings.on_cpu)
     return [node._replace(slots=node.cpus) for node in found] if plan.settings.on_cpu else found
 
@@ -31,33 +36,50 @@ def cluster_nodes(plan: Plan) -> list[Node]:
 def merge_on_cluster(
     plan: Plan, layers: Sequence[Layer], write: Callable[[Record, Sequence[memoryview]], object]
 ) -> Iterator[int]:
-    """Merge layers on the plan's cluster, and yield the number of those that were written meanwhile.
+    """Merge layers on the plan's cluster, and yield the number of those that were written
+    meanwhile.
 
     ``write`` takes a layer's record, and the bytes for each range in the record's ``written``.
     """
     found = batches(plan, layers)
     work = {f"layer '{batch[0].param}'": ([layer.param for layer in batch],) for batch in found}
-    for _, merged in run_on_cluster(connect(plan.settings.address), cluster_nodes(plan), work, _make_merger, plan):
+    for _, merged in run_on_cluster(
+        connect(plan.settings.address), cluster_nodes(plan), work, _make_merger, plan
+    ):
         for record, pieces in merged:
             write(record, [piece.data for piece in pieces])
         yield len(merged)
 
 
 def _make_merger(plan: Plan) -> Callable[[Sequence[str]], _Merged]:
-    """Return the function that merges layers, by params, on a node, which must have the driver's files."""
+    """Return the function that merges layers, by params, on a node, which must have the driver's
+    files.
+    """
     if other := some(plan.changed()):
-        remedy = "put them on a file system that all nodes share, or copy them with their times (rsync -a)"
+        remedy = (
+            "put them on a file system that all nodes share, or copy them with their times (rsync "
+            "-a)"
+        )
         raise ValueError(f"it has other files of {other} than the driver: {remedy}")
     give_back_freed_memory()
     settings = dataclasses.replace(plan.settings, engine="local", address=None)
     here = dataclasses.replace(plan, settings=settings)
-    merger, encode, layers = LayerMerger(here), LayerBytes(here), {layer.param: layer for layer in plan.layers}
+    merger, encode, layers = (
+        LayerMerger(here),
+        LayerBytes(here),
+        {layer.param: layer for layer in plan.layers},
+    )
 
     def merge(params: Sequence[str]) -> _Merged:
         torch.set_num_threads(1)  # as on one machine, one thread computes a layer
         merged: list[tuple[Record, Sequence[memoryview]]] = []
         batch = [layers[param] for param in params]
-        merger.merge(batch, lambda layer, weigh: merged.append((layer.record, encode(layer, weigh))))
-        return [(record, [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]) for record, pieces in merged]
+        merger.merge(
+            batch, lambda layer, weigh: merged.append((layer.record, encode(layer, weigh)))
+        )
+        return [
+            (record, [numpy.frombuffer(piece, numpy.uint8) for piece in pieces])
+            for record, pieces in merged
+        ]
 
     return merge

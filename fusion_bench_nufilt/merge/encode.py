@@ -24,30 +24,47 @@ class LayerBytes:
         _, self._kept = state_layout(plan)
 
     def __call__(self, merged: MergedLayer, weigh: Callable[[], Tensor]) -> list[memoryview]:
-        """Return the bytes of a layer's state, if it is kept, and of its weight; note their places in its record."""
+        """Return the bytes of a layer's state, if it is kept, and of its weight; note their places
+        in its record.
+        """
         plan, layer, record = self.plan, merged.layer, merged.record
         weight = plan.vocabulary.grown_layer(layer.param, weigh(), record["read"])
         kept = _state_to_keep(plan, layer, merged.state) if self._kept else {}
-        stored: list[tuple[TensorInfo, Tensor]] = [(self._kept[key], value.cpu()) for key, value in kept.items()]
+        stored: list[tuple[TensorInfo, Tensor]] = [
+            (self._kept[key], value.cpu()) for key, value in kept.items()
+        ]
         for key in layer.keys:
             place = plan.places[key]
-            new = place.quantise(weight) if isinstance(place, Quantised) else [(place, weight.to(FLOATS[place.dtype]))]
+            new = (
+                place.quantise(weight)
+                if isinstance(place, Quantised)
+                else [(place, weight.to(FLOATS[place.dtype]))]
+            )
             if not is_finite(new[-1][1]):  # the scale, if there is one: FP8 values are clamped
-                raise ValueError(f"tensor '{key}': the merged weight is too large for {place.dtype}")
+                raise ValueError(
+                    f"tensor '{key}': the merged weight is too large for {place.dtype}"
+                )
             stored += [(info, value.cpu()) for info, value in new]
-        record["written"] = [(info.file, info.start, info.stop, digest(value)) for info, value in stored]
+        record["written"] = [
+            (info.file, info.start, info.stop, digest(value)) for info, value in stored
+        ]
         return [raw(value) for _, value in stored]
 
 
 def _state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:
-    """Return the tensors of a layer's state by their keys in the file, whose shapes and dtypes they must have."""
+    """Return the tensors of a layer's state by their keys in the file, whose shapes and dtypes they
+    must have.
+    """
     if plan.method.state_is_weight:
         state = {"weight": layer.view.part(state["weight"]).to(torch.float32)}
     tensors = {}
     for name, (key, _, like) in state_tensors(plan, layer).items():
         if (value := state[name]).shape != like.shape or value.dtype != like.dtype:
             after, before = (f"{each.dtype} {tuple(each.shape)}" for each in (value, like))
-            what = f"'{name}' of its state is {after} after the last task and was {before} before the first"
+            what = (
+                f"'{name}' of its state is {after} after the last task and was {before} before the "
+                "first"
+            )
             raise ValueError(f"method {plan.method.name}, layer '{layer.name}': {what}")
         tensors[key] = value
     return tensors

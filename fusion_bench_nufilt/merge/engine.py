@@ -1,4 +1,6 @@
-"""Merge layers several at a time, within a memory limit, in this process or on the nodes of a Ray cluster."""
+"""Merge layers several at a time, within a memory limit, in this process or on the nodes of a Ray
+cluster.
+"""
 
 import dataclasses
 import threading
@@ -39,11 +41,12 @@ Take = Callable[[MergedLayer, Callable[[], Tensor]], object]
 
 
 class LayerMerger:
-    """Merges the layers of a plan in this process: one per thread on a CPU, batches of them on GPUs.
+    """Merges the layers of a plan in this process: one per thread on a CPU, batches of them on
+    GPUs.
 
-    Several batches are on a GPU at a time. One of them is solved while the others are read and written, so that the
-    slowest of the three alone counts. A batch stays in one thread and on one CUDA stream, where its operations wait for
-    no other batch's.
+    Several batches are on a GPU at a time. One of them is solved while the others are read and
+    written, so that the slowest of the three alone counts. A batch stays in one thread and on one
+    CUDA stream, where its operations wait for no other batch's.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -52,7 +55,9 @@ class LayerMerger:
         gpus = [] if plan.settings.on_cpu else plan.settings.devices
         streams = [torch.cuda.Stream(device) for device in gpus * BATCHES_PER_GPU]
         self._streams = DevicePool(streams)
-        self._room = {stream.device: Budget(torch.cuda.mem_get_info(stream.device)[0]) for stream in streams}
+        self._room = {
+            stream.device: Budget(torch.cuda.mem_get_info(stream.device)[0]) for stream in streams
+        }
         self._turns = {stream.device: threading.Lock() for stream in streams}
 
     def merge(self, layers: list[Layer], take: Take) -> None:
@@ -62,7 +67,11 @@ class LayerMerger:
                 self._merge_on(torch.device("cpu"), layers, take)
                 return
             on_gpu = sum(solving_memory(self.plan, layer) for layer in layers)
-            with self._streams.free() as stream, self._room[stream.device].reserve(on_gpu), torch.cuda.stream(stream):
+            with (
+                self._streams.free() as stream,
+                self._room[stream.device].reserve(on_gpu),
+                torch.cuda.stream(stream),
+            ):
                 self._merge_on(stream.device, layers, take)
 
     def _turn_on(self, device: torch.device) -> AbstractContextManager[object]:
@@ -95,7 +104,9 @@ class LayerMerger:
         return merged
 
     def _start(self, layer: Layer, device: torch.device) -> MergedLayer:
-        """Read a layer of the base, and its state before the first task of this merge, to the layer's device."""
+        """Read a layer of the base, and its state before the first task of this merge, to the
+        layer's device.
+        """
         plan = self.plan
         weight, sha = plan.base.read(key := layer.keys[0], device)
         weight = weight.to(plan.dtype(key))
@@ -105,16 +116,27 @@ class LayerMerger:
             state = {"weight": self._weight_so_far(layer, theta_0, state, read)}
         elif not state:
             state = plan.method.start(layer.name, theta_0)
-        return MergedLayer(layer, theta_0, state, {"param": layer.param, "written": [], "read": read, "reports": []})
+        return MergedLayer(
+            layer,
+            theta_0,
+            state,
+            {"param": layer.param, "written": [], "read": read, "reports": []},
+        )
 
-    def _weight_so_far(self, layer: Layer, theta_0: Tensor, kept: State, read: dict[str, str]) -> Tensor:
+    def _weight_so_far(
+        self, layer: Layer, theta_0: Tensor, kept: State, read: dict[str, str]
+    ) -> Tensor:
         """Return the merged weight before the first task, in the dtype in which it is kept."""
         merged, so_far, dtype = self.plan.merged, theta_0, theta_0.dtype
         if merged is not None:
             rounded = layer.view.part(theta_0)
             if kept:
                 info, exact = merged.source.tensors[merged.keys[layer.param]], kept["weight"]
-                rounded = info.rounded(exact) if isinstance(info, Quantised) else exact.to(FLOATS[info.dtype])
+                rounded = (
+                    info.rounded(exact)
+                    if isinstance(info, Quantised)
+                    else exact.to(FLOATS[info.dtype])
+                )
             weight, read["merged"] = merged.weight(layer.param, rounded)
             assert isinstance(weight, Tensor)
             if self.plan.state is not None and kept:
@@ -124,17 +146,23 @@ class LayerMerger:
                     raise ValueError(f"'{name}' does not belong to the weights beside it: {why}")
                 weight = exact
             so_far = layer.view.matrix(weight)
-        return so_far.to(torch.promote_types(dtype, torch.float32) if self.plan.keeps_state else dtype)
+        return so_far.to(
+            torch.promote_types(dtype, torch.float32) if self.plan.keeps_state else dtype
+        )
 
     def _add_task(self, number: int, merged: dict[str, MergedLayer], device: torch.device) -> None:
-        """Add a task to the states of the layers that it changes; an adapter may leave some unchanged."""
+        """Add a task to the states of the layers that it changes; an adapter may leave some
+        unchanged.
+        """
         task, step = self.plan.tasks[number], self.plan.first_step + number
         theta_t: dict[str, Tensor | LowRank] = {}
         for name, each in merged.items():
             if each.layer.param in task.params:
                 with room_for(f"'{name}' {each.layer.view.shape}", device):
                     theta_0 = each.layer.view.part(each.theta_0)
-                    new, each.record["read"][f"task {number}"] = task.weight(each.layer.param, theta_0)
+                    new, each.record["read"][f"task {number}"] = task.weight(
+                        each.layer.param, theta_0
+                    )
                     new = task.at_strength(new, theta_0)
                     theta_t[name] = each.layer.view.matrix(new) if isinstance(new, Tensor) else new
         if not theta_t:
@@ -143,9 +171,13 @@ class LayerMerger:
         pretrained = {name: merged[name].theta_0 for name in theta_t}
         add_each = self.plan.method.add_each
         with self._turn_on(device):
-            for name, state, report in add_each(states, pretrained, theta_t, step=step, device=device):
+            for name, state, report in add_each(
+                states, pretrained, theta_t, step=step, device=device
+            ):
                 if not all(map(is_finite, state.values())):
-                    too_large = f"the result is too large for {pretrained[name].dtype}, or its squares are"
+                    too_large = (
+                        f"the result is too large for {pretrained[name].dtype}, or its squares are"
+                    )
                     raise ValueError(f"model '{task.source.name}', layer '{name}': {too_large}")
                 merged[name].state = state
                 merged[name].record["reports"].append({"step": step, **report})
@@ -160,7 +192,9 @@ class LayerMerger:
 
 
 def _read_state(plan: Plan, layer: Layer, device: torch.device) -> tuple[State, str]:
-    """Read the state of a layer that an earlier merge kept, and its digest; both are empty if it kept none."""
+    """Read the state of a layer that an earlier merge kept, and its digest; both are empty if it
+    kept none.
+    """
     kept, state, digests = plan.state, {}, ""
     for name, (_, param, like) in state_tensors(plan, layer).items():
         if kept is not None and param in kept.keys:
@@ -170,7 +204,9 @@ def _read_state(plan: Plan, layer: Layer, device: torch.device) -> tuple[State, 
 
 
 class Budget:
-    """A memory limit: threads wait until their reservations fit; one above the limit is granted on its own."""
+    """A memory limit: threads wait until their reservations fit; one above the limit is granted on
+    its own.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self._bound, self._used = nbytes, 0
@@ -190,7 +226,14 @@ class Budget:
 
 
 def merge_layers(plan: Plan, layers: Sequence[Layer], take: Take) -> Iterator[int]:
-    """Merge layers in this process, and hand over each; yield the number of those that were merged meanwhile."""
+    """Merge layers in this process, and hand over each; yield the number of those that were merged
+    meanwhile.
+    """
     found, merger = list(batches(plan, layers)), LayerMerger(plan)
-    merged = map_layers(lambda batch: merger.merge(batch, take), found, plan.settings.devices[0], plan.settings.workers)
+    merged = map_layers(
+        lambda batch: merger.merge(batch, take),
+        found,
+        plan.settings.devices[0],
+        plan.settings.workers,
+    )
     yield from (len(batch) for batch, _ in zip(found, merged, strict=True))

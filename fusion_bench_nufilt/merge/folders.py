@@ -47,11 +47,14 @@ from .sources.source import some
 log = logging.getLogger(__name__)
 
 
-def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] | None = None) -> Path:
+def merge_folders(
+    plan: Plan, out: Path, progress: Callable[[int, int], object] | None = None
+) -> Path:
     """Carry out a plan, and return ``out``.
 
-    A tensor goes through all tasks before the next one is read, so that each input is read once, whatever the number
-    of tasks, and nothing in between is stored. A run that was interrupted goes on where it stopped.
+    A tensor goes through all tasks before the next one is read, so that each input is read once,
+    whatever the number of tasks, and nothing in between is stored. A run that was interrupted goes
+    on where it stopped.
 
     Args:
         plan: from :func:`fusion_bench_nufilt.merge.plan_merge`.
@@ -59,7 +62,8 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
         progress: called with the number of finished tensors and the number of all tensors.
 
     Raises:
-        ValueError: ``out`` exists, the disk has no room, or a tensor has NaN or infinite values; the message names it.
+        ValueError: ``out`` exists, the disk has no room, or a tensor has NaN or infinite values;
+            the message names it.
     """
     if check_output(plan, out):
         clear_work_folder(out)  # the run may have been killed before it cleaned up
@@ -78,7 +82,9 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
     ):
         _merge(plan, output, progress or (lambda done, total: None))
         if changed := some(plan.changed()):
-            raise ValueError(f"{changed} was changed during the run: run the same command again, it starts anew")
+            raise ValueError(
+                f"{changed} was changed during the run: run the same command again, it starts anew"
+            )
         about = _about(plan, output.done, run)
         _check_inputs(plan, about["inputs"])
         found = account(plan, about["changes"])
@@ -92,15 +98,25 @@ def merge_folders(plan: Plan, out: Path, progress: Callable[[int, int], object] 
 
 
 def check_disk(plan: Plan, out: Path) -> None:
-    """Raise a ValueError if the disk has no room for the result, besides what an interrupted run wrote of it."""
+    """Raise a ValueError if the disk has no room for the result, besides what an interrupted run
+    wrote of it.
+    """
     folder, needed = _nearest(out), disk_bytes(plan)
-    written = sum(512 * path.stat().st_blocks for path in work_folder(out).rglob("*.safetensors") if path.is_file())
+    written = sum(
+        512 * path.stat().st_blocks
+        for path in work_folder(out).rglob("*.safetensors")
+        if path.is_file()
+    )
     if needed > (free := shutil.disk_usage(folder).free + written):
-        raise ValueError(f"the result takes {needed / 1e9:.1f} GB and '{folder}' has {free / 1e9:.1f} GB left")
+        raise ValueError(
+            f"the result takes {needed / 1e9:.1f} GB and '{folder}' has {free / 1e9:.1f} GB left"
+        )
 
 
 def check_output(plan: Plan, out: Path) -> bool:
-    """Return whether ``out`` is this very merge and undamaged; refuse a folder that holds anything else."""
+    """Return whether ``out`` is this very merge and undamaged; refuse a folder that holds anything
+    else.
+    """
     refuse_inside(plan, out)
     if out.exists() or out.is_symlink():
         here = not any(checkpoint.remote for checkpoint in plan.checkpoints)
@@ -108,7 +124,11 @@ def check_output(plan: Plan, out: Path) -> bool:
         if not manifest or manifest.get("run") != _run_identity(plan):
             raise ValueError(f"'{out}' exists: remove it or name another folder")
         kept = Path(f"{out}.damaged")
-        advice = f"remove '{kept}', and it is made again" if kept.exists() else f"it is made again ('{kept}' keeps it)"
+        advice = (
+            f"remove '{kept}', and it is made again"
+            if kept.exists()
+            else f"it is made again ('{kept}' keeps it)"
+        )
         try:
             verify_files(out, manifest, advice, digests=plan.settings.verify)
         except ValueError as error:
@@ -124,15 +144,26 @@ def check_output(plan: Plan, out: Path) -> bool:
 
 
 def refuse_inside(plan: Plan, out: Path) -> None:
-    """Refuse a folder for results that is or lies in a model that is read, or whose work folder holds such a model."""
+    """Refuse a folder for results that is or lies in a model that is read, or whose work folder
+    holds such a model.
+    """
     place, work = out.resolve(), work_folder(out.resolve())
     for checkpoint in plan.checkpoints:
         # Weight files may be links to elsewhere.
-        for path in {checkpoint.folder.resolve(), *(file.path.resolve() for file in checkpoint.opened.values())}:
+        for path in {
+            checkpoint.folder.resolve(),
+            *(file.path.resolve() for file in checkpoint.opened.values()),
+        }:
             if path in (place, *place.parents):
-                raise ValueError(f"'{out}' is inside '{checkpoint.name}', which is not written to: name another folder")
+                raise ValueError(
+                    f"'{out}' is inside '{checkpoint.name}', which is not written to: name another "
+                    "folder"
+                )
             if work in (path, *path.parents):
-                raise ValueError(f"'{checkpoint.name}' is inside '{work}', where '{out}' is to grow: move it elsewhere")
+                raise ValueError(
+                    f"'{checkpoint.name}' is inside '{work}', where '{out}' is to grow: move it "
+                    "elsewhere"
+                )
 
 
 def _nearest(out: Path) -> Path:
@@ -140,8 +171,12 @@ def _nearest(out: Path) -> Path:
 
 
 def _fetch(plan: Plan) -> None:
-    """Download the weights that are still on the hub, and give the warnings that only they can tell."""
-    for checkpoint in (remote := [checkpoint for checkpoint in plan.checkpoints if checkpoint.remote]):
+    """Download the weights that are still on the hub, and give the warnings that only they can
+    tell.
+    """
+    for checkpoint in (
+        remote := [checkpoint for checkpoint in plan.checkpoints if checkpoint.remote]
+    ):
         checkpoint.fetch()
     plan.vocabulary.check()
     for text in chain(verify_merged(plan), check_relation(plan)) if remote else ():
@@ -156,7 +191,9 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
         log.info("going on: %d of %d tensors are done", len(done), total)
     layers = [layer for layer in plan.layers if layer.param not in done]
     others = [param for param in plan.others if param not in done]
-    written = map_layers(lambda param: write_other(plan, param, output), others, torch.device("cpu"))
+    written = map_layers(
+        lambda param: write_other(plan, param, output), others, torch.device("cpu")
+    )
     for _ in written if plan.settings.strict else ():
         progress(len(done), total)
     if plan.settings.strict:  # before the layers, which take most of the time
@@ -170,22 +207,35 @@ def _merge_layers(plan: Plan, layers: Sequence[Layer], output: Output) -> Iterat
         return merge_on_cluster(plan, layers, output.add)
     give_back_freed_memory()
     encode = LayerBytes(plan)
-    return merge_layers(plan, layers, lambda layer, weigh: output.add(layer.record, encode(layer, weigh)))
+    return merge_layers(
+        plan, layers, lambda layer, weigh: output.add(layer.record, encode(layer, weigh))
+    )
 
 
 def _check_inputs(plan: Plan, inputs: Mapping[str, Input]) -> None:
     """Raise a ValueError that names a model whose digest is not the one in the manifest."""
     known, before = dict(plan.known), plan.before.get("settings", {})
-    if all(before.get(key) == value for key, value in dataclasses.asdict(plan.targets).items()):  # the same was read
-        known["base"] = plan.before.get("inputs", {}).get("base", {}).get("sha256", inputs["base"]["sha256"])
+    if all(
+        before.get(key) == value for key, value in dataclasses.asdict(plan.targets).items()
+    ):  # the same was read
+        known["base"] = (
+            plan.before.get("inputs", {}).get("base", {}).get("sha256", inputs["base"]["sha256"])
+        )
     for source, found in inputs.items() if plan.settings.verify else ():
         if known.get(source, found["sha256"]) != found["sha256"]:
-            other = f"'{plan.models[source].source.name}' has other weights than the {source} that {MANIFEST} names"
-            raise ValueError(f"{other}: name that one, or add --no-verify, and the finished work is gone on with")
+            other = (
+                f"'{plan.models[source].source.name}' has other weights than the {source} that "
+                f"{MANIFEST} names"
+            )
+            raise ValueError(
+                f"{other}: name that one, or add --no-verify, and the finished work is gone on with"
+            )
 
 
 def _run_identity(plan: Plan) -> str:
-    """Return a digest of all that the result depends on: an interrupted run goes on only if none of it has changed."""
+    """Return a digest of all that the result depends on: an interrupted run goes on only if none of
+    it has changed.
+    """
     content = {
         "models": [checkpoint.identity() for checkpoint in plan.checkpoints],
         "mean counts": plan.before.get("mean_counts"),
@@ -196,21 +246,27 @@ def _run_identity(plan: Plan) -> str:
         "layers": sorted(layer.name for layer in plan.layers),
         "averaged": sorted(plan.averaged),
         "heads": plan.heads,
-        "files": {name: hashlib.sha256(content).hexdigest() for name, content in plan.small_files.items()},
+        "files": {
+            name: hashlib.sha256(content).hexdigest() for name, content in plan.small_files.items()
+        },
         "versions": package_versions(),
     }
     return combined_digest((key, json.dumps(value)) for key, value in content.items())
 
 
 def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
-    """Return the manifest's content; its digests combine those of tensors by name, however files hold them."""
+    """Return the manifest's content; its digests combine those of tensors by name, however files
+    hold them.
+    """
     records = [done[param] for param in chain((layer.param for layer in plan.layers), plan.others)]
     inputs = {
         source: {
             "name": model.source.label,
             **({"kind": type(model).__name__} if source.startswith("task") else {}),
             "tensors_read": sum(source in record["read"] for record in records),
-            "sha256": combined_digest((record["param"], record["read"].get(source)) for record in records),
+            "sha256": combined_digest(
+                (record["param"], record["read"].get(source)) for record in records
+            ),
         }
         for source, model in plan.models.items()
     }
@@ -218,7 +274,9 @@ def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
     counts = {record["param"]: record["mean_count"] for record in records if "mean_count" in record}
     averaged, warnings = len(plan.averaged), plan.warnings
     for checkpoint in plan.checkpoints:  # without the user's directories
-        warnings = [text.replace(f"'{checkpoint.name}'", f"'{checkpoint.label}'") for text in warnings]
+        warnings = [
+            text.replace(f"'{checkpoint.name}'", f"'{checkpoint.label}'") for text in warnings
+        ]
     return {
         "method": plan.method.label,
         "step": plan.last_step,
@@ -227,14 +285,25 @@ def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
         "settings": plan.options(),
         "coverage": plan.coverage.as_dict(),
         "linear_layers_known_from": plan.origin,
-        "tensors": {"merged": len(plan.layers), "averaged": averaged, "copied": len(plan.others) - averaged},
-        "sha256": combined_digest((record["param"], [entry[3] for entry in record["written"]]) for record in records),
+        "tensors": {
+            "merged": len(plan.layers),
+            "averaged": averaged,
+            "copied": len(plan.others) - averaged,
+        },
+        "sha256": combined_digest(
+            (record["param"], [entry[3] for entry in record["written"]]) for record in records
+        ),
         "changes": changes(plan, records),
         "run": run,
         "versions": package_versions(),
-        "warnings": warnings + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],
+        "warnings": warnings
+        + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],
         "mean_counts": {param: count for param, count in counts.items() if count != plan.last_step},
         "heads": plan.heads,
         "vocabulary": plan.vocabulary.as_dict(),
-        "layers": {names[record["param"]]: record["reports"] for record in records if record["param"] in names},
+        "layers": {
+            names[record["param"]]: record["reports"]
+            for record in records
+            if record["param"] in names
+        },
     }

@@ -22,26 +22,33 @@ _WORKER_BYTES = 64 * 2**20
 
 
 def process_memory(workers: int) -> int:
-    """Return the bytes that the process takes besides the layers: its present size, and its workers' overhead."""
+    """Return the bytes that the process takes besides the layers: its present size, and its
+    workers' overhead.
+    """
     return int(psutil.Process().memory_info().rss) + workers * _WORKER_BYTES
 
 
 def give_back_freed_memory() -> None:
     """Have glibc give blocks above 4 MB back to the system when they are freed.
 
-    By default, every thread keeps freed blocks of up to 32 MB, and a process of many threads takes twice what it uses.
+    By default, every thread keeps freed blocks of up to 32 MB, and a process of many threads takes
+    twice what it uses.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         mallopt(-3, 4 * 2**20)  # M_MMAP_THRESHOLD
 
 
 def layer_memory(plan: Plan, layer: Layer) -> int:
-    """Return the bytes of main memory held while a layer is merged; on a GPU, it only passes through there."""
+    """Return the bytes of main memory held while a layer is merged; on a GPU, it only passes
+    through there.
+    """
     return solving_memory(plan, layer) if plan.settings.on_cpu else _stored_memory(plan, layer)
 
 
 def solving_memory(plan: Plan, layer: Layer) -> int:
-    """Return the bytes held where a layer is merged: its weights and state as read, and working memory."""
+    """Return the bytes held where a layer is merged: its weights and state as read, and working
+    memory.
+    """
     wide = max(plan.method.itemsize, plan.dtype(layer.keys[0]).itemsize)
     return _stored_memory(plan, layer) + plan.method.working_bytes(layer.view.shape, wide)
 
@@ -49,15 +56,23 @@ def solving_memory(plan: Plan, layer: Layer) -> int:
 def _stored_memory(plan: Plan, layer: Layer) -> int:
     dtype, shape = plan.dtype(layer.keys[0]), layer.view.shape
     # The factors of a LoRA are too thin to count.
-    full = [task.source.tensors[task.keys[layer.param]] for task in plan.tasks if layer.param in task.keys]
-    stored = (dtype.itemsize + max((FLOATS[info.dtype].itemsize for info in full), default=0)) * math.prod(shape)
+    full = [
+        task.source.tensors[task.keys[layer.param]]
+        for task in plan.tasks
+        if layer.param in task.keys
+    ]
+    stored = (
+        dtype.itemsize + max((FLOATS[info.dtype].itemsize for info in full), default=0)
+    ) * math.prod(shape)
     if plan.keeps_state or not plan.method.state_is_weight:
         return stored + sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
     return stored + dtype.itemsize * math.prod(shape)
 
 
 def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
-    """Yield the layers that are merged together: one on a CPU, else as many of one shape as are solved together."""
+    """Yield the layers that are merged together: one on a CPU, else as many of one shape as are
+    solved together.
+    """
     groups: dict[tuple[tuple[int, ...], torch.dtype], list[Layer]] = defaultdict(list)
     for layer in layers:
         groups[layer.view.shape, plan.dtype(layer.keys[0])].append(layer)
@@ -70,28 +85,49 @@ def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
 
 
 def layer_budget(plan: Plan, workers: int | None = None) -> int:
-    """Return the bytes that all layers in progress may take together, by default with this process's workers."""
+    """Return the bytes that all layers in progress may take together, by default with this
+    process's workers.
+    """
     workers, bound = workers or plan.settings.workers, plan.settings.max_memory
-    held = sorted(sum(layer_memory(plan, layer) for layer in batch) for batch in batches(plan, plan.layers))
+    held = sorted(
+        sum(layer_memory(plan, layer) for layer in batch) for batch in batches(plan, plan.layers)
+    )
     largest = sum(held[-workers:])
     return largest if bound is None else min(largest, bound - process_memory(workers))
 
 
 def peak_memory(plan: Plan, workers: int | None = None) -> int:
-    """Predict the peak resident memory of a process in bytes, by default with this process's workers."""
+    """Predict the peak resident memory of a process in bytes, by default with this process's
+    workers.
+    """
     count = workers or plan.settings.workers
-    return process_memory(count) + max(layer_budget(plan, workers), count * _quantising_memory(plan))
+    return process_memory(count) + max(
+        layer_budget(plan, workers), count * _quantising_memory(plan)
+    )
 
 
 def _quantising_memory(plan: Plan) -> int:
-    """Return the bytes held while a tensor outside the merged layers is quantised, for which all of it is read."""
-    keys = (key for param, keys in plan.others.items() if plan.merged or param in plan.averaged for key in keys)
+    """Return the bytes held while a tensor outside the merged layers is quantised, for which all of
+    it is read.
+    """
+    keys = (
+        key
+        for param, keys in plan.others.items()
+        if plan.merged or param in plan.averaged
+        for key in keys
+    )
     written = (as_written(plan.base.tensors[key], plan.settings.dtype) for key in keys)
-    return 20 * max((math.prod(info.shape) for info in written if isinstance(info, Quantised)), default=0)
+    return 20 * max(
+        (math.prod(info.shape) for info in written if isinstance(info, Quantised)), default=0
+    )
 
 
 def disk_bytes(plan: Plan) -> int:
     """Return the bytes of all weight files while the result is made."""
     _, state = state_layout(plan)
-    heads = sum(task.source.tensors[key].nbytes for task in plan.tasks for key in task.head.values())
-    return heads + sum(info.nbytes for tensors in (*plan.files.values(), state) for info in tensors.values())
+    heads = sum(
+        task.source.tensors[key].nbytes for task in plan.tasks for key in task.head.values()
+    )
+    return heads + sum(
+        info.nbytes for tensors in (*plan.files.values(), state) for info in tensors.values()
+    )

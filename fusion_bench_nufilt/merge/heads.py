@@ -1,4 +1,6 @@
-"""The heads of classifiers: find them in the tasks, keep them beside the merged model, put them back on it."""
+"""The heads of classifiers: find them in the tasks, keep them beside the merged model, put them
+back on it.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +31,11 @@ _CLASSES = {
 
 
 def take_heads(
-    rule: str, base: FullModel, tasks: Sequence[FullModel], architecture: Architecture, before: Manifest
+    rule: str,
+    base: FullModel,
+    tasks: Sequence[FullModel],
+    architecture: Architecture,
+    before: Manifest,
 ) -> Heads:
     """Find the heads of the tasks, and take them out of the merge."""
     heads = Heads(rule, base.params, base.source.config, architecture.backbone)
@@ -57,7 +63,9 @@ def _floats(task: FullModel) -> list[str]:
     return [param for param, key in task.keys.items() if task.source.tensors[key].dtype in FLOATS]
 
 
-def describe_heads(heads: Heads, base: FullModel, tasks: Sequence[FullModel], before: Manifest) -> dict[str, Head]:
+def describe_heads(
+    heads: Heads, base: FullModel, tasks: Sequence[FullModel], before: Manifest
+) -> dict[str, Head]:
     """Return the manifest's entries for the heads of earlier tasks and of these, by task."""
     described = dict(before.get("heads", {}))
     for task in tasks:
@@ -67,20 +75,30 @@ def describe_heads(heads: Heads, base: FullModel, tasks: Sequence[FullModel], be
 
 
 def _config(task: FullModel, base: FullModel) -> Mapping[str, Any]:
-    """Return the configuration of a task's model; an adapter has the base's, with the labels that it trained."""
+    """Return the configuration of a task's model; an adapter has the base's, with the labels that
+    it trained.
+    """
     config = task.source.config
     if isinstance(task, LoraAdapter) and not config:
         count = [task.source.tensors[key].shape for key in task.head.values()][-1][0]
         kind = (task.config.get("auto_mapping") or {}).get("base_model_class")
-        config = {**base.source.config, "architectures": [kind or _CLASSES.get(str(task.config.get("task_type")))]}
+        config = {
+            **base.source.config,
+            "architectures": [kind or _CLASSES.get(str(task.config.get("task_type")))],
+        }
         if len(labels(config) or ()) != count:
             names = {str(number): f"LABEL_{number}" for number in range(count)}
-            config |= {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
+            config |= {
+                "id2label": names,
+                "label2id": {name: int(number) for number, name in names.items()},
+            }
     return config
 
 
 def head_files(plan: Plan) -> dict[str, bytes]:
-    """Return the files of all heads by path in the result; those of earlier tasks come from the merged model."""
+    """Return the files of all heads by path in the result; those of earlier tasks come from the
+    merged model.
+    """
     if plan.merged is None or not plan.before.get("heads"):
         return new_heads(plan)
     return read_heads(plan.merged.checkpoint.folder_with("heads/*"), plan.before) | new_heads(plan)
@@ -88,7 +106,11 @@ def head_files(plan: Plan) -> dict[str, bytes]:
 
 def new_heads(plan: Plan) -> dict[str, bytes]:
     """Return the files of the heads of a merge's own tasks by path in the result."""
-    files = (head["file"] for name, head in plan.heads.items() if name not in plan.before.get("heads", {}))
+    files = (
+        head["file"]
+        for name, head in plan.heads.items()
+        if name not in plan.before.get("heads", {})
+    )
     tasks = (task for task in plan.tasks if task.head)
     return {file: save(_head(task)) for file, task in zip(files, tasks, strict=True)}
 
@@ -107,14 +129,17 @@ def load_task(folder: str | Path, task: str) -> nn.Module:
         task: the name of the task, as in the manifest under ``heads``.
 
     Raises:
-        ValueError: the task has no head, a file is damaged, or no installed package has the model's class.
+        ValueError: the task has no head, a file is damaged, or no installed package has the model's
+            class.
     """
     checkpoint = Checkpoint.open(str(folder))
     place = checkpoint.folder_with("*.safetensors")
     manifest = read_manifest(place) or Manifest()
     heads = manifest.get("heads", {})
     if task not in heads:
-        known = f"there are those of {some(heads)}" if heads else "its tasks have no heads of their own"
+        known = (
+            f"there are those of {some(heads)}" if heads else "its tasks have no heads of their own"
+        )
         raise ValueError(f"'{folder}' has no head of '{task}': {known}")
     file, config = heads[task]["file"], heads[task]["config"]
     tensors = load(read_heads(place, manifest, task)[file])
@@ -123,7 +148,9 @@ def load_task(folder: str | Path, task: str) -> nn.Module:
     missing, unknown = missing - tensors.keys(), tensors.keys() - model.state_dict().keys()
     if missing or unknown:
         what = f"no {some(sorted(missing))}" if missing else f"{some(sorted(unknown))} more"
-        raise ValueError(f"'{folder}', head of '{task}': for {type(model).__name__} there is {what}")
+        raise ValueError(
+            f"'{folder}', head of '{task}': for {type(model).__name__} there is {what}"
+        )
     model.load_state_dict(tensors, strict=False)
     return model.eval()
 
@@ -141,12 +168,15 @@ def _by_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module
         settings.vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size
     options = {"dtype": "auto", "ignore_mismatched_sizes": True, "output_loading_info": True}
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # it would advise training the head, which it does not know
+    # it would advise training the head, which it does not know
+    transformers.logging.set_verbosity_error()
     try:
         model, info = kind.from_pretrained(folder, config=settings, **options)
     finally:
         transformers.logging.set_verbosity(verbosity)
-    other_shape = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}  # by version
+    other_shape = {
+        key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]
+    }  # by version
     return model, {*info["missing_keys"], *other_shape}
 
 
@@ -156,11 +186,21 @@ def _by_timm(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, set[st
     try:
         import timm
     except ImportError:
-        raise ValueError(f"'{folder}' has heads of timm's {config['architecture']}: pip install timm") from None
+        raise ValueError(
+            f"'{folder}' has heads of timm's {config['architecture']}: pip install timm"
+        ) from None
     size = {"num_classes": len(labels(config) or ())}
-    model = timm.create_model(config["architecture"], **{**(config.get("model_args") or {}), **size})
-    weights = {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
+    model = timm.create_model(
+        config["architecture"], **{**(config.get("model_args") or {}), **size}
+    )
+    weights = {
+        key: value
+        for file in sorted(folder.glob("*.safetensors"))
+        for key, value in load_file(file).items()
+    }
     own = model.state_dict()
-    fits = {key: value for key, value in weights.items() if key in own and value.shape == own[key].shape}
+    fits = {
+        key: value for key, value in weights.items() if key in own and value.shape == own[key].shape
+    }
     model.load_state_dict(fits, strict=False)
     return model, own.keys() - fits.keys()

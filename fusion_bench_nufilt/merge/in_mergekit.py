@@ -32,14 +32,27 @@ def register_methods() -> None:
 
 
 class MergekitMethod(mergekit.GroupMergeMethod):
-    """A layer-wise method, to which models come in the order of the file, each with a ``weight`` for its update."""
+    """A layer-wise method, to which models come in the order of the file, each with a ``weight``
+    for its update.
+    """
 
     def __init__(self, kind: type[LayerMethod]) -> None:
         self.kind = kind
-        options = {each.name: _parameter(of, each, kind) for of in (kind.Options, TargetConfig) for each in fields(of)}
-        del options["heads"], options["on_shape_mismatch"]  # mergekit takes tensors of equal shapes alone
-        seed = next(_parameter(Settings, each, kind) for each in fields(Settings) if each.name == "seed")
-        weight = mergekit.ParameterSpec("weight", FiniteFloat, mergekit.ParameterScope.NON_BASE, 1.0)
+        options = {
+            each.name: _parameter(of, each, kind)
+            for of in (kind.Options, TargetConfig)
+            for each in fields(of)
+        }
+        del (
+            options["heads"],
+            options["on_shape_mismatch"],
+        )  # mergekit takes tensors of equal shapes alone
+        seed = next(
+            _parameter(Settings, each, kind) for each in fields(Settings) if each.name == "seed"
+        )
+        weight = mergekit.ParameterSpec(
+            "weight", FiniteFloat, mergekit.ParameterScope.NON_BASE, 1.0
+        )
         url = re.search(r"https://[^)]+", getattr(kind, "citation", ""))
         self.spec = mergekit.MergeMethodSpec(
             kind.name,
@@ -52,11 +65,15 @@ class MergekitMethod(mergekit.GroupMergeMethod):
 
     @torch.no_grad()
     def merge_group(self, group: Any, /, **parameters: Any) -> Tensor:
-        """Merge the layers that a tensor holds; ``other_params`` says what becomes of a tensor without any."""
+        """Merge the layers that a tensor holds; ``other_params`` says what becomes of a tensor
+        without any.
+        """
         (options, targets), rest = split_options((self.kind.Options, TargetConfig), parameters)
         base, wide = group.base.tensor, wide_dtype(group.base.tensor)
         tasks = [
-            each.tensor if (by := rest["weight"][each.id]) == 1 else torch.lerp(base.to(wide), each.tensor.to(wide), by)
+            each.tensor
+            if (by := rest["weight"][each.id]) == 1
+            else torch.lerp(base.to(wide), each.tensor.to(wide), by)
             for each in group.non_base
         ]
         names, layers = _layers_in(group, targets)
@@ -72,13 +89,18 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         for layer in layers:
             part = layer.view.part(merged[layer.name]).to(base.dtype)
             if not is_finite(part):
-                raise ValueError(f"tensor '{group.metadata.name}': the merged weight is too large for {base.dtype}")
+                raise ValueError(
+                    f"tensor '{group.metadata.name}': the merged weight is too large for "
+                    f"{base.dtype}"
+                )
             result[slice(*layer.view.rows)] = part
         return result
 
 
 def _parameter(of: type, option: Field[Any], kind: type[LayerMethod]) -> mergekit.ParameterSpec:
-    """Return an option as a parameter of mergekit, which checks its values when it plans the merge."""
+    """Return an option as a parameter of mergekit, which checks its values when it plans the
+    merge.
+    """
 
     def check(value: Any) -> Any:
         of(**{option.name: value})
@@ -86,22 +108,32 @@ def _parameter(of: type, option: Field[Any], kind: type[LayerMethod]) -> mergeki
 
     typed: Any = Annotated[option.type, AfterValidator(check)]
     return mergekit.ParameterSpec(
-        option.name, typed, mergekit.ParameterScope.SHARED, kind.defaults.get(option.name, option.default)
+        option.name,
+        typed,
+        mergekit.ParameterScope.SHARED,
+        kind.defaults.get(option.name, option.default),
     )
 
 
 def _layers_in(group: Any, targets: TargetConfig) -> tuple[list[str], list[Layer]]:
-    """Return the names of all layers to merge, in the base's order, and those layers that a tensor holds."""
+    """Return the names of all layers to merge, in the base's order, and those layers that a tensor
+    holds.
+    """
     base, tensor = group.base.id, group.metadata.name
     architecture, layers = _layers(Path(LoaderCache().get(base).index.base_path).resolve(), targets)
     if (param := architecture.param(tensor)) not in layers:
-        raise ValueError(f"the base '{base}' has no tensor '{tensor}' of the result: name one that has all its layers")
+        raise ValueError(
+            f"the base '{base}' has no tensor '{tensor}' of the result: name one that has all its "
+            "layers"
+        )
     return [layer.name for held in layers.values() for layer in held], layers[param]
 
 
 @cache
 def _layers(folder: Path, targets: TargetConfig) -> tuple[Architecture, dict[str, list[Layer]]]:
-    """Return the architecture of a base, and for each of its tensors, by param, the layers to merge in it."""
+    """Return the architecture of a base, and for each of its tensors, by param, the layers to merge
+    in it.
+    """
     base = Checkpoint.from_folder(str(folder), folder)
     architecture = Architecture.of_checkpoint(base)
     layers: dict[str, list[Layer]] = {param: [] for param in architecture.by_param(base)}

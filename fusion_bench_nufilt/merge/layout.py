@@ -1,4 +1,6 @@
-"""Where the tensors of a result lie in its files, and what its config.json and its index say about it."""
+"""Where the tensors of a result lie in its files, and what its config.json and its index say about
+it.
+"""
 
 import json
 from collections.abc import Mapping
@@ -28,16 +30,24 @@ def as_written(info: TensorInfo, dtype: str) -> TensorInfo:
     if info.dtype not in FLOATS or (quantised and dtype == "fp8"):
         return info
     name = _NAMES.get(dtype, "BF16" if quantised else info.dtype)
-    return info if name == info.dtype and not isinstance(info, Quantised | Packed) else info.of(name)
+    return (
+        info if name == info.dtype and not isinstance(info, Quantised | Packed) else info.of(name)
+    )
 
 
-def arrange(base: Checkpoint, rows: Mapping[str, int], dtype: str, max_shard_size: int | None) -> Files:
-    """Arrange the tensors of the result in the base's files, or in new ones of ``max_shard_size`` bytes at most.
+def arrange(
+    base: Checkpoint, rows: Mapping[str, int], dtype: str, max_shard_size: int | None
+) -> Files:
+    """Arrange the tensors of the result in the base's files, or in new ones of ``max_shard_size``
+    bytes at most.
 
-    A larger tensor has a file of its own. ``rows`` has the number of rows of tensors where it is not the base's.
+    A larger tensor has a file of its own. ``rows`` has the number of rows of tensors where it is
+    not the base's.
     """
     written = {key: as_written(info, dtype) for key, info in base.whole.items()}
-    tensors = _stored(written | {key: _with_rows(written[key], count) for key, count in rows.items()})
+    tensors = _stored(
+        written | {key: _with_rows(written[key], count) for key, count in rows.items()}
+    )
     if max_shard_size is None:
         return _by_file(tensors)
     split = split_state_dict_into_shards_factory(
@@ -46,12 +56,17 @@ def arrange(base: Checkpoint, rows: Mapping[str, int], dtype: str, max_shard_siz
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
-    return {file: {key: tensors[key] for key in keys} for file, keys in split.filename_to_tensors.items()}
+    return {
+        file: {key: tensors[key] for key in keys}
+        for file, keys in split.filename_to_tensors.items()
+    }
 
 
 def _with_rows(info: TensorInfo, count: int) -> TensorInfo:
     if isinstance(info, Quantised):
-        raise ValueError(f"{info.what} is stored in FP8 and can't get rows for new tokens: leave dtype out")
+        raise ValueError(
+            f"{info.what} is stored in FP8 and can't get rows for new tokens: leave dtype out"
+        )
     stop = info.start + info.nbytes // info.shape[0] * count
     return replace(info, shape=(count, *info.shape[1:]), stop=stop)
 
@@ -83,7 +98,9 @@ def make_headers(base: Checkpoint, files: Files) -> dict[str, bytes]:
     found = {}
     for file, tensors in files.items():
         own = base.opened.get(file)
-        found[file] = own.header if own and shapes(own.tensors) == shapes(tensors) else make_header(tensors)
+        found[file] = (
+            own.header if own and shapes(own.tensors) == shapes(tensors) else make_header(tensors)
+        )
     return found
 
 
@@ -102,18 +119,34 @@ def check_fp8(base: Checkpoint) -> None:
         why = "which are measured on data; leave dtype out, and quantise the result"
         raise ValueError(f"{what} scales of its activations ({some(base.measured)}), {why}")
     if not any(isinstance(info, Quantised) for info in base.whole.values()):
-        raise ValueError(f"{what} no weights in FP8 that tell the blocks: leave dtype out, and quantise the result")
+        raise ValueError(
+            f"{what} no weights in FP8 that tell the blocks: leave dtype out, and quantise the "
+            "result"
+        )
     for key in base.parts:
         info = base.whole[key]
-        if isinstance(info, Quantised) and len(base.parts[key]) > 1 and info.block[0] >= info.shape[0]:
-            several = f"'{key}' {info.shape} with scales {info.scale.shape} that several layers share"
+        if (
+            isinstance(info, Quantised)
+            and len(base.parts[key]) > 1
+            and info.block[0] >= info.shape[0]
+        ):
+            several = (
+                f"'{key}' {info.shape} with scales {info.scale.shape} that several layers share"
+            )
             raise ValueError(f"{what} {several}: leave dtype out")
 
 
-def small_files_of(small: Mapping[str, bytes], base: Checkpoint, files: Files, dtype: str) -> dict[str, bytes]:
-    """Return the base's small files for the result, with config.json and the index changed where they must be."""
+def small_files_of(
+    small: Mapping[str, bytes], base: Checkpoint, files: Files, dtype: str
+) -> dict[str, bytes]:
+    """Return the base's small files for the result, with config.json and the index changed where
+    they must be.
+    """
     found = dict(small)
-    if _CONFIG in found and (config := _retyped(before := json.loads(found[_CONFIG]), dtype)) != before:
+    if (
+        _CONFIG in found
+        and (config := _retyped(before := json.loads(found[_CONFIG]), dtype)) != before
+    ):
         found[_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
     if files != _by_file(_stored(base.whole)):
         found.pop(INDEX, None)
@@ -126,10 +159,16 @@ def small_files_of(small: Mapping[str, bytes], base: Checkpoint, files: Files, d
 
 
 def _retyped(config: Any, dtype: str) -> Any:
-    """Return a part of config.json with the dtype of the result, and without the base's quantisation if it is gone."""
+    """Return a part of config.json with the dtype of the result, and without the base's
+    quantisation if it is gone.
+    """
     if not isinstance(config, dict):
         return config
     gone = () if dtype == "fp8" else ("quantization_config", "compression_config")
     kept = {key: _retyped(value, dtype) for key, value in config.items() if key not in gone}
-    named = {key: dtype for key in ("torch_dtype", "dtype") if isinstance(kept.get(key), str) and dtype in _NAMES}
+    named = {
+        key: dtype
+        for key in ("torch_dtype", "dtype")
+        if isinstance(kept.get(key), str) and dtype in _NAMES
+    }
     return kept | named

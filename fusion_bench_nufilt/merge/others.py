@@ -32,7 +32,13 @@ NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the 
 def write_other(plan: Plan, param: str, output: Output) -> None:
     """Write a tensor outside the merged layers, under every key that the result has for it."""
     read: defaultdict[str, Any] = defaultdict(hashlib.sha256)  # digests by model
-    record: Record = {"param": param, "written": [], "read": {}, "reports": [], "changed": changed_by(plan, param)}
+    record: Record = {
+        "param": param,
+        "written": [],
+        "read": {},
+        "reports": [],
+        "changed": changed_by(plan, param),
+    }
     for key in plan.others[param]:
         finite = True
         for place, pieces in _new_tensors(plan, param, key, read):
@@ -42,7 +48,9 @@ def write_other(plan: Plan, param: str, output: Output) -> None:
                 output.write(place.file, data, offset)
                 offset += len(data)
                 sha.update(data)
-                finite = finite and (place.dtype not in FLOATS or is_finite(piece.view(FLOATS[place.dtype])))
+                finite = finite and (
+                    place.dtype not in FLOATS or is_finite(piece.view(FLOATS[place.dtype]))
+                )
             record["written"].append((place.file, place.start, place.stop, sha.hexdigest()))
         if not finite:
             record["not_finite"] = key
@@ -55,8 +63,12 @@ def write_other(plan: Plan, param: str, output: Output) -> None:
 
 
 def _in_mean(plan: Plan, param: str) -> tuple[int, dict[str, FullModel]]:
-    """Return the number of models in the mean before this merge, without the base, and the tasks that join it."""
-    tasks = ((number, task) for number, task in enumerate(plan.tasks) if param in plan.averaged_of(task))
+    """Return the number of models in the mean before this merge, without the base, and the tasks
+    that join it.
+    """
+    tasks = (
+        (number, task) for number, task in enumerate(plan.tasks) if param in plan.averaged_of(task)
+    )
     having = {f"task {number}": task for number, task in tasks if task.has(param)}
     return plan.before.get("mean_counts", {}).get(param, plan.first_step - 1), having
 
@@ -64,7 +76,9 @@ def _in_mean(plan: Plan, param: str) -> tuple[int, dict[str, FullModel]]:
 def _new_tensors(
     plan: Plan, param: str, key: str, read: defaultdict[str, Any]
 ) -> Iterator[tuple[TensorInfo, Iterable[Tensor]]]:
-    """Yield what the result's files hold for a tensor of the base, in pieces; update the digests of what is read."""
+    """Yield what the result's files hold for a tensor of the base, in pieces; update the digests of
+    what is read.
+    """
 
     def note(source: str, value: Tensor) -> None:
         read[source].update(raw(value))
@@ -81,7 +95,10 @@ def _new_tensors(
     elif kept and info.dtype == place.dtype and not isinstance(info, Quantised | Packed):
         yield place, _copied(plan, info, read)
     elif isinstance(place, Quantised):
-        yield from ((info, [value]) for info, value in place.quantise(torch.cat(list(values)).reshape(place.shape)))
+        yield from (
+            (info, [value])
+            for info, value in place.quantise(torch.cat(list(values)).reshape(place.shape))
+        )
     else:
         yield place, _narrowed(values, key, FLOATS[place.dtype])
 
@@ -96,12 +113,15 @@ def _narrowed(values: Iterable[Tensor], key: str, dtype: torch.dtype) -> Iterato
     for value in values:
         narrow = value.to(dtype)
         if not is_finite(narrow) and is_finite(value):
-            raise ValueError(f"tensor '{key}' has values that {dtype} can't hold: choose another --dtype")
+            raise ValueError(
+                f"tensor '{key}' has values that {dtype} can't hold: choose another --dtype"
+            )
         yield narrow
 
 
 def average_others(plan: Plan, write: Callable[[str, Tensor], object]) -> dict[str, int]:
-    """Average the tensors outside the merged layers in memory; return the number of models in the mean of each.
+    """Average the tensors outside the merged layers in memory; return the number of models in the
+    mean of each.
 
     ``write`` takes a key in the base and the new values; a tied tensor comes once.
     """
@@ -115,8 +135,12 @@ def average_others(plan: Plan, write: Callable[[str, Tensor], object]) -> dict[s
     return counts
 
 
-def _values(plan: Plan, param: str, key: str, note: Callable[[str, Tensor], object]) -> Iterator[Tensor]:
-    """Yield the new values, flattened, piece by piece; ``note`` takes every piece that is read, by its model."""
+def _values(
+    plan: Plan, param: str, key: str, note: Callable[[str, Tensor], object]
+) -> Iterator[Tensor]:
+    """Yield the new values, flattened, piece by piece; ``note`` takes every piece that is read, by
+    its model.
+    """
     base, merged, dtype = plan.base, plan.merged, plan.dtype(key)
     count, tasks = _in_mean(plan, param)
     averaged = param in plan.averaged
@@ -133,7 +157,9 @@ def _values(plan: Plan, param: str, key: str, note: Callable[[str, Tensor], obje
             new = task.elements(param, *between, theta_0)
             note(source, new)
             if not is_finite(new):
-                raise ValueError(f"model '{task.source.name}', tensor '{param}' has NaN or infinite values")
+                raise ValueError(
+                    f"model '{task.source.name}', tensor '{param}' has NaN or infinite values"
+                )
             value = running_mean(value, task.at_strength(new, theta_0), number)  # type: ignore[arg-type]
         value = value.to(dtype)  # once, since rounding after every task would add up
         if averaged and not is_finite(value):
@@ -142,9 +168,11 @@ def _values(plan: Plan, param: str, key: str, note: Callable[[str, Tensor], obje
 
 
 def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:
-    r"""Return the mean of ``count`` tensors, given that of all but the last: :math:`m + (\theta - m) / \text{count}`.
+    r"""Return the mean of ``count`` tensors, given that of all but the last: :math:`m + (\theta -
+    m) / \text{count}`.
 
-    It is exact for the first tensor, and computed in float32 at least, so that bfloat16 does not stall.
+    It is exact for the first tensor, and computed in float32 at least, so that bfloat16 does not
+    stall.
     """
     if count == 1:
         return new

@@ -1,4 +1,6 @@
-"""The folder being written: it gets its name once it is complete, and an interrupted run resumes where it stopped."""
+"""The folder being written: it gets its name once it is complete, and an interrupted run resumes
+where it stopped.
+"""
 
 import hashlib
 import json
@@ -53,13 +55,16 @@ _HEAD, _RECORD = TypeAdapter(_Head), TypeAdapter(Record)
 class Output:
     """A folder beside ``out`` that takes its place when it is finished.
 
-    The ``headers`` of the weight files, given with the files' sizes in bytes, fix every tensor's place from the start,
-    so any thread may write tensors in any order. A journal lists which are done, with digests of their bytes. A folder
-    is refused if another process writes it, or if it holds anything but the program's own files, weights and
-    ``others``. Leftovers of a ``run`` with other inputs or settings are deleted.
+    The ``headers`` of the weight files, given with the files' sizes in bytes, fix every tensor's
+    place from the start, so any thread may write tensors in any order. A journal lists which are
+    done, with digests of their bytes. A folder is refused if another process writes it, or if it
+    holds anything but the program's own files, weights and ``others``. Leftovers of a ``run`` with
+    other inputs or settings are deleted.
     """
 
-    def __init__(self, out: Path, run: str, headers: Mapping[str, tuple[bytes, int]], others: Collection[str]) -> None:
+    def __init__(
+        self, out: Path, run: str, headers: Mapping[str, tuple[bytes, int]], others: Collection[str]
+    ) -> None:
         self.out, self.work = out, work_folder(out)
         self.model, self._journal = self.work / "model", self.work / _JOURNAL
         self._sizes = {file: size for file, (_, size) in headers.items()}
@@ -80,7 +85,9 @@ class Output:
             raise
 
     def _claim(self) -> None:
-        """Make or take over the work folder for this user alone: a link or another user could redirect its files."""
+        """Make or take over the work folder for this user alone: a link or another user could
+        redirect its files.
+        """
         place = f"'{self.work}', where the merge is to grow,"
         try:
             self.work.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,7 +102,9 @@ class Output:
             os.close(descriptor)
 
     def _resume(self, head: _Head, headers: Mapping[str, tuple[bytes, int]]) -> dict[str, Record]:
-        """Return by param what an interrupted run with these inputs and settings finished and is still undamaged."""
+        """Return by param what an interrupted run with these inputs and settings finished and is
+        still undamaged.
+        """
         before, records = _read_head(self._journal), []
         if before == head:
             records = _read_records(self._journal)
@@ -104,7 +113,9 @@ class Output:
                 why = "was begun with other inputs, settings or versions, or its journal is damaged"
                 log.info("starting anew: '%s' %s", self.out, why)
             shutil.rmtree(self.model, ignore_errors=True)
-        write_text(self._journal, "".join(f"{_line(json.dumps(record))}\n" for record in [head, *records]))
+        write_text(
+            self._journal, "".join(f"{_line(json.dumps(record))}\n" for record in [head, *records])
+        )
         for file, (header, size) in headers.items():
             path = self.model / file
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,19 +124,36 @@ class Output:
             self.write(file, memoryview(header), 0)
         done = {record["param"]: record for record in records if self._holds(record)}
         if damaged := len(records) - len(done):
-            log.warning("%d tensors of '%s' were damaged since they were written: made again", damaged, self.work)
+            log.warning(
+                "%d tensors of '%s' were damaged since they were written: made again",
+                damaged,
+                self.work,
+            )
         return done
 
     def _refuse_foreign(self, head: _Head) -> None:
-        """Refuse a work folder, which will be deleted, if it holds anything that this run and the last do not make."""
+        """Refuse a work folder, which will be deleted, if it holds anything that this run and the
+        last do not make.
+        """
         before = _read_head(self._journal)
-        made = [Path("model", file) for file in (*head["files"], *(before["files"] if before else ()))]
-        known = {*made, *(folder for file in made for folder in file.parents), *map(Path, (LOCK, HOLDER, _JOURNAL))}
+        made = [
+            Path("model", file) for file in (*head["files"], *(before["files"] if before else ()))
+        ]
+        known = {
+            *made,
+            *(folder for file in made for folder in file.parents),
+            *map(Path, (LOCK, HOLDER, _JOURNAL)),
+        }
         there = {path.relative_to(self.work): path for path in self.work.rglob("*")}
         # Temporary files are left by a process that was killed.
         known |= {name for name in there if name.name.startswith((f".{_JOURNAL}-", f".{HOLDER}-"))}
-        if foreign := [str(name) for name, path in there.items() if path.is_symlink() or name not in known]:
-            raise ValueError(f"'{self.work}' holds {some(sorted(foreign))}, which nufilt did not make: move it away")
+        if foreign := [
+            str(name) for name, path in there.items() if path.is_symlink() or name not in known
+        ]:
+            raise ValueError(
+                f"'{self.work}' holds {some(sorted(foreign))}, which nufilt did not make: move it "
+                "away"
+            )
 
     def _holds(self, record: Record) -> bool:
         return all(
@@ -134,7 +162,9 @@ class Output:
         )
 
     def add(self, record: Record, pieces: Sequence[memoryview]) -> None:
-        """Write a tensor, given the bytes for each range in its record's ``written``, and note that it is done."""
+        """Write a tensor, given the bytes for each range in its record's ``written``, and note that
+        it is done.
+        """
         for (file, start, _, _), data in zip(record["written"], pieces, strict=True):
             self.write(file, data, start)
         self.record(record)

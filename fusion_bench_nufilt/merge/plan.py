@@ -8,7 +8,14 @@ from typing import Any, Literal
 
 import torch
 
-from fusion_bench_nufilt.core.options import check_choices, check_seed, check_whole, is_number, option, with_scope
+from fusion_bench_nufilt.core.options import (
+    check_choices,
+    check_seed,
+    check_whole,
+    is_number,
+    option,
+    with_scope,
+)
 from fusion_bench_nufilt.core.workers import check_devices
 from fusion_bench_nufilt.layers import Coverage, Heads, TargetConfig, coverage
 from fusion_bench_nufilt.methods import LayerMethod
@@ -31,7 +38,9 @@ BATCHES_PER_GPU = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """How folders are merged, apart from the method's options; a ValueError for a value out of its range."""
+    """How folders are merged, apart from the method's options; a ValueError for a value out of its
+    range.
+    """
 
     seed: int = _option(42, "Seed of the adapters' initialisation.", panel="Method")
     weights: Sequence[float] | None = _option(
@@ -42,31 +51,36 @@ class Settings:
     )
     tokenizer: str | None = _option(
         None,
-        "Whose tokens the result has where models brought new ones: base, union or the name of a task. The default is "
+        "Whose tokens the result has where models brought new ones: base, union or the name of a "
+        "task. The default is "
         "union, or base if on_shape_mismatch is keep-base.",
         panel="Layers",
         scope="merge",
     )
     step: int | None = _option(
         None,
-        "Number of the first task in the stream, from 1; by default, as the manifest of what is merged says.",
+        "Number of the first task in the stream, from 1; by default, as the manifest of what is "
+        "merged says.",
         scope="run",
     )
     accumulate: Literal["stored", "float32"] = _option(
         "stored",
-        "Precision of the merged layers between steps: the base's dtype, or float32, kept beside the model for the "
+        "Precision of the merged layers between steps: the base's dtype, or float32, kept beside "
+        "the model for the "
         "next merge.",
         scope="merge",
     )
     state: bool = _option(
         True,
-        "Keep what the method needs to go on beside the model; without it, the merge ends its stream.",
+        "Keep what the method needs to go on beside the model; without it, the merge ends its "
+        "stream.",
         panel="Files",
         scope="merge",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = _option(
         "auto",
-        "Type of the result: auto is the base's, with FP8 as bfloat16; fp8 quantises the base's FP8 tensors again.",
+        "Type of the result: auto is the base's, with FP8 as bfloat16; fp8 quantises the base's "
+        "FP8 tensors again.",
         panel="Files",
     )
     max_shard_size: int | None = _option(
@@ -95,12 +109,14 @@ class Settings:
     )
     engine: Literal["local", "ray"] = _option(
         "local",
-        "What computes: this process, or workers on every node of a Ray cluster (with device=cuda, on every GPU).",
+        "What computes: this process, or workers on every node of a Ray cluster (with device=cuda, "
+        "on every GPU).",
         scope="run",
     )
     address: str | None = _option(
         None,
-        "Address of the Ray cluster, such as 10.0.0.1:6379; by default this machine's, or a new one on it.",
+        "Address of the Ray cluster, such as 10.0.0.1:6379; by default this machine's, or a new "
+        "one on it.",
         scope="run",
     )
 
@@ -113,7 +129,10 @@ class Settings:
         if self.step is not None:
             check_whole(self, "step", least=1, most=10**6)
         if not self.state and self.accumulate == "float32":
-            raise ValueError("accumulate=float32 keeps the layers for the next merge, and state=false nothing: choose")
+            raise ValueError(
+                "accumulate=float32 keeps the layers for the next merge, and state=false nothing: "
+                "choose"
+            )
         for size in ("max_memory", "max_shard_size"):
             if getattr(self, size) is not None:
                 check_whole(self, size, least=1, most=2**62)
@@ -122,7 +141,10 @@ class Settings:
             if self.address is not None:
                 raise ValueError(f"address '{self.address}' is for engine=ray")
         elif self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device '{self.device}': engine=ray gives every worker a GPU by itself; say cuda, or cpu")
+            raise ValueError(
+                f"device '{self.device}': engine=ray gives every worker a GPU by itself; say cuda, "
+                "or cpu"
+            )
 
     @property
     def devices(self) -> list[torch.device]:
@@ -146,7 +168,9 @@ class Selection:
     targets: TargetConfig
     layers: list[Layer]  # merged by the method, in the base's order
     others: dict[str, tuple[str, ...]]  # the base's keys of every other tensor, by param
-    head_params: set[str]  # the base's tensors of heads that tasks have for themselves, which stay as they are
+    head_params: set[
+        str
+    ]  # the base's tensors of heads that tasks have for themselves, which stay as they are
     coverage: Coverage  # how much of the model the layers cover
     origin: str  # where the layers are known from
 
@@ -159,12 +183,20 @@ class Selection:
         """The params of ``others`` that the task of a step (from 1) changes."""
         if not self.targets.changes_others(step):
             return set()
-        floats = {param for param, keys in self.others.items() if self.base.tensors[keys[0]].dtype in FLOATS}
+        floats = {
+            param
+            for param, keys in self.others.items()
+            if self.base.tensors[keys[0]].dtype in FLOATS
+        }
         return floats - self.head_params
 
 
-def select(pretrained: FullModel, architecture: Architecture, targets: TargetConfig, heads: Heads) -> Selection:
-    """Select what is merged of a base; a ValueError names what is wrong with the base, or with the targets."""
+def select(
+    pretrained: FullModel, architecture: Architecture, targets: TargetConfig, heads: Heads
+) -> Selection:
+    """Select what is merged of a base; a ValueError names what is wrong with the base, or with the
+    targets.
+    """
     source = pretrained.source
     layers = architecture.layers(source, targets, heads)
     return Selection(
@@ -173,7 +205,9 @@ def select(pretrained: FullModel, architecture: Architecture, targets: TargetCon
         layers=layers,
         others=architecture.others(source, layers),
         head_params=set(heads.of(pretrained.params)),
-        coverage=coverage(architecture.model, {layer.name: layer.view for layer in layers}, targets),
+        coverage=coverage(
+            architecture.model, {layer.name: layer.view for layer in layers}, targets
+        ),
         origin=architecture.origin,
     )
 
@@ -188,10 +222,16 @@ class Plan(Selection):
     before: Manifest  # that of `merged`; empty if it has none
     merged: FullModel | None = None  # the result to merge into; None means the base
     state: FullModel | None = None  # the state of the layers that the method kept beside `merged`
-    heads: dict[str, Head] = field(default_factory=dict)  # of all tasks in the result that have their own, by task
-    small_files: dict[str, bytes] = field(default_factory=dict)  # by path: all but weights, card and manifest
+    heads: dict[str, Head] = field(
+        default_factory=dict
+    )  # of all tasks in the result that have their own, by task
+    small_files: dict[str, bytes] = field(
+        default_factory=dict
+    )  # by path: all but weights, card and manifest
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
-    known: dict[str, str] = field(default_factory=dict)  # digests that models must have, by their role in the merge
+    known: dict[str, str] = field(
+        default_factory=dict
+    )  # digests that models must have, by their role in the merge
     warnings: list[str] = field(default_factory=list)
 
     @cached_property
@@ -201,14 +241,20 @@ class Plan(Selection):
 
     def averaged_of(self, task: FullModel) -> set[str]:
         """The params of ``others`` that a task changes."""
-        return self.averaged if self.targets.other_params == "mean" or task is self.tasks[0] else set()
+        return (
+            self.averaged if self.targets.other_params == "mean" or task is self.tasks[0] else set()
+        )
 
     @cached_property
     def files(self) -> Files:
         """The tensors in each file of the result."""
         params = {**self.others, **{layer.param: layer.keys for layer in self.layers}}
-        rows = {key: self.vocabulary.rows for param in self.vocabulary.params for key in params[param]}
-        return arrange(self.pretrained.checkpoint, rows, self.settings.dtype, self.settings.max_shard_size)
+        rows = {
+            key: self.vocabulary.rows for param in self.vocabulary.params for key in params[param]
+        }
+        return arrange(
+            self.pretrained.checkpoint, rows, self.settings.dtype, self.settings.max_shard_size
+        )
 
     @cached_property
     def headers(self) -> dict[str, bytes]:
@@ -233,7 +279,11 @@ class Plan(Selection):
 
     def changed(self) -> list[str]:
         """Return the names of the models whose weights were written to since they were opened."""
-        return [each.name for each in self.checkpoints if any(file.changed() for file in each.opened.values())]
+        return [
+            each.name
+            for each in self.checkpoints
+            if any(file.changed() for file in each.opened.values())
+        ]
 
     @property
     def names(self) -> list[str]:
@@ -251,20 +301,33 @@ class Plan(Selection):
 
     @cached_property
     def keeps_state(self) -> bool:
-        """Whether the result has a state file; a state of weights alone is kept where the model rounds float32."""
-        written = (as_written(self.base.tensors[layer.keys[0]], self.settings.dtype) for layer in self.layers)
-        rounded = any(isinstance(info, Quantised) or FLOATS[info.dtype].itemsize < 4 for info in written)
+        """Whether the result has a state file; a state of weights alone is kept where the model
+        rounds float32.
+        """
+        written = (
+            as_written(self.base.tensors[layer.keys[0]], self.settings.dtype)
+            for layer in self.layers
+        )
+        rounded = any(
+            isinstance(info, Quantised) or FLOATS[info.dtype].itemsize < 4 for info in written
+        )
         if self.method.state_is_weight:
             return rounded and self.settings.accumulate == "float32"
         return self.settings.state
 
     def dtype(self, key: str) -> torch.dtype:
-        """Return the dtype of a tensor between tasks: the wider one of the base's and the result's."""
+        """Return the dtype of a tensor between tasks: the wider one of the base's and the
+        result's.
+        """
         info = self.base.tensors[key]
-        return torch.promote_types(FLOATS[info.dtype], FLOATS[as_written(info, self.settings.dtype).dtype])
+        return torch.promote_types(
+            FLOATS[info.dtype], FLOATS[as_written(info, self.settings.dtype).dtype]
+        )
 
     def options(self) -> dict[str, Any]:
-        """Return the options of the merge that its result records, by name, including the method's."""
+        """Return the options of the merge that its result records, by name, including the
+        method's.
+        """
         recorded = with_scope([Settings], "stream", "merge", "tasks", "machine")
         return {
             "method": self.method.name,

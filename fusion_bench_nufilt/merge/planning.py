@@ -43,22 +43,29 @@ def plan_merge(
         tasks: folders or hub names of fine-tuned models or peft LoRA adapters, in merging order.
         merged: folder or hub name of the model to merge into; by default, the base.
         options: the method's options; by default its own defaults.
-        targets: which layers are merged, and what happens to the rest; by default, the method's choice.
+        targets: which layers are merged, and what happens to the rest; by default, the method's
+            choice.
         settings: how folders are merged.
         method: the method's name in :data:`fusion_bench_nufilt.methods.METHODS`.
 
     Raises:
-        ValueError: there is no such method, or a model does not fit; the message names it and says what to do.
+        ValueError: there is no such method, or a model does not fit; the message names it and says
+            what to do.
     """
     kind, settings = find_method(method), settings or Settings()
     (own, usual), _ = split_options((kind.Options, TargetConfig), kind.defaults)
     options, targets = options or own, targets or usual
     if not isinstance(options, kind.Options):
-        raise ValueError(f"the options of method {method} are {kind.Options.__name__}, got {type(options).__name__}")
+        raise ValueError(
+            f"the options of method {method} are {kind.Options.__name__}, got "
+            f"{type(options).__name__}"
+        )
     if not tasks:
         raise ValueError("there is no task to merge")
     if settings.step not in (None, 1) and merged is None:
-        raise ValueError(f"step {settings.step} needs the merged model that holds the tasks before it: name it")
+        raise ValueError(
+            f"step {settings.step} needs the merged model that holds the tasks before it: name it"
+        )
     checkpoint = _open("base", base, "name the model that it was trained on")
     architecture = Architecture.of_checkpoint(checkpoint)
     pretrained = FullModel(checkpoint, architecture)
@@ -99,14 +106,22 @@ def _open_merged(
     before = read_manifest(merged.folder, CHANGED, verify=settings.verify) or Manifest()
     keeps = not kind.state_is_weight or settings.accumulate == "float32"
     kept = (merged.folder_with(STATE_FILE) / STATE_FILE).parent if keeps else None
-    state = FullModel(Checkpoint.from_folder(str(kept), kept), architecture) if kept and kept.is_dir() else None
+    state = (
+        FullModel(Checkpoint.from_folder(str(kept), kept), architecture)
+        if kept and kept.is_dir()
+        else None
+    )
     return FullModel(merged, architecture), before, state
 
 
-def _open_tasks(names: Sequence[str], architecture: Architecture, weights: Sequence[float]) -> list[FullModel]:
+def _open_tasks(
+    names: Sequence[str], architecture: Architecture, weights: Sequence[float]
+) -> list[FullModel]:
     if len(weights) != len(names):
         raise ValueError(f"there are {len(weights)} weights for {len(names)} tasks")
-    return [open_task(name, architecture, weight) for name, weight in zip(names, weights, strict=True)]
+    return [
+        open_task(name, architecture, weight) for name, weight in zip(names, weights, strict=True)
+    ]
 
 
 def _join_vocabularies(plan: Plan, architecture: Architecture) -> Iterator[str]:
@@ -114,15 +129,22 @@ def _join_vocabularies(plan: Plan, architecture: Architecture) -> Iterator[str]:
     if plan.settings.tokenizer is None and plan.targets.on_shape_mismatch == "keep-base":
         return
     models = {source: model for source, model in plan.models.items() if source != "state"}
-    params, choice = architecture.embeddings(plan.pretrained.params), plan.settings.tokenizer or "union"
+    params, choice = (
+        architecture.embeddings(plan.pretrained.params),
+        plan.settings.tokenizer or "union",
+    )
     joined = join_vocabularies(models, params, choice, plan.small_files)
     plan.vocabulary, plan.small_files = joined, joined.files or plan.small_files
-    plan.settings = dataclasses.replace(plan.settings, tokenizer=plan.settings.tokenizer and joined.tokenizer)
+    plan.settings = dataclasses.replace(
+        plan.settings, tokenizer=plan.settings.tokenizer and joined.tokenizer
+    )
     yield from joined.warnings
 
 
 def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
-    """Refuse what does not fit, and yield warnings about what is doubtful, as do all checks below."""
+    """Refuse what does not fit, and yield warnings about what is doubtful, as do all checks
+    below.
+    """
     plan.base.check_floats(key for layer in plan.layers for key in layer.keys)
     yield from _join_vocabularies(plan, architecture)
     if plan.settings.dtype == "fp8":
@@ -134,7 +156,9 @@ def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
     if warning := plan.method.warning([layer.view.shape for layer in plan.layers]):
         yield warning
     folders = [task.checkpoint.folder.resolve() for task in plan.tasks]
-    if twice := [task.source.name for i, task in enumerate(plan.tasks) if folders[i] in folders[:i]]:
+    if twice := [
+        task.source.name for i, task in enumerate(plan.tasks) if folders[i] in folders[:i]
+    ]:
         yield f"{some(twice)} comes more than once in the stream"
     for task in plan.tasks:
         yield from check_task(plan, task, architecture, plan.averaged)
@@ -144,10 +168,15 @@ def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
         yield from check_state(plan, plan.merged.source.name)
     yield from check_relation(plan)
     bound = plan.settings.max_memory
-    needed = process_memory(plan.settings.workers) + max(layer_memory(plan, layer) for layer in plan.layers)
+    needed = process_memory(plan.settings.workers) + max(
+        layer_memory(plan, layer) for layer in plan.layers
+    )
     if bound is not None and needed > bound:
         needs = f"{needed / 1e9:.2f} GB that the largest layer needs by itself"
         raise ValueError(f"max_memory of {bound / 1e9:.2f} GB is below the {needs}")
     if (taken := Path(STATE_FILE).parts[0]) in plan.small_files and plan.keeps_state:
-        raise ValueError(f"the base '{plan.base.name}' has a file '{taken}', where the state is to be kept: rename it")
+        raise ValueError(
+            f"the base '{plan.base.name}' has a file '{taken}', where the state is to be kept: "
+            "rename it"
+        )
     yield from verify_merged(plan)

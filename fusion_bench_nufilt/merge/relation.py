@@ -12,7 +12,8 @@ from .architecture import Layer
 from .plan import Plan
 from .sources.models import FullModel
 
-# A fine-tuned weight has a cosine of nearly 1 with its pretrained value; unrelated weights have one of about 0.
+# A fine-tuned weight has a cosine of nearly 1 with its pretrained value; unrelated weights have one
+# of about 0.
 _LEAST_COSINE, _MOST_CHANGE = 0.9, 0.5  # of a whole model
 _LEAST_COSINE_OF_A_LAYER = 0.1
 _SAMPLED_LAYERS, _SAMPLED_ELEMENTS = 8, 2**20
@@ -31,7 +32,9 @@ def check_relation(plan: Plan) -> Iterator[str]:
 
 
 def _sample(layers: Sequence[Layer]) -> list[Layer]:
-    """Return layers from all over the model, and some outside its blocks, such as a pooler or a head."""
+    """Return layers from all over the model, and some outside its blocks, such as a pooler or a
+    head.
+    """
     outside = [layer for layer in layers if block_of(layer.name) is None]
     step = max(1, len(layers) // _SAMPLED_LAYERS)
     return list(dict.fromkeys([*layers[::step][:_SAMPLED_LAYERS], *outside[:_SAMPLED_LAYERS]]))
@@ -39,7 +42,9 @@ def _sample(layers: Sequence[Layer]) -> list[Layer]:
 
 def _compare(plan: Plan, model: FullModel, layers: Sequence[Layer]) -> Iterator[str]:
     base, name, apart = plan.base, model.source.name, []
-    total = torch.zeros(4, dtype=torch.float64)  # inner products of the base's and the model's values x and y
+    total = torch.zeros(
+        4, dtype=torch.float64
+    )  # inner products of the base's and the model's values x and y
     for layer in layers:
         count = min(math.prod(layer.view.shape), _SAMPLED_ELEMENTS)
         x = base.elements(layer.keys[0], 0, count).double()
@@ -52,8 +57,13 @@ def _compare(plan: Plan, model: FullModel, layers: Sequence[Layer]) -> Iterator[
     if not xx * yy > 0:
         return
     if 0 < len(apart) <= (len(layers) + 1) // 2:
-        layer, why = apart[0], "has nothing to do with the pretrained model's: one of them was drawn at random"
-        raise ValueError(f"model '{name}', layer '{layer.name}' {layer.view.shape} {why}{leave_out(layer.name)}")
+        layer, why = (
+            apart[0],
+            "has nothing to do with the pretrained model's: one of them was drawn at random",
+        )
+        raise ValueError(
+            f"model '{name}', layer '{layer.name}' {layer.view.shape} {why}{leave_out(layer.name)}"
+        )
     cosine, change = xy / (xx * yy) ** 0.5, (dd / xx) ** 0.5
     if cosine < _LEAST_COSINE or change > _MOST_CHANGE:
         evidence = f"their weights have cosine {cosine:.3f}, ||tau|| / ||theta_0|| is {change:.2f}"
@@ -64,5 +74,7 @@ def _compare(plan: Plan, model: FullModel, layers: Sequence[Layer]) -> Iterator[
 
 
 def _unrelated(xx: float, yy: float, xy: float) -> bool:
-    """Tell from their inner products whether two weights are unrelated; one that is zero counts as untrained."""
+    """Tell from their inner products whether two weights are unrelated; one that is zero counts as
+    untrained.
+    """
     return xx * yy > 0 and xy < _LEAST_COSINE_OF_A_LAYER * math.sqrt(xx * yy)

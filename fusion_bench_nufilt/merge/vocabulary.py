@@ -1,7 +1,8 @@
-"""The vocabulary of a result: which token has which row of the embeddings, where models brought new tokens.
+"""The vocabulary of a result: which token has which row of the embeddings, where models brought new
+tokens.
 
-Rows are matched by token. The rows of the base's tokens are merged or averaged like any weight; the row of a new token
-is copied from the model that has it.
+Rows are matched by token. The rows of the base's tokens are merged or averaged like any weight; the
+row of a new token is copied from the model that has it.
 """
 
 import hashlib
@@ -26,7 +27,10 @@ from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, raw
 from .sources.models import FullModel
 from .sources.source import some
 
-_TOKENIZER = r"(.*token.*|special_tokens_map|vocab|chat_template)\.json|(vocab|merges)\.txt|.*\.(model|tiktoken|jinja)"
+_TOKENIZER = (
+    r"(.*token.*|special_tokens_map|vocab|chat_template)\.json"
+    r"|(vocab|merges)\.txt|.*\.(model|tiktoken|jinja)"
+)
 
 Models = Mapping[str, FullModel]
 """Models by their role in the merge: base, merged, task 0, ..."""
@@ -41,30 +45,49 @@ class Vocabulary:
     tokenizer: str = "base"  # base, union, or the name of the model whose tokenizer the result has
     rows: int = 0
     tokens: dict[int, str] = field(default_factory=dict)  # new ones, by their rows in the result
-    holders: dict[int, list[tuple[str, int]]] = field(default_factory=dict)  # the models that have them; their rows
+    holders: dict[int, list[tuple[str, int]]] = field(
+        default_factory=dict
+    )  # the models that have them; their rows
     files: dict[str, bytes] = field(default_factory=dict)  # all small files of the result
     warnings: list[str] = field(default_factory=list)
     identity: str = ""  # a digest of how rows are matched
 
     def as_dict(self) -> dict[str, Any]:
         """Return the manifest's entry."""
-        sources = {token: self.models[self.holders[row][0][0]].source.label for row, token in self.tokens.items()}
-        return {"tokenizer": self.tokenizer, "rows": self.rows, "new_tokens": sources} if self.params else {}
+        sources = {
+            token: self.models[self.holders[row][0][0]].source.label
+            for row, token in self.tokens.items()
+        }
+        return (
+            {"tokenizer": self.tokenizer, "rows": self.rows, "new_tokens": sources}
+            if self.params
+            else {}
+        )
 
     def __str__(self) -> str:
-        new = f"{len(self.tokens)} new tokens" + (f": {some(self.tokens.values())}" if self.tokens else "")
+        new = f"{len(self.tokens)} new tokens" + (
+            f": {some(self.tokens.values())}" if self.tokens else ""
+        )
         return f"{self.tokenizer}, {self.rows} rows, {new}"
 
     def check(self) -> None:
-        """Refuse a new token whose rows differ between models; models still on the hub are not compared."""
+        """Refuse a new token whose rows differ between models; models still on the hub are not
+        compared.
+        """
         for row, held in self.holders.items():
             near = [(source, own) for source, own in held if not self.models[source].source.remote]
             for param in self.params if len(near) > 1 else ():
                 first, *others = (self._row(param, source, own).double() for source, own in near)
                 if not all(torch.equal(first, other) for other in others):
                     names = [self.models[source].source.label for source, _ in held]
-                    what = f"token '{self.tokens[row]}' is new in {some(names)} with different rows of '{param}'"
-                    takes = f"--tokenizer {names[0]} takes that model's tokens alone, --tokenizer base none"
+                    what = (
+                        f"token '{self.tokens[row]}' is new in {some(names)} with different rows "
+                        f"of '{param}'"
+                    )
+                    takes = (
+                        f"--tokenizer {names[0]} takes that model's tokens alone, --tokenizer base "
+                        "none"
+                    )
                     raise ValueError(f"{what}: {takes}")
 
     def _row(self, param: str, source: str, own: int) -> Tensor:
@@ -73,7 +96,8 @@ class Vocabulary:
     def grown(
         self, param: str, pieces: Iterable[Tensor], dtype: torch.dtype, read: Mapping[str, Any]
     ) -> Iterator[Tensor]:
-        """Yield a flattened tensor of ``params`` with the rows of new tokens, given the pieces with the base's rows.
+        """Yield a flattened tensor of ``params`` with the rows of new tokens, given the pieces with
+        the base's rows.
 
         The digests in ``read``, by model, are updated.
         """
@@ -90,15 +114,22 @@ class Vocabulary:
                 value = self._row(param, source, own)
                 read[source].update(raw(value))
                 if not is_finite(value.to(dtype)):
-                    what = f"tensor '{param}' has values for token '{self.tokens[row]}' that {dtype} can't hold"
+                    what = (
+                        f"tensor '{param}' has values for token '{self.tokens[row]}' that {dtype} "
+                        "can't hold"
+                    )
                     raise ValueError(f"model '{self.models[source].source.name}', {what}")
                 first, last = max(row * width, offset), min((row + 1) * width, end)
-                piece[first - offset : last - offset] = value[first - row * width : last - row * width]
+                piece[first - offset : last - offset] = value[
+                    first - row * width : last - row * width
+                ]
             offset = end
             yield piece
 
     def grown_layer(self, param: str, weight: Tensor, read: dict[str, str]) -> Tensor:
-        """Return a layer with the rows of new tokens, and add digests of what is read to those of the models."""
+        """Return a layer with the rows of new tokens, and add digests of what is read to those of
+        the models.
+        """
         if param not in self.params:
             return weight
         sha: defaultdict[str, Any] = defaultdict(hashlib.sha256)
@@ -108,18 +139,25 @@ class Vocabulary:
 
 
 class _Tokens:
-    """The tokens of a model and their rows. Rows whose tokens are unknown are named by their numbers."""
+    """The tokens of a model and their rows. Rows whose tokens are unknown are named by their
+    numbers.
+    """
 
-    def __init__(self, model: FullModel, params: Sequence[str], base: "_Tokens | None" = None) -> None:
+    def __init__(
+        self, model: FullModel, params: Sequence[str], base: "_Tokens | None" = None
+    ) -> None:
         self.model, self.label, self._base = model, model.source.label, base
         self.rows: int = min(
-            model.params[each][0] if base is None or each in model.keys else base.rows for each in params
+            model.params[each][0] if base is None or each in model.keys else base.rows
+            for each in params
         )
         self.files = model.checkpoint.small_files(_TOKENIZER)
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer in the folder, or the base's if it has the same files; None if it or the base's is unknown."""
+        """The tokenizer in the folder, or the base's if it has the same files; None if it or the
+        base's is unknown.
+        """
         return self._read[0]
 
     @property
@@ -138,10 +176,19 @@ class _Tokens:
         try:
             load = transformers.AutoTokenizer.from_pretrained
             return load(folder, local_files_only=True, trust_remote_code=False), ""
-        except Exception as error:  # damaged files, a package that is not installed, code of the model's own
+        except (
+            Exception
+        ) as error:  # damaged files, a package that is not installed, code of the model's own
             reason = (str(error).strip() or repr(error)).splitlines()[0]
-            remedy = "mend it, or install what it needs; if its tokens are those of the other models, copy their files"
-            return None, f"the tokenizer of '{self.label}' ({some(self.files)}) can't be read: {reason}; {remedy}"
+            remedy = (
+                "mend it, or install what it needs; if its tokens are those of the other models, "
+                "copy their files"
+            )
+            return (
+                None,
+                f"the tokenizer of '{self.label}' ({some(self.files)}) can't be read: {reason}; "
+                f"{remedy}",
+            )
 
     @cached_property
     def all(self) -> dict[str, int]:
@@ -156,9 +203,13 @@ class _Tokens:
         return {token: row for token, row in self.all.items() if row < self.rows}
 
     def fits(self, base: "_Tokens", params: Sequence[str]) -> bool:
-        """Tell whether its embeddings differ from the base's in rows only, which can be matched if it has fewer."""
+        """Tell whether its embeddings differ from the base's in rows only, which can be matched if
+        it has fewer.
+        """
         own, other = self.model.params, base.model.params
-        alike = all(own[param][1:] == other[param][1:] for param in params if param in self.model.keys)
+        alike = all(
+            own[param][1:] == other[param][1:] for param in params if param in self.model.keys
+        )
         return alike and (self.rows >= base.rows or self.tokenizer is not None)
 
     def rows_of(self, base: "_Tokens") -> list[int]:
@@ -169,8 +220,11 @@ class _Tokens:
         return rows
 
 
-def join_vocabularies(models: Models, params: Sequence[str], choice: str, files: Mapping[str, bytes]) -> Vocabulary:
-    """Match the rows of all models by token, and choose the result's; the models then present the base's rows.
+def join_vocabularies(
+    models: Models, params: Sequence[str], choice: str, files: Mapping[str, bytes]
+) -> Vocabulary:
+    """Match the rows of all models by token, and choose the result's; the models then present the
+    base's rows.
 
     A model whose rows can't be matched stays as it is.
 
@@ -181,18 +235,28 @@ def join_vocabularies(models: Models, params: Sequence[str], choice: str, files:
         files: the small files of the base.
 
     Raises:
-        ValueError: ``choice`` names no model, or the tokens do not go together; the message names one.
+        ValueError: ``choice`` names no model, or the tokens do not go together; the message names
+            one.
     """
     if not params and choice not in ("base", "union"):
-        raise ValueError(f"tokenizer '{choice}': the base has no embedding that can be told to be of tokens")
+        raise ValueError(
+            f"tokenizer '{choice}': the base has no embedding that can be told to be of tokens"
+        )
     owner = _owner(models, choice)
     name = models[owner].source.label if choice == models[owner].source.name else choice
     if not params:
         return Vocabulary()
     base = _Tokens(models["base"], params)
-    known = {source: _Tokens(model, params, base) for source, model in models.items() if source != "base"}
-    known = {"base": base, **{source: tokens for source, tokens in known.items() if tokens.fits(base, params)}}
-    alike = all(tokens.rows == base.rows and tokens.files in (base.files, {}) for tokens in known.values())
+    known = {
+        source: _Tokens(model, params, base) for source, model in models.items() if source != "base"
+    }
+    known = {
+        "base": base,
+        **{source: tokens for source, tokens in known.items() if tokens.fits(base, params)},
+    }
+    alike = all(
+        tokens.rows == base.rows and tokens.files in (base.files, {}) for tokens in known.values()
+    )
     if alike or owner not in known:
         return Vocabulary(tokenizer=name)
     others = [source for source in known if choice == "union" and source != owner]
@@ -203,14 +267,18 @@ def join_vocabularies(models: Models, params: Sequence[str], choice: str, files:
     matched: dict[str, list[int]] = {}
     for tokens in known.values():
         result.warnings += _warnings(result, base, tokens)
-        tokens.model.source.check_floats(key for param, key in tokens.model.keys.items() if param in params)
+        tokens.model.source.check_floats(
+            key for param, key in tokens.model.keys.items() if param in params
+        )
         rows = tokens.rows_of(base)
         if tokens.rows != base.rows or rows != list(range(base.rows)):
             for param in tokens.model.keys.keys() & set(params):
                 tokens.model.show_rows(param, rows)
             matched[tokens.label] = rows
     result.check()
-    result.identity = hashlib.sha256(repr([result.rows, result.holders, matched]).encode()).hexdigest()
+    result.identity = hashlib.sha256(
+        repr([result.rows, result.holders, matched]).encode()
+    ).hexdigest()
     return result
 
 
@@ -227,23 +295,36 @@ def _owner(models: Models, choice: str) -> str:
 
 
 def _number_tokens(result: Vocabulary, known: Mapping[str, _Tokens], sources: Sequence[str]) -> Any:
-    """Give new tokens their rows; return the first source's tokenizer if tokens of others were added to it."""
+    """Give new tokens their rows; return the first source's tokenizer if tokens of others were
+    added to it.
+    """
     base, owner = known["base"], known[sources[0]]
     for token, row in owner.ids.items():
         if (before := base.ids.get(token, row)) != row:
-            numbers = f"token '{token}' has number {row} in '{owner.label}' and {before} in the base"
-            raise ValueError(f"{numbers}, which the result goes by: choose --tokenizer base or another model's")
+            numbers = (
+                f"token '{token}' has number {row} in '{owner.label}' and {before} in the base"
+            )
+            raise ValueError(
+                f"{numbers}, which the result goes by: choose --tokenizer base or another model's"
+            )
     tokenizer, added = owner.tokenizer, dict[str, Any]()
     for tokens in (known[source] for source in sources[1:]):
         new = tokens.ids.keys() - base.ids.keys() - owner.ids.keys()
         for token in sorted(new, key=tokens.ids.__getitem__) if tokens.tokenizer else ():
             if tokens.ids[token] not in (kinds := tokens.tokenizer.added_tokens_decoder):
-                what = f"'{tokens.label}' has token '{token}' in its vocabulary and not among its added tokens"
-                raise ValueError(f"{what}, which alone can be joined: choose --tokenizer {tokens.label} or base")
+                what = (
+                    f"'{tokens.label}' has token '{token}' in its vocabulary and not among its "
+                    "added tokens"
+                )
+                raise ValueError(
+                    f"{what}, which alone can be joined: choose --tokenizer {tokens.label} or base"
+                )
             added.setdefault(token, kinds[tokens.ids[token]])
     if added:
         tokenizer.add_tokens(list(added.values()))
-        templates = (known[source].tokenizer.chat_template for source in sources if known[source].tokenizer)
+        templates = (
+            known[source].tokenizer.chat_template for source in sources if known[source].tokenizer
+        )
         tokenizer.chat_template = next(filter(None, templates), None)
     numbers = tokenizer.get_vocab() if tokenizer else {}
     for source in sources:
@@ -256,17 +337,24 @@ def _number_tokens(result: Vocabulary, known: Mapping[str, _Tokens], sources: Se
 
 
 def _set_files(result: Vocabulary, base: _Tokens, owner: _Tokens, added: Any) -> None:
-    """Give the result a model's tokenizer, or the one with added tokens, and configurations that fit it."""
+    """Give the result a model's tokenizer, or the one with added tokens, and configurations that
+    fit it.
+    """
     files = owner.files
     if added:
-        for key in ("is_local", "local_files_only"):  # how it was opened here, which transformers saves as well
+        for key in (
+            "is_local",
+            "local_files_only",
+        ):  # how it was opened here, which transformers saves as well
             added.init_kwargs.pop(key, None)
         with tempfile.TemporaryDirectory() as folder:
             added.save_pretrained(folder)
             saved = [path for path in Path(folder).rglob("*") if path.is_file()]
             files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in saved}
     if files and files != base.files:
-        result.files = {name: content for name, content in result.files.items() if name not in base.files} | files
+        result.files = {
+            name: content for name, content in result.files.items() if name not in base.files
+        } | files
     own = {}
     if owner is not base:
         own = owner.model.source.config
@@ -280,7 +368,9 @@ def _set_files(result: Vocabulary, base: _Tokens, owner: _Tokens, added: Any) ->
 
 
 def _config(config: Any, own: Any, before: int, rows: int) -> Any:
-    """Return a configuration for this many rows, with the special tokens' numbers of another one."""
+    """Return a configuration for this many rows, with the special tokens' numbers of another
+    one.
+    """
     if not isinstance(config, dict) or not isinstance(own, dict):
         return config
     inner = {key: _config(value, own.get(key, {}), before, rows) for key, value in config.items()}
@@ -291,6 +381,12 @@ def _config(config: Any, own: Any, before: int, rows: int) -> Any:
 def _warnings(result: Vocabulary, base: _Tokens, tokens: _Tokens) -> Iterator[str]:
     alike = tokens.rows == base.rows and tokens.files in (base.files, {})
     if not alike and tokens.tokenizer is None:
-        yield f"the rows of '{tokens.label}' and the base are matched by their numbers: {tokens.why_unknown}"
+        yield (
+            f"the rows of '{tokens.label}' and the base are matched by their numbers: "
+            f"{tokens.why_unknown}"
+        )
     if lost := sorted(tokens.all.keys() - base.all.keys() - set(result.tokens.values())):
-        yield f"'{tokens.label}' has tokens that the result does not have (tokenizer={result.tokenizer}): {some(lost)}"
+        yield (
+            f"'{tokens.label}' has tokens that the result does not have "
+            f"(tokenizer={result.tokenizer}): {some(lost)}"
+        )

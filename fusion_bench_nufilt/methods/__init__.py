@@ -14,7 +14,13 @@ from .tsv import TsvStream
 ORDER_FREE = (Spectral, Sum, Isotropic, WudiSums, TsvStream, Sylvester, Best, DcMerge, RamSums)
 """The methods that keep sums over the tasks, whose result does not depend on the tasks' order."""
 VARIANTS = (
-    variant(Nufilt, "nufilt/all_linear", target_modules="all-linear", other_params="mean", null_rank=0.3333),
+    variant(
+        Nufilt,
+        "nufilt/all_linear",
+        target_modules="all-linear",
+        other_params="mean",
+        null_rank=0.3333,
+    ),
     variant(Nufilt, "nufilt/naive", null_space=False, lora_rank=0),
     variant(Nufilt, "nufilt/filter_only", lora_rank=0),
     variant(Nufilt, "nufilt/adapter_only", null_space=False),
@@ -22,15 +28,30 @@ VARIANTS = (
     variant(Nufilt, "nufilt/release", first_task="release"),
 )
 """The same methods with other defaults; `config/method` says what each is for."""
-METHODS: dict[str, type[LayerMethod]] = {method.name: method for method in (Nufilt, *ORDER_FREE, *VARIANTS)}
-"""The methods of `fusion_bench`, `nufilt merge` and `nufilt compare`, by name; plugins may add their own."""
+METHODS: dict[str, type[LayerMethod]] = {
+    method.name: method for method in (Nufilt, *ORDER_FREE, *VARIANTS)
+}
+"""The methods of `fusion_bench`, `nufilt merge` and `nufilt compare`, by name; plugins may add
+their own.
+"""
 
 
 def find_method(name: str) -> type[LayerMethod]:
-    """Return the method with a name, or raise a ValueError that says which one was probably meant."""
+    """Return the method with a name, or raise a ValueError that says which one was probably
+    meant.
+    """
     if name not in METHODS:
         raise ValueError(unknown("layer-wise method", name, METHODS))
     return METHODS[name]
 
 
-__all__ = ["METHODS", "ORDER_FREE", "LayerMethod", "Nufilt", "Report", "Spectral", "State", "find_method"]
+__all__ = [
+    "METHODS",
+    "ORDER_FREE",
+    "LayerMethod",
+    "Nufilt",
+    "Report",
+    "Spectral",
+    "State",
+    "find_method",
+]

@@ -1,4 +1,6 @@
-"""The interface of layer-wise merging methods, all of which `fusion_bench` and `nufilt merge` run in the same way."""
+"""The interface of layer-wise merging methods, all of which `fusion_bench` and `nufilt merge` run
+in the same way.
+"""
 
 import math
 import time
@@ -17,7 +19,9 @@ from fusion_bench_nufilt.core.workers import Devices, check_devices, map_on_devi
 _R = TypeVar("_R")
 
 State = dict[str, Tensor]
-"""What a method keeps for a layer between two tasks: tensors by name, numbers as tensors without dimensions."""
+"""What a method keeps for a layer between two tasks: tensors by name, numbers as tensors without
+dimensions.
+"""
 
 States = Mapping[str, State]
 """The states of layers by their names."""
@@ -32,10 +36,11 @@ Added = tuple[str, State, Report]
 class LayerMethod(ABC):
     """A method that merges every layer by itself, one task after another.
 
-    A subclass says what it keeps of a layer (:meth:`start`), how a task changes that (:meth:`add`), and which weight
-    follows from it (:meth:`weight`). A merge of many tasks calls ``add`` for each of them and ``weight`` once. All
-    three must be pure functions of their arguments. The constructor takes an instance of :attr:`Options`, the names of
-    all merged layers in the order of the model, and the seed of all random draws.
+    A subclass says what it keeps of a layer (:meth:`start`), how a task changes that (:meth:`add`),
+    and which weight follows from it (:meth:`weight`). A merge of many tasks calls ``add`` for each
+    of them and ``weight`` once. All three must be pure functions of their arguments. The
+    constructor takes an instance of :attr:`Options`, the names of all merged layers in the order of
+    the model, and the seed of all random draws.
     """
 
     name: ClassVar[str]
@@ -45,12 +50,15 @@ class LayerMethod(ABC):
     citation: str
     """What the method is and where it was published, in Markdown, for model cards."""
     Options: ClassVar[type]
-    """A frozen dataclass whose fields are made by :func:`fusion_bench_nufilt.core.options.option`."""
+    """A frozen dataclass whose fields are made by :func:`fusion_bench_nufilt.core.options.option`.
+    """
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults of this method that differ from those of :attr:`Options` and of
     :class:`fusion_bench_nufilt.layers.TargetConfig`."""
     state_is_weight: ClassVar[bool] = False
-    """Whether the state is the merged weight alone, ``{"weight": W}``, so that nothing is kept beside the model."""
+    """Whether the state is the merged weight alone, ``{"weight": W}``, so that nothing is kept
+    beside the model.
+    """
     itemsize: ClassVar[int] = 4
     """Bytes per element in its computations: 4 for float32, 8 for float64."""
     takes_factors: ClassVar[bool] = False
@@ -63,18 +71,27 @@ class LayerMethod(ABC):
 
     def __str__(self) -> str:
         """The method's name and all its settings."""
-        return f"{self.label} ({', '.join(f'{key} {value}' for key, value in vars(self.options).items())})"
+        return (
+            f"{self.label} "
+            f"({', '.join(f'{key} {value}' for key, value in vars(self.options).items())})"
+        )
 
     @abstractmethod
     def start(self, layer: str, theta_0: Tensor) -> State:
-        """Return the state of a layer before the first task, given its pretrained weight ``(d_o, d_i)``."""
+        """Return the state of a layer before the first task, given its pretrained weight ``(d_o,
+        d_i)``.
+        """
 
     @abstractmethod
     def weight(self, layer: str, state: State, theta_0: Tensor) -> Tensor:
-        """Return the merged weight ``(d_o, d_i)`` that follows from a state, in the dtype of ``theta_0``."""
+        """Return the merged weight ``(d_o, d_i)`` that follows from a state, in the dtype of
+        ``theta_0``.
+        """
 
     def add(self, layer: str, state: State, theta_0: Tensor, tau: Tensor) -> State:
-        """Return the state after one more task, whose task vector ``tau`` ``(d_o, d_i)`` is float32 at least."""
+        """Return the state after one more task, whose task vector ``tau`` ``(d_o, d_i)`` is float32
+        at least.
+        """
         raise NotImplementedError
 
     def add_each(
@@ -86,15 +103,16 @@ class LayerMethod(ABC):
         step: int,
         device: Devices | None = None,
     ) -> Iterator[Added]:
-        """Add one task to many layers, side by side; a method that solves layers together overrides this.
+        """Add one task to many layers, side by side; a method that solves layers together overrides
+        this.
 
-        ``step`` is the number of the task in the stream, from 1. ``device`` says where to compute, by default on the
-        pretrained weights' device; of several devices, each takes the next layer when it is free. Yield the name, the
-        new state and a report of each layer as it is finished.
+        ``step`` is the number of the task in the stream, from 1. ``device`` says where to compute,
+        by default on the pretrained weights' device; of several devices, each takes the next layer
+        when it is free. Yield the name, the new state and a report of each layer as it is finished.
 
         Raises:
-            ValueError: the models do not fit or hold non-finite values, or a layer can't be solved on its device; the
-                message names the layer.
+            ValueError: the models do not fit or hold non-finite values, or a layer can't be solved
+                on its device; the message names the layer.
         """
         check_layers(pretrained, pretrained, model="pretrained")
         check_layers(pretrained, task, model="task")
@@ -110,7 +128,9 @@ class LayerMethod(ABC):
             report = {
                 "shape": tuple(theta_0.shape),
                 "seconds": time.perf_counter() - begin,
-                "task_norm": (tau.norm() if isinstance(tau, LowRank) else torch.linalg.vector_norm(tau)).item(),
+                "task_norm": (
+                    tau.norm() if isinstance(tau, LowRank) else torch.linalg.vector_norm(tau)
+                ).item(),
                 **{name: value.item() for name, value in after.items() if value.ndim == 0},
             }
             return layer, _moved(after, home), report
@@ -120,11 +140,15 @@ class LayerMethod(ABC):
     def weigh_each(
         self, states: States, pretrained: Layers, *, device: Devices | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the merged weight of each layer, side by side; the arguments are those of :meth:`add_each`."""
+        """Yield the merged weight of each layer, side by side; the arguments are those of
+        :meth:`add_each`.
+        """
 
         def weigh(layer: str, where: torch.device) -> tuple[str, Tensor]:
             theta_0 = pretrained[layer]
-            return layer, self.weight(layer, _moved(states[layer], where), theta_0.to(where)).to(theta_0.device)
+            return layer, self.weight(layer, _moved(states[layer], where), theta_0.to(where)).to(
+                theta_0.device
+            )
 
         if self.state_is_weight:
             yield from ((layer, state["weight"]) for layer, state in states.items())
@@ -132,11 +156,15 @@ class LayerMethod(ABC):
             yield from _solve_each(weigh, states, pretrained, device)
 
     def warning(self, shapes: Sequence[tuple[int, int]]) -> str | None:
-        """Return a warning if the options are doubtful for layers of these shapes ``(d_o, d_i)``."""
+        """Return a warning if the options are doubtful for layers of these shapes ``(d_o,
+        d_i)``.
+        """
         return None
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        """Return the most bytes that a layer takes while it is merged, beside its weights and its state."""
+        """Return the most bytes that a layer takes while it is merged, beside its weights and its
+        state.
+        """
         return itemsize * (5 * math.prod(shape) + 10 * min(shape) ** 2)
 
     def solved_together(self, shape: tuple[int, ...], itemsize: int, where: torch.device) -> int:
@@ -154,9 +182,14 @@ def _moved(state: State, where: torch.device) -> State:
 
 
 def _solve_each(
-    solve: Callable[[str, torch.device], _R], states: States, pretrained: Layers, device: Devices | None
+    solve: Callable[[str, torch.device], _R],
+    states: States,
+    pretrained: Layers,
+    device: Devices | None,
 ) -> Iterator[_R]:
-    """Call a function of a layer and a device for all layers, and again with the CPU where a solver fails."""
+    """Call a function of a layer and a device for all layers, and again with the CPU where a solver
+    fails.
+    """
 
     @torch.no_grad()
     def solve_on(layer: str, where: torch.device) -> _R:
@@ -164,5 +197,7 @@ def _solve_each(
         attempts = [partial(solve, layer, place) for place in places]
         return solve_alone(f"'{layer}' {tuple(pretrained[layer].shape)}", where, attempts)
 
-    devices = check_devices(device or next((weight.device for weight in pretrained.values()), "cpu"))
+    devices = check_devices(
+        device or next((weight.device for weight in pretrained.values()), "cpu")
+    )
     yield from map_on_devices(solve_on, list(states), devices)

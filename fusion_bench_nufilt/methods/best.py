@@ -1,18 +1,19 @@
 r"""`best`: the mean of TSV-M and spectral voting, with no more of each than it needs.
 
-Each member does what it is good at. TSV-M merges the few directions that matter most to a task, spectral voting what
-many directions have in common, so that
+Each member does what it is good at. TSV-M merges the few directions that matter most to a task,
+spectral voting what many directions have in common, so that
 
-- TSV-M keeps k // max(T, 8) directions of each of T tasks, where k is ``min(d_o, d_i)``, without those below a fiftieth
-  of the strongest; randomized subspace iteration finds them;
-- votes below a ten-thousandth of the strongest are left out, which are those of directions below a twentieth of a
-  task's largest singular value. Above that, single precision will do for a vote, and few directions for the sum of a
-  few tasks, unless these are flat.
+- TSV-M keeps k // max(T, 8) directions of each of T tasks, where k is ``min(d_o, d_i)``, without
+  those below a fiftieth of the strongest; randomized subspace iteration finds them;
+- votes below a ten-thousandth of the strongest are left out, which are those of directions below a
+  twentieth of a task's largest singular value. Above that, single precision will do for a vote, and
+  few directions for the sum of a few tasks, unless these are flat.
 
-The strength follows from the tasks. Neither member's update is shorter than :math:`\sqrt{\sum_t \lVert \tau_t
-\rVert^2}`, the length of the sum of tasks that have nothing in common, as it would be where task vectors are flat, such
-as Muon's; and a task of low rank, such as a LoRA adapter, has half of the strength. docs/notes/best.md and
-docs/notes/strength.md have what these decisions do to the accuracy.
+The strength follows from the tasks. Neither member's update is shorter than :math:`\sqrt{\sum_t
+\lVert \tau_t \rVert^2}`, the length of the sum of tasks that have nothing in common, as it would be
+where task vectors are flat, such as Muon's; and a task of low rank, such as a LoRA adapter, has
+half of the strength. docs/notes/best.md and docs/notes/strength.md have what these decisions do to
+the accuracy.
 """
 
 from collections.abc import Sequence
@@ -45,10 +46,11 @@ class _Votes(Spectral):
 
 
 class Best(FirstWhole):
-    """The mean of the updates of TSV-M at scale 1.5 and of spectral voting with damp 1, whose states are both kept.
+    """The mean of the updates of TSV-M at scale 1.5 and of spectral voting with damp 1, whose
+    states are both kept.
 
-    The strength of a layer is the mean of its tasks', of which one with fewer directions than an eighth of the layer's
-    has half.
+    The strength of a layer is the mean of its tasks', of which one with fewer directions than an
+    eighth of the layer's has half.
     """
 
     name = "best"
@@ -59,7 +61,10 @@ class Best(FirstWhole):
 
     def __init__(self, options: ScaleConfig, layers: Sequence[str], seed: int = 42) -> None:
         super().__init__(options, layers, seed)
-        self.members = _Leading(ScaleConfig(scale=1.5), layers), _Votes(SpectralConfig(damp=1.0), layers)
+        self.members = (
+            _Leading(ScaleConfig(scale=1.5), layers),
+            _Votes(SpectralConfig(damp=1.0), layers),
+        )
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         tsv, votes = (member.sums(d_o, d_i) for member in self.members)
@@ -79,10 +84,17 @@ class Best(FirstWhole):
         least = state["energy"].sqrt().item()
         X_tsv = lengthened(tsv.update(state, tsv.scale), least)
         X_votes = lengthened(votes.update_of_several(state, votes.scale), least)
-        return scale * (1 - state["low_rank"].item() / state["count"].item() / 2) * (X_tsv + X_votes) / 2
+        return (
+            scale
+            * (1 - state["low_rank"].item() / state["count"].item() / 2)
+            * (X_tsv + X_votes)
+            / 2
+        )
 
 
 def lengthened(X: Tensor, least: float) -> Tensor:
-    """Return a matrix whose Frobenius norm is below ``least``, but not zero, at that length, and others as they are."""
+    """Return a matrix whose Frobenius norm is below ``least``, but not zero, at that length, and
+    others as they are.
+    """
     norm = torch.linalg.vector_norm(X).item()
     return X * (least / norm) if 0 < norm < least else X

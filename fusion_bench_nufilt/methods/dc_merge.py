@@ -16,25 +16,30 @@ class DcMergeConfig(ScaleConfig):
     """The settings of DC-Merge."""
 
     smoothing: Literal["none", "mean"] = option(
-        "none", "The strengths of a task's directions: its singular values, or for all of them their mean."
+        "none",
+        "The strengths of a task's directions: its singular values, or for all of them their mean.",
     )
 
 
 class DcMerge(TsvStream):
     r"""DC-Merge (Zhang et al., CVPR 2026), with task arithmetic, of the tasks so far.
 
-    Each of T tasks keeps its k // T leading directions, as in TSV-M, at strengths :math:`\bar s_t`: their singular
-    values, or the mean of these. With the shared bases :math:`P_U = \mathrm{polar}([U_1 \dots U_T])` and :math:`P_V`
-    likewise,
+    Each of T tasks keeps its k // T leading directions, as in TSV-M, at strengths :math:`\bar s_t`:
+    their singular values, or the mean of these. With the shared bases :math:`P_U =
+    \mathrm{polar}([U_1 \dots U_T])` and :math:`P_V` likewise,
 
-    .. math:: X = \lambda\, P_U \Big( B \odot \sum_t P_U^\top U_t\, \bar s_t\, V_t^\top P_V \Big) P_V^\top,
+    .. math:: X = \lambda\, P_U \Big( B \odot \sum_t P_U^\top U_t\, \bar s_t\, V_t^\top P_V \Big)
+    P_V^\top,
 
     where B is 1 in T blocks on the diagonal, one for the directions of each task, and 0 elsewhere.
     """
 
     name = "dc_merge"
     label = "DC-Merge (stream)"
-    citation = "DC-Merge ([Zhang et al., CVPR 2026](https://arxiv.org/abs/2603.06242)), one task after another"
+    citation = (
+        "DC-Merge ([Zhang et al., CVPR 2026](https://arxiv.org/abs/2603.06242)), one task after "
+        "another"
+    )
     Options: ClassVar[type] = DcMergeConfig
     defaults = {**TsvStream.defaults, "ramp": 0.4}  # noqa: RUF012
 

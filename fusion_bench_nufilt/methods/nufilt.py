@@ -45,10 +45,19 @@ class Nufilt(LayerMethod):
         step: int,
         device: Devices | None = None,
     ) -> Iterator[Added]:
-        """Solve layers of equal shape together, as :func:`fusion_bench_nufilt.core.fuse_each` does."""
+        """Solve layers of equal shape together, as :func:`fusion_bench_nufilt.core.fuse_each`
+        does.
+        """
         merged, seed = {layer: state["weight"] for layer, state in states.items()}, self.seed
         each = fuse_each(
-            pretrained, merged, task, self.options, seed=seed, step=step, device=device, batch_bytes=BATCH_BYTES
+            pretrained,
+            merged,
+            task,
+            self.options,
+            seed=seed,
+            step=step,
+            device=device,
+            batch_bytes=BATCH_BYTES,
         )
         for layer, weight, report in each:
             yield layer, {"weight": weight}, dataclasses.asdict(report)
@@ -59,8 +68,10 @@ class Nufilt(LayerMethod):
         if self.options.null_space is not True or 2 * covered <= len(shapes):
             return None
         return (
-            f"null_rank={rank} covers more than half of the inputs of {covered} of {len(shapes)} layers. Unless all "
-            "linear layers are merged, little of a later task gets in: null_rank=0.1667 lora_rank=0.0833 are the "
+            f"null_rank={rank} covers more than half of the inputs of {covered} of {len(shapes)} "
+            "layers. Unless all "
+            "linear layers are merged, little of a later task gets in: null_rank=0.1667 "
+            "lora_rank=0.0833 are the "
             "paper's ranks as shares of the width"
         )
 

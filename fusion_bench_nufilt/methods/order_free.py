@@ -1,4 +1,6 @@
-"""What order-free methods share: a state of sums over the tasks, and an update whose strength may grow with depth."""
+"""What order-free methods share: a state of sums over the tasks, and an update whose strength may
+grow with depth.
+"""
 
 import math
 from abc import abstractmethod
@@ -22,7 +24,9 @@ from .base import LayerMethod, State
 from .task_vector import TaskVector
 
 FAINTEST = 1e-6  # a direction weaker than this share of the strongest is rounding error
-FAINTEST_IN_FLOAT32 = 1e-4  # products in float32 know directions down to this share of the strongest
+FAINTEST_IN_FLOAT32 = (
+    1e-4  # products in float32 know directions down to this share of the strongest
+)
 FAINT = 1e-3  # eigenvalues below this share of the largest are inaccurate in float32
 
 option = partial(options.option, panel="Order-free methods")
@@ -30,19 +34,25 @@ option = partial(options.option, panel="Order-free methods")
 
 @dataclass(frozen=True)
 class RampConfig:
-    """The setting that all order-free methods have; any others must be choices or numbers above zero.
+    """The setting that all order-free methods have; any others must be choices or numbers above
+    zero.
 
     Raises:
         ValueError: a value is out of its range; the message names the key.
     """
 
     ramp: float = option(
-        0.0, "Strength grows with depth, from λ (1 - ramp) in the first block to λ (1 + ramp) in the last."
+        0.0,
+        "Strength grows with depth, from λ (1 - ramp) in the first block to λ (1 + ramp) in the "
+        "last.",
     )
 
     def __post_init__(self) -> None:
         check_choices(self)
-        check_positive(self, *(each.name for each in fields(self) if each.type is float and each.name != "ramp"))
+        check_positive(
+            self,
+            *(each.name for each in fields(self) if each.type is float and each.name != "ramp"),
+        )
         if not (is_number(self.ramp) and -1 < self.ramp < 1):
             raise ValueError(f"ramp must be a number between -1 and 1, got {self.ramp!r}")
 
@@ -55,10 +65,12 @@ class ScaleConfig(RampConfig):
 
 
 class OrderFree(LayerMethod):
-    """A method whose result does not depend on the tasks' order, nor the size of its state on their number.
+    """A method whose result does not depend on the tasks' order, nor the size of its state on their
+    number.
 
-    The state holds the tensors of :meth:`sums`, in float32 at least but for :attr:`directions`, and the ``count`` of
-    the tasks that moved the layer. A task that did not change the layer has no effect.
+    The state holds the tensors of :meth:`sums`, in float32 at least but for :attr:`directions`, and
+    the ``count`` of the tasks that moved the layer. A task that did not change the layer has no
+    effect.
     """
 
     Options: ClassVar[type] = ScaleConfig
@@ -66,7 +78,9 @@ class OrderFree(LayerMethod):
     itemsize = 8
     takes_factors = True
     directions: tuple[str, ...] = ()
-    """Names of tensors in the state whose columns are of length 1 or 0, which are kept in :func:`direction_dtype`."""
+    """Names of tensors in the state whose columns are of length 1 or 0, which are kept in
+    :func:`direction_dtype`.
+    """
     strength: ClassVar[str] = "scale"
     """The name of the option that is the strength of the update, in the middle of the model."""
 
@@ -78,19 +92,28 @@ class OrderFree(LayerMethod):
 
     @abstractmethod
     def gather(self, state: State, task: TaskVector) -> State:
-        """Return the sums with one more task, number ``state["count"]``, which are then rounded to the state's dtypes.
+        """Return the sums with one more task, number ``state["count"]``, which are then rounded to
+        the state's dtypes.
 
         Sums are given in float64, directions as they are kept.
         """
 
     @abstractmethod
     def update(self, state: State, scale: float) -> Tensor:
-        """Return the merged update ``(d_o, d_i)`` of at least one task; the state is that of :meth:`gather`."""
+        """Return the merged update ``(d_o, d_i)`` of at least one task; the state is that of
+        :meth:`gather`.
+        """
 
     def start(self, layer: str, theta_0: Tensor) -> State:
         state, wide = {}, wide_dtype(theta_0)
         for name, shape in self.sums(*theta_0.shape).items():
-            dtype = direction_dtype(wide) if name in self.directions else wide if shape else torch.float64
+            dtype = (
+                direction_dtype(wide)
+                if name in self.directions
+                else wide
+                if shape
+                else torch.float64
+            )
             state[name] = theta_0.new_zeros(shape, dtype=dtype)
         return {**state, "count": torch.tensor(0)}
 
@@ -118,17 +141,26 @@ class OrderFree(LayerMethod):
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         d_o, d_i = shape
-        # Held at once: the sums in float64, their eigenvectors, what is solved with them, and the solver's workspace.
-        state = sum(math.prod(each) for name, each in self.sums(d_o, d_i).items() if name not in self.directions)
+        # Held at once: the sums in float64, their eigenvectors, what is solved with them, and the
+        # solver's workspace.
+        state = sum(
+            math.prod(each)
+            for name, each in self.sums(d_o, d_i).items()
+            if name not in self.directions
+        )
         return itemsize * (4 * state + 4 * d_o * d_i + 8 * min(d_o, d_i) ** 2)
 
 
 class FirstWhole(OrderFree):
-    """A method that takes a single task whole, as the state's ``votes``, and sees to it once a second one arrives."""
+    """A method that takes a single task whole, as the state's ``votes``, and sees to it once a
+    second one arrives.
+    """
 
     @abstractmethod
     def gather_next(self, state: State, task: TaskVector) -> State:
-        """Return the sums with one more task, as :meth:`gather` does, of which the state has all earlier ones."""
+        """Return the sums with one more task, as :meth:`gather` does, of which the state has all
+        earlier ones.
+        """
 
     @abstractmethod
     def update_of_several(self, state: State, scale: float) -> Tensor:
@@ -148,21 +180,29 @@ class FirstWhole(OrderFree):
 
 
 def direction_dtype(wide: torch.dtype) -> torch.dtype:
-    """Return the dtype of directions beside sums of a dtype. No value is above 1, so float16 beats bfloat16."""
+    """Return the dtype of directions beside sums of a dtype. No value is above 1, so float16 beats
+    bfloat16.
+    """
     return torch.float64 if wide == torch.float64 else torch.float16
 
 
 def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = FAINTEST) -> Tensor:
-    r"""Return :math:`U f(s) V^\top` for :math:`X = U s V^\top`, ``(d_o, d_i)``, from a Gram matrix in float64.
+    r"""Return :math:`U f(s) V^\top` for :math:`X = U s V^\top`, ``(d_o, d_i)``, from a Gram matrix
+    in float64.
 
-    Directions up to this share of the strongest are left out; by default, those that are rounding error. ``f`` takes
-    all ``min(d_o, d_i)`` singular values.
+    Directions up to this share of the strongest are left out; by default, those that are rounding
+    error. ``f`` takes all ``min(d_o, d_i)`` singular values.
     """
     if X.shape[0] < X.shape[1]:
         return map_spectrum(X.mT, f, faintest).mT
     products = X if faintest >= FAINTEST_IN_FLOAT32 else X.double()
     d = X.shape[1]
-    ranks = [d // 16, d // 4, d // 2, d]  # sums of low-rank updates have all that counts in a few directions
+    ranks = [
+        d // 16,
+        d // 4,
+        d // 2,
+        d,
+    ]  # sums of low-rank updates have all that counts in a few directions
     while True:
         rank = ranks.pop(0)
         Q = _row_space(products, rank) if 0 < rank < d else None
@@ -171,7 +211,9 @@ def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = FAI
         weakest = (squares[0].clamp_min(0) / squares[-1]).sqrt()
         if Q is None or weakest <= faintest / 4:  # the basis has all that count
             break
-        if len(ranks) == 2 and weakest > faintest**0.5:  # a flat spectrum, of which half is not enough either
+        if (
+            len(ranks) == 2 and weakest > faintest**0.5
+        ):  # a flat spectrum, of which half is not enough either
             ranks = [d]
     s = pad(squares.clamp_min(0).sqrt(), (d - len(squares), 0))
     gain = torch.where(s > faintest * s.amax(), f(s) / s, 0)[-len(squares) :]
@@ -180,17 +222,20 @@ def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = FAI
 
 
 def _row_space(X: Tensor, rank: int) -> Tensor:
-    """Return an orthonormal basis ``(d, rank)`` whose span has the leading right vectors of a matrix ``(m, d)``."""
+    """Return an orthonormal basis ``(d, rank)`` whose span has the leading right vectors of a
+    matrix ``(m, d)``.
+    """
     start = torch.randn(len(X), rank, generator=torch.Generator().manual_seed(0), dtype=X.dtype)
     basis = torch.linalg.qr(X.mT @ start.to(X.device)).Q
     return torch.linalg.qr(X.mT @ torch.linalg.qr(X @ basis).Q).Q
 
 
 def polar_factor(X: Tensor) -> Tensor:
-    r"""Return :math:`U V^\top` for :math:`X = U s V^\top`, ``(d, n)`` with n <= d, without rounding's directions.
+    r"""Return :math:`U V^\top` for :math:`X = U s V^\top`, ``(d, n)`` with n <= d, without
+    rounding's directions.
 
-    A Gram matrix in float32 cannot tell faint directions from what rounding adds of strong ones. They are few, and a
-    second step in float64 takes these parts out.
+    A Gram matrix in float32 cannot tell faint directions from what rounding adds of strong ones.
+    They are few, and a second step in float64 takes these parts out.
     """
     eigenvalues, V = torch.linalg.eigh(gram_matrix(X))
     n = int((eigenvalues < FAINT * eigenvalues[-1]).sum())
@@ -208,7 +253,8 @@ def polar_factor(X: Tensor) -> Tensor:
 
 
 def strengths(names: Sequence[str], kappa: float, ramp: float) -> dict[str, float]:
-    r"""Return κ of each layer: :math:`\kappa\,(1 + \text{ramp}\,(2 l / (L - 1) - 1))` in block l of L blocks.
+    r"""Return κ of each layer: :math:`\kappa\,(1 + \text{ramp}\,(2 l / (L - 1) - 1))` in block l of
+    L blocks.
 
     A layer outside all blocks has :math:`\kappa`.
     """

@@ -1,14 +1,17 @@
-r"""Spectral voting: the directions that tasks change most, at nearly equal strength. It is not from the paper.
+r"""Spectral voting: the directions that tasks change most, at nearly equal strength. It is not from
+the paper.
 
-The tasks of a layer vote, and the merged update is the sum of their votes with its spectrum made nearly flat:
+The tasks of a layer vote, and the merged update is the sum of their votes with its spectrum made
+nearly flat:
 
 .. math::
-    A_t = U (s / s_1)^3 V^\top = \tau_t \tau_t^\top \tau_t / s_1^3 \quad (\tau_t = U s V^\top), \qquad
-    S = \sum_t A_t = U_S\, \sigma\, V_S^\top, \qquad X = \kappa\, m\; U_S\, q(\sigma)\, V_S^\top
+    A_t = U (s / s_1)^3 V^\top = \tau_t \tau_t^\top \tau_t / s_1^3 \quad (\tau_t = U s V^\top),
+    \qquad S = \sum_t A_t = U_S\, \sigma\, V_S^\top, \qquad X = \kappa\, m\; U_S\, q(\sigma)\,
+    V_S^\top
 
-with m the mean of the tasks' :math:`s_1`. Because of the cube, a task votes with its leading directions only. A sum
-does not depend on the order in which the tasks arrive, so neither does X. q lifts votes of :math:`10^{-6}` to full
-strength, so that S is decomposed in float64.
+with m the mean of the tasks' :math:`s_1`. Because of the cube, a task votes with its leading
+directions only. A sum does not depend on the order in which the tasks arrive, so neither does X. q
+lifts votes of :math:`10^{-6}` to full strength, so that S is decomposed in float64.
 """
 
 from dataclasses import dataclass
@@ -28,15 +31,17 @@ SLOPE = 0.03  # the fall of q between no vote and one vote
 class SpectralConfig(RampConfig):
     """The settings of spectral voting."""
 
-    kappa: float = option(0.9, "Strength of a direction, over the tasks' mean largest singular value.", symbol="κ")
+    kappa: float = option(
+        0.9, "Strength of a direction, over the tasks' mean largest singular value.", symbol="κ"
+    )
     damp: float = option(0.5, "Directions that n tasks share are held down by n^-damp.")
 
 
 class Spectral(FirstWhole):
     """Spectral voting.
 
-    The state of a layer is the sum of the ``votes`` ``(d_o, d_i)`` of its tasks, and the ``mean`` of their largest
-    singular values.
+    The state of a layer is the sum of the ``votes`` ``(d_o, d_i)`` of its tasks, and the ``mean``
+    of their largest singular values.
     """
 
     name = "spectral"
@@ -63,9 +68,15 @@ class Spectral(FirstWhole):
 
     def update_of_several(self, state: State, scale: float) -> Tensor:
         strength = scale * state["mean"].item()
-        return map_spectrum(state["votes"], lambda sigma: strength * flatten(sigma, self.options.damp), self.faintest)
+        return map_spectrum(
+            state["votes"],
+            lambda sigma: strength * flatten(sigma, self.options.damp),
+            self.faintest,
+        )
 
 
 def flatten(sigma: Tensor, damp: float) -> Tensor:
-    """Return q, ``(k,)``: the strength of directions with ``sigma`` votes, which falls from 1 + SLOPE as they grow."""
+    """Return q, ``(k,)``: the strength of directions with ``sigma`` votes, which falls from 1 +
+    SLOPE as they grow.
+    """
     return torch.where(sigma <= 1, 1 + SLOPE * (1 - sigma), sigma.clamp_min(1) ** -damp)

@@ -1,8 +1,10 @@
-r"""A task vector and its singular directions, for order-free methods that need more than its entries.
+r"""A task vector and its singular directions, for order-free methods that need more than its
+entries.
 
-Single precision has seven digits and a task vector's spectrum three or four decades, of which Gram matrices and cubes
-make many more. The few leading directions are therefore taken out first, and everything else is computed from what is
-left, :math:`\tau_r = \tau (I - V V^\top)`, whose rounding errors are as small as its entries.
+Single precision has seven digits and a task vector's spectrum three or four decades, of which Gram
+matrices and cubes make many more. The few leading directions are therefore taken out first, and
+everything else is computed from what is left, :math:`\tau_r = \tau (I - V V^\top)`, whose rounding
+errors are as small as its entries.
 """
 
 from functools import cached_property
@@ -19,7 +21,9 @@ EIGHT = 8  # tasks for which there is room among the directions of a layer
 
 
 class Directions(NamedTuple):
-    """Singular values ``(n,)``, the largest first, between left ``(d_o, n)`` and right ``(d_i, n)`` vectors."""
+    """Singular values ``(n,)``, the largest first, between left ``(d_o, n)`` and right ``(d_i, n)``
+    vectors.
+    """
 
     left: Tensor
     values: Tensor
@@ -27,9 +31,11 @@ class Directions(NamedTuple):
 
 
 class TaskVector:
-    r"""A task vector :math:`\tau` of a layer, ``(d_o, d_i)``; what several methods need of it is computed once.
+    r"""A task vector :math:`\tau` of a layer, ``(d_o, d_i)``; what several methods need of it is
+    computed once.
 
-    It is a matrix, float32 at least, or thin factors, which are multiplied only where a method needs the matrix.
+    It is a matrix, float32 at least, or thin factors, which are multiplied only where a method
+    needs the matrix.
     """
 
     def __init__(self, tau: Tensor | LowRank) -> None:
@@ -45,13 +51,15 @@ class TaskVector:
     def energy(self) -> Tensor:
         r"""The squared norm :math:`\lVert \tau \rVert^2`, in float64."""
         tau = self._given
-        return (tau.norm() if isinstance(tau, LowRank) else torch.linalg.vector_norm(tau)).double() ** 2
+        return (
+            tau.norm() if isinstance(tau, LowRank) else torch.linalg.vector_norm(tau)
+        ).double() ** 2
 
     def directions(self, count: int) -> Directions:
         """Return the ``count`` leading directions, or as many as thin factors have.
 
-        Those beyond the numerical rank are zero: their singular value is at most ``max(d_o, d_i) * eps`` times the
-        largest, numpy's rule, and their vectors depend on the solver alone.
+        Those beyond the numerical rank are zero: their singular value is at most ``max(d_o, d_i) *
+        eps`` times the largest, numpy's rule, and their vectors depend on the solver alone.
         """
         if self.factors is not None:
             U, s, V = (each[..., :count] for each in _directions_of(self.factors))
@@ -61,7 +69,8 @@ class TaskVector:
             V = V[:, :count]
             U = tall @ V
             if (more := count - V.shape[1]) > 0:
-                # The null space of the rest holds what was taken out of it, so that products must be with the rest.
+                # The null space of the rest holds what was taken out of it, so that products must
+                # be with the rest.
                 others = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, :more]
                 U, V = torch.cat([U, rest @ others], dim=1), torch.cat([V, others], dim=1)
             s = torch.linalg.vector_norm(U, dim=0)
@@ -72,15 +81,19 @@ class TaskVector:
 
     @cached_property
     def leading(self) -> Directions:
-        """About the same as the leading eighth of :meth:`directions`, or one, by randomized subspace iteration.
+        """About the same as the leading eighth of :meth:`directions`, or one, by randomized
+        subspace iteration.
 
-        It starts from the same vectors for every task vector, so that results repeat (Halko et al., 2011).
+        It starts from the same vectors for every task vector, so that results repeat (Halko et al.,
+        2011).
         """
         count = max(1, (n := min(self._given.shape)) // EIGHT)
         if self.factors is not None:
             return self.directions(count)
         tall = self._tall
-        start = torch.randn(n, min(n, count + max(16, count // 8)), generator=torch.Generator().manual_seed(0))
+        start = torch.randn(
+            n, min(n, count + max(16, count // 8)), generator=torch.Generator().manual_seed(0)
+        )
         V = start.to(tall)
         for _ in range(2):
             V = torch.linalg.qr(tall.mT @ (tall @ V)).Q
@@ -93,7 +106,9 @@ class TaskVector:
 
     @property
     def is_low_rank(self) -> bool:
-        """Whether there are fewer directions than those of :attr:`leading`, as in a LoRA adapter."""
+        """Whether there are fewer directions than those of :attr:`leading`, as in a LoRA
+        adapter.
+        """
         return int(self.leading.values.count_nonzero()) < min(self._given.shape) // EIGHT
 
     def _of_rank(self, U: Tensor, s: Tensor, V: Tensor, dtype: torch.dtype) -> Directions:
@@ -101,13 +116,18 @@ class TaskVector:
         return Directions(U * exist, s * exist, V * exist)
 
     def vote(self) -> tuple[Tensor, Tensor]:
-        r"""Return :math:`A = \tau \tau^\top \tau / s_1^3`, ``(d_o, d_i)``, and :math:`s_1`, both in float64."""
+        r"""Return :math:`A = \tau \tau^\top \tau / s_1^3`, ``(d_o, d_i)``, and :math:`s_1`, both in
+        float64.
+        """
         if self.factors is not None:
             return _vote_of(_directions_of(self.factors))
         tall, rest, V, gram, s_1 = self._parts
         left, right = tall @ (V / s_1), tall.mT @ (tall @ (V / s_1**2))
         # tau tau^T tau, since tau = tau V V^T + rest and rest V = 0.
-        thin = torch.cat([left, rest @ (right / s_1)], dim=1).double(), torch.cat([right, V], dim=1).double()
+        thin = (
+            torch.cat([left, rest @ (right / s_1)], dim=1).double(),
+            torch.cat([right, V], dim=1).double(),
+        )
         A = thin[0] @ thin[1].mT + (rest / s_1) @ (gram / s_1**2)
         return (A.mT if self._is_wide else A), s_1.double()
 
@@ -145,10 +165,12 @@ class TaskVector:
 
 
 class _Parts(NamedTuple):
-    r"""A matrix that is taller than wide, :math:`\tau` or :math:`\tau^\top`, and what is left without some directions.
+    r"""A matrix that is taller than wide, :math:`\tau` or :math:`\tau^\top`, and what is left
+    without some directions.
 
-    ``tall`` is ``(m, n)``, the leading right singular vectors ``V`` are ``(n, r)``, ``rest`` is ``tall`` without them,
-    ``gram`` ``(n, n)`` is that of ``rest``, and ``s_1`` is the largest singular value.
+    ``tall`` is ``(m, n)``, the leading right singular vectors ``V`` are ``(n, r)``, ``rest`` is
+    ``tall`` without them, ``gram`` ``(n, n)`` is that of ``rest``, and ``s_1`` is the largest
+    singular value.
     """
 
     tall: Tensor

@@ -13,15 +13,19 @@ class TsvStream(OrderFree):
     r"""TSV-M, task singular vectors (Gargiulo et al., CVPR 2025), of the tasks that have arrived.
 
     With ``k = min(d_o, d_i)``, each of T tasks keeps its k // T leading directions, and
-    :math:`X = \lambda\, \mathrm{polar}([U_1 \dots U_T])\, \mathrm{diag}(s)\, \mathrm{polar}([V_1 \dots V_T])^\top`.
-    A new task shortens the lists of all earlier ones, so that the state, ``left`` ``(d_o, k)``, ``values`` ``(k,)`` and
-    ``right`` ``(d_i, k)``, has at most the size of two models; its columns beyond T (k // T) are zero, and so are those
-    that a task of lower rank lacks. Directions are rounded to float16 once, as they arrive.
+    :math:`X = \lambda\, \mathrm{polar}([U_1 \dots U_T])\, \mathrm{diag}(s)\, \mathrm{polar}([V_1
+    \dots V_T])^\top`. A new task shortens the lists of all earlier ones, so that the state,
+    ``left`` ``(d_o, k)``, ``values`` ``(k,)`` and ``right`` ``(d_i, k)``, has at most the size of
+    two models; its columns beyond T (k // T) are zero, and so are those that a task of lower rank
+    lacks. Directions are rounded to float16 once, as they arrive.
     """
 
     name = "tsv_stream"
     label = "TSV-M (stream)"
-    citation = "TSV-M ([Gargiulo et al., CVPR 2025](https://arxiv.org/abs/2412.00081)), one task after another"
+    citation = (
+        "TSV-M ([Gargiulo et al., CVPR 2025](https://arxiv.org/abs/2412.00081)), one task after "
+        "another"
+    )
     directions = ("left", "right")
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
@@ -49,6 +53,8 @@ class TsvStream(OrderFree):
     def update(self, state: State, scale: float) -> Tensor:
         s = state["values"]
         if not s.any():
-            return torch.zeros(len(state["left"]), len(state["right"]), dtype=s.dtype, device=s.device)
+            return torch.zeros(
+                len(state["left"]), len(state["right"]), dtype=s.dtype, device=s.device
+            )
         left, right = (polar_factor(state[side][:, s > 0].to(s.dtype)) for side in self.directions)
         return scale * left * s[s > 0] @ right.mT

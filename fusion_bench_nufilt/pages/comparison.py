@@ -14,16 +14,31 @@ from .page import Outputs, Tables, render_page
 from .tables import print_table, to_csv
 from .theme import COLOURS, Options, Rows, by_name, layered, tooltip
 
-PICTURES = {"ablation", "sensitivity", "stability_plasticity", "accuracy_per_step", "accuracy_matrices"}
+PICTURES = {
+    "ablation",
+    "sensitivity",
+    "stability_plasticity",
+    "accuracy_per_step",
+    "accuracy_matrices",
+}
 _MOST_CURVES = 5  # a picture has those of the best methods; a page has all
 _TITLES = {"plasticity": "each task right after its step"}
 _MOST_BANDS = 6  # more would hide each other
 
 
 def comparison_outputs(results: ComparisonContent, _: Tables) -> Outputs:
-    """Make all files; scores are fractions in ``.json`` and ``.csv`` files, and per cent elsewhere."""
-    texts = {"table.csv": to_csv(method_numbers(results)), "per_task.csv": to_csv(task_numbers(results))}
-    found = {"table": [main_table(results)], "per_task": [task_table(results)], "overhead": overhead_tables(results)}
+    """Make all files; scores are fractions in ``.json`` and ``.csv`` files, and per cent
+    elsewhere.
+    """
+    texts = {
+        "table.csv": to_csv(method_numbers(results)),
+        "per_task.csv": to_csv(task_numbers(results)),
+    }
+    found = {
+        "table": [main_table(results)],
+        "per_task": [task_table(results)],
+        "overhead": overhead_tables(results),
+    }
     for name, tables in found.items():
         if tables:
             texts[f"{name}.md"] = "\n".join(table.as_markdown() for table in tables)
@@ -53,7 +68,9 @@ def _page(results: ComparisonContent) -> str:
 
 
 def charts_of(results: ComparisonContent, *, panels: bool) -> dict[str, ChartType]:
-    """Return each chart for which there are numbers, by its name, with ``panels`` for pictures or menus for a page."""
+    """Return each chart for which there are numbers, by its name, with ``panels`` for pictures or
+    menus for a page.
+    """
     charts: dict[str, ChartType] = {}
     best = dict(sorted(results.done.items(), key=lambda row: -row[1].mean("ACC").mean))
     if not best:
@@ -63,7 +80,9 @@ def charts_of(results: ComparisonContent, *, panels: bool) -> dict[str, ChartTyp
     if results.first_seed:
         charts["accuracy_matrices"] = _accuracy_matrices(results.first_seed, panels)
     if results.settings.get("evaluate", "").startswith("every_step"):
-        charts["accuracy_per_step"] = _accuracy_per_step(results, list(best)[: _MOST_CURVES if panels else None])
+        charts["accuracy_per_step"] = _accuracy_per_step(
+            results, list(best)[: _MOST_CURVES if panels else None]
+        )
     if results.preset == "ablation":
         charts["ablation"] = _dots(results.methods, "ACC", "BWT")
     if results.preset in ("sensitivity", "ranks"):
@@ -72,11 +91,16 @@ def charts_of(results: ComparisonContent, *, panels: bool) -> dict[str, ChartTyp
 
 
 def _accuracy_per_step(results: ComparisonContent, labels: Sequence[str]) -> ChartType:
-    """Draw the mean over the seeds, whose tasks differ from step to step, in a band of one standard deviation."""
+    """Draw the mean over the seeds, whose tasks differ from step to step, in a band of one standard
+    deviation.
+    """
     means, deviations = {}, {}
     for label in labels:
         matrices = list(results.methods[label].matrices.values())
-        steps = [Mean.of(scores) for scores in zip(*(matrix.mean_seen for matrix in matrices), strict=True)]
+        steps = [
+            Mean.of(scores)
+            for scores in zip(*(matrix.mean_seen for matrix in matrices), strict=True)
+        ]
         means[label] = [100 * step.mean for step in steps]
         deviations[label] = [100 * step.std for step in steps]
     named = len(results.seeds) == 1 and len(steps) <= 10
@@ -86,7 +110,10 @@ def _accuracy_per_step(results: ComparisonContent, labels: Sequence[str]) -> Cha
         "models merged",
         "mean score on the tasks seen so far (%)",
         deviations={"": deviations} if len(means) <= _MOST_BANDS else None,
-        heights={"individual models, all tasks": 100 * Mean.of(results.references["individual"].values()).mean},
+        heights={
+            "individual models, all tasks": 100
+            * Mean.of(results.references["individual"].values()).mean
+        },
         among=list(results.methods),
         ranked=True,
         size=(460, 320),  # with its legend below, it can be read on a phone
@@ -96,14 +123,19 @@ def _accuracy_per_step(results: ComparisonContent, labels: Sequence[str]) -> Cha
 
 
 def _accuracy_matrices(matrices: Mapping[str, AccuracyMatrix], panels: bool) -> ChartType:
-    maps = {f"{label}\n{matrix.summary()}" if panels else label: matrix.percents for label, matrix in matrices.items()}
+    maps = {
+        f"{label}\n{matrix.summary()}" if panels else label: matrix.percents
+        for label, matrix in matrices.items()
+    }
     tasks = next(iter(matrices.values())).tasks
     across = min(4, math.ceil(len(maps) ** 0.5)) if panels else 0
     return score_maps(maps, [f"+ {task}" for task in tasks], tasks, across)
 
 
 def _dots(methods: Mapping[str, Method], *names: str) -> ChartType:
-    """Draw metrics side by side, with a row for each method: its mean and one standard deviation over the seeds."""
+    """Draw metrics side by side, with a row for each method: its mean and one standard deviation
+    over the seeds.
+    """
     return alt.hconcat(*(_dot_panel(methods, name, labelled=name == names[0]) for name in names))
 
 
@@ -124,17 +156,25 @@ def _dot_panel(methods: Mapping[str, Method], name: str, *, labelled: bool) -> a
     layers = [
         bars.encode(x=alt.X("low:Q", **x), x2="high:Q"),
         base.mark_point(color=COLOURS[0], size=70).encode(x=alt.X("value:Q", **x)),
-        base.mark_text(align="left", fontSize=11, color=COLOURS[-1]).encode(x=alt.value(212), text="text:N"),
+        base.mark_text(align="left", fontSize=11, color=COLOURS[-1]).encode(
+            x=alt.value(212), text="text:N"
+        ),
     ]
     if any(row["paper"] is not None for row in rows):
         printed = base.transform_filter("isValid(datum.paper)").transform_calculate(what="'paper'")
-        colour = alt.Color("what:N", scale=alt.Scale(domain=["paper"], range=[COLOURS[1]]), title=None)
-        layers.append(printed.mark_point(shape="diamond", size=90).encode(x=alt.X("paper:Q"), color=colour))
+        colour = alt.Color(
+            "what:N", scale=alt.Scale(domain=["paper"], range=[COLOURS[1]]), title=None
+        )
+        layers.append(
+            printed.mark_point(shape="diamond", size=90).encode(x=alt.X("paper:Q"), color=colour)
+        )
     return layered(layers, rows, (200, 22 * len(rows)))
 
 
 def _sensitivity(results: ComparisonContent) -> ChartType:
-    """Draw ACC (above) and BWT (below) over what each panel varies; a dashed line marks the method's own value."""
+    """Draw ACC (above) and BWT (below) over what each panel varies; a dashed line marks the
+    method's own value.
+    """
     panels = results.panels or []
     symbols = {panel["key"]: panel["symbol"] for panel in panels}
     own = results.done["steps 50"].config if "steps 50" in results.done else {}

@@ -14,15 +14,26 @@ _NOTED = "†"  # marks a printed number that has a note below the table
 _HEADLINE = [name for name, metric in METRICS.items() if metric.headline]
 _COSTS = ["iterations", "solving s", "subspaces s", "total s", "memory GB", "parameters M"]
 _MEASURED_COSTS = ("solving_seconds", "merging_seconds", "memory", "parameters")
-_PRINTED_COSTS = ("iterations", "solving_seconds", "total_seconds", "gpu_gigabytes", "parameters_millions")
+_PRINTED_COSTS = (
+    "iterations",
+    "solving_seconds",
+    "total_seconds",
+    "gpu_gigabytes",
+    "parameters_millions",
+)
 
 
 def main_table(results: ComparisonContent) -> Table:
-    """Tabulate the headline metrics, mean ± standard deviation over the seeds, beside the paper's numbers."""
+    """Tabulate the headline metrics, mean ± standard deviation over the seeds, beside the paper's
+    numbers.
+    """
     complete = all(method.complete for method in results.methods.values())
 
     def of_single_models(scores: Scores, printed: Published) -> Json:
-        return {"ACC %": percent(Mean.of(scores.values()).mean), "paper ACC": _printed(printed, "ACC")}
+        return {
+            "ACC %": percent(Mean.of(scores.values()).mean),
+            "paper ACC": _printed(printed, "ACC"),
+        }
 
     def of_method(method: Method) -> Json:
         row = {}
@@ -36,12 +47,19 @@ def main_table(results: ComparisonContent) -> Table:
         return row
 
     texts = _rows(results, of_single_models, of_method).fillna("")
-    means = {f"{name} %": [method.mean(name) for method in results.methods.values()] for name in _HEADLINE}
-    return _ranked(results, f"{len(results.tasks)} models merged one after another", texts, means, _HEADLINE)
+    means = {
+        f"{name} %": [method.mean(name) for method in results.methods.values()]
+        for name in _HEADLINE
+    }
+    return _ranked(
+        results, f"{len(results.tasks)} models merged one after another", texts, means, _HEADLINE
+    )
 
 
 def task_table(results: ComparisonContent) -> Table:
-    """Tabulate the score of each task after the last step, mean ± standard deviation over the seeds."""
+    """Tabulate the score of each task after the last step, mean ± standard deviation over the
+    seeds.
+    """
     tasks = results.tasks
     measured = _rows(
         results,
@@ -53,7 +71,9 @@ def task_table(results: ComparisonContent) -> Table:
         for label, numbers in results.printed.items()
         if not numbers.keys().isdisjoint(tasks)
     ]
-    texts = pd.concat([measured, pd.DataFrame(printed, columns=measured.columns)], ignore_index=True)
+    texts = pd.concat(
+        [measured, pd.DataFrame(printed, columns=measured.columns)], ignore_index=True
+    )
     means = {task: [method.final(task) for method in results.methods.values()] for task in tasks}
     return _ranked(results, "Score (%) of each task after the last step", texts, means, tasks)
 
@@ -65,7 +85,9 @@ def _ranked(
     means: Mapping[str, Sequence[Mean]],
     shown: Sequence[str],
 ) -> Table:
-    """Rank the methods that finished every seed and need no data; numbers shown as equal rank equally."""
+    """Rank the methods that finished every seed and need no data; numbers shown as equal rank
+    equally.
+    """
     compared = [method.data == "none" and method.complete for method in results.methods.values()]
     numbers = pd.DataFrame({name: [mean.mean for mean in column] for name, column in means.items()})
     numbers.index += len(results.references)
@@ -74,9 +96,11 @@ def _ranked(
 
 
 def overhead_tables(results: ComparisonContent) -> list[Table]:
-    """Tabulate the cost of merging the whole stream, without loading and scoring, measured and as the paper prints it.
+    """Tabulate the cost of merging the whole stream, without loading and scoring, measured and as
+    the paper prints it.
 
-    Iterations are per step, and "subspaces" is the time outside the solver. Other presets have no such table.
+    Iterations are per step, and "subspaces" is the time outside the solver. Other presets have no
+    such table.
     """
     if results.preset != "overhead":
         return []
@@ -84,25 +108,48 @@ def overhead_tables(results: ComparisonContent) -> list[Table]:
     for label, method in results.methods.items():
         solving, total, memory, parameters = (method.mean(name).mean for name in _MEASURED_COSTS)
         costs = (solving, total - solving, total, memory / 1e9, parameters / 1e6)
-        ours.append([label, _number(method.iterations, 0), *map(_number, costs), method.words(method.mean("ACC"))])
+        ours.append(
+            [
+                label,
+                _number(method.iterations, 0),
+                *map(_number, costs),
+                method.words(method.mean("ACC")),
+            ]
+        )
     for label, row in (results.published_overhead or {}).items():
         values = (row.get(name, {}).get("value", math.nan) for name in _PRINTED_COSTS)
         iterations, solving, total, memory, parameters = values
         # Of other methods the paper prints the total alone, which contains more than subspaces.
         subspaces = total - solving if label.startswith("nufilt") else math.nan
         costs = (solving, subspaces, total, memory, parameters)
-        papers.append([label, _number(iterations, 0), *map(_number, costs), _printed(row, "ACC").rstrip(_NOTED)])
+        papers.append(
+            [
+                label,
+                _number(iterations, 0),
+                *map(_number, costs),
+                _printed(row, "ACC").rstrip(_NOTED),
+            ]
+        )
     memory_note = "memory: most in use between scorings, with all that stays loaded"
-    notes = ["not comparable with seconds and memory of another machine", "subspaces: total - solving, computed here"]
+    notes = [
+        "not comparable with seconds and memory of another machine",
+        "subspaces: total - solving, computed here",
+    ]
     printed_for = "The paper's: ViT-B/32, 8 models, ten orders, on a GPU that it does not name"
     return [
-        _cost_table(f"Cost of merging {len(results.tasks)} models", ours, [*_notes(results, ()), memory_note]),
+        _cost_table(
+            f"Cost of merging {len(results.tasks)} models",
+            ours,
+            [*_notes(results, ()), memory_note],
+        ),
         _cost_table(printed_for, papers, notes),
     ]
 
 
 def _cost_table(title: str, rows: list[list[str]], notes: list[str]) -> Table:
-    return Table(title, _filled(pd.DataFrame(rows, columns=["method", *_COSTS, "ACC %"])), notes=notes)
+    return Table(
+        title, _filled(pd.DataFrame(rows, columns=["method", *_COSTS, "ACC %"])), notes=notes
+    )
 
 
 def _filled(texts: pd.DataFrame) -> pd.DataFrame:
@@ -112,10 +159,15 @@ def _filled(texts: pd.DataFrame) -> pd.DataFrame:
 
 def method_numbers(results: ComparisonContent) -> pd.DataFrame:
     """Return the numbers of every method as fractions, seconds and bytes, for ``table.csv``."""
-    names = {name: name for name in (*METRICS, "merging_seconds", "solving_seconds")} | {"memory_bytes": "memory"}
+    names = {name: name for name in (*METRICS, "merging_seconds", "solving_seconds")} | {
+        "memory_bytes": "memory"
+    }
     return _rows(
         results,
-        lambda scores, printed: {"ACC_mean": Mean.of(scores.values()).mean, **_printed_fractions(printed)},
+        lambda scores, printed: {
+            "ACC_mean": Mean.of(scores.values()).mean,
+            **_printed_fractions(printed),
+        },
         lambda method: {
             **_mean_and_std({title: method.mean(name) for title, name in names.items()}),
             **{name: method.known(name) for name in ("parameters", "extra_parameters")},
@@ -141,7 +193,9 @@ def _rows(
     of_single_models: Callable[[Scores, Published], Json],
     of_method: Callable[[Method], Json],
 ) -> pd.DataFrame:
-    """Return a row for each kind of single models, given their scores and the paper's, and one for each method."""
+    """Return a row for each kind of single models, given their scores and the paper's, and one for
+    each method.
+    """
     rows = [
         {"method": label} | of_single_models(scores, results.printed[label])
         for label, scores in results.references.items()
@@ -151,14 +205,20 @@ def _rows(
 
 
 def _mean_and_std(means: Mapping[str, Mean]) -> Json:
-    return {f"{name}_{key}": getattr(mean, key) for name, mean in means.items() for key in ("mean", "std")}
+    return {
+        f"{name}_{key}": getattr(mean, key)
+        for name, mean in means.items()
+        for key in ("mean", "std")
+    }
 
 
 def _notes(results: ComparisonContent, shown: Sequence[str]) -> list[str]:
     """Return notes on the numbers of a table that shows these metrics or tasks."""
     curves = filter(None, results.curves.values()) if results.preset == "ranks" else ()
     best = [max(curve, key=lambda label: curve[label].mean("ACC").mean) for curve in curves]
-    matrices = [matrix for method in results.methods.values() for matrix in method.matrices.values()]
+    matrices = [
+        matrix for method in results.methods.values() for matrix in method.matrices.values()
+    ]
     missing = sorted({task for matrix in matrices for task in matrix.missing})
     notes = sentences("notes.txt", results=results, shown=shown, best=best, missing=missing)
     return list(dict.fromkeys(notes))
@@ -176,7 +236,10 @@ def _printed(row: Published, name: str) -> str:
 
 
 def _printed_fractions(row: Published) -> Json:
-    values = {f"paper_{name}": row[name]["value"] / 100 if name in row else None for name in ("ACC", "BWT")}
+    values = {
+        f"paper_{name}": row[name]["value"] / 100 if name in row else None
+        for name in ("ACC", "BWT")
+    }
     return values | {"paper_note": row.get("ACC", {}).get("note")}
 
 

@@ -19,19 +19,26 @@ def check_references(references: References, tasks: Sequence[str]) -> None:
     """Raise a ValueError unless each reference has all tasks, with or without a score."""
     for name in ("pretrained", "individual", *references):
         if other := set(references.get(name, ())) ^ set(tasks):
-            raise ValueError(f"field '{name}': must have each task once, and '{min(other)}' is too many or missing")
+            raise ValueError(
+                f"field '{name}': must have each task once, and '{min(other)}' is too many or "
+                "missing"
+            )
 
 
 @dataclass(frozen=True)
 class SeedRun:
-    """One method on one seed, with its scores or the reason why there are none, as its file holds it."""
+    """One method on one seed, with its scores or the reason why there are none, as its file holds
+    it.
+    """
 
     environment: dict[str, str] = field(default_factory=dict, kw_only=True)  # versions and device
     config: Json  # the method's, resolved
     tasks: list[str] | None = None  # as merged
     accuracy_matrix: list[list[Score | None]] | None = None
     merge_seconds: list[Seconds] = field(default_factory=list)  # by step
-    solving_seconds: Seconds | None = None  # the part of them that a solver took, if the method has one
+    solving_seconds: Seconds | None = (
+        None  # the part of them that a solver took, if the method has one
+    )
     memory: int | None = None  # peak bytes while merging, see WatchingEvaluator
     parameters: int | None = None  # number in the final model
     extra_parameters: int | None = None  # number beyond the pretrained model's
@@ -96,7 +103,9 @@ class Method:
 
     def known(self, name: str) -> Any:
         """Return a field of the first run that has it; None if there is none."""
-        return next((value for run in self.runs.values() if (value := getattr(run, name)) is not None), None)
+        return next(
+            (value for run in self.runs.values() if (value := getattr(run, name)) is not None), None
+        )
 
     def mean(self, name: str) -> Mean:
         """Return the mean of a metric, or of a field of the runs, over those that did not fail."""
@@ -110,7 +119,9 @@ class Method:
 
     def final(self, task: str) -> Mean:
         """Return the mean score of a task after the last step, wherever the orders have it."""
-        return Mean.of(float(matrix.values[-1, matrix.tasks.index(task)]) for matrix in self.matrices.values())
+        return Mean.of(
+            float(matrix.values[-1, matrix.tasks.index(task)]) for matrix in self.matrices.values()
+        )
 
     def as_json(self, tasks: Sequence[str]) -> Json:
         runs = {str(seed): asdict(run) for seed, run in self.runs.items()}
@@ -133,7 +144,9 @@ class ComparisonContent:
     """All that tables, pictures and the page are made of."""
 
     settings: Json  # model pool, overrides, models, …, as in ``compare.json``
-    environment: dict[str, str]  # versions and devices that the runs were made with; several where they differ
+    environment: dict[
+        str, str
+    ]  # versions and devices that the runs were made with; several where they differ
     preset: str | None = None  # of the methods, if any
     tasks: list[str]  # in the model pool's order
     seeds: list[int]
@@ -150,7 +163,10 @@ class ComparisonContent:
         for label, method in self.methods.items():
             for seed, run in method.runs.items():
                 if run.error is None and sorted(run.tasks or ()) != sorted(self.tasks):
-                    raise ValueError(f"field 'methods.{label}.runs.{seed}.tasks': must be {', '.join(self.tasks)}")
+                    raise ValueError(
+                        f"field 'methods.{label}.runs.{seed}.tasks': must be "
+                        f"{', '.join(self.tasks)}"
+                    )
 
     @property
     def scored(self) -> str:
@@ -158,7 +174,11 @@ class ComparisonContent:
         validation = self.settings.get("resolved", {}).get("validation")
         if validation is None:
             return "all test data"
-        return "a fifth of the test data" if validation else "the test data without the fifth of --validation"
+        return (
+            "a fifth of the test data"
+            if validation
+            else "the test data without the fifth of --validation"
+        )
 
     @property
     def curves(self) -> dict[str, dict[str, Method]]:
@@ -166,7 +186,9 @@ class ComparisonContent:
         curves = {}
         for panel in self.panels or ():
             start = f"{panel['symbol']} "
-            curves[panel["symbol"]] = {label: row for label, row in self.done.items() if label.startswith(start)}
+            curves[panel["symbol"]] = {
+                label: row for label, row in self.done.items() if label.startswith(start)
+            }
         return curves
 
     @property
@@ -178,15 +200,25 @@ class ComparisonContent:
     def first_seed(self) -> dict[str, AccuracyMatrix]:
         """The matrices of the first seed, by method; all have the same task order."""
         seed = self.seeds[0]
-        return {label: method.matrices[seed] for label, method in self.methods.items() if seed in method.matrices}
+        return {
+            label: method.matrices[seed]
+            for label, method in self.methods.items()
+            if seed in method.matrices
+        }
 
     @property
     def printed(self) -> dict[str, Published]:
         """The paper's numbers for every row; empty for a row without any."""
         references = {label: self.published_percent.get(label, {}) for label in self.references}
-        return references | {label: method.published_percent for label, method in self.methods.items()}
+        return references | {
+            label: method.published_percent for label, method in self.methods.items()
+        }
 
     def as_json(self) -> Json:
         content = {each.name: getattr(self, each.name) for each in fields(self)}
-        content["methods"] = {label: method.as_json(self.tasks) for label, method in self.methods.items()}
-        return {name: value for name, value in content.items() if value is not None or name == "preset"}
+        content["methods"] = {
+            label: method.as_json(self.tasks) for label, method in self.methods.items()
+        }
+        return {
+            name: value for name, value in content.items() if value is not None or name == "preset"
+        }

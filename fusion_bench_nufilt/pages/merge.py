@@ -35,12 +35,17 @@ def merge_outputs(content: MergeContent, _: Tables) -> Outputs:
     if "layers" not in content:
         raise ValueError("it is one step of a run: name the log directory of the run")
     tasks, coverage = content["tasks"], content["coverage"]
-    rows = pd.DataFrame([{"layer": name, **report} for name, steps in content["layers"].items() for report in steps])
+    rows = pd.DataFrame(
+        [{"layer": name, **report} for name, steps in content["layers"].items() for report in steps]
+    )
     steps = _summary(rows, "step")
     # The last task is that of the last step; the first one's step may be any (--step).
     steps.insert(0, "task", [tasks[step - content["step"] - 1] for step in steps.index])
     strongest = _summary(rows, "layer").sort_values(_NORM, ascending=False).head(_STRONGEST)
-    shapes = {name: " x ".join(map(str, shape)) for name, shape in zip(rows["layer"], rows["shape"], strict=True)}
+    shapes = {
+        name: " x ".join(map(str, shape))
+        for name, shape in zip(rows["layer"], rows["shape"], strict=True)
+    }
     strongest.insert(0, "shape", strongest.index.map(shapes))
     page = render_page(
         "merge.html",
@@ -57,7 +62,9 @@ def merge_outputs(content: MergeContent, _: Tables) -> Outputs:
 
 
 def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Return, for every step or layer, the norm of its task vectors and the means of what the method measured."""
+    """Return, for every step or layer, the norm of its task vectors and the means of what the
+    method measured.
+    """
     groups = rows.groupby(by)
     norms = groups["task_norm"].agg(lambda norms: float(np.linalg.norm(norms))).rename(_NORM)
     known = {key: title for key, title in _MEANS.items() if key in rows}
@@ -66,5 +73,9 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
 
 def _shares(coverage: Coverage) -> pd.DataFrame:
     shares: dict[str, Share] = {name: coverage[name] for name in ("merged", "averaged", "kept")}
-    rows = [(name, share["parameters"], 100 * share["share"]) for name, share in shares.items() if share["parameters"]]
+    rows = [
+        (name, share["parameters"], 100 * share["share"])
+        for name, share in shares.items()
+        if share["parameters"]
+    ]
     return pd.DataFrame(rows, columns=["what", "tensors", "elements %"])

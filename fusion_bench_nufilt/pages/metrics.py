@@ -35,12 +35,16 @@ class Mean:
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Mean":
         """Leave out what is no number; without any, the mean is NaN."""
-        numbers = np.array([value for value in values if value is not None and not math.isnan(value)])
+        numbers = np.array(
+            [value for value in values if value is not None and not math.isnan(value)]
+        )
         mean = float(numbers.mean()) if numbers.size else math.nan
         return cls(mean, float(numbers.std(ddof=1)) if numbers.size > 1 else math.nan, numbers.size)
 
     def percent(self, *, sign: bool = False) -> str:
-        """Return fractions as words such as ``75.7 ± 0.3``, a single one as ``75.7``, and none as ``-``."""
+        """Return fractions as words such as ``75.7 ± 0.3``, a single one as ``75.7``, and none as
+        ``-``.
+        """
         mean = percent(self.mean, sign=sign)
         return mean if math.isnan(self.std) else f"{mean} ± {percent(self.std)}"
 
@@ -49,7 +53,9 @@ class Mean:
 
 
 class AccuracyMatrix:
-    r"""Scores :math:`a_i(\theta_t)` of T tasks i, in merging order, after step t; NaN where not measured."""
+    r"""Scores :math:`a_i(\theta_t)` of T tasks i, in merging order, after step t; NaN where not
+    measured.
+    """
 
     def __init__(self, tasks: Sequence[str]) -> None:
         self.tasks = list(tasks)
@@ -57,12 +63,18 @@ class AccuracyMatrix:
         self.values: NDArray[np.float64] = np.full((len(self.tasks), len(self.tasks)), math.nan)
 
     @classmethod
-    def from_rows(cls, tasks: Sequence[str], rows: Sequence[Sequence[float | None]]) -> "AccuracyMatrix":
-        """Make a matrix of all scores; a ValueError if they are not T rows of T scores, or if a task comes twice."""
+    def from_rows(
+        cls, tasks: Sequence[str], rows: Sequence[Sequence[float | None]]
+    ) -> "AccuracyMatrix":
+        """Make a matrix of all scores; a ValueError if they are not T rows of T scores, or if a
+        task comes twice.
+        """
         if not tasks or len(set(tasks)) < len(tasks):
             raise ValueError(f"field 'tasks': must be names that differ, got {list(tasks)}")
         if {len(rows), *map(len, rows)} != {len(tasks)}:
-            raise ValueError(f"field 'accuracy_matrix': must have {len(tasks)} rows of {len(tasks)} scores")
+            raise ValueError(
+                f"field 'accuracy_matrix': must have {len(tasks)} rows of {len(tasks)} scores"
+            )
         matrix = cls(tasks)
         matrix.values[:] = np.array(rows, dtype=float)  # None is NaN
         return matrix
@@ -77,7 +89,9 @@ class AccuracyMatrix:
         return percents
 
     def record(self, step: int, scores: dict[str, float]) -> None:
-        """Enter the scores of some tasks after a step (from 1); a score that is not a number stays missing."""
+        """Enter the scores of some tasks after a step (from 1); a score that is not a number stays
+        missing.
+        """
         for task, score in scores.items():
             self.values[step - 1, self.tasks.index(task)] = score
 
@@ -88,7 +102,11 @@ class AccuracyMatrix:
 
     @property
     def missing(self) -> list[str]:
-        return [task for task, score in zip(self.tasks, self.values[-1], strict=True) if math.isnan(score)]
+        return [
+            task
+            for task, score in zip(self.tasks, self.values[-1], strict=True)
+            if math.isnan(score)
+        ]
 
     def metrics(self) -> dict[str, float]:
         """Return every metric of :data:`METRICS`; NaN where it could not be measured."""
@@ -96,32 +114,52 @@ class AccuracyMatrix:
 
     def summary(self) -> str:
         """Return the headline metrics in one line, in per cent, with a note on missing scores."""
-        found = [(name, metric, metric.of(self)) for name, metric in METRICS.items() if metric.headline]
-        texts = [f"{name} {percent(value, sign=row.signed)}" for name, row, value in found if not math.isnan(value)]
+        found = [
+            (name, metric, metric.of(self)) for name, metric in METRICS.items() if metric.headline
+        ]
+        texts = [
+            f"{name} {percent(value, sign=row.signed)}"
+            for name, row, value in found
+            if not math.isnan(value)
+        ]
         line, missing, count = "   ".join(texts) or "no score", self.missing, len(self.tasks)
         if 0 < len(missing) < count:
-            line += f"   ({count - len(missing)} of {count} tasks; no score for {', '.join(missing)})"
+            line += (
+                f"   ({count - len(missing)} of {count} tasks; no score for {', '.join(missing)})"
+            )
         return line
 
     def save(self, folder: Path, about: dict[str, Any]) -> None:
-        """Write ``accuracy_matrix.json``: ``about``, and the scores as fractions; a missing one is null."""
+        """Write ``accuracy_matrix.json``: ``about``, and the scores as fractions; a missing one is
+        null.
+        """
         metrics = {name: or_none(value) for name, value in self.metrics().items()}
-        scores = {"tasks": self.tasks, "accuracy_matrix": self.rows(), **metrics, "missing": self.missing}
+        scores = {
+            "tasks": self.tasks,
+            "accuracy_matrix": self.rows(),
+            **metrics,
+            "missing": self.missing,
+        }
         write_json(folder / "accuracy_matrix.json", {**about, **scores})
 
     @property
     def acc(self) -> float:
-        r"""ACC :math:`= \operatorname{mean}_i a_i(\theta_T)` over the tasks that have a final score, else NaN."""
+        r"""ACC :math:`= \operatorname{mean}_i a_i(\theta_T)` over the tasks that have a final
+        score, else NaN.
+        """
         return Mean.of(self.values[-1]).mean
 
     @property
     def plasticity(self) -> float:
-        r"""Mean score of each task right after its own step, :math:`\operatorname{mean}_i a_i(\theta_i)`, else NaN."""
+        r"""Mean score of each task right after its own step, :math:`\operatorname{mean}_i
+        a_i(\theta_i)`, else NaN.
+        """
         return Mean.of(np.diagonal(self.values)).mean
 
     @property
     def mean_seen(self) -> NDArray[np.float64]:
-        """``(T,)``: after each step, the mean score of the tasks merged so far; NaN unless all of them were scored.
+        """``(T,)``: after each step, the mean score of the tasks merged so far; NaN unless all of
+        them were scored.
 
         Tasks that never get a score, because the task pool lacks them, do not count.
         """
@@ -131,16 +169,20 @@ class AccuracyMatrix:
 
     @property
     def fwt(self) -> float:
-        r"""FWT :math:`= \operatorname{mean}_{i<T} \operatorname{mean}_{j>i} a_j(\theta_i)`, else NaN.
+        r"""FWT :math:`= \operatorname{mean}_{i<T} \operatorname{mean}_{j>i} a_j(\theta_i)`, else
+        NaN.
 
-        This is the mean score of tasks that are still to come; the paper announces forward transfer but prints none.
+        This is the mean score of tasks that are still to come; the paper announces forward transfer
+        but prints none.
         """
         ahead = [Mean.of(row[step:]).mean for step, row in enumerate(self.values[:-1], 1)]
         return float(np.mean(ahead)) if ahead else math.nan
 
     @property
     def bwt(self) -> float:
-        r"""BWT :math:`= \frac{1}{T-1} \sum_{i<T} [a_i(\theta_T) - a_i(\theta_i)]` of tasks with both, else NaN."""
+        r"""BWT :math:`= \frac{1}{T-1} \sum_{i<T} [a_i(\theta_T) - a_i(\theta_i)]` of tasks with
+        both, else NaN.
+        """
         return Mean.of((self.values[-1] - np.diagonal(self.values))[:-1]).mean
 
 

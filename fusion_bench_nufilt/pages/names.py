@@ -9,6 +9,8 @@ def kind(layer: str) -> str:
 
 
 def depth(layer: str) -> int:
-    """Return the number of the layer's block, which is the first number in its name; 0 where there is none."""
+    """Return the number of the layer's block, which is the first number in its name; 0 where there
+    is none.
+    """
     found = re.search(r"(?:^|\.)(\d+)\.", layer)
     return int(found[1]) if found else 0

@@ -45,7 +45,9 @@ def sentences(template: str, **content: Any) -> list[str]:
 
 @cache
 def templates() -> Environment:
-    """Return the templates, which escape all that they are given; a value that is missing is an error."""
+    """Return the templates, which escape all that they are given; a value that is missing is an
+    error.
+    """
     environment = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,
@@ -59,7 +61,9 @@ def templates() -> Environment:
     environment.filters["number"] = _number
     environment.filters["table"] = _table
     environment.filters["ranges"] = _ranges
-    environment.filters["indented"] = lambda content: json.dumps(content, indent=2, ensure_ascii=False)
+    environment.filters["indented"] = lambda content: json.dumps(
+        content, indent=2, ensure_ascii=False
+    )
     environment.filters["sha256"] = lambda text: b64encode(sha256(text.encode()).digest()).decode()
     return environment
 
@@ -80,13 +84,17 @@ def _definition(chart: ChartType) -> dict[str, Any]:
 
 
 def _table(rows: Mapping[str, Any], first: str, titles: Mapping[str, str]) -> pd.DataFrame:
-    """Return a row for each name, below the titles of fields; ``a.b`` is the field b of the field a."""
+    """Return a row for each name, below the titles of fields; ``a.b`` is the field b of the field
+    a.
+    """
     frame = pd.json_normalize([{**row, first: name} for name, row in rows.items()])
     return frame.reindex(columns=[first, *titles]).rename(columns=dict(titles))
 
 
 def _number(value: float, digits: int) -> str:
-    """Return a whole number as it is, and another with ``digits`` decimals, or as ``1.00e-05`` if they are all 0."""
+    """Return a whole number as it is, and another with ``digits`` decimals, or as ``1.00e-05`` if
+    they are all 0.
+    """
     if isinstance(value, int):
         return str(value)
     small = 0 < abs(value) < 10**-digits

@@ -45,7 +45,10 @@ def run_outputs(run: RunContent, tables: Tables) -> Outputs:
     """Make ``accuracy_matrix.csv``, with fractions, a picture of it and the page."""
     matrix = AccuracyMatrix.from_rows(run.tasks, run.accuracy_matrix)
     tasks, scores, summary = matrix.tasks, matrix.percents, matrix.summary()
-    rows = [[step, task, *row] for step, (task, row) in enumerate(zip(tasks, matrix.values, strict=True), 1)]
+    rows = [
+        [step, task, *row]
+        for step, (task, row) in enumerate(zip(tasks, matrix.values, strict=True), 1)
+    ]
     fractions = pd.DataFrame(rows, columns=["step", "merged_task", *tasks])
     page = render_page(
         "run.html",
@@ -63,22 +66,31 @@ def run_outputs(run: RunContent, tables: Tables) -> Outputs:
 def _steps(matrix: AccuracyMatrix, seconds: list[float]) -> pd.DataFrame:
     """Return what each step did for its own task; how long it took may not be known of all."""
     own, last = 100 * matrix.values.diagonal(), 100 * matrix.values[-1]
-    steps = pd.DataFrame({"task": matrix.tasks, "score right after it": own, "score at the end": last})
+    steps = pd.DataFrame(
+        {"task": matrix.tasks, "score right after it": own, "score at the end": last}
+    )
     steps["change"], steps["merging s"] = last - own, pd.Series(seconds, dtype=float)
     steps.insert(0, "step", steps.index + 1)
     return steps
 
 
 def layer_charts(rows: pd.DataFrame) -> tuple[ChartType, ChartType | None]:
-    """Draw the layer explorer and, for several steps, means over the layers, given the rows of ``layers.csv``."""
+    """Draw the layer explorer and, for several steps, means over the layers, given the rows of
+    ``layers.csv``.
+    """
     numbers = sorted(rows["step"].unique().tolist())
     steps = [part.set_index("layer") for _, part in rows.groupby("step")]
     known = {key: title for key, title in QUANTITIES.items() if key in rows}
-    explorer = by_depth({title: [step[key].to_dict() for step in steps] for key, title in known.items()}, numbers[0])
+    explorer = by_depth(
+        {title: [step[key].to_dict() for step in steps] for key, title in known.items()}, numbers[0]
+    )
     if len(numbers) == 1:
         return explorer, None
     kinds = rows["layer"].map(kind)
     means = rows.groupby(["step", kinds])[list(known)].mean().unstack()
     # The kinds are in the explorer's order, so that the colours match.
-    curves = {title: {name: means[key, name].tolist() for name in kinds.unique()} for key, title in known.items()}
+    curves = {
+        title: {name: means[key, name].tolist() for name in kinds.unique()}
+        for key, title in known.items()
+    }
     return explorer, lines(curves, numbers, "step")

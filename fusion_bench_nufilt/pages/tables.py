@@ -21,16 +21,23 @@ class Table:
 
     title: str
     texts: pd.DataFrame  # the first column has the names of the rows
-    ranks: pd.DataFrame = field(default_factory=pd.DataFrame)  # 1 for the best and 2 for the second best of a column
+    ranks: pd.DataFrame = field(
+        default_factory=pd.DataFrame
+    )  # 1 for the best and 2 for the second best of a column
     references: int = 0  # the number of rows at the top that are single models
     notes: list[str] = field(default_factory=list)
 
     def rows(self, best: str, second: str, escaped: Callable[[str], str]) -> list[list[str]]:
-        """Return the escaped texts; the best and second best ones are put into templates such as ``**{}**``."""
+        """Return the escaped texts; the best and second best ones are put into templates such as
+        ``**{}**``.
+        """
         templates = {1.0: best, 2.0: second}
         ranks = self.ranks.reindex_like(self.texts).to_numpy().tolist()
         return [
-            [templates.get(rank, "{}").format(escaped(printable(text))) for text, rank in zip(texts, row, strict=True)]
+            [
+                templates.get(rank, "{}").format(escaped(printable(text)))
+                for text, rank in zip(texts, row, strict=True)
+            ]
             for texts, row in zip(self.texts.to_numpy().tolist(), ranks, strict=True)
         ]
 
@@ -49,7 +56,9 @@ class Table:
         frame = pd.DataFrame(rows, columns=[printable(name) for name in self.texts.columns])
         sides = ("left", *["right"] * (frame.shape[1] - 1))
         text = frame.to_markdown(index=False, disable_numparse=True, colalign=sides)
-        return "\n".join([f"**{self.title}**", "", text, "", *(f"{note}  " for note in self.notes), ""])
+        return "\n".join(
+            [f"**{self.title}**", "", text, "", *(f"{note}  " for note in self.notes), ""]
+        )
 
     def as_latex(self) -> str:
         """Render it as a ``table`` for ``booktabs``."""
@@ -64,7 +73,9 @@ class Table:
         lines = text.splitlines()
         if 0 < self.references < len(frame):
             lines.insert(lines.index(r"\midrule") + 1 + self.references, r"\midrule")
-        return "\n".join([r"% needs \usepackage{booktabs}", *(f"% {note}" for note in self.notes), *lines, ""])
+        return "\n".join(
+            [r"% needs \usepackage{booktabs}", *(f"% {note}" for note in self.notes), *lines, ""]
+        )
 
 
 def to_csv(rows: pd.DataFrame) -> str:
@@ -79,19 +90,27 @@ _LATEX = str.maketrans(
 
 
 def _latex(text: str) -> str:
-    return re.sub(r"(?<![\w-])-(?=\d)", "$-$", text.translate(_LATEX))  # a minus sign, not the hyphen of 42-51
+    return re.sub(
+        r"(?<![\w-])-(?=\d)", "$-$", text.translate(_LATEX)
+    )  # a minus sign, not the hyphen of 42-51
 
 
 def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
-    """Print the accuracy matrix and its headline metrics in per cent; rows are steps and columns tasks, as merged."""
+    """Print the accuracy matrix and its headline metrics in per cent; rows are steps and columns
+    tasks, as merged.
+    """
     table = RichTable(title=title, caption=shown(matrix.summary()))
     table.add_column("after step")
     for number, task in enumerate(matrix.tasks, 1):
         # Twenty names do not fit side by side; the rows say which number is which.
-        table.add_column(shown(task) if len(matrix.tasks) <= 8 else str(number), justify="right", no_wrap=True)
+        table.add_column(
+            shown(task) if len(matrix.tasks) <= 8 else str(number), justify="right", no_wrap=True
+        )
     for step, task in enumerate(matrix.tasks, 1):
         row = map(percent, matrix.values[step - 1])
-        table.add_row(f"{step} {shown(task)}", *row, style="bold" if step == len(matrix.tasks) else "")
+        table.add_row(
+            f"{step} {shown(task)}", *row, style="bold" if step == len(matrix.tasks) else ""
+        )
     print_table(table)
 
 

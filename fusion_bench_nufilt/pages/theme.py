@@ -21,12 +21,22 @@ Grid = Sequence[Sequence[float | None]]
 
 #: The colours of Okabe and Ito, which readers with any colour vision can tell apart.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
-SHAPES = ["circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-right", "triangle-left"]
+SHAPES = [
+    "circle",
+    "square",
+    "diamond",
+    "triangle-up",
+    "cross",
+    "triangle-down",
+    "triangle-right",
+    "triangle-left",
+]
 DASHES = [[1, 0], [6, 3], [2, 2]]
 GREY = "#7d838c"
 _CONFIG = json.loads(files(__package__).joinpath("theme.json").read_text())
 
-#: In JSON: control characters, which crash the renderer and with it the process, and escapes that may stand for one.
+#: In JSON: control characters, which crash the renderer and with it the process, and escapes that
+#: may stand for one.
 _UNDRAWN = re.compile(r'\\([^"un]|u(00[0189].|fff[ef]))|\x7f')
 
 
@@ -40,9 +50,15 @@ def chart_definition(chart: ChartType) -> dict[str, Any]:
 
 def save_chart(chart: ChartType, *paths: Path) -> None:
     """Write a chart as PNG or PDF, as each file's name says, atomically."""
-    svg = vl_convert.vegalite_to_svg(chart_definition(chart))  # laying a chart out takes most of the time
+    svg = vl_convert.vegalite_to_svg(
+        chart_definition(chart)
+    )  # laying a chart out takes most of the time
     for path in paths:
-        content = vl_convert.svg_to_pdf(svg) if path.suffix == ".pdf" else vl_convert.svg_to_png(svg, scale=2)
+        content = (
+            vl_convert.svg_to_pdf(svg)
+            if path.suffix == ".pdf"
+            else vl_convert.svg_to_png(svg, scale=2)
+        )
         with atomic_file(path) as temporary:
             temporary.write_bytes(content)
 
@@ -54,12 +70,24 @@ def clean(value: float | None) -> float | None:
 
 def data(rows: Rows) -> alt.Data:
     """Return rows as a chart's data, with numbers rounded and missing ones left out."""
-    cleaned = [{key: clean(value) if isinstance(value, float) else value for key, value in row.items()} for row in rows]
-    return alt.Data(values=[{key: value for key, value in row.items() if value is not None} for row in cleaned])
+    cleaned = [
+        {key: clean(value) if isinstance(value, float) else value for key, value in row.items()}
+        for row in rows
+    ]
+    return alt.Data(
+        values=[{key: value for key, value in row.items() if value is not None} for row in cleaned]
+    )
 
 
-def cells(maps: Mapping[str, Grid], rows: Iterable[Any], columns: Sequence[str], keys: tuple[str, str, str]) -> Rows:
-    """Return a row for each number in the named matrices, with its map, row and column under ``keys``."""
+def cells(
+    maps: Mapping[str, Grid],
+    rows: Iterable[Any],
+    columns: Sequence[str],
+    keys: tuple[str, str, str],
+) -> Rows:
+    """Return a row for each number in the named matrices, with its map, row and column under
+    ``keys``.
+    """
     return [
         {**dict(zip(keys, (name, row, column), strict=True)), "value": number}
         for name, matrix in maps.items()
@@ -69,12 +97,18 @@ def cells(maps: Mapping[str, Grid], rows: Iterable[Any], columns: Sequence[str],
     ]
 
 
-def style(among: Sequence[str], shown: Sequence[str], field: str = "name", **legend: Any) -> Options:
-    """Return encodings that share a legend of the names ``shown``; a name's place ``among`` all is how it looks."""
+def style(
+    among: Sequence[str], shown: Sequence[str], field: str = "name", **legend: Any
+) -> Options:
+    """Return encodings that share a legend of the names ``shown``; a name's place ``among`` all is
+    how it looks.
+    """
     names = alt.Legend(values=list(shown), title=None, symbolLimit=0, symbolOpacity=1, **legend)
 
     def encoding(channel: Callable[..., Any], looks: Iterable[Any]) -> Any:
-        scale = alt.Scale(domain=list(among), range=[look for _, look in zip(among, cycle(looks), strict=False)])
+        scale = alt.Scale(
+            domain=list(among), range=[look for _, look in zip(among, cycle(looks), strict=False)]
+        )
         return channel(f"{field}:N", scale=scale, legend=names if len(shown) > 1 else None)
 
     return {
@@ -85,39 +119,64 @@ def style(among: Sequence[str], shown: Sequence[str], field: str = "name", **leg
 
 
 def by_name(labels: Sequence[str], title: str | None, *, shown: bool = True) -> Options:
-    """Return the options of an axis of names in the given order; ``shown`` says whether it has labels."""
+    """Return the options of an axis of names in the given order; ``shown`` says whether it has
+    labels.
+    """
     axis = alt.Axis() if shown else None
-    return {"scale": alt.Scale(domain=list(labels)), "sort": None, "title": title if shown else None, "axis": axis}
+    return {
+        "scale": alt.Scale(domain=list(labels)),
+        "sort": None,
+        "title": title if shown else None,
+        "axis": axis,
+    }
 
 
 def by_block(deepest: int) -> alt.X:
     """Return an axis of a model's blocks, which ends at the deepest."""
     ticks = alt.Axis(values=list(range(0, deepest + 1, 1 + deepest // 16)), grid=False, format="d")
-    return alt.X("x:Q", title="block", axis=ticks, scale=alt.Scale(zero=False, nice=False, padding=12))
+    return alt.X(
+        "x:Q", title="block", axis=ticks, scale=alt.Scale(zero=False, nice=False, padding=12)
+    )
 
 
 def tooltip(**fields: str) -> list[alt.Tooltip]:
     """Return a tooltip of fields, given their titles; ``y`` and ``value`` are numbers."""
     number, word = {"type": "quantitative", "format": ".4g"}, {"type": "nominal"}
     looks: list[Options] = [number if field in ("y", "value") else word for field in fields]
-    return [alt.Tooltip(field, title=fields[field], **look) for field, look in zip(fields, looks, strict=True)]
+    return [
+        alt.Tooltip(field, title=fields[field], **look)
+        for field, look in zip(fields, looks, strict=True)
+    ]
 
 
-def layered(layers: Sequence[alt.Chart], rows: Rows, size: tuple[int, int], title: str | None = None) -> alt.LayerChart:
-    """Lay charts over each other; those without data show ``rows``. The title may have several lines."""
+def layered(
+    layers: Sequence[alt.Chart], rows: Rows, size: tuple[int, int], title: str | None = None
+) -> alt.LayerChart:
+    """Lay charts over each other; those without data show ``rows``. The title may have several
+    lines.
+    """
     above = title.split("\n") if title else alt.Undefined
-    return alt.LayerChart(data=data(rows), layer=list(layers), width=size[0], height=size[1], title=above)
+    return alt.LayerChart(
+        data=data(rows), layer=list(layers), width=size[0], height=size[1], title=above
+    )
 
 
 def arranged(
     rows: Rows, sets: Sequence[str], draw: Callable[[Rows, str | None], alt.LayerChart], panels: int
 ) -> ChartType:
-    """Draw a panel for each set, ``panels`` of them in a row, or, for 0, one chart with a menu of the sets."""
+    """Draw a panel for each set, ``panels`` of them in a row, or, for 0, one chart with a menu of
+    the sets.
+    """
     if len(sets) == 1:
         return draw(rows, sets[0] if panels else None)
     if panels:
-        return alt.concat(*(draw([row for row in rows if row["set"] == name], name) for name in sets), columns=panels)
-    shown = alt.param("show", value=sets[0], bind=alt.binding_select(options=list(sets), name="show "))
+        return alt.concat(
+            *(draw([row for row in rows if row["set"] == name], name) for name in sets),
+            columns=panels,
+        )
+    shown = alt.param(
+        "show", value=sets[0], bind=alt.binding_select(options=list(sets), name="show ")
+    )
     return draw(rows, None).add_params(shown).transform_filter("datum.set === show")
 
 
@@ -127,4 +186,6 @@ def with_slider(chart: alt.Chart, steps: int, first: int = 1) -> alt.Chart:
         return chart
     last = first + steps - 1
     slider = alt.binding_range(min=first, max=last, step=1, name="after step ")
-    return chart.add_params(alt.param("after", value=last, bind=slider)).transform_filter("datum.step === after")
+    return chart.add_params(alt.param("after", value=last, bind=slider)).transform_filter(
+        "datum.step === after"
+    )

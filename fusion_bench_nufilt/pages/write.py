@@ -1,4 +1,6 @@
-"""Write the tables, pictures and page for the folder of a run, a comparison, an analysis or a merge."""
+"""Write the tables, pictures and page for the folder of a run, a comparison, an analysis or a
+merge.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -35,9 +37,13 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "accuracy_matrix.json": Kind(RunContent, "run the method again", run_outputs, {"layers": "task layer step"}),
+    "accuracy_matrix.json": Kind(
+        RunContent, "run the method again", run_outputs, {"layers": "task layer step"}
+    ),
     "results.json": Kind(ComparisonContent, "run the comparison again", comparison_outputs),
-    "analysis.json": Kind(AnalysisContent, "run the analysis again", analysis_outputs, MEASURED, ("png", "pdf")),
+    "analysis.json": Kind(
+        AnalysisContent, "run the analysis again", analysis_outputs, MEASURED, ("png", "pdf")
+    ),
     MANIFEST: Kind(MergeContent, "merge again", merge_outputs),
 }
 
@@ -57,17 +63,24 @@ def read_table(file: Path, columns: str) -> pd.DataFrame:
 
 
 def write_results(folder: Path) -> list[str]:
-    """Write tables, pictures and ``index.html``, which opens from disk, each atomically; return their names.
+    """Write tables, pictures and ``index.html``, which opens from disk, each atomically; return
+    their names.
 
     Raises:
-        ValueError: the folder holds no results, or a file is damaged; the message names the file and the field.
+        ValueError: the folder holds no results, or a file is damaged; the message names the file
+            and the field.
     """
     for name, kind in KINDS.items():
-        if (content := read_json(folder / name, kind.content, kind.advice, sealed=True)) is not None:
+        if (
+            content := read_json(folder / name, kind.content, kind.advice, sealed=True)
+        ) is not None:
             break
     else:
         names = ", ".join(KINDS)
-        raise ValueError(f"'{folder}' is the folder of no run, comparison, analysis or merge: it has none of {names}")
+        raise ValueError(
+            f"'{folder}' is the folder of no run, comparison, analysis or merge: it has none of "
+            f"{names}"
+        )
     tables = {
         table: read_table(file, columns)
         for table, columns in kind.tables.items()
@@ -78,7 +91,9 @@ def write_results(folder: Path) -> list[str]:
     except ValueError as error:
         raise ValueError(f"'{folder / name}' has no page: {error}") from error
     except Exception as error:  # whatever the drawing libraries make of the content
-        raise ValueError(f"'{folder / name}' is damaged or of another version: {error!r}") from error
+        raise ValueError(
+            f"'{folder / name}' is damaged or of another version: {error!r}"
+        ) from error
     for file, text in {**made.texts, PAGE: made.page}.items():
         write_text(folder / file, text)
     written = list(made.texts)
@@ -94,7 +109,9 @@ def write_results(folder: Path) -> list[str]:
 
 
 def leave_results(folder: Path) -> list[str]:
-    """Do the same as a by-product of finished work, where any error but an OSError is only a warning."""
+    """Do the same as a by-product of finished work, where any error but an OSError is only a
+    warning.
+    """
     try:
         return write_results(folder)
     except OSError:  # the disk may be full

@@ -1,1 +1,3 @@
-"""Reading and writing: locks, whole files, JSON with schemas, tensors, and what identifies a model."""
+"""Reading and writing: locks, whole files, JSON with schemas, tensors, and what identifies a
+model.
+"""

@@ -1,4 +1,6 @@
-"""Files and folders that are whole or not there, locks on folders, and JSON files checked against a schema."""
+"""Files and folders that are whole or not there, locks on folders, and JSON files checked against a
+schema.
+"""
 
 import errno
 import hashlib
@@ -29,12 +31,15 @@ _T = TypeVar("_T")
 MANIFEST = "nufilt.json"
 #: The model card of a result.
 CARD = "README.md"
-#: Every folder that only one process may write to has a lock file, and a file that names the process holding it.
+#: Every folder that only one process may write to has a lock file, and a file that names the
+#: process holding it.
 LOCK, HOLDER = ".nufilt.lock", ".nufilt.holder"
 
 
 def lock_folder(folder: Path) -> BaseFileLock:
-    """Make a folder and lock it until this process ends, however it ends; a ValueError names another holder."""
+    """Make a folder and lock it until this process ends, however it ends; a ValueError names
+    another holder.
+    """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder}: there is a file of that name")
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +48,9 @@ def lock_folder(folder: Path) -> BaseFileLock:
         lock.acquire(timeout=0)
     except Timeout:
         other = holder.read_text() if holder.exists() else "another process"
-        raise ValueError(f"{other} is writing '{folder}': wait until it is done, or name another folder") from None
+        raise ValueError(
+            f"{other} is writing '{folder}': wait until it is done, or name another folder"
+        ) from None
     write_text(holder, f"process {os.getpid()} on {socket.gethostname()}")
     return lock
 
@@ -52,7 +59,9 @@ def refuse_foreign(folder: Path, mark: str) -> None:
     """Refuse a folder for results that has files, but not the one that marks earlier results."""
     there = {path.name for path in folder.iterdir()} - {LOCK, HOLDER} if folder.is_dir() else set()
     if there and mark not in there:
-        raise ValueError(f"--out {folder}: it has '{min(there)}' and no {mark}; name a new or an empty folder")
+        raise ValueError(
+            f"--out {folder}: it has '{min(there)}' and no {mark}; name a new or an empty folder"
+        )
 
 
 class FullDiskError(OSError, ValueError):
@@ -61,12 +70,16 @@ class FullDiskError(OSError, ValueError):
 
 @contextmanager
 def naming_full_disk(folder: Path, size: str = "") -> Iterator[None]:
-    """Turn the error of a full disk into one that names the folder, and the ``size`` of what it should hold."""
+    """Turn the error of a full disk into one that names the folder, and the ``size`` of what it
+    should hold.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
         cause = error.__cause__ if isinstance(error, FullDiskError) else error
-        number = getattr(cause, "errno", None) or re.findall(r"os error (\d+)|$", str(cause))[0]  # safetensors'
+        number = (
+            getattr(cause, "errno", None) or re.findall(r"os error (\d+)|$", str(cause))[0]
+        )  # safetensors'
         if int(number or 0) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         what = f"no room left on the disk for '{folder}'{size}: {cause}"
@@ -75,7 +88,9 @@ def naming_full_disk(folder: Path, size: str = "") -> Iterator[None]:
 
 @contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``target``, which becomes ``target`` when the block ends without an error."""
+    """Yield a temporary path beside ``target``, which becomes ``target`` when the block ends
+    without an error.
+    """
     temporary = target.with_name(f".{target.name}-{os.getpid()}")
     try:
         with naming_full_disk(target.parent):
@@ -93,22 +108,30 @@ def write_text(target: Path, text: str) -> None:
 
 
 def write_json(target: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file, atomically, with a digest by which :func:`read_json` detects later changes."""
+    """Write a JSON file, atomically, with a digest by which :func:`read_json` detects later
+    changes.
+    """
     content = json.loads(json.dumps(content))  # as it will be read
     write_text(target, json.dumps({**content, "digest": content_digest(content)}, indent=2))
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
-    """Return the digest of a JSON file's content except the digest itself, whatever the order of its keys."""
-    text = json.dumps({key: value for key, value in content.items() if key != "digest"}, sort_keys=True)
+    """Return the digest of a JSON file's content except the digest itself, whatever the order of
+    its keys.
+    """
+    text = json.dumps(
+        {key: value for key, value in content.items() if key != "digest"}, sort_keys=True
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which becomes ``target`` when the block ends without an error, or else is removed.
+    """Yield a temporary folder, which becomes ``target`` when the block ends without an error, or
+    else is removed.
 
-    An earlier ``target`` is moved aside meanwhile; :func:`restore_folder` finds it if the process is killed.
+    An earlier ``target`` is moved aside meanwhile; :func:`restore_folder` finds it if the process
+    is killed.
     """
     restore_folder(target)
     # The caller holds a lock: processes that were killed left these.
@@ -131,7 +154,9 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def restore_folder(target: Path) -> None:
-    """Give a folder that was moved aside its name back, or delete it if another has the name; the caller has a lock."""
+    """Give a folder that was moved aside its name back, or delete it if another has the name; the
+    caller has a lock.
+    """
     aside = _aside(target)
     if aside.exists() and target.exists():
         shutil.rmtree(aside)
@@ -156,25 +181,37 @@ def sync(path: Path) -> None:
 
 
 def printable(name: str) -> str:
-    """Escape the control characters of a name from elsewhere, which could act on a terminal or a page."""
+    """Escape the control characters of a name from elsewhere, which could act on a terminal or a
+    page.
+    """
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
 
 
 def shown(text: str) -> str:
-    """Escape markup and control characters in lines for a console, which may hold names from elsewhere."""
+    """Escape markup and control characters in lines for a console, which may hold names from
+    elsewhere.
+    """
     return escape("\n".join(map(printable, text.split("\n"))))
 
 
 def file_name(name: str) -> str:
-    """Turn a name from elsewhere into a file name that is neither hidden, nor in another folder, nor too long."""
+    """Turn a name from elsewhere into a file name that is neither hidden, nor in another folder,
+    nor too long.
+    """
     safe = re.sub(r"[^\w.=,+-]+|^\.", "_", name)
-    return safe if len(safe.encode()) <= 200 else f"{safe[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    return (
+        safe
+        if len(safe.encode()) <= 200
+        else f"{safe[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    )
 
 
 def read_yaml(file: Path) -> Any:
-    """Read a YAML file of at most 1 MB, 10,000 values and 20 levels, without aliases and interpolations.
+    """Read a YAML file of at most 1 MB, 10,000 values and 20 levels, without aliases and
+    interpolations.
 
-    This takes two seconds at most; a ValueError or YAMLError gives the line of what exceeds the limits.
+    This takes two seconds at most; a ValueError or YAMLError gives the line of what exceeds the
+    limits.
     """
     with file.open("rb") as stream:
         content, depth = stream.read(10**6 + 1), 0
@@ -182,7 +219,9 @@ def read_yaml(file: Path) -> Any:
         raise ValueError("it has more than 1 MB")
     text = content.decode()
     for number, event in enumerate(yaml.parse(text)):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         line = f"line {event.start_mark.line + 1} has"
         if isinstance(event, yaml.AliasEvent) or "${" in getattr(event, "value", ""):
             raise ValueError(f"{line} an alias or interpolation")
@@ -191,11 +230,13 @@ def read_yaml(file: Path) -> Any:
     return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
 
 
-def read_json(path: Path, kind: type[_T], advice: str = "fetch it again", *, sealed: bool = False) -> _T | None:
+def read_json(
+    path: Path, kind: type[_T], advice: str = "fetch it again", *, sealed: bool = False
+) -> _T | None:
     """Return the content of a JSON file, as :func:`checked` does, or None if there is no such file.
 
-    A ``sealed`` file, which :func:`write_json` wrote, must not have been changed; older versions wrote no digest. A
-    ValueError names the file and the field, and gives the advice.
+    A ``sealed`` file, which :func:`write_json` wrote, must not have been changed; older versions
+    wrote no digest. A ValueError names the file and the field, and gives the advice.
     """
     try:
         if not path.is_file():
@@ -213,7 +254,9 @@ def read_json(path: Path, kind: type[_T], advice: str = "fetch it again", *, sea
 
 
 def parse_json(text: bytes, kind: type[_T]) -> _T:
-    """Return the content of a JSON text, or raise a ValueError that says what is wrong, and where."""
+    """Return the content of a JSON text, or raise a ValueError that says what is wrong, and
+    where.
+    """
     try:
         content = json.loads(text)
     except RecursionError:
@@ -229,22 +272,31 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def checked(content: Any, kind: type[_T]) -> _T:
-    """Return content from JSON or YAML unchanged if it is of a type, such as a ``TypedDict``, or as a dataclass.
+    """Return content from JSON or YAML unchanged if it is of a type, such as a ``TypedDict``, or as
+    a dataclass.
 
-    Further fields are allowed. A ValueError names the first field that is missing or of another type.
+    Further fields are allowed. A ValueError names the first field that is missing or of another
+    type.
     """
     try:
         adapter = _adapter(cast("Any", kind))
         if not is_dataclass(kind):
             adapter.validate_python(content, strict=True)
             return cast("_T", content)
-        return adapter.validate_json(json.dumps(content), strict=True)  # strict Python would want a dataclass already
+        return adapter.validate_json(
+            json.dumps(content), strict=True
+        )  # strict Python would want a dataclass already
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         got = repr(first["input"])
-        what = f"{first['msg'][0].lower()}{first['msg'][1:]}, got {got if len(got) <= 60 else f'{got[:57]}...'}"
+        what = (
+            f"{first['msg'][0].lower()}{first['msg'][1:]}, got "
+            f"{got if len(got) <= 60 else f'{got[:57]}...'}"
+        )
         if first["type"] == "value_error":  # a dataclass itself says what it got
             what = str(first["ctx"]["error"])
-        raise ValueError(f"field '{'.'.join(map(str, first['loc']))}': {what}" if first["loc"] else what) from error
+        raise ValueError(
+            f"field '{'.'.join(map(str, first['loc']))}': {what}" if first["loc"] else what
+        ) from error
     except RecursionError:
         raise ValueError("it is nested too deep") from None

@@ -1,5 +1,5 @@
-"""Are these the inputs of before? A result is kept with a description of what it depends on, and used again only if
-that description is still the same; otherwise, what differs is named.
+"""Are these the inputs of before? A result is kept with a description of what it depends on, and
+used again only if that description is still the same; otherwise, what differs is named.
 """
 
 import json
@@ -18,8 +18,12 @@ class Difference(NamedTuple):
         return f"{self.name} is {_short(self.stored)} there and {_short(self.wanted)} here"
 
 
-def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> list[Difference]:
-    """Return what differs between the stored description of a result and that of the result that is wanted."""
+def differences(
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = ""
+) -> list[Difference]:
+    """Return what differs between the stored description of a result and that of the result that is
+    wanted.
+    """
     found: list[Difference] = []
     for key in {**stored, **wanted}:
         name, old, new = f"{prefix}{key}", stored.get(key), wanted.get(key)

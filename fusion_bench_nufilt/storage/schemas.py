@@ -1,4 +1,6 @@
-"""What the JSON files beside models and results hold, as far as it is read back; there is more in them, for people."""
+"""What the JSON files beside models and results hold, as far as it is read back; there is more in
+them, for people.
+"""
 
 from typing import Annotated, Any
 
@@ -52,7 +54,9 @@ class LayerStep(TypedDict):
 
 
 class Manifest(TypedDict, total=False):
-    """The file ``nufilt.json`` of a merged model, whether a step of a run or a merge of folders made it."""
+    """The file ``nufilt.json`` of a merged model, whether a step of a run or a merge of folders
+    made it.
+    """
 
     method: str
     step: Count  # the number of models merged so far
@@ -60,8 +64,12 @@ class Manifest(TypedDict, total=False):
     order: list[str]  # all models of the stream, of which `tasks` are the first ones
     inputs: dict[str, Input]
     settings: dict[str, Any]
-    mean_counts: dict[str, NonNegativeInt]  # models in the mean of a tensor, where that is not `step`
-    files: dict[str, Fingerprint]  # all files of the folder but the manifest, by their relative paths
+    mean_counts: dict[
+        str, NonNegativeInt
+    ]  # models in the mean of a tensor, where that is not `step`
+    files: dict[
+        str, Fingerprint
+    ]  # all files of the folder but the manifest, by their relative paths
     digest: str  # of everything else in the manifest
     heads: dict[str, Head]  # by the names of their tasks
     merge_seconds: list[float]

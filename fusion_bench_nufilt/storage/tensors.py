@@ -1,7 +1,7 @@
 """Read and write safetensors files tensor by tensor, so that memory holds only what is worked on.
 
-`safetensors.safe_open` maps a file, and every page that was read counts as the process's memory. Here, it checks the
-file, and plain reads at the offsets in the header fetch the bytes.
+`safetensors.safe_open` maps a file, and every page that was read counts as the process's memory.
+Here, it checks the file, and plain reads at the offsets in the header fetch the bytes.
 """
 
 import hashlib
@@ -38,14 +38,18 @@ class TensorInfo:
         return self.stop - self.start
 
     def rows(self, first: int, last: int) -> Self:
-        """Return these entries of the first dimension, which are contiguous, as a tensor of its own."""
+        """Return these entries of the first dimension, which are contiguous, as a tensor of its
+        own.
+        """
         size = self.nbytes // self.shape[0]
         start, shape = self.start + first * size, (last - first, *self.shape[1:])
         return replace(self, shape=shape, start=start, stop=start + (last - first) * size)
 
     def of(self, dtype: str) -> "TensorInfo":
         """Return the same tensor in another floating dtype, without a place in a file."""
-        return TensorInfo(self.file, dtype, self.shape, 0, math.prod(self.shape) * FLOATS[dtype].itemsize)
+        return TensorInfo(
+            self.file, dtype, self.shape, 0, math.prod(self.shape) * FLOATS[dtype].itemsize
+        )
 
 
 class TensorFile:
@@ -57,13 +61,16 @@ class TensorFile:
             if not path.is_file():  # opening a pipe would wait for a writer
                 raise ValueError(f"'{path}' is no regular file")
             with open(path, "rb") as file:
-                # This checks sizes and offsets. NumPy's view needs no memory; torch's reserves all of it.
+                # This checks sizes and offsets. NumPy's view needs no memory; torch's reserves all
+                # of it.
                 with safe_open(path, framework="np"):
                     pass
                 self.header = file.read(8)
                 self.header += file.read(int.from_bytes(self.header, "little"))
         except SafetensorError as error:
-            raise ValueError(f"'{path}' is truncated or corrupt: {error}; fetch it again") from error
+            raise ValueError(
+                f"'{path}' is truncated or corrupt: {error}; fetch it again"
+            ) from error
         except OSError as error:
             raise ValueError(f"'{path}' can't be read: {error.strerror or error}") from error
         self.path = path
@@ -86,7 +93,9 @@ class TensorFile:
 
     def elements(self, info: TensorInfo, start: int, stop: int) -> Tensor:
         size = FLOATS[info.dtype].itemsize
-        return self._bytes(info.start + start * size, info.start + stop * size).view(FLOATS[info.dtype])
+        return self._bytes(info.start + start * size, info.start + stop * size).view(
+            FLOATS[info.dtype]
+        )
 
     def _bytes(self, start: int, stop: int) -> Tensor:
         buffer = torch.empty(stop - start, dtype=torch.uint8)
@@ -95,17 +104,27 @@ class TensorFile:
             file.seek(start)
             while done < len(view):  # one call reads 2 GB at most
                 if not (count := file.readinto(view[done:])):
-                    raise ValueError(f"'{self.path}' ended before its header says: was it changed during the run?")
+                    raise ValueError(
+                        f"'{self.path}' ended before its header says: was it changed during the "
+                        "run?"
+                    )
                 done += count
         return buffer
 
 
 def read_header(file: str, header: bytes) -> dict[str, TensorInfo]:
-    """Return the tensors that a file's header describes, which begins with the eight bytes of its length."""
+    """Return the tensors that a file's header describes, which begins with the eight bytes of its
+    length.
+    """
     content = json.loads(header[8:])
     content.pop("__metadata__", None)
     return {
-        key: TensorInfo(file, value["dtype"], tuple(value["shape"]), *(len(header) + i for i in value["data_offsets"]))
+        key: TensorInfo(
+            file,
+            value["dtype"],
+            tuple(value["shape"]),
+            *(len(header) + i for i in value["data_offsets"]),
+        )
         for key, value in content.items()
     }
 
@@ -115,18 +134,30 @@ def end_of_file(header: bytes) -> int:
 
 
 def describe(tensor: Tensor) -> TensorInfo:
-    """Return the description of a tensor, without a place in a file; it may be of a dtype that no file here has."""
-    name = next((name for name, dtype in _DTYPES.items() if dtype == tensor.dtype), str(tensor.dtype))
+    """Return the description of a tensor, without a place in a file; it may be of a dtype that no
+    file here has.
+    """
+    name = next(
+        (name for name, dtype in _DTYPES.items() if dtype == tensor.dtype), str(tensor.dtype)
+    )
     return TensorInfo("", name, tuple(tensor.shape), 0, tensor.nbytes)
 
 
 def make_header(tensors: Mapping[str, TensorInfo]) -> bytes:
-    """Return the header of a file with these tensors, the widest dtypes first, so that all are aligned."""
+    """Return the header of a file with these tensors, the widest dtypes first, so that all are
+    aligned.
+    """
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for key, info in sorted(tensors.items(), key=lambda item: -item[1].nbytes // max(1, math.prod(item[1].shape))):
+    for key, info in sorted(
+        tensors.items(), key=lambda item: -item[1].nbytes // max(1, math.prod(item[1].shape))
+    ):
         stop = start + info.nbytes
-        content[key] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [start, stop]}
+        content[key] = {
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "data_offsets": [start, stop],
+        }
         start = stop
     text = json.dumps(content).encode()
     text += b" " * (-len(text) % 8)

@@ -7,4 +7,11 @@ from .algorithm import ContinualMergingAlgorithm
 from .evaluation import Evaluator
 from .protocol import ProtocolConfig, task_order
 
-__all__ = ["METRICS", "AccuracyMatrix", "ContinualMergingAlgorithm", "Evaluator", "ProtocolConfig", "task_order"]
+__all__ = [
+    "METRICS",
+    "AccuracyMatrix",
+    "ContinualMergingAlgorithm",
+    "Evaluator",
+    "ProtocolConfig",
+    "task_order",
+]

@@ -26,8 +26,22 @@ from fusion_bench_nufilt.storage.schemas import Input, Manifest
 
 from . import models as pools
 from .evaluation import RunScores, find_evaluator
-from .models import MERGED, PRETRAINED, digest_of_stored, load_model, merged_before, merged_checkpoint, source_of
-from .program import OneLineErrors, ReportedTaskPool, log_picture, one_line_errors, use_bundled_taskpool
+from .models import (
+    MERGED,
+    PRETRAINED,
+    digest_of_stored,
+    load_model,
+    merged_before,
+    merged_checkpoint,
+    source_of,
+)
+from .program import (
+    OneLineErrors,
+    ReportedTaskPool,
+    log_picture,
+    one_line_errors,
+    use_bundled_taskpool,
+)
 from .protocol import DeviceConfig, Evaluate, ProtocolConfig, task_order
 from .run_folder import RunFolder, open_run_folder
 
@@ -38,12 +52,15 @@ _NOT_IN_THE_RESULT = ("_target_", *with_scope((ProtocolConfig, DeviceConfig), "r
 
 @auto_register_config
 @takes_options(ProtocolConfig)
-class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm):
+class ContinualMergingAlgorithm(
+    OneLineErrors, LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm
+):
     """Merges a stream of models one after another, scores the result, saves every step.
 
-    A subclass says how one model is merged (:meth:`merge_step`) and which models it refuses (:meth:`check_model`).
-    At no time are more than three models held: the pretrained, the merged and the new one. A pool with a ``_merged_``
-    model goes on from there; step numbers count the models that it already holds.
+    A subclass says how one model is merged (:meth:`merge_step`) and which models it refuses
+    (:meth:`check_model`). At no time are more than three models held: the pretrained, the merged
+    and the new one. A pool with a ``_merged_`` model goes on from there; step numbers count the
+    models that it already holds.
 
     Args:
         **kwargs: the options of :class:`ProtocolConfig`.
@@ -83,23 +100,31 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         return type(self).__name__
 
     def check_data(self) -> None:
-        """Raise a ValueError for data of the model pool that the method needs and can't load; nothing is loaded yet."""
+        """Raise a ValueError for data of the model pool that the method needs and can't load;
+        nothing is loaded yet.
+        """
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         """Prepare a run; called once, with the pretrained model and the names in merging order."""
 
-    def check_model(self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str] = ()) -> None:
-        """Raise a ValueError, naming model and tensor, if the model cannot be merged: other shapes, or NaN.
+    def check_model(
+        self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str] = ()
+    ) -> None:
+        """Raise a ValueError, naming model and tensor, if the model cannot be merged: other shapes,
+        or NaN.
 
         ``drawn`` has the keys of the weights that its checkpoint lacks, which were drawn at random.
         """
         pools.refuse_drawn(name, drawn, can_exclude=False)
         check_module(pretrained, model, name)
 
-    def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
+    def merge_step(
+        self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
+    ) -> nn.Module:
         """Merge model ``name``, number ``step`` (from 1), and return the new merged model.
 
-        ``merged`` equals ``pretrained`` at step 1 and may be changed in place; the other two may not.
+        ``merged`` equals ``pretrained`` at step 1 and may be changed in place; the other two may
+        not.
         """
         raise NotImplementedError
 
@@ -108,17 +133,23 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         return {}
 
     def describe(self) -> dict[str, Any]:
-        """Return what the manifest of a step says about the merge, besides its order, inputs and settings."""
+        """Return what the manifest of a step says about the merge, besides its order, inputs and
+        settings.
+        """
         return {}
 
     def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
-        """Take over what an earlier merge left, or raise ValueError; then a stream goes on from its model.
+        """Take over what an earlier merge left, or raise ValueError; then a stream goes on from its
+        model.
 
-        ``folder`` is the checkpoint of the model, or None where it is given by itself and ``manifest`` is empty.
+        ``folder`` is the checkpoint of the model, or None where it is given by itself and
+        ``manifest`` is empty.
         """
 
     def restore(self, step: int) -> None:
-        """Take over what the log directory has of the steps up to ``step`` when a run is resumed."""
+        """Take over what the log directory has of the steps up to ``step`` when a run is
+        resumed.
+        """
 
     @property
     def taskpool(self) -> Any:
@@ -131,17 +162,20 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
 
     @torch.no_grad()
     def run(
-        self, modelpool: BaseModelPool | Mapping[str, nn.Module], taskpool: Any = None, on_step: OnStep | None = None
+        self,
+        modelpool: BaseModelPool | Mapping[str, nn.Module],
+        taskpool: Any = None,
+        on_step: OnStep | None = None,
     ) -> nn.Module:
         """Merge all models of a pool and return the merged model; :attr:`matrix` holds the scores.
 
         Args:
-            modelpool: FusionBench model pool, or a dict of torch modules; ``_pretrained_`` is the pretrained one, and
-                ``_merged_``, if there is one, what was merged before.
-            taskpool: FusionBench task pool, or an evaluator that other runs share; by default, the program's task
-                pool. Without one, nothing is scored.
-            on_step: called after each step is saved and scored, with its number and the merged model, for scores of
-                your own; later steps change this model.
+            modelpool: FusionBench model pool, or a dict of torch modules; ``_pretrained_`` is the
+                pretrained one, and ``_merged_``, if there is one, what was merged before.
+            taskpool: FusionBench task pool, or an evaluator that other runs share; by default, the
+                program's task pool. Without one, nothing is scored.
+            on_step: called after each step is saved and scored, with its number and the merged
+                model, for scores of your own; later steps change this model.
         """
         modelpool = pools.as_pool(modelpool)
         with one_line_errors(), open_run_folder(self.log_dir) as self.folder:
@@ -155,7 +189,9 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
         self.matrix, self.merge_seconds, self.on_step = AccuracyMatrix(names), [], on_step
         sources = {name: source_of(modelpool, name) for name in modelpool.all_model_names}
-        self._inputs: dict[str, Input] = {name: {"name": name, "source": source} for name, source in sources.items()}
+        self._inputs: dict[str, Input] = {
+            name: {"name": name, "source": source} for name, source in sources.items()
+        }
         self.scores = self._scores(taskpool)
         self.check_data()
         pretrained, self.drawn = self._load(modelpool, PRETRAINED)
@@ -163,7 +199,9 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         self.check_model(pretrained, pretrained, PRETRAINED, self.drawn)
         if self.scores is not None and self.check_taskpool:
             self.scores.evaluator.check(pretrained, names)
-        self._checked_first = self.check_models or self.resume  # a resumed run must know all weights
+        self._checked_first = (
+            self.check_models or self.resume
+        )  # a resumed run must know all weights
         if self._checked_first:
             with self.profile("checking models"):
                 for name in tqdm(names, desc="Checking models", disable=None):
@@ -184,15 +222,23 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         if (evaluator := find_evaluator(taskpool, self._program)) is None:
             return None
         log_dict = self.log_dict if self.fabric.loggers else None
-        return RunScores(evaluator, self.matrix, self.evaluate, self.first_step, self.folder, log_dict)
+        return RunScores(
+            evaluator, self.matrix, self.evaluate, self.first_step, self.folder, log_dict
+        )
 
-    def merge_stream(self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]) -> nn.Module:
-        """Merge models one after another, calling :meth:`finish_step` after each; return the last merged model."""
+    def merge_stream(
+        self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]
+    ) -> nn.Module:
+        """Merge models one after another, calling :meth:`finish_step` after each; return the last
+        merged model.
+        """
         merged = deepcopy(pretrained)
         if MERGED in modelpool.all_model_names:
             previous, drawn = self._load(modelpool, MERGED)
             self.check_model(pretrained, previous, MERGED, drawn)
-            self.go_on_from(*merged_checkpoint(modelpool, pretrained, self.drawn, verify=self.verify))
+            self.go_on_from(
+                *merged_checkpoint(modelpool, pretrained, self.drawn, verify=self.verify)
+            )
             merged.load_state_dict(previous.state_dict())
             del previous
         next_step = self._resume(merged) + 1 if self.resume else self.first_step
@@ -218,20 +264,33 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         return self.folder if self.save_on_every_step else None
 
     def is_used(self, step: int) -> bool:
-        """Return whether the model after a step is saved, scored, handed to ``on_step`` or returned."""
+        """Return whether the model after a step is saved, scored, handed to ``on_step`` or
+        returned.
+        """
         scored = self.scores is not None and bool(self.scores.tasks(step))
-        return self._kept is not None or scored or step == self._last_step or self.on_step is not None
+        return (
+            self._kept is not None or scored or step == self._last_step or self.on_step is not None
+        )
 
     def finish_step(self, step: int, merged: nn.Module, seconds: float) -> None:
         """Save and score the model that step ``step`` took ``seconds`` to make."""
         self.merge_seconds.append(seconds)
         done, total = self.matrix.tasks[: step - self.first_step + 1], len(self.matrix.tasks)
-        log.info("step %d: merged '%s' (%d of %d) in %.1f s", step, done[-1], len(done), total, seconds)
+        log.info(
+            "step %d: merged '%s' (%d of %d) in %.1f s", step, done[-1], len(done), total, seconds
+        )
         if self._kept is not None:
             tasks = [*self.before.get("tasks", []), *done]
-            about = {"step": step, "tasks": tasks, "merge_seconds": self.merge_seconds, **self.describe()}
+            about = {
+                "step": step,
+                "tasks": tasks,
+                "merge_seconds": self.merge_seconds,
+                **self.describe(),
+            }
             with self.profile("saving"):
-                self._kept.save_step(step, merged, {**self._description(), **about}, self.state(), self.files)
+                self._kept.save_step(
+                    step, merged, {**self._description(), **about}, self.state(), self.files
+                )
         if self.scores is not None:
             with self.profile("evaluating"):
                 self.scores.take(step, merged)
@@ -247,15 +306,25 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         return model, drawn
 
     def _resume(self, merged: nn.Module) -> int:
-        """Give ``merged`` the weights of the newest complete step in the log directory; return that step's number."""
+        """Give ``merged`` the weights of the newest complete step in the log directory; return that
+        step's number.
+        """
         first, last = self.first_step, self._last_step
-        if self.folder is None or (found := self.folder.newest_step(first, last, self._description())) is None:
+        if (
+            self.folder is None
+            or (found := self.folder.newest_step(first, last, self._description())) is None
+        ):
             return first - 1
         folder, manifest = found
         step = manifest["step"]
         log.info("going on after step %d", step)
-        if unread := [name for name in self.matrix.tasks if "sha256" not in manifest["inputs"][name]]:
-            what = "had not read %s yet (check_models=false): whether its weights have changed since is not known"
+        if unread := [
+            name for name in self.matrix.tasks if "sha256" not in manifest["inputs"][name]
+        ]:
+            what = (
+                "had not read %s yet (check_models=false): whether its weights have changed since "
+                "is not known"
+            )
             log.warning(f"the run that made step %d {what}", step, ", ".join(unread))
         self.merge_seconds = manifest["merge_seconds"]
         if self.scores is not None:
@@ -266,13 +335,17 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         return step
 
     def _description(self) -> dict[str, Any]:
-        """Return all that the models after each step depend on: a run is resumed only if none of it has changed."""
+        """Return all that the models after each step depend on: a run is resumed only if none of it
+        has changed.
+        """
         config: Any = OmegaConf.to_container(self.config, resolve=True)
         return {
             "method": self.name,
             "order": self.matrix.tasks,
             "inputs": self._inputs,
-            "settings": {str(key): value for key, value in config.items() if key not in _NOT_IN_THE_RESULT},
+            "settings": {
+                str(key): value for key, value in config.items() if key not in _NOT_IN_THE_RESULT
+            },
             "versions": package_versions(),
         }
 
@@ -293,5 +366,10 @@ class ContinualMergingAlgorithm(OneLineErrors, LightningFabricMixin, SimpleProfi
         }
         self.matrix.save(self.folder.path, about)
         files = leave_results(self.folder.path)
-        log_picture(self.fabric.loggers, "accuracy_matrix", self.folder.path / "accuracy_matrix.png", self._last_step)
+        log_picture(
+            self.fabric.loggers,
+            "accuracy_matrix",
+            self.folder.path / "accuracy_matrix.png",
+            self._last_step,
+        )
         log.info("%s: accuracy_matrix.json, %s", self.folder.path, ", ".join(files))

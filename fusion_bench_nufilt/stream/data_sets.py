@@ -1,4 +1,6 @@
-"""Look up the data sets of a run, by name, access and split, before any model or data set is downloaded."""
+"""Look up the data sets of a run, by name, access and split, before any model or data set is
+downloaded.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -7,7 +9,9 @@ from typing import Any, NamedTuple
 
 import datasets
 from datasets.exceptions import DatasetNotFoundError
-from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import FlanT5GLUETextGenerationTaskPool
+from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import (
+    FlanT5GLUETextGenerationTaskPool,
+)
 from hydra.utils import get_method
 from omegaconf import OmegaConf
 
@@ -27,12 +31,15 @@ class DataSet(NamedTuple):
     """A data set that a pool will load."""
 
     name: str
-    find: Callable[[], Any]  # asks the hub for its files and its configuration, or opens it where it is local
+    find: Callable[
+        [], Any
+    ]  # asks the hub for its files and its configuration, or opens it where it is local
     split: Any = None
 
 
 def check_test_sets(taskpool: Any) -> None:
-    """Raise a ValueError, naming task, data set and remedy, for test data of a task pool that can't be loaded.
+    """Raise a ValueError, naming task, data set and remedy, for test data of a task pool that can't
+    be loaded.
 
     Data in memory, and loaders that are unknown here, are left to the task pool.
     """
@@ -54,7 +61,11 @@ def check_train_sets(modelpool: Any) -> None:
 def _check_all(configs: Any) -> None:
     if isinstance(configs, Mapping) or OmegaConf.is_dict(configs):
         for task, config in configs.items():
-            plain: Any = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
+            plain: Any = (
+                OmegaConf.to_container(config, resolve=True)
+                if OmegaConf.is_config(config)
+                else config
+            )
             for data_set in _data_sets(plain):
                 _check(str(task), data_set)
 
@@ -66,13 +77,18 @@ def _data_sets(config: Any) -> Iterator[DataSet]:
     elif isinstance(config, dict):
         target = config.get("_target_")
         if target == "datasets.load_dataset":
-            yield _of_datasets(**{key.strip("_"): value for key, value in config.items() if key != "_target_"})
+            yield _of_datasets(
+                **{key.strip("_"): value for key, value in config.items() if key != "_target_"}
+            )
         elif target in _LOADERS_OF_GPT2:
             if not Path(f"outputs/gpt2/_load_{config['name']}_dataset_cached").exists():
                 yield _of_glue(config["name"], config.get("split"))
         elif target in _LOCAL_LOADERS:
             options = {key: value for key, value in config.items() if key != "_target_"}
-            yield DataSet(str(config.get("path", config.get("dataset_path"))), partial(get_method(target), **options))
+            yield DataSet(
+                str(config.get("path", config.get("dataset_path"))),
+                partial(get_method(target), **options),
+            )
         else:
             for value in config.values():
                 yield from _data_sets(value) if isinstance(value, dict) else ()
@@ -92,15 +108,25 @@ def _check(task: str, data: DataSet) -> None:
     try:
         found = data.find()
         if isinstance(found, datasets.DatasetBuilder):
-            _check_split(data.split, list(map(str, found.info.splits or found.config.data_files or ())))
+            _check_split(
+                data.split, list(map(str, found.info.splits or found.config.data_files or ()))
+            )
     except Exception as error:  # whatever datasets and the client of the hub raise
         why = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(f"task '{task}': its data set '{data.name}': {why}: {_remedy(data.name, error)}") from error
+        raise ValueError(
+            f"task '{task}': its data set '{data.name}': {why}: {_remedy(data.name, error)}"
+        ) from error
 
 
 def _check_split(split: Any, known: list[str]) -> None:
-    """Raise a ValueError for a split such as ``test``, ``train[:10%]`` or ``train+test`` that is not known."""
-    wanted = [part.partition("[")[0].strip() for part in split.split("+")] if isinstance(split, str) else []
+    """Raise a ValueError for a split such as ``test``, ``train[:10%]`` or ``train+test`` that is
+    not known.
+    """
+    wanted = (
+        [part.partition("[")[0].strip() for part in split.split("+")]
+        if isinstance(split, str)
+        else []
+    )
     if missing := [name for name in wanted if known and name not in (*known, "all")]:
         raise ValueError(f"it has no split '{missing[0]}', only {', '.join(known)}")
 

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from fusion_bench import RuntimeConstants
 from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
-from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import FlanT5GLUETextGenerationTaskPool
+from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import (
+    FlanT5GLUETextGenerationTaskPool,
+)
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.taskpool import CLIPVisionModelTaskPool, DummyTaskPool
 from fusion_bench.tasks.clip_classification import get_classnames_and_templates
@@ -42,18 +44,24 @@ class TasksByName(ABC):
     task_names: list[str]  # all tasks
 
     @abstractmethod
-    def evaluate(self, model: nn.Module, tasks: Sequence[str] | None = None, limit: int | None = None) -> Results:
-        """Return the results by task, for ``tasks`` only and on ``limit`` items of each, where these are given."""
+    def evaluate(
+        self, model: nn.Module, tasks: Sequence[str] | None = None, limit: int | None = None
+    ) -> Results:
+        """Return the results by task, for ``tasks`` only and on ``limit`` items of each, where
+        these are given.
+        """
 
     def check(self) -> None:  # noqa: B027
-        """Raise a ValueError for a package, a task or data that is missing; called before any model is loaded."""
+        """Raise a ValueError for a package, a task or data that is missing; called before any model
+        is loaded.
+        """
 
 
 class Evaluator:
     """Evaluates models on some tasks of any FusionBench task pool.
 
-    CLIP vision and v0.1 (Flan-T5) pools, and a :class:`TasksByName`, score only the tasks asked for; any other pool
-    evaluates all its tasks, and the rest is dropped.
+    CLIP vision and v0.1 (Flan-T5) pools, and a :class:`TasksByName`, score only the tasks asked
+    for; any other pool evaluates all its tasks, and the rest is dropped.
 
     Args:
         taskpool: the task pool.
@@ -68,37 +76,56 @@ class Evaluator:
         self.taskpool, self._part = taskpool, part
         self._score, self._names = _scorer(taskpool)
         self._warned: set[str] = set()
-        if part is not None and not (_is_clip(taskpool) or isinstance(taskpool, FlanT5GLUETextGenerationTaskPool)):
-            raise ValueError(f"a part of the test data needs a CLIP or Flan-T5 pool, got {type(taskpool).__name__}")
+        if part is not None and not (
+            _is_clip(taskpool) or isinstance(taskpool, FlanT5GLUETextGenerationTaskPool)
+        ):
+            raise ValueError(
+                "a part of the test data needs a CLIP or Flan-T5 pool, got "
+                f"{type(taskpool).__name__}"
+            )
 
     def check(self, model: nn.Module, tasks: Sequence[str]) -> None:
-        """Score one item of each task, and raise a ValueError, before any work, for what can't be scored.
+        """Score one item of each task, and raise a ValueError, before any work, for what can't be
+        scored.
 
-        A FusionBench pool that can't be narrowed scores one batch; a pool from elsewhere is not checked. The state of
-        the random number generator is left as it was.
+        A FusionBench pool that can't be narrowed scores one batch; a pool from elsewhere is not
+        checked. The state of the random number generator is left as it was.
         """
         try:
-            with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            with torch.random.fork_rng(
+                devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []
+            ):
                 self._scores(model, self._with_further(tasks), lambda count: [0])
         except ValueError:
             raise
         except Exception as error:  # whatever a task pool raises
-            raise ValueError(f"the task pool can't score a model: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"the task pool can't score a model: {type(error).__name__}: {error}"
+            ) from error
 
     def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
         """Return FusionBench's report of a model.
 
-        A task that the pool lacks is left out, with a warning; ``others`` adds the tasks of the pool beyond ``tasks``.
+        A task that the pool lacks is left out, with a warning; ``others`` adds the tasks of the
+        pool beyond ``tasks``.
         """
         trainable, total = count_parameters(model)
-        info = {"trainable_params": trainable, "all_params": total, "trainable_percentage": trainable / total}
+        info = {
+            "trainable_params": trainable,
+            "all_params": total,
+            "trainable_percentage": trainable / total,
+        }
         results = self._scores(model, self._with_further(tasks) if others else tasks, self._part)
         for task in tasks:
             if task not in results and task not in self._warned:
                 self._warned.add(task)
                 log.warning("the task pool has no task '%s': its scores are missing", task)
-        # A constant prediction has no rank correlation: NaN, which JSON does not know, is a missing score.
-        cleaned = {task: {key: or_none(value) for key, value in result.items()} for task, result in results.items()}
+        # A constant prediction has no rank correlation: NaN, which JSON does not know, is a missing
+        # score.
+        cleaned = {
+            task: {key: or_none(value) for key, value in result.items()}
+            for task, result in results.items()
+        }
         average = {
             metric: or_none(sum(values) / len(values))
             for metric in ("accuracy", "loss")
@@ -118,7 +145,9 @@ class Evaluator:
 
 
 def find_evaluator(taskpool: Any, program: Any) -> Evaluator | None:
-    """Return the evaluator of a task pool, by default the program's, or None if nothing is to be scored."""
+    """Return the evaluator of a task pool, by default the program's, or None if nothing is to be
+    scored.
+    """
     if taskpool is None and program is not None:
         taskpool = program.taskpool
     if taskpool is None or isinstance(taskpool, DummyTaskPool):
@@ -127,13 +156,17 @@ def find_evaluator(taskpool: Any, program: Any) -> Evaluator | None:
 
 
 def score(result: dict[str, float | None]) -> float:
-    """Return the score of a task: accuracy, or Spearman's rho for a regression task, or else NaN (missing)."""
+    """Return the score of a task: accuracy, or Spearman's rho for a regression task, or else NaN
+    (missing).
+    """
     value = result.get("accuracy", result.get("spearman_rho"))
     return math.nan if value is None else float(value)
 
 
 def names_of(task: str) -> tuple[str, str]:
-    """Return both names of a task: FusionBench calls its Flan-T5 models glue-cola, and their tasks cola."""
+    """Return both names of a task: FusionBench calls its Flan-T5 models glue-cola, and their tasks
+    cola.
+    """
     return task, f"glue-{task}"
 
 
@@ -142,10 +175,12 @@ def _is_clip(pool: Any) -> bool:
 
 
 def _scorer(pool: Any) -> tuple[Scorer, Sequence[str]]:
-    """Return a function that scores a model on tasks of a pool, and the names of the tasks that it can score alone.
+    """Return a function that scores a model on tasks of a pool, and the names of the tasks that it
+    can score alone.
 
-    FusionBench's continual methods reset ``_is_setup`` before ``evaluate``, which then loads models and data and
-    encodes all prompts again, and takes most of a run's time. These functions keep what does not change.
+    FusionBench's continual methods reset ``_is_setup`` before ``evaluate``, which then loads models
+    and data and encodes all prompts again, and takes most of a run's time. These functions keep
+    what does not change.
     """
     if _is_clip(pool):
         return partial(_score_clip, pool, {}), list(pool._test_datasets)
@@ -157,8 +192,12 @@ def _scorer(pool: Any) -> tuple[Scorer, Sequence[str]]:
     return partial(_score_whole, pool), []
 
 
-def _score_clip(pool: Any, heads: dict[str, Any], model: nn.Module, tasks: Sequence[str], part: Part | None) -> Results:
-    """Score a CLIP vision tower; ``heads`` keeps the encoded prompts (classes, projection_dim) of every task."""
+def _score_clip(
+    pool: Any, heads: dict[str, Any], model: nn.Module, tasks: Sequence[str], part: Part | None
+) -> Results:
+    """Score a CLIP vision tower; ``heads`` keeps the encoded prompts (classes, projection_dim) of
+    every task.
+    """
     if not pool._is_setup:
         pool.setup()
     pool.clip_model.vision_model = model
@@ -179,13 +218,19 @@ def _score_clip(pool: Any, heads: dict[str, Any], model: nn.Module, tasks: Seque
             some = Subset(images.dataset, part(len(images.dataset)))
             images = DataLoader(some, images.batch_size, collate_fn=images.collate_fn)
             images = pool.fabric.setup_dataloaders(images, move_to_device=pool.move_to_device)
-        results[task] = pool._evaluate(classifier, images, num_classes=len(classnames), task_name=task)
+        results[task] = pool._evaluate(
+            classifier, images, num_classes=len(classnames), task_name=task
+        )
         pool.on_task_evaluation_end()
     return results
 
 
 def _score_v01(
-    pool: V01TaskPool, load: Callable[[str], Any], model: nn.Module, tasks: Sequence[str], part: Part | None
+    pool: V01TaskPool,
+    load: Callable[[str], Any],
+    model: nn.Module,
+    tasks: Sequence[str],
+    part: Part | None,
 ) -> Results:
     """Score with FusionBench's v0.1 pools, such as Flan-T5 on GLUE; each task keeps its data."""
     if (fabric := getattr(pool, "fabric", None)) is not None:
@@ -199,13 +244,19 @@ def _score_v01(
     return {name: task.evaluate(model) for name, task in found.items()}
 
 
-def _score_by_name(pool: TasksByName, model: nn.Module, tasks: Sequence[str], part: Part | None) -> Results:
-    """Score with an evaluation harness; the only part of a task that it can score is the first item."""
+def _score_by_name(
+    pool: TasksByName, model: nn.Module, tasks: Sequence[str], part: Part | None
+) -> Results:
+    """Score with an evaluation harness; the only part of a task that it can score is the first
+    item.
+    """
     return pool.evaluate(model, tasks) if part is None else pool.evaluate(model, tasks, limit=1)
 
 
 def _score_whole(pool: Any, model: nn.Module, tasks: Sequence[str], part: Part | None) -> Results:
-    """Score with any other pool, which reports as it likes; of the parts, FusionBench's pools can score one batch."""
+    """Score with any other pool, which reports as it likes; of the parts, FusionBench's pools can
+    score one batch.
+    """
     if part is not None and not type(pool).__module__.startswith("fusion_bench."):
         return {}
     if part is None:
@@ -215,7 +266,8 @@ def _score_whole(pool: Any, model: nn.Module, tasks: Sequence[str], part: Part |
             report = pool.evaluate(model)
     if not isinstance(report, dict):
         raise ValueError(
-            f"the task pool {type(pool).__name__} returned {report!r} in place of scores by task: merge with "
+            f"the task pool {type(pool).__name__} returned {report!r} in place of scores by task: "
+            "merge with "
             "taskpool=dummy and score the saved model by other means"
         )
     return {task: report[task] for task in tasks if isinstance(report.get(task), dict)}
@@ -223,7 +275,9 @@ def _score_whole(pool: Any, model: nn.Module, tasks: Sequence[str], part: Part |
 
 @contextmanager
 def _one_batch(pool: Any) -> Iterator[None]:
-    """Have a FusionBench pool score one batch of each task; some read their own setting, others the global one."""
+    """Have a FusionBench pool score one batch of each task; some read their own setting, others the
+    global one.
+    """
     before = getattr(pool, "fast_dev_run", False), RuntimeConstants.debug
     pool.fast_dev_run = RuntimeConstants.debug = True
     try:
@@ -271,7 +325,9 @@ class RunScores:
                 self.log_dict(self.matrix.metrics(), step=step)
 
     def restore(self, step: int, merged: nn.Module) -> None:
-        """Enter the scores of an earlier process up to a step, and score again where a report was lost."""
+        """Enter the scores of an earlier process up to a step, and score again where a report was
+        lost.
+        """
         assert self.folder is not None
         for done in range(self.first_step, step + 1):
             if report := self.folder.read_report(done):
@@ -281,8 +337,12 @@ class RunScores:
                 self.take(done, merged)
 
     def final_report(self) -> Report:
-        """Return the last report, with the metrics of the run and the paths of its matrix and its page."""
-        metrics: dict[str, Any] = {name: x for name, x in self.matrix.metrics().items() if not math.isnan(x)}
+        """Return the last report, with the metrics of the run and the paths of its matrix and its
+        page.
+        """
+        metrics: dict[str, Any] = {
+            name: x for name, x in self.matrix.metrics().items() if not math.isnan(x)
+        }
         if self.folder is not None:
             metrics["accuracy_matrix"] = str(self.folder.path / "accuracy_matrix.json")
             metrics["page"] = str(self.folder.path / PAGE)

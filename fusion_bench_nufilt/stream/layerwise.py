@@ -44,19 +44,25 @@ _warn_once = cache(log.warning)  # once for all runs of a comparison
 
 
 class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
-    """Merges the chosen layers by a method, everything else as ``other_params`` says, and writes ``layers.csv``.
+    """Merges the chosen layers by a method, everything else as ``other_params`` says, and writes
+    ``layers.csv``.
 
     Args:
         layer_method: the name of a method in :data:`fusion_bench_nufilt.methods.METHODS`.
-        **kwargs: the options of that method and of ``TargetConfig``, ``DeviceConfig`` and ``ProtocolConfig``.
+        **kwargs: the options of that method and of ``TargetConfig``, ``DeviceConfig`` and
+        ``ProtocolConfig``.
 
     Raises:
-        ValueError: a value is out of its range, or there is no such method or option; the message names it.
+        ValueError: a value is out of its range, or there is no such method or option; the message
+            names it.
     """
 
     def __init__(self, layer_method: str, **kwargs: Any) -> None:
         self._kind = find_method(layer_method)
-        plain = {key: list(value) if isinstance(value, ListConfig) else value for key, value in kwargs.items()}
+        plain = {
+            key: list(value) if isinstance(value, ListConfig) else value
+            for key, value in kwargs.items()
+        }
         self._own: tuple[type[Any], ...] = (self._kind.Options, TargetConfig, DeviceConfig)
         made, protocol = split_options(self._own, {**self._kind.defaults, **plain})
         self._config_mapping = type(self)._config_mapping.copy()
@@ -71,20 +77,30 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         return self._kind.label
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
-        self.options, self.targets, self.device_config = (options_of(kind, self) for kind in self._own)
+        self.options, self.targets, self.device_config = (
+            options_of(kind, self) for kind in self._own
+        )
         self.task_heads: dict[str, Head] = {}
         self.head_tensors: dict[str, dict[str, Tensor]] = {}
-        self._states: dict[str, Tensor] = {}  # what the method keeps of the layers: a layer's name, a dot, its own name
-        self._mean_counts: dict[str, int] = {}  # of tensors outside the merged layers, where not one for each step
+        self._states: dict[
+            str, Tensor
+        ] = {}  # what the method keeps of the layers: a layer's name, a dot, its own name
+        self._mean_counts: dict[
+            str, int
+        ] = {}  # of tensors outside the merged layers, where not one for each step
         self._reports: list[dict[str, Any]] = []  # the rows of layers.csv
-        self._lacking: dict[str, set[str]] = {}  # weights that the models lack, or have in another shape
+        self._lacking: dict[
+            str, set[str]
+        ] = {}  # weights that the models lack, or have in another shape
         self._architecture = Architecture(pretrained)
         self._base = FullModel(module_source(PRETRAINED, pretrained), self._architecture)
         stored = self._model(PRETRAINED, pretrained, self.drawn).params
         config = self._base.source.config
         self._heads = Heads(self.targets.heads, stored, config, self._architecture.backbone)
         self._heads.keep(self.before.get("heads", {}).values())
-        self._heads.add(PRETRAINED, self._base.params, config, ())  # a head that its checkpoint lacks counts, too
+        self._heads.add(
+            PRETRAINED, self._base.params, config, ()
+        )  # a head that its checkpoint lacks counts, too
         self._select()
         log.info("%s", self.method)
 
@@ -115,7 +131,11 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     def describe(self) -> dict[str, Any]:
         step = self.first_step + len(self.merge_seconds) - 1
         counts = {key: count for key, count in self._mean_counts.items() if count != step}
-        return {"coverage": self._selection.coverage.as_dict(), "mean_counts": counts, "heads": self.task_heads}
+        return {
+            "coverage": self._selection.coverage.as_dict(),
+            "mean_counts": counts,
+            "heads": self.task_heads,
+        }
 
     def state(self) -> dict[str, Tensor]:
         return self._states
@@ -124,7 +144,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._mean_counts = dict(manifest.get("mean_counts", {}))
         self.task_heads = dict(manifest.get("heads", {}))
         self.files = {} if folder is None else read_heads(folder, manifest)
-        self.head_tensors = {task: load(self.files[head["file"]]) for task, head in self.task_heads.items()}
+        self.head_tensors = {
+            task: load(self.files[head["file"]]) for task, head in self.task_heads.items()
+        }
         if not self.method.state_is_weight:
             self._states = {} if folder is None else load_state(folder)
             step = manifest.get("step", self.first_step - 1) + 1
@@ -132,7 +154,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             for warning in check_state(plan, MERGED if folder is None else str(folder)):
                 log.warning("%s", warning)
 
-    def check_model(self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str] = ()) -> None:
+    def check_model(
+        self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str] = ()
+    ) -> None:
         if name in (PRETRAINED, MERGED):
             merged = {view.key for view in self.layers.values()}
             refuse_drawn(name, [key for key in drawn if key in merged], can_exclude=True)
@@ -149,16 +173,23 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             why = f"its checkpoint has no head ('{lost[0]}' was drawn at random)"
             log.warning("model '%s': %s: none is kept", name, why)
         plan = self._plan([task], self.first_step + self.matrix.tasks.index(name))
-        for warning in chain(check_task(plan, task, self._architecture, plan.averaged), check_relation(plan)):
+        for warning in chain(
+            check_task(plan, task, self._architecture, plan.averaged), check_relation(plan)
+        ):
             log.warning("%s", warning)
-        ignored = (key for key in task.source.tensors if self._architecture.param(key) in task.ignored)
+        ignored = (
+            key for key in task.source.tensors if self._architecture.param(key) in task.ignored
+        )
         self._lacking[name] = {*drawn, *ignored}
 
     def _refuse_late_head(self, name: str) -> None:
         """Refuse a head that is found after a step has merged it as a layer."""
         if not self._checked_first and self.first_step + len(self.merge_seconds) > 1:
             heads = ", ".join(sorted(self._heads.modules))
-            said = f"model '{name}' has a head of its own ({heads}), which the models before it had not"
+            said = (
+                f"model '{name}' has a head of its own ({heads}), which the models before it had "
+                "not"
+            )
             raise ValueError(f"{said}: set heads='{heads}', or leave check_models on")
 
     def _plan(self, tasks: list[FullModel], step: int, merged: FullModel | None = None) -> Plan:
@@ -177,7 +208,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             heads=describe_heads(self._heads, self._base, tasks, before),
         )
 
-    def merge_step(self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module) -> nn.Module:
+    def merge_step(
+        self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
+    ) -> nn.Module:
         model = self._model(name, task, self._lacking[name])
         take_head(self._heads, model)
         result = module_source(MERGED, merged)
@@ -191,10 +224,14 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                 result.write(so_far.keys[layer.param], weigh())
             if not self.method.state_is_weight:
                 home = layer.view.read(pretrained).device
-                self._states |= {f"{layer.name}.{key}": value.to(home) for key, value in each.state.items()}
+                self._states |= {
+                    f"{layer.name}.{key}": value.to(home) for key, value in each.state.items()
+                }
             reports[layer.name] = each.record["reports"][0]
 
-        with tqdm(total=len(plan.layers), desc=f"Merging {name}", unit="layer", leave=False, disable=None) as bar:
+        with tqdm(
+            total=len(plan.layers), desc=f"Merging {name}", unit="layer", leave=False, disable=None
+        ) as bar:
             for count in merge_layers(plan, plan.layers, take):
                 bar.update(count)
         self._mean_counts |= average_others(plan, result.write)
@@ -218,13 +255,19 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                 log.warning("%s: it begins anew with step %d", error, step + 1)
 
     def _report(self, name: str, reports: Mapping[str, Report]) -> None:
-        self._reports += [{"step": row["step"], "task": name, "layer": layer, **row} for layer, row in reports.items()]
+        self._reports += [
+            {"step": row["step"], "task": name, "layer": layer, **row}
+            for layer, row in reports.items()
+        ]
         if self.folder is None:
             return
         write_text(self.folder.path / "layers.csv", pd.DataFrame(self._reports).to_csv(index=False))
         if self.fabric.loggers:
             step = next(row["step"] for row in reports.values())
-            means = {key: sum(row[key] for row in reports.values()) / len(reports) for key in self.method.logged}
+            means = {
+                key: sum(row[key] for row in reports.values()) / len(reports)
+                for key in self.method.logged
+            }
             self.log_dict({f"layers/{key}": mean for key, mean in means.items()}, step=step)
 
 
@@ -234,7 +277,8 @@ class NufiltContinualMergingAlgorithm(LayerwiseMergingAlgorithm):
     """Null-space filtering for data-free continual model merging (Qiu et al., ICLR 2026).
 
     Args:
-        **kwargs: the options of ``FusionConfig``, ``TargetConfig``, ``DeviceConfig`` and ``ProtocolConfig``.
+        **kwargs: the options of ``FusionConfig``, ``TargetConfig``, ``DeviceConfig`` and
+        ``ProtocolConfig``.
 
     Raises:
         ValueError: a value is out of its range, or there is no such option; the message names it.
@@ -249,5 +293,7 @@ class NufiltContinualMergingAlgorithm(LayerwiseMergingAlgorithm):
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         if find_spec("fusion_bench.method.nufilt") is not None:
-            log.info("this is NUFILT of fusion_bench_nufilt; FusionBench's own is method=nufilt/nufilt")
+            log.info(
+                "this is NUFILT of fusion_bench_nufilt; FusionBench's own is method=nufilt/nufilt"
+            )
         super().start(pretrained, names)

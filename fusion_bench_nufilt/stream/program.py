@@ -31,14 +31,19 @@ class InputError(CompactHydraException, ValueError):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Have `fusion_bench` end with a single line that says what is wrong with its input; elsewhere, change nothing.
+    """Have `fusion_bench` end with a single line that says what is wrong with its input; elsewhere,
+    change nothing.
 
-    The log file of the run has the trace. In another Hydra program, or in a sweep, which goes on with its other runs,
-    the run fails with an :class:`InputError` instead.
+    The log file of the run has the trace. In another Hydra program, or in a sweep, which goes on
+    with its other runs, the run fails with an :class:`InputError` instead.
     """
     try:
         yield
-    except (ValueError, OSError, ImportError) as error:  # a hub out of reach, or a full disk, is an OSError
+    except (
+        ValueError,
+        OSError,
+        ImportError,
+    ) as error:  # a hub out of reach, or a full disk, is an OSError
         if not HydraConfig.initialized() or isinstance(error, InputError):
             raise
         for handler in logging.getLogger().handlers:
@@ -46,7 +51,9 @@ def one_line_errors() -> Iterator[None]:
                 handler.addFilter(_shorten)
         line = printable(" ".join(str(error).split()))
         alone = "fusion_bench.scripts.cli" in sys.modules and HydraConfig.get().mode == RunMode.RUN
-        raise (SystemExit if alone else InputError)(line) from error  # Python prints the line of a SystemExit
+        raise (SystemExit if alone else InputError)(
+            line
+        ) from error  # Python prints the line of a SystemExit
 
 
 class OneLineErrors:
@@ -58,7 +65,9 @@ class OneLineErrors:
 
 
 def checking_config(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
-    """Have FusionBench's main function report in one line what is wrong with the configuration of our methods."""
+    """Have FusionBench's main function report in one line what is wrong with the configuration of
+    our methods.
+    """
 
     @wraps(main)
     def check_first(config: DictConfig) -> Any:
@@ -82,7 +91,9 @@ def _check_config(config: DictConfig) -> None:
 
 
 def _shorten(record: logging.LogRecord) -> bool:
-    """Keep the line that Python prints, and the trace of an :class:`InputError`, off the terminal."""
+    """Keep the line that Python prints, and the trace of an :class:`InputError`, off the
+    terminal.
+    """
     error = record.exc_info and record.exc_info[1]
     if isinstance(error, InputError):
         record.exc_info = record.exc_text = None
@@ -91,14 +102,22 @@ def _shorten(record: logging.LogRecord) -> bool:
 
 @one_line_errors()
 def use_bundled_taskpool(program: Any) -> None:
-    """Unless the user named a task pool, use the one that the model pool brings along, or one of the same name.
+    """Unless the user named a task pool, use the one that the model pool brings along, or one of
+    the same name.
 
-    FusionBench has a few pairs of the same name, such as ``modelpool=gpt-2_glue`` and ``taskpool=gpt-2_glue``.
+    FusionBench has a few pairs of the same name, such as ``modelpool=gpt-2_glue`` and
+    ``taskpool=gpt-2_glue``.
     """
-    if program is None or program._modelpool is None or not isinstance(program.taskpool, DummyTaskPool):
+    if (
+        program is None
+        or program._modelpool is None
+        or not isinstance(program.taskpool, DummyTaskPool)
+    ):
         return
     run = HydraConfig.get() if HydraConfig.initialized() else None
-    if run is not None and any(word.lstrip("+~").startswith("taskpool") for word in run.overrides.task):
+    if run is not None and any(
+        word.lstrip("+~").startswith("taskpool") for word in run.overrides.task
+    ):
         return
     if (taskpool := program._modelpool.get("taskpool") or (run and _namesake(run))) is not None:
         loader = "fusion_bench.compat.taskpool.load_taskpool_from_config"
@@ -109,22 +128,30 @@ def _namesake(run: Any) -> Any:
     """Return the task pool that has the name of the model pool of a Hydra run, if there is one."""
     name = run.runtime.choices.get("modelpool")
     if name in GlobalHydra.instance().config_loader().get_group_options("taskpool"):
-        return compose(run.job.config_name, overrides=[*run.overrides.task, f"taskpool={name}"]).taskpool
+        return compose(
+            run.job.config_name, overrides=[*run.overrides.task, f"taskpool={name}"]
+        ).taskpool
     return None
 
 
 class ReportedTaskPool:
-    """Answers FusionBench's evaluation of the merged model, which follows ``run``, with the run's own report."""
+    """Answers FusionBench's evaluation of the merged model, which follows ``run``, with the run's
+    own report.
+    """
 
     def __init__(self, taskpool: Any, model: nn.Module, report: dict[str, Any]) -> None:
         self.taskpool, self.model, self.report = taskpool, model, report
 
     def evaluate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.report if model is self.model else self.taskpool.evaluate(model, *args, **kwargs)
+        return (
+            self.report if model is self.model else self.taskpool.evaluate(model, *args, **kwargs)
+        )
 
 
 def log_picture(loggers: Sequence[Any], name: str, file: Path, step: int) -> None:
-    """Give a picture to the trackers that take pictures; one that fails only warns, since the run's files are there."""
+    """Give a picture to the trackers that take pictures; one that fails only warns, since the run's
+    files are there.
+    """
     for logger in loggers:
         try:
             if hasattr(logger, "log_image"):  # Weights & Biases, SwanLab

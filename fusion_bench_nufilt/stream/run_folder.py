@@ -11,7 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.storage import resumable
-from fusion_bench_nufilt.storage.checkpoint import load_checkpoint, read_whole_checkpoint, save_checkpoint
+from fusion_bench_nufilt.storage.checkpoint import (
+    load_checkpoint,
+    read_whole_checkpoint,
+    save_checkpoint,
+)
 from fusion_bench_nufilt.storage.files import lock_folder, read_json, restore_folder, write_text
 from fusion_bench_nufilt.storage.schemas import Manifest
 
@@ -22,7 +26,9 @@ _UNREAD = "not read yet"  # in the place of a model's digest
 
 @dataclass(frozen=True)
 class RunFolder:
-    """``checkpoints/merged_model_{i}`` and ``report_{i}.json``, i = step - 1, as FusionBench names them."""
+    """``checkpoints/merged_model_{i}`` and ``report_{i}.json``, i = step - 1, as FusionBench names
+    them.
+    """
 
     path: Path  # the log directory
 
@@ -30,7 +36,9 @@ class RunFolder:
         write_text(self._report(step), json.dumps(report))
 
     def read_report(self, step: int) -> dict[str, Any] | None:
-        """Read the scores after a step; None if they were not taken or are damaged, so that they are taken again."""
+        """Read the scores after a step; None if they were not taken or are damaged, so that they
+        are taken again.
+        """
         try:
             return read_json(self._report(step), dict[str, dict[str, Any]])
         except ValueError as error:
@@ -45,17 +53,26 @@ class RunFolder:
         state: Mapping[str, Tensor],
         files: Mapping[str, bytes],
     ) -> None:
-        """Save the model after a step, with its manifest, the state to go on from, and further files."""
-        self._report(step).unlink(missing_ok=True)  # else an earlier run's would pass for this one's
+        """Save the model after a step, with its manifest, the state to go on from, and further
+        files.
+        """
+        self._report(step).unlink(
+            missing_ok=True
+        )  # else an earlier run's would pass for this one's
         save_checkpoint(model, self.checkpoint(step), about, state, files)
 
     def load_step(self, step: int, model: nn.Module) -> None:
-        """Give ``model`` the weights that it had after a step; damage is a ValueError that names the file."""
+        """Give ``model`` the weights that it had after a step; damage is a ValueError that names
+        the file.
+        """
         read_whole_checkpoint(self.checkpoint(step))
         load_checkpoint(model, self.checkpoint(step))
 
-    def newest_step(self, first: int, last: int, run: Mapping[str, Any]) -> tuple[Path, Manifest] | None:
-        """Return the folder and manifest of the newest complete step between two; damaged steps are passed over.
+    def newest_step(
+        self, first: int, last: int, run: Mapping[str, Any]
+    ) -> tuple[Path, Manifest] | None:
+        """Return the folder and manifest of the newest complete step between two; damaged steps are
+        passed over.
 
         Refuse a step of another run than ``run`` describes, naming what differs.
         """
@@ -70,11 +87,17 @@ class RunFolder:
                 log.warning("step %d: %s; looking for the step before", step, error)
                 continue
             if manifest.get("step", step) != step:
-                log.warning("step %d: '%s' is of step %d; looking for the step before", step, folder, manifest["step"])
+                log.warning(
+                    "step %d: '%s' is of step %d; looking for the step before",
+                    step,
+                    folder,
+                    manifest["step"],
+                )
                 continue
             if other := differences(manifest, run):
                 raise ValueError(
-                    f"step {step} in '{folder}' is of a run with another {', '.join(other)}: resume with the same, or "
+                    f"step {step} in '{folder}' is of a run with another {', '.join(other)}: "
+                    "resume with the same, or "
                     "take another log directory"
                 )
             return folder, manifest
@@ -89,7 +112,9 @@ class RunFolder:
 
 @contextmanager
 def open_run_folder(path: str | None) -> Iterator[RunFolder | None]:
-    """Lock the log directory, if there is one, for a run; raise a ValueError if it is read-only or already locked."""
+    """Lock the log directory, if there is one, for a run; raise a ValueError if it is read-only or
+    already locked.
+    """
     if path is None:
         yield None
         return
@@ -109,7 +134,9 @@ def differences(manifest: Manifest, run: Mapping[str, Any]) -> list[str]:
     Models are compared by their weights: the same weights may come from another place.
     """
     if lacking := [
-        key for key in ("step", "merge_seconds", "method", "order", "inputs", "settings") if key not in manifest
+        key
+        for key in ("step", "merge_seconds", "method", "order", "inputs", "settings")
+        if key not in manifest
     ]:
         return [f"version of this package (its manifest has no {', '.join(lacking)})"]
     before, now = _depends_on(manifest), _depends_on(run)
@@ -121,5 +148,7 @@ def differences(manifest: Manifest, run: Mapping[str, Any]) -> list[str]:
 
 def _depends_on(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return all that decides the weights after each step."""
-    models = {f"model '{name}'": model.get("sha256", _UNREAD) for name, model in run["inputs"].items()}
+    models = {
+        f"model '{name}'": model.get("sha256", _UNREAD) for name, model in run["inputs"].items()
+    }
     return {"method": run["method"], "order": run["order"], **run["settings"], **models}

@@ -21,7 +21,8 @@ from typing_extensions import TypedDict
 from fusion_bench_nufilt.storage.files import read_json
 from fusion_bench_nufilt.stream.evaluation import TasksByName
 
-#: Metrics by task, such as ``{"acc,none": 0.5, "acc_stderr,none": 0.01}``; the part after the comma is a filter.
+#: Metrics by task, such as ``{"acc,none": 0.5, "acc_stderr,none": 0.01}``; the part after the comma
+#: is a filter.
 Results = dict[str, dict[str, Any]]
 
 
@@ -30,7 +31,9 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
 
     metrics: ClassVar[tuple[str, ...]]
 
-    def __init__(self, tasks: Mapping[str, str] | Sequence[str], metric: str | None, **kwargs: Any) -> None:
+    def __init__(
+        self, tasks: Mapping[str, str] | Sequence[str], metric: str | None, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self._names = dict(tasks) if isinstance(tasks, Mapping) else {name: name for name in tasks}
         self.task_names = list(self._names)  # those of the models
@@ -42,34 +45,45 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
         """Return ``{name: {"accuracy": score}}``, whatever metric the score is."""
         names = {name: task for name, task in self._names.items() if tasks is None or name in tasks}
         results = self.run_harness(model, sorted(set(names.values())), limit) if names else {}
-        return {name: {"accuracy": self._score(task, results[task])} for name, task in names.items()}
+        return {
+            name: {"accuracy": self._score(task, results[task])} for name, task in names.items()
+        }
 
     @abstractmethod
     def run_harness(self, model: nn.Module, tasks: list[str], limit: int | None) -> Results:
-        """Return the harness's results on ``limit`` examples of each task, by default the pool's."""
+        """Return the harness's results on ``limit`` examples of each task, by default the
+        pool's.
+        """
 
     def _score(self, task: str, results: dict[str, Any]) -> float:
         # Of a metric's filters, the first one counts.
-        found = {key.partition(",")[0]: value for key, value in reversed(results.items()) if "," in key}
+        found = {
+            key.partition(",")[0]: value for key, value in reversed(results.items()) if "," in key
+        }
         for metric in self._metrics:
             if metric in found:
                 return float(found[metric])
         there = sorted(name for name in found if "_stderr" not in name)
-        raise ValueError(f"task '{task}' has no metric {' or '.join(self._metrics)}, only {', '.join(there)}")
+        raise ValueError(
+            f"task '{task}' has no metric {' or '.join(self._metrics)}, only {', '.join(there)}"
+        )
 
 
 @auto_register_config
 class LMEvalTaskPool(HarnessTaskPool):
-    """Tasks of lm-evaluation-harness (``pip install 'fusion-bench-nufilt[lm-eval]'``), one for each model of a pool.
+    """Tasks of lm-evaluation-harness (``pip install 'fusion-bench-nufilt[lm-eval]'``), one for each
+    model of a pool.
 
-    They are loaded once, before the first model; a ValueError says whether lm-eval, a task, its data or the metric is
-    missing.
+    They are loaded once, before the first model; a ValueError says whether lm-eval, a task, its
+    data or the metric is missing.
 
     Args:
-        tasks: lm-eval's task or group by model (``{math: gsm8k, code: humaneval}``), or a list of equal names.
+        tasks: lm-eval's task or group by model (``{math: gsm8k, code: humaneval}``), or a list of
+            equal names.
         tokenizer: folder or hub name of the tokenizer.
         include_path: folder with further tasks, like lm-eval's ``--include_path``.
-        metric: the metric that counts, without its filter; None: the first of ``metrics`` that a task has.
+        metric: the metric that counts, without its filter; None: the first of ``metrics`` that a
+            task has.
         num_fewshot: examples in the prompt; None: each task's own number.
         limit: examples of each task, as a number or a share; None: all.
         batch_size: examples that the model reads at once.
@@ -103,22 +117,34 @@ class LMEvalTaskPool(HarnessTaskPool):
             try:
                 manager.load([task])
             except Exception as error:  # whatever a loader of data sets raises
-                raise ValueError(f"lm-eval can't load task '{task}': {type(error).__name__}: {error}") from error
+                raise ValueError(
+                    f"lm-eval can't load task '{task}': {type(error).__name__}: {error}"
+                ) from error
 
     def run_harness(self, model: nn.Module, tasks: list[str], limit: int | None) -> Results:
         manager, lm_eval = self._manager(), _lm_eval()
         kind = lm_eval.models.huggingface.HFLM
-        scored = kind(pretrained=model.to(self.fabric.device), tokenizer=self.tokenizer, batch_size=self.batch_size)
-        settings = {key: getattr(self, key) for key in ("num_fewshot", "limit", "apply_chat_template")}
+        scored = kind(
+            pretrained=model.to(self.fabric.device),
+            tokenizer=self.tokenizer,
+            batch_size=self.batch_size,
+        )
+        settings = {
+            key: getattr(self, key) for key in ("num_fewshot", "limit", "apply_chat_template")
+        }
         settings |= {} if limit is None else {"limit": limit}
         settings |= {"task_manager": manager, "log_samples": False, "bootstrap_iters": 0}
         results: Results = lm_eval.simple_evaluate(scored, tasks=tasks, **settings)["results"]
         return results
 
     def get_test_dataloader(self, task: str) -> "DataLoader[str]":
-        """Return the inputs for `nufilt analyze`: the prompts of a task, without examples and answers."""
+        """Return the inputs for `nufilt analyze`: the prompts of a task, without examples and
+        answers.
+        """
         if task not in self._names:
-            raise ValueError(f"the task pool has no data of task '{task}', only of {', '.join(self._names)}")
+            raise ValueError(
+                f"the task pool has no data of task '{task}', only of {', '.join(self._names)}"
+            )
         found = self._manager().load([self._names[task]])["tasks"].values()
         prompts: Any = [each.doc_to_text(document) for each in found for document in each.eval_docs]
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
@@ -132,7 +158,9 @@ class LMEvalTaskPool(HarnessTaskPool):
     def _manager(self) -> Any:
         manager = _task_manager(self.include_path, self.num_fewshot)
         if unknown := sorted(set(self._names.values()) - {*manager.all_tasks, *manager.all_groups}):
-            raise ValueError(f"lm-eval knows no task '{unknown[0]}'; include_path names a folder with more")
+            raise ValueError(
+                f"lm-eval knows no task '{unknown[0]}'; include_path names a folder with more"
+            )
         return manager
 
 
@@ -141,13 +169,17 @@ def _lm_eval() -> Any:
         import lm_eval.models.huggingface
         import lm_eval.tasks
     except ImportError as error:
-        raise ValueError(f"{error}; scores by lm-eval need: pip install 'fusion-bench-nufilt[lm-eval]'") from error
+        raise ValueError(
+            f"{error}; scores by lm-eval need: pip install 'fusion-bench-nufilt[lm-eval]'"
+        ) from error
     return lm_eval
 
 
 @cache
 def _task_manager(include_path: str | None, num_fewshot: int | None) -> Any:
-    """Return an index of all tasks, which takes seconds; the tasks that it loads keep ``num_fewshot``."""
+    """Return an index of all tasks, which takes seconds; the tasks that it loads keep
+    ``num_fewshot``.
+    """
     kind = _lm_eval().tasks.TaskManager
     manager = kind(include_path=include_path)
 
@@ -156,7 +188,9 @@ def _task_manager(include_path: str | None, num_fewshot: int | None) -> Any:
         found = kind.load(manager, [name])
         return [found["groups"][name]] if name in found["groups"] else list(found["tasks"].values())
 
-    manager.load = lambda names: kind.load(manager, [each for name in names for each in load_once(name)])
+    manager.load = lambda names: kind.load(
+        manager, [each for name in names for each in load_once(name)]
+    )
     return manager
 
 
@@ -164,7 +198,8 @@ class _ResultsFile(TypedDict):
     results: Results
 
 
-#: A program for lmms-eval's environment: it loads tasks and their data, and ends with a line on what fails.
+#: A program for lmms-eval's environment: it loads tasks and their data, and ends with a line on
+#: what fails.
 _LOAD_TASKS = """
 import json, sys
 from lmms_eval.tasks import TaskManager
@@ -176,7 +211,8 @@ for task in tasks:
     try:
         manager.load_task_or_group([task])
     except Exception as error:
-        sys.exit(f"lmms-eval can't load task '{task}': {type(error).__name__}: {' '.join(str(error).split())}")
+        words = " ".join(str(error).split())
+        sys.exit(f"lmms-eval can't load task '{task}': {type(error).__name__}: {words}")
 """
 
 
@@ -184,17 +220,20 @@ for task in tasks:
 class LMMSEvalTaskPool(HarnessTaskPool):
     """Tasks of lmms-eval, one for each model of a pool.
 
-    The model and its processor are written to a temporary folder for a process of lmms-eval. That may run in another
-    environment, since it installs some ninety packages and its own torch. Before any model is loaded, a ValueError says
-    whether lmms-eval, a task or its data is missing; a RuntimeError has the end of its output if it fails.
+    The model and its processor are written to a temporary folder for a process of lmms-eval. That
+    may run in another environment, since it installs some ninety packages and its own torch. Before
+    any model is loaded, a ValueError says whether lmms-eval, a task or its data is missing; a
+    RuntimeError has the end of its output if it fails.
 
     Args:
         tasks: lmms-eval's task by model, as in :class:`LMEvalTaskPool`.
         processor: folder or hub name of the processor.
         python: the Python of the environment with lmms-eval; None: this one.
         model: lmms-eval's name for the type of model.
-        include_path: folder with further tasks, like lmms-eval's ``--include_path``; None: this project's.
-        metric: the metric that counts, without its filter; None: the first of ``metrics`` that a task has.
+        include_path: folder with further tasks, like lmms-eval's ``--include_path``; None: this
+            project's.
+        metric: the metric that counts, without its filter; None: the first of ``metrics`` that a
+            task has.
         limit: examples of each task; None: all.
     """
 
@@ -219,11 +258,15 @@ class LMMSEvalTaskPool(HarnessTaskPool):
         self._options = [f"--{key}={value}" for key, value in options.items() if value is not None]
         self._python = str(Path(python or sys.executable).expanduser().absolute())
         try:
-            subprocess.run([self._python, "-c", "import lmms_eval"], check=True, capture_output=True)
+            subprocess.run(
+                [self._python, "-c", "import lmms_eval"], check=True, capture_output=True
+            )
         except (OSError, subprocess.CalledProcessError):
             raise ValueError(
-                f"'{self._python}' has no lmms-eval: let LMMS_EVAL_PYTHON, or `python` of the task pool, name the "
-                "Python of an environment that has it, or say taskpool=dummy to merge without scores"
+                f"'{self._python}' has no lmms-eval: let LMMS_EVAL_PYTHON, or `python` of the task "
+                "pool, name the "
+                "Python of an environment that has it, or say taskpool=dummy to merge without "
+                "scores"
             ) from None
 
     def check(self) -> None:
@@ -236,22 +279,33 @@ class LMMSEvalTaskPool(HarnessTaskPool):
     def _run(self, command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         out, errors = subprocess.PIPE, subprocess.STDOUT
-        return subprocess.run(command, cwd=folder, env=environment, check=False, text=True, stdout=out, stderr=errors)
+        return subprocess.run(
+            command, cwd=folder, env=environment, check=False, text=True, stdout=out, stderr=errors
+        )
 
     def run_harness(self, model: Any, tasks: list[str], limit: int | None) -> Results:
         with TemporaryDirectory() as temporary:
             folder, out = Path(temporary) / "model", Path(temporary) / "results"
             model.save_pretrained(folder, safe_serialization=True)
             AutoProcessor.from_pretrained(self.processor).save_pretrained(folder)
-            device, command = str(self.fabric.device), [self._python, "-m", "lmms_eval", *self._options]
-            command += [f"--model_args=pretrained={folder},device_map={device}", f"--device={device}"]
+            device, command = (
+                str(self.fabric.device),
+                [self._python, "-m", "lmms_eval", *self._options],
+            )
+            command += [
+                f"--model_args=pretrained={folder},device_map={device}",
+                f"--device={device}",
+            ]
             command += [f"--tasks={','.join(tasks)}", f"--output_path={out}"]
             command += [] if limit is None else [f"--limit={limit}"]  # the last one counts
             done = self._run(command, temporary)
             files = sorted(out.rglob("*results.json"))
-            # lmms-eval exits with 0 after errors, and counts an answer that it could not generate as wrong.
+            # lmms-eval exits with 0 after errors, and counts an answer that it could not generate
+            # as wrong.
             if done.returncode != 0 or not files or "in generating" in done.stdout:
-                raise RuntimeError(f"lmms-eval failed on {', '.join(tasks)}:\n{done.stdout[-4000:]}")
+                raise RuntimeError(
+                    f"lmms-eval failed on {', '.join(tasks)}:\n{done.stdout[-4000:]}"
+                )
             content = read_json(files[-1], _ResultsFile, "lmms-eval wrote it")
             assert content is not None
             return content["results"]

@@ -1,4 +1,6 @@
-"""The user's own image classification tasks for FusionBench's CLIP task pool, which only knows built-in ones."""
+"""The user's own image classification tasks for FusionBench's CLIP task pool, which only knows
+built-in ones.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,16 +11,22 @@ from datasets import ClassLabel, Dataset, Features, Image, load_from_disk
 from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
 
 
-def load_image_task(name: str, path: str, template: str, classnames: Sequence[str] | None = None) -> Dataset:
-    """Load a test set, and register its class names and its prompt; a ``_target_`` for ``test_datasets``.
+def load_image_task(
+    name: str, path: str, template: str, classnames: Sequence[str] | None = None
+) -> Dataset:
+    """Load a test set, and register its class names and its prompt; a ``_target_`` for
+    ``test_datasets``.
 
-    The data set has the columns ``image`` (PIL) and ``label`` (int); a ValueError says what it or the template lacks.
+    The data set has the columns ``image`` (PIL) and ``label`` (int); a ValueError says what it or
+    the template lacks.
 
     Args:
         name: the task's key in the task pool, and its model's in the model pool.
-        path: a folder of images with a subfolder for each class, or one written by ``save_to_disk`` of ``datasets``.
+        path: a folder of images with a subfolder for each class, or one written by ``save_to_disk``
+            of ``datasets``.
         template: the prompt, with ``{}`` for the class name.
-        classnames: the name of each label; None: those of the data set, such as the names of the subfolders.
+        classnames: the name of each label; None: those of the data set, such as the names of the
+            subfolders.
     """
     if "{}" not in template:
         raise ValueError(f"task '{name}': the template {template!r} has no {{}} for the class name")
@@ -26,24 +34,37 @@ def load_image_task(name: str, path: str, template: str, classnames: Sequence[st
     if classnames is None:
         feature = dataset.features["label"]
         if not isinstance(feature, ClassLabel):
-            raise ValueError(f"task '{name}': the labels in '{path}' have no names, only {feature}: give classnames")
+            raise ValueError(
+                f"task '{name}': the labels in '{path}' have no names, only {feature}: give "
+                "classnames"
+            )
         classnames = feature.names
     if unnamed := set(dataset["label"]) - set(range(len(classnames))):
         named = f"0 to {len(classnames) - 1}, for which there are class names"
-        raise ValueError(f"task '{name}': label {min(unnamed, key=str)!r} in '{path}' is not one of {named}")
+        raise ValueError(
+            f"task '{name}': label {min(unnamed, key=str)!r} in '{path}' is not one of {named}"
+        )
     register_task(name, classnames, template)
     return dataset
 
 
 def load_images(name: str, path: str) -> Dataset:
-    """Load images and labels as :func:`load_image_task` does; a ``_target_`` for ``train_datasets``."""
+    """Load images and labels as :func:`load_image_task` does; a ``_target_`` for
+    ``train_datasets``.
+    """
     folder = Path(path)
     if (folder / "dataset_dict.json").exists():
-        raise ValueError(f"task '{name}': '{path}' holds several splits: name the folder of one, inside it")
-    dataset = load_from_disk(path) if (folder / "state.json").exists() else _read_pictures(name, folder)
+        raise ValueError(
+            f"task '{name}': '{path}' holds several splits: name the folder of one, inside it"
+        )
+    dataset = (
+        load_from_disk(path) if (folder / "state.json").exists() else _read_pictures(name, folder)
+    )
     if missing := {"image", "label"} - set(dataset.column_names):
         there = f"only {', '.join(dataset.column_names)}: rename the columns"
-        raise ValueError(f"task '{name}': '{path}' has no column {' and no '.join(sorted(missing))}, {there}")
+        raise ValueError(
+            f"task '{name}': '{path}' has no column {' and no '.join(sorted(missing))}, {there}"
+        )
     return dataset.select_columns(["image", "label"])
 
 
@@ -55,7 +76,8 @@ def register_task(name: str, classnames: Sequence[str], template: str) -> None:
 
 
 def _read_pictures(name: str, path: Path) -> Dataset:
-    # The imagefolder of `datasets` would pick files by words like "train" in their names, and keep a cache.
+    # The imagefolder of `datasets` would pick files by words like "train" in their names, and keep
+    # a cache.
     endings = PIL.Image.registered_extensions()
     files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in endings)
     if not files:

@@ -1,4 +1,6 @@
-"""Bad input of every door but `nufilt merge`'s checkpoints, generated from the files and options that are read."""
+"""Bad input of every door but `nufilt merge`'s checkpoints, generated from the files and options
+that are read.
+"""
 
 import dataclasses
 import inspect
@@ -30,13 +32,39 @@ from tests.adversary.doors import CODES, VALUES, Case, json_cases, nufilt, table
 from tests.compare.helpers import TASKS, finished
 from tests.pages.helpers import FOLDERS
 
-WORDS = ("", "text", "-1", "0", "1.5", "nan", "1e400", "9" * 400, "[1]", "{a:1}", f"'{CODES}'", CODES, "../..", "null")
+WORDS = (
+    "",
+    "text",
+    "-1",
+    "0",
+    "1.5",
+    "nan",
+    "1e400",
+    "9" * 400,
+    "[1]",
+    "{a:1}",
+    f"'{CODES}'",
+    CODES,
+    "../..",
+    "null",
+)
 
 
 # --- options ---
 
 _MODELS = ("--base", "base", "--task", "task1", "--out", "out", "--dry-run")
-_OTHERS = ("context", "words", "typed", "dry_run", "options", "overrides", "base", "tasks", "task", "out")
+_OTHERS = (
+    "context",
+    "words",
+    "typed",
+    "dry_run",
+    "options",
+    "overrides",
+    "base",
+    "tasks",
+    "task",
+    "out",
+)
 
 
 def option_cases() -> Iterator[Case]:
@@ -47,22 +75,39 @@ def option_cases() -> Iterator[Case]:
         ("options of nufilt analyze", analyze, ("analyze", "--out", "new")),
     ):
         for name, parameter in inspect.signature(command).parameters.items():
-            if name in _OTHERS or parameter.annotation is bool or "bool" in str(parameter.annotation):
+            if (
+                name in _OTHERS
+                or parameter.annotation is bool
+                or "bool" in str(parameter.annotation)
+            ):
                 continue
             for word in WORDS:
                 option = f"--{name.replace('_', '-')}={word}"
-                yield Case(door, repr(option)[:60], lambda _, option=option, a=arguments: nufilt(*a, option))
+                yield Case(
+                    door,
+                    repr(option)[:60],
+                    lambda _, option=option, a=arguments: nufilt(*a, option),
+                )
 
 
 def recipe_cases() -> Iterator[Case]:
     """Every field of a recipe times every value, beside the models and under settings."""
     options = dict.fromkeys(field.name for kind in KINDS for field in dataclasses.fields(kind))
     for name in ("base", "tasks", "merged", "out", "method", "settings", *options):
-        method = next((m for m, k in METHODS.items() if name in {f.name for f in dataclasses.fields(k.Options)}), None)
+        method = next(
+            (
+                m
+                for m, k in METHODS.items()
+                if name in {f.name for f in dataclasses.fields(k.Options)}
+            ),
+            None,
+        )
         base = {"base": "base", "tasks": ["task1"], "out": "out", "method": method or "nufilt"}
         for value_name, value in VALUES.items():
             for where in ("top", "settings") if name in options else ("top",):
-                new = {**base, name: value} if where == "top" else {**base, "settings": {name: value}}
+                new = (
+                    {**base, name: value} if where == "top" else {**base, "settings": {name: value}}
+                )
                 new = {key: value for key, value in new.items() if value is not ...}
                 text = yaml.safe_dump(new if new.get("settings") != {name: ...} else base)
 
@@ -74,7 +119,9 @@ def recipe_cases() -> Iterator[Case]:
 
 
 BOMBS = {
-    "laughs": "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9)).replace("*a0", "ha"),
+    "laughs": "".join(
+        f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9)
+    ).replace("*a0", "ha"),
     "a circle": "base: &a {b: *a}",
     "a large alias": f"base: &a {'x' * 10**4}\ntasks: [{', '.join(['*a'] * 10**4)}]",
     "interpolations": "\n".join(f"a{i + 1}: ${{a{i}}}${{a{i}}}" for i in range(40)),
@@ -105,17 +152,27 @@ def algorithm_cases() -> Iterator[Case]:
 
             def run(_: Path, name: str = name, value: Any = value) -> str:
                 return tried(
-                    lambda: NufiltContinualMergingAlgorithm(**({} if value is ... else {name: value})), name, False
+                    lambda: NufiltContinualMergingAlgorithm(
+                        **({} if value is ... else {name: value})
+                    ),
+                    name,
+                    False,
                 )
 
             yield Case("options of fusion_bench", f"{name}: {value_name}", run)
 
 
-SCORED = (r"methods\.\w+\.runs\.\d+\.(tasks|accuracy_matrix|merge_seconds)(\.0)*", r"(tasks|seeds)(\.0)?")
+SCORED = (
+    r"methods\.\w+\.runs\.\d+\.(tasks|accuracy_matrix|merge_seconds)(\.0)*",
+    r"(tasks|seeds)(\.0)?",
+)
 READ = {
     "run": ("accuracy_matrix.json", (r"(method|tasks|accuracy_matrix|merge_seconds)(\.0)*",)),
     "comparison": ("results.json", (*SCORED, r"references(\.\w+){0,2}")),
-    "analysis": ("analysis.json", (r"(tasks|names|reading|task_rank)(\.0)?", r"vectors|overlap|energy")),
+    "analysis": (
+        "analysis.json",
+        (r"(tasks|names|reading|task_rank)(\.0)?", r"vectors|overlap|energy"),
+    ),
 }
 
 
@@ -171,33 +228,55 @@ def push_cases(good: Path, content: dict[str, Any]) -> Iterator[Case]:
         uploaded: set[str] = set()
         hub = SimpleNamespace(
             create_repo=lambda *_, **__: SimpleNamespace(repo_id="a/b"),
-            create_commit=lambda _, added, **__: uploaded.update(each.path_in_repo for each in added),
+            create_commit=lambda _, added, **__: uploaded.update(
+                each.path_in_repo for each in added
+            ),
         )
         where = "fusion_bench_nufilt.commands.push"
-        with patch(f"{where}.HfApi", lambda **_: hub), patch(f"{where}.get_token", lambda: "hf_token"):
+        with (
+            patch(f"{where}.HfApi", lambda **_: hub),
+            patch(f"{where}.get_token", lambda: "hf_token"),
+        ):
             outcome = nufilt("push", "one", "a/b", wrong=wrong)
         return outcome if uploaded <= listed else f"uploads: {sorted(uploaded - listed)}"
 
-    return json_cases("nufilt push", "one/nufilt.json", content, (r"files|files\.[^/]+\.(size|sha256)",), push)
+    return json_cases(
+        "nufilt push", "one/nufilt.json", content, (r"files|files\.[^/]+\.(size|sha256)",), push
+    )
 
 
 STEP = {"step": 1, "tasks": ["a"], "order": ["a", "b"], "merge_seconds": [0.5], "method": "NUFILT"}
-RUN = {"settings": {"seed": 42, "null_rank": 8}, "inputs": {"_pretrained_": {"name": "_pretrained_", "sha256": "0"}}}
+RUN = {
+    "settings": {"seed": 42, "null_rank": 8},
+    "inputs": {"_pretrained_": {"name": "_pretrained_", "sha256": "0"}},
+}
 
 
 def step_cases(good: Path) -> Iterator[Case]:
-    """Every field of a step that `fusion_bench` goes on from, in its log directory and as `_merged_`."""
+    """Every field of a step that `fusion_bench` goes on from, in its log directory and as
+    `_merged_`.
+    """
     folder = good / "steps" / "checkpoints" / "merged_model_0"
     save_checkpoint(nn.Linear(2, 2), folder, {**STEP, **RUN}, {})
 
     def resume(good: Path, wrong: bool) -> str:
         run = {"method": "NUFILT", "order": ["a", "b"], **RUN}
-        return tried(lambda: RunFolder(good / "steps").newest_step(1, 1, run), "merged_model_0", wrong)
+        return tried(
+            lambda: RunFolder(good / "steps").newest_step(1, 1, run), "merged_model_0", wrong
+        )
 
     def merged(good: Path, wrong: bool) -> str:
-        models = {"_pretrained_": "x", "c": "y", "_merged_": str(good / "steps/checkpoints/merged_model_0")}
-        wrong &= content.keys() - {"digest"} <= json.loads((good / file).read_text()).keys()  # older ones have fewer
-        return tried(lambda: merged_before(BaseModelPool(models), None, verify=True), "merged_", wrong)
+        models = {
+            "_pretrained_": "x",
+            "c": "y",
+            "_merged_": str(good / "steps/checkpoints/merged_model_0"),
+        }
+        wrong &= (
+            content.keys() - {"digest"} <= json.loads((good / file).read_text()).keys()
+        )  # older ones have fewer
+        return tried(
+            lambda: merged_before(BaseModelPool(models), None, verify=True), "merged_", wrong
+        )
 
     file = str((folder / "nufilt.json").relative_to(good))
     content = json.loads((good / file).read_text())

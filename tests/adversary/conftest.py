@@ -13,7 +13,13 @@ from tests.merge.test_adapters import save_adapter
 from tests.models import llama
 
 GOOD = ("cases", "clean refusals", "merged as if nothing were wrong", "kills", "kills resumed")
-BAD = ("tracebacks", "hangs", "wrong results", "inputs or foreign files changed", "work folders damaged")
+BAD = (
+    "tracebacks",
+    "hangs",
+    "wrong results",
+    "inputs or foreign files changed",
+    "work folders damaged",
+)
 COUNTS: Counter[str] = Counter()
 
 
@@ -30,7 +36,9 @@ def pytest_addoption(parser):
 def pytest_terminal_summary(terminalreporter, config):
     if config.getoption("tally", False):
         terminalreporter.section("bad inputs")
-        terminalreporter.write_line("\n".join(f"{name:32} {COUNTS[name]:6}" for name in (*GOOD, *BAD)))
+        terminalreporter.write_line(
+            "\n".join(f"{name:32} {COUNTS[name]:6}" for name in (*GOOD, *BAD))
+        )
         from tests.adversary import doors
 
         terminalreporter.write_line(doors.report())
@@ -38,7 +46,9 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(scope="session")
 def good(tmp_path_factory) -> Path:
-    """A folder with good inputs: ``base``, ``task1``, ``task2``, the adapter ``lora``, and ``one``, a merged model."""
+    """A folder with good inputs: ``base``, ``task1``, ``task2``, the adapter ``lora``, and ``one``,
+    a merged model.
+    """
     folder = tmp_path_factory.mktemp("adversary") / "good"
     save_stream(folder, llama(), tasks=2)
     save_adapter(folder, LlamaForCausalLM.from_pretrained(folder / "base"))
@@ -64,6 +74,12 @@ def contents(folder: Path) -> dict[str, object]:
     """All there is in a folder, links unfollowed."""
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
-        content = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        content = (
+            os.readlink(path)
+            if path.is_symlink()
+            else path.read_bytes()
+            if path.is_file()
+            else None
+        )
         found[str(path.relative_to(folder))] = content
     return found

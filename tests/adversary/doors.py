@@ -1,7 +1,7 @@
 """How bad input is made of good files and options, and what is counted of each door.
 
-A case spoils one field of one good file, or one option, and runs the command in this process. The outcomes are counted
-by door; all but those in ``FINE`` are faults.
+A case spoils one field of one good file, or one option, and runs the command in this process. The
+outcomes are counted by door; all but those in ``FINE`` are faults.
 """
 
 import contextlib
@@ -23,7 +23,15 @@ from typer.testing import CliRunner
 from fusion_bench_nufilt.commands.app import app
 
 FINE = ("refused", "accepted")
-FAULTS = ("unclear", "accepted wrongly", "tracebacks", "hangs", "control codes", "foreign files", "uploads")
+FAULTS = (
+    "unclear",
+    "accepted wrongly",
+    "tracebacks",
+    "hangs",
+    "control codes",
+    "foreign files",
+    "uploads",
+)
 OUTCOMES: dict[str, Counter[str]] = {}
 SEED = 0  # of the sample
 SECONDS = 60  # of computing, or ten times that of waiting, after which a case counts as a hang
@@ -84,7 +92,10 @@ def spoilt(case: Case, folder: Path) -> str:
     except Hang:
         outcome = "hangs"
     finally:
-        for timer, number in ((signal.ITIMER_PROF, signal.SIGPROF), (signal.ITIMER_REAL, signal.SIGALRM)):
+        for timer, number in (
+            (signal.ITIMER_PROF, signal.SIGPROF),
+            (signal.ITIMER_REAL, signal.SIGALRM),
+        ):
             signal.setitimer(timer, 0)
             signal.signal(number, before[number])
     after = _stamps(folder)
@@ -102,7 +113,9 @@ def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def nufilt(*arguments: str, names: str = "", wrong: bool = False) -> str:
-    """Run a command: the outcome, where a refusal must name something, and what is wrong must be refused."""
+    """Run a command: the outcome, where a refusal must name something, and what is wrong must be
+    refused.
+    """
     with contextlib.redirect_stdout(io.StringIO()):
         result = CliRunner().invoke(app, list(arguments))
     text = result.output
@@ -113,7 +126,11 @@ def nufilt(*arguments: str, names: str = "", wrong: bool = False) -> str:
     if result.exit_code == 0 or "it would run" in text:
         return f"accepted wrongly: {text[-300:]}" if wrong else "accepted"
     line = re.sub(r"\s+", " ", text)
-    return "refused" if ("error: " in line or "Error" in line) and names in line else f"unclear: {line[-400:]}"
+    return (
+        "refused"
+        if ("error: " in line or "Error" in line) and names in line
+        else f"unclear: {line[-400:]}"
+    )
 
 
 # --- JSON, YAML and CSV ---
@@ -143,7 +160,9 @@ def changed(content: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 
 def kind(value: Any) -> str:
-    return "number" if type(value) in (int, float) and math.isfinite(value) else type(value).__name__
+    return (
+        "number" if type(value) in (int, float) and math.isfinite(value) else type(value).__name__
+    )
 
 
 @contextlib.contextmanager
@@ -160,9 +179,11 @@ def in_place_of(file: Path, text: str) -> Iterator[None]:
 def json_cases(
     door: str, file: str, content: Any, read: tuple[str, ...], use: Callable[[Path, bool], str]
 ) -> Iterator[Case]:
-    """Every field of a JSON file times every value; those below ``read`` must keep their kind, unless null is a score.
+    """Every field of a JSON file times every value; those below ``read`` must keep their kind,
+    unless null is a score.
 
-    The file comes as from an older version, without a digest; with its digest, nothing at all may be changed.
+    The file comes as from an older version, without a digest; with its digest, nothing at all may
+    be changed.
     """
     for place in places(content):
         old = content
@@ -174,14 +195,22 @@ def json_cases(
             if value is old or (value == old and type(value) is type(old)):
                 continue
             typed = re.fullmatch("|".join(read), ".".join(map(str, place))) is not None
-            wrong = typed and (kind(value) != kind(old) or (value == 1e308 and isinstance(old, float)))
+            wrong = typed and (
+                kind(value) != kind(old) or (value == 1e308 and isinstance(old, float))
+            )
             wrong &= not (value is None and isinstance(old, float)) and not (
                 value is ... and isinstance(place[-1], int)
             )
-            for sealed in (False, True) if name in ("7", "a word") and "digest" in content else (False,):
+            for sealed in (
+                (False, True) if name in ("7", "a word") and "digest" in content else (False,)
+            ):
 
                 def run(
-                    folder: Path, place: Any = place, value: Any = value, wrong: bool = wrong, sealed: bool = sealed
+                    folder: Path,
+                    place: Any = place,
+                    value: Any = value,
+                    wrong: bool = wrong,
+                    sealed: bool = sealed,
                 ) -> str:
                     new = changed(content, place, value)
                     if not sealed:
@@ -189,8 +218,13 @@ def json_cases(
                     with in_place_of(folder / file, json.dumps(new)):
                         return use(folder, wrong or sealed)
 
-                title = f"{file}, {'.'.join(map(str, place))}: {name}{', with its digest' if sealed else ''}"
-                yield Case(door, title, run, wrong or sealed or "report" not in door)  # a page takes a second
+                title = (
+                    f"{file}, {'.'.join(map(str, place))}: "
+                    f"{name}{', with its digest' if sealed else ''}"
+                )
+                yield Case(
+                    door, title, run, wrong or sealed or "report" not in door
+                )  # a page takes a second
 
 
 def table_cases(door: str, file: str, rows: list[str], folder_name: str) -> Iterator[Case]:
@@ -202,7 +236,11 @@ def table_cases(door: str, file: str, rows: list[str], folder_name: str) -> Iter
             if name == "no column":
                 cells = [row[:column] + row[column + 1 :] for row in cells]
             else:
-                text = "" if value in (None, ...) else json.dumps(value)[:50].replace('"', "").replace(",", ";")
+                text = (
+                    ""
+                    if value in (None, ...)
+                    else json.dumps(value)[:50].replace('"', "").replace(",", ";")
+                )
                 cells[-1][column] = text
 
             def run(folder: Path, text: str = "\n".join(map(",".join, cells)) + "\n") -> str:
@@ -215,9 +253,15 @@ def table_cases(door: str, file: str, rows: list[str], folder_name: str) -> Iter
 def report() -> str:
     """Return the seed and the table of all cases so far, in Markdown."""
     header = ("door", "cases", *FINE, *FAULTS)
-    counts = {door: [OUTCOMES[door][name] for name in (*FINE, *FAULTS)] for door in sorted(OUTCOMES)}
+    counts = {
+        door: [OUTCOMES[door][name] for name in (*FINE, *FAULTS)] for door in sorted(OUTCOMES)
+    }
     counts["all"] = [sum(column) for column in zip(*counts.values(), strict=True)]
-    rows = [header, ["---"] * len(header), *([door, sum(row), *row] for door, row in counts.items())]
+    rows = [
+        header,
+        ["---"] * len(header),
+        *([door, sum(row), *row] for door, row in counts.items()),
+    ]
     return "\n".join([f"NUFILT_SEED={SEED}", *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
@@ -227,4 +271,6 @@ def sample(every: list[Case], of_each_door: int, seed: int) -> list[Case]:
     for case in every:
         doors.setdefault(case.door, []).append(case)
     draw = random.Random(seed)
-    return [case for some in doors.values() for case in draw.sample(some, min(of_each_door, len(some)))]
+    return [
+        case for some in doors.values() for case in draw.sample(some, min(of_each_door, len(some)))
+    ]

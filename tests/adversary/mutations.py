@@ -27,7 +27,9 @@ def in_json(file: str, **fields: object) -> Mutation:
 
     def mutate(folder: Path) -> None:
         content = {**json.loads((folder / file).read_text()), **fields}
-        (folder / file).write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+        (folder / file).write_text(
+            json.dumps({key: value for key, value in content.items() if value is not ...})
+        )
 
     return mutate
 
@@ -50,13 +52,19 @@ def rewrite(model: str, edit: Callable[[Tensors], Tensors]) -> Mutation:
         for path in (folder / model).glob("*.safetensors"):
             save_file(edit(load_file(path)), path, metadata={"format": "pt"})
         if model == "base":  # the index would tell
-            there = {key: path.name for path in (folder / "base").glob("*.safetensors") for key in load_file(path)}
+            there = {
+                key: path.name
+                for path in (folder / "base").glob("*.safetensors")
+                for key in load_file(path)
+            }
             in_json(INDEX, weight_map=there)(folder)
 
     return mutate
 
 
-def change(model: str, key: str, function: Callable[[torch.Tensor], torch.Tensor | None]) -> Mutation:
+def change(
+    model: str, key: str, function: Callable[[torch.Tensor], torch.Tensor | None]
+) -> Mutation:
     """Put another tensor in place of one, or none."""
 
     def edit(state: Tensors) -> Tensors:
@@ -75,7 +83,11 @@ def half(mutation: Mutation) -> Mutation:
 
     def mutate(folder: Path) -> None:
         for path in folder.glob("*/*.safetensors"):
-            save_file({key: w.half() for key, w in load_file(path).items()}, path, metadata={"format": "pt"})
+            save_file(
+                {key: w.half() for key, w in load_file(path).items()},
+                path,
+                metadata={"format": "pt"},
+            )
         mutation(folder)
 
     return mutate
@@ -93,7 +105,10 @@ def state_of(dtype: torch.dtype | None) -> Mutation:
         weight = load_file(single(folder / "task1"))[UP]
         path = folder / "one" / "nufilt_state"
         path.mkdir()
-        save_file({UP: weight[1:].contiguous() if dtype is None else weight.to(dtype)}, path / "model.safetensors")
+        save_file(
+            {UP: weight[1:].contiguous() if dtype is None else weight.to(dtype)},
+            path / "model.safetensors",
+        )
 
     return mutate
 
@@ -104,7 +119,10 @@ def shard(folder: Path) -> Path:
 
 def twice(folder: Path) -> None:
     """Put the tensors of the base's last shard into its first one, too."""
-    both = {**load_file(shard(folder / "base")), **load_file(max((folder / "base").glob("*.safetensors")))}
+    both = {
+        **load_file(shard(folder / "base")),
+        **load_file(max((folder / "base").glob("*.safetensors"))),
+    }
     save_file(both, shard(folder / "base"), metadata={"format": "pt"})
 
 

@@ -1,8 +1,10 @@
-"""Bad inputs of `nufilt merge` as a table: what is done to good inputs, and what the command must say.
+"""Bad inputs of `nufilt merge` as a table: what is done to good inputs, and what the command must
+say.
 
-A row is a name, a mutation of a folder with good inputs (``base``, ``task1``, ``task2``, the adapter ``lora``, and
-``one``, which is base and task1 merged), what the line of error must say, and the command's arguments. If it must say
-nothing, the input only looks bad, and the merge must be that of the good inputs. ``~`` stands before a warning.
+A row is a name, a mutation of a folder with good inputs (``base``, ``task1``, ``task2``, the
+adapter ``lora``, and ``one``, which is base and task1 merged), what the line of error must say, and
+the command's arguments. If it must say nothing, the input only looks bad, and the merge must be
+that of the good inputs. ``~`` stands before a warning.
 """
 
 import inspect
@@ -17,7 +19,18 @@ import torch
 
 from fusion_bench_nufilt.commands.merge import MODELS, merge
 from tests.adversary import mutations as do
-from tests.adversary.mutations import EMBEDDING, INDEX, NORM, UP, Mutation, change, in_json, link, nothing, write
+from tests.adversary.mutations import (
+    EMBEDDING,
+    INDEX,
+    NORM,
+    UP,
+    Mutation,
+    change,
+    in_json,
+    link,
+    nothing,
+    write,
+)
 
 STREAM = ("--task", "task1", "--task", "task2")
 LORA = ("--task", "task1", "--task", "lora")
@@ -32,14 +45,26 @@ class Row(NamedTuple):
     arguments: tuple[str, ...] = STREAM
 
 
-SLOW = r"(.|[a-z_])*[^\w.]"  # takes twice as long with every letter of a name that it does not match
+SLOW = (
+    r"(.|[a-z_])*[^\w.]"  # takes twice as long with every letter of a name that it does not match
+)
 LORA_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 LORA_B = LORA_A.replace("lora_A", "lora_B")
 
 
 def rows() -> list[Row]:
     """Return the whole table."""
-    groups = (json_texts, json_fields, option_values, weight_files, weights, other_tensors, adapters, options, places)
+    groups = (
+        json_texts,
+        json_fields,
+        option_values,
+        weight_files,
+        weights,
+        other_tensors,
+        adapters,
+        options,
+        places,
+    )
     return [row for group in groups for row in group()]
 
 
@@ -68,11 +93,17 @@ def json_texts() -> Iterator[Row]:
     for file, arguments in JSON_FILES.items():
         for name, text in TEXTS.items():
             says = rf"{re.escape(file)}' is damaged"
-            yield Row(f"{file} is {name}", lambda folder, f=file, t=text: (folder / f).write_bytes(t), says, arguments)
+            yield Row(
+                f"{file} is {name}",
+                lambda folder, f=file, t=text: (folder / f).write_bytes(t),
+                says,
+                arguments,
+            )
 
 
 VALUES = [None, True, 3, -1, 0, 1.5, float("nan"), "text", [], [None], {}, {"a": 1}, 10**30]
-# For each field, the values among these that are of its kind: they are refused by another check, or not at all.
+# For each field, the values among these that are of its kind: they are refused by another check, or
+# not at all.
 FIELDS: dict[tuple[str, str], list[object]] = {
     (INDEX, "weight_map"): [{}],
     ("base/config.json", "architectures"): [None, []],
@@ -93,33 +124,78 @@ def json_fields() -> Iterator[Row]:
             if any(value is good or (value == good and type(value) is type(good)) for good in fine):
                 continue
             says = rf"{re.escape(file)}' is damaged, field '{field}"
-            yield Row(f"{file}: {field} is {value}", in_json(file, **{field: value}), says, JSON_FILES[file])
+            yield Row(
+                f"{file}: {field} is {value}",
+                in_json(file, **{field: value}),
+                says,
+                JSON_FILES[file],
+            )
     for field in ("num_hidden_layers", "num_experts", "n_layer"):
         says = rf"config\.json', field '{field}': 1000000000 are more than"
         yield Row(f"a billion of {field}", in_json("base/config.json", **{field: 10**9}), says)
     for field in ("hidden_size", "vocab_size", "num_attention_heads", "model_type"):
-        yield Row(f"config: {field} is a text", in_json("base/config.json", **{field: "text"}), None)
+        yield Row(
+            f"config: {field} is a text", in_json("base/config.json", **{field: "text"}), None
+        )
     fewer = in_json("base/config.json", num_hidden_layers=1)
-    yield Row("fewer layers than stored", fewer, r"stores 9 tensors of layers .*, 'model\.layers\.1\.")
-    yield Row("more layers than stored", in_json("base/config.json", num_hidden_layers=3), "lacks the weight of 7")
+    yield Row(
+        "fewer layers than stored", fewer, r"stores 9 tensors of layers .*, 'model\.layers\.1\."
+    )
+    yield Row(
+        "more layers than stored",
+        in_json("base/config.json", num_hidden_layers=3),
+        "lacks the weight of 7",
+    )
     no_step = in_json("one/nufilt.json", step=...)
-    yield Row("no step", no_step, "no nufilt.json that tells how many tasks it holds: say with --step", ANYWAY)
+    yield Row(
+        "no step",
+        no_step,
+        "no nufilt.json that tells how many tasks it holds: say with --step",
+        ANYWAY,
+    )
     yield Row("no step but --step", no_step, None, (*ANYWAY, "--step", "2"))
-    yield Row("a step that was removed", no_step, "nufilt.json' is not what was saved .its digest differs", MORE)
+    yield Row(
+        "a step that was removed",
+        no_step,
+        "nufilt.json' is not what was saved .its digest differs",
+        MORE,
+    )
     yield Row("other settings than before", nothing, "~seed was 42, is 7", (*MORE, "--seed", "7"))
     yield Row("an index of nothing", in_json(INDEX, weight_map={}), r"index\.json' names no tensor")
-    for name in ("README.md", "nufilt.json", "../task1/model.safetensors", "/etc/passwd", "", ".", "a\0b"):
-        yield Row(f"a shard called {name!r}", do.in_index(name), r"index\.json' names .*: no safetensors files of this")
-    yield Row("a shard that is not there", do.in_index("no.safetensors"), "names shards that are not there: 'no.safe")
+    for name in (
+        "README.md",
+        "nufilt.json",
+        "../task1/model.safetensors",
+        "/etc/passwd",
+        "",
+        ".",
+        "a\0b",
+    ):
+        yield Row(
+            f"a shard called {name!r}",
+            do.in_index(name),
+            r"index\.json' names .*: no safetensors files of this",
+        )
+    yield Row(
+        "a shard that is not there",
+        do.in_index("no.safetensors"),
+        "names shards that are not there: 'no.safe",
+    )
     more = do.in_index(None, "model.more.weight")
-    yield Row("a tensor that no file has", more, "names tensors that its files lack: 'model.more.weight'")
+    yield Row(
+        "a tensor that no file has", more, "names tensors that its files lack: 'model.more.weight'"
+    )
 
 
 def option_values() -> Iterator[Row]:
     """Values of the wrong kind for every option."""
     for name in inspect.signature(merge).parameters:
-        for value in ("{a:1}", "[3]") if name not in (*MODELS, "context", "words", "dry_run") else ():
-            yield Row(f"options {name}={value}", nothing, rf"\b{name}\b", (*STREAM, f"{name}={value}"))
+        for value in (
+            ("{a:1}", "[3]") if name not in (*MODELS, "context", "words", "dry_run") else ()
+        ):
+            yield Row(
+                f"options {name}={value}", nothing, rf"\b{name}\b", (*STREAM, f"{name}={value}")
+            )
 
 
 # --- files ---
@@ -129,7 +205,11 @@ def weight_files() -> Iterator[Row]:
     says = "is truncated or corrupt"
     for model, file in (("base", do.shard), ("task2", do.single)):
         for size in (0, 1, 7, 8, 100, -1000, -1):
-            cut = lambda folder, m=model, f=file, s=size: os.truncate(f(folder / m), s % f(folder / m).stat().st_size)  # noqa: E731
+
+            def cut(folder, model=model, file=file, size=size):
+                path = file(folder / model)
+                os.truncate(path, size % path.stat().st_size)
+
             yield Row(f"{model} is cut to {size} bytes", cut, says)
         for name, head in {
             "a header of an exabyte": (2**60).to_bytes(8, "little"),
@@ -139,7 +219,11 @@ def weight_files() -> Iterator[Row]:
             "a zip": b"PK\x03\x04",
             "other letters": b"\x08\x00\x00\x00\x00\x00\x00\x00[[[[[[[[",
         }.items():
-            yield Row(f"{model} begins with {name}", lambda d, m=model, f=file, h=head: do.overwrite(f(d / m), h), says)
+            yield Row(
+                f"{model} begins with {name}",
+                lambda d, m=model, f=file, h=head: do.overwrite(f(d / m), h),
+                says,
+            )
         kinds: dict[str, tuple[str, Callable[[Path], object]]] = {
             "a folder": ("no regular file", os.mkdir),
             "a pipe": ("no regular file", os.mkfifo),
@@ -149,30 +233,65 @@ def weight_files() -> Iterator[Row]:
         for kind, (why, make) in kinds.items():
             instead = lambda d, m=model, f=file, make=make: do.instead(f(d / m), make)  # noqa: E731
             yield Row(f"{model} is {kind}", instead, f"{why}|not there")
-    yield Row("pickled weights", lambda d: do.single(d / "task2").rename(d / "task2" / "x.bin"), "are refused")
-    yield Row("two files and no index", lambda d: (d / INDEX).unlink(), r"no model\.safetensors\.index\.json")
+    yield Row(
+        "pickled weights",
+        lambda d: do.single(d / "task2").rename(d / "task2" / "x.bin"),
+        "are refused",
+    )
+    yield Row(
+        "two files and no index",
+        lambda d: (d / INDEX).unlink(),
+        r"no model\.safetensors\.index\.json",
+    )
     yield Row("a tensor in two shards", do.twice, "in another file: remove one of them")
     for name in ("tokenizer.json", "additional_chat_templates/x.jinja"):
         elsewhere = lambda d, n=name: link(d / "base" / n, "/etc/hostname")  # noqa: E731
         yield Row(f"{name} is a link to elsewhere", elsewhere, "is a link to")
-        yield Row(f"{name} is a link within", lambda d, n=name: link(d / "base" / n, d / "base" / "config.json"), None)
+        yield Row(
+            f"{name} is a link within",
+            lambda d, n=name: link(d / "base" / n, d / "base" / "config.json"),
+            None,
+        )
     for name in ("sub", "additional_chat_templates/sub"):
         yield Row(f"a folder {name}", lambda d, n=name: (d / "base" / n).mkdir(parents=True), None)
     yield Row("a pipe among small files", lambda d: os.mkfifo(d / "base" / "vocab.txt"), None)
-    yield Row("code beside the weights", lambda d: (d / "base" / "modeling_x.py").write_text("raise SystemExit"), None)
-    own = {"auto_map": {"AutoConfig": "modeling_x.C", "AutoModelForCausalLM": "modeling_x.M"}, "model_type": "x"}
-    code = lambda d: (in_json("base/config.json", **own)(d), (d / "base/modeling_x.py").write_text("raise SystemExit"))  # noqa: E731
+    yield Row(
+        "code beside the weights",
+        lambda d: (d / "base" / "modeling_x.py").write_text("raise SystemExit"),
+        None,
+    )
+    own = {
+        "auto_map": {"AutoConfig": "modeling_x.C", "AutoModelForCausalLM": "modeling_x.M"},
+        "model_type": "x",
+    }
+
+    def code(folder):
+        in_json("base/config.json", **own)(folder)
+        (folder / "base/modeling_x.py").write_text("raise SystemExit")
+
     yield Row("code that the config names", code, None)
 
 
 def weights() -> Iterator[Row]:
     for model, arguments in {"base": STREAM, "task2": STREAM, "one": ANYWAY}.items():
         for value in ("nan", "inf", "-inf"):
-            fill = change(model, UP, lambda w, v=value: w.index_fill(0, torch.tensor([3]), float(v)))
-            yield Row(f"{value} in {model}", fill, rf"{model}', tensor '{UP}' has NaN or infinite values", arguments)
+            fill = change(
+                model, UP, lambda w, v=value: w.index_fill(0, torch.tensor([3]), float(v))
+            )
+            yield Row(
+                f"{value} in {model}",
+                fill,
+                rf"{model}', tensor '{UP}' has NaN or infinite values",
+                arguments,
+            )
         for dtype in (torch.int8, torch.float8_e4m3fn, torch.bool, torch.int64, torch.uint8):
             to = change(model, UP, lambda w, d=dtype: w.to(d))
-            yield Row(f"{dtype} in {model}", to, rf"{model}', tensor '{UP}' is stored as .* can't be merged", arguments)
+            yield Row(
+                f"{dtype} in {model}",
+                to,
+                rf"{model}', tensor '{UP}' is stored as .* can't be merged",
+                arguments,
+            )
         shapes: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
             "transposed": lambda w: w.T.contiguous(),
             "flat": lambda w: w.flatten(),
@@ -185,41 +304,91 @@ def weights() -> Iterator[Row]:
         for name, shape in shapes.items():
             says = {
                 "base": "base'|the base",
-                "task2": rf"task2' lacks layer '{UP}'|'{UP}': shape .* differs from \(64, 32\) of the base",
+                "task2": rf"task2' lacks layer '{UP}'|"
+                rf"'{UP}': shape .* differs from \(64, 32\) of the base",
                 "one": "merged model '.*one' was not made from the base|files lack",
             }[model]
             yield Row(f"a layer of {model} is {name}", change(model, UP, shape), says, arguments)
         control = do.rename(model, UP, "model.layers.1.mlp.up\x1b[31m_proj.weight")
-        yield Row(f"a control character in a name of {model}", control, "lack|was not made", arguments)
+        yield Row(
+            f"a control character in a name of {model}", control, "lack|was not made", arguments
+        )
 
     for model in ("base", "task1", "task2"):
-        huge = change(model, UP, lambda w: torch.full_like(w, 1e36).index_fill(0, torch.tensor([0]), 0.0))
-        yield Row(f"squares that are not finite in {model}", huge, "up_proj.* too large for", (*STREAM, *STREAM[:2]))
+        huge = change(
+            model, UP, lambda w: torch.full_like(w, 1e36).index_fill(0, torch.tensor([0]), 0.0)
+        )
+        yield Row(
+            f"squares that are not finite in {model}",
+            huge,
+            "up_proj.* too large for",
+            (*STREAM, *STREAM[:2]),
+        )
     lost = do.half(change("task2", UP, lambda w: w.float() + 1e6))
-    yield Row("a result that float16 can't hold", lost, r"task2', layer '.*up_proj': the result is too large for")
+    yield Row(
+        "a result that float16 can't hold",
+        lost,
+        r"task2', layer '.*up_proj': the result is too large for",
+    )
 
 
 def other_tensors() -> Iterator[Row]:
     """Tensors outside the merged layers."""
     mean = (*STREAM, "--other-params", "mean")
     longer = change("task2", EMBEDDING, lambda w: torch.cat([w, w[:2]]))
-    yield Row("more rows of the embedding", longer, "~rows of 'task2' and the base are matched by their numbers")
+    yield Row(
+        "more rows of the embedding",
+        longer,
+        "~rows of 'task2' and the base are matched by their numbers",
+    )
     wider = change("task2", EMBEDDING, lambda w: torch.cat([w, w[:, :2]], 1))
     says = rf"'{EMBEDDING}': shape \(50, 34\) differs from \(50, 32\).*on_shape_mismatch=keep-base"
     yield Row("a wider embedding", wider, says)
     keep = (*mean, "--on-shape-mismatch", "keep-base")
-    yield Row("more rows that are kept", longer, f"~kept from the base because of their shape.*{EMBEDDING}", keep)
+    yield Row(
+        "more rows that are kept",
+        longer,
+        f"~kept from the base because of their shape.*{EMBEDDING}",
+        keep,
+    )
     float8 = change("task2", EMBEDDING, lambda w: w.to(torch.float8_e4m3fn))
-    yield Row("quantised and averaged", float8, f"task2', tensor '{EMBEDDING}' is stored as F8_E4M3", mean)
+    yield Row(
+        "quantised and averaged", float8, f"task2', tensor '{EMBEDDING}' is stored as F8_E4M3", mean
+    )
     yield Row("quantised and not used", float8, None)
     shorter = change("one", EMBEDDING, lambda w: w[:-1].contiguous())
-    yield Row("merged from another base", shorter, f"one' was not made from the base '.*base': '.*{EMBEDDING}'", MORE)
-    nan = {model: change(model, NORM, lambda w: w.fill_(float("nan"))) for model in ("base", "task2")}
-    yield Row("a norm of NaN in base", nan["base"], f"~tensor '{NORM}' has NaN or infinite values in the base")
-    yield Row("a norm of NaN in task2", nan["task2"], f"task2', tensor '{NORM}' has NaN or infinite values", mean)
+    yield Row(
+        "merged from another base",
+        shorter,
+        f"one' was not made from the base '.*base': '.*{EMBEDDING}'",
+        MORE,
+    )
+    nan = {
+        model: change(model, NORM, lambda w: w.fill_(float("nan"))) for model in ("base", "task2")
+    }
+    yield Row(
+        "a norm of NaN in base",
+        nan["base"],
+        f"~tensor '{NORM}' has NaN or infinite values in the base",
+    )
+    yield Row(
+        "a norm of NaN in task2",
+        nan["task2"],
+        f"task2', tensor '{NORM}' has NaN or infinite values",
+        mean,
+    )
     lost = do.half(change("task2", EMBEDDING, lambda w: w.float() + 1e6))
-    yield Row("a mean that float16 can't hold", lost, r"the mean has values that torch\.float16 can't hold", mean)
-    yield Row("a task of another base", do.another_base, r"~task2' looks as if .* another base.*cosine -?0\.0")
+    yield Row(
+        "a mean that float16 can't hold",
+        lost,
+        r"the mean has values that torch\.float16 can't hold",
+        mean,
+    )
+    yield Row(
+        "a task of another base",
+        do.another_base,
+        r"~task2' looks as if .* another base.*cosine -?0\.0",
+    )
 
 
 # --- adapters ---
@@ -230,16 +399,28 @@ def adapters() -> Iterator[Row]:
         return Row(f"adapter: {name}", in_json("lora/adapter_config.json", **fields), says, LORA)
 
     yield said("r that is not that of the tensors", "they do not belong together", r=5)
-    yield said("no r pattern for its tensors", "they do not belong together", rank_pattern={"q_proj": 3})
+    yield said(
+        "no r pattern for its tensors", "they do not belong together", rank_pattern={"q_proj": 3}
+    )
     for field in ("alpha_pattern", "rank_pattern"):
-        yield said(f"{field} that is no expression", "_pattern: .* is no regular expression", **{field: {"q_proj(": 4}})
+        yield said(
+            f"{field} that is no expression",
+            "_pattern: .* is no regular expression",
+            **{field: {"q_proj(": 4}},
+        )
         slow = {SLOW: 4}
         yield said(f"{field} that never ends", "_pattern: .* takes too long", **{field: slow})
     for field in ("use_dora", "lora_bias", "use_qalora"):
         yield said(field, "merge it into its base with peft", **{field: True})
     yield said("layer_replication", "merge it into its base with peft", layer_replication=[[0, 1]])
-    yield said("target_parameters that are no names", "target_parameters", target_parameters=[[0, 1]])
-    yield said("trainable_token_indices", "lacks tensors of it: merge it into", trainable_token_indices=[0, 1])
+    yield said(
+        "target_parameters that are no names", "target_parameters", target_parameters=[[0, 1]]
+    )
+    yield said(
+        "trainable_token_indices",
+        "lacks tensors of it: merge it into",
+        trainable_token_indices=[0, 1],
+    )
     for kind in ("pissa", "olora", "corda", "loftq", "lora_ga"):
         yield said(f"initialised by {kind}", "changes the base as well", init_lora_weights=kind)
     yield said("for transposed layers", "is for transposed layers", fan_in_fan_out=True)
@@ -247,16 +428,31 @@ def adapters() -> Iterator[Row]:
         yield said(f"of type {kind}", "only LORA can be merged", peft_type=kind)
     for key in (LORA_A, LORA_B):
         part = key.split(".")[-2]
-        yield Row(f"adapter: {part} is gone", change("lora", key, lambda w: None), "and no|no LoRA of", LORA)
+        yield Row(
+            f"adapter: {part} is gone",
+            change("lora", key, lambda w: None),
+            "and no|no LoRA of",
+            LORA,
+        )
         flat = change("lora", key, lambda w: w.flatten())
         yield Row(f"adapter: {part} is flat", flat, "belong together|no LoRA of", LORA)
         wide = change("lora", key, do.wider)
         yield Row(f"adapter: {part} is wider", wide, "belong together|another base|shape", LORA)
-        yield Row(f"adapter: {part} is int8", change("lora", key, lambda w: w.to(torch.int8)), "is stored as I8", LORA)
+        yield Row(
+            f"adapter: {part} is int8",
+            change("lora", key, lambda w: w.to(torch.int8)),
+            "is stored as I8",
+            LORA,
+        )
         nan = change("lora", key, lambda w: w.fill_(float("nan")))
         yield Row(f"adapter: NaN in {part}", nan, "has NaN or infinite values", LORA)
     yield Row("an adapter as base", lambda d: do.swap(d / "base", d / "lora"), "is an adapter")
-    yield Row("an adapter as merged model", lambda d: do.swap(d / "one", d / "lora"), "is an adapter", MORE)
+    yield Row(
+        "an adapter as merged model",
+        lambda d: do.swap(d / "one", d / "lora"),
+        "is an adapter",
+        MORE,
+    )
 
 
 # --- options and places ---
@@ -302,38 +498,91 @@ def options() -> Iterator[Row]:
         yield Row(f"options {words[:40]}", nothing, says, (*STREAM, *words.split()))
     spellings = ("--task", "task1", "--task", "./base/../task1")
     yield Row("the same task by two spellings", nothing, "~comes more than once", spellings)
-    yield Row("a task that is not there", nothing, "is neither a folder nor the name of a", ("--task", "no/such/task"))
-    yield Row("int8 float32 layers", do.state_of(torch.int8), "not float32", (*MORE, "--accumulate", "float32"))
-    yield Row("short float32 layers", do.state_of(None), "not float32", (*MORE, "--accumulate", "float32"))
+    yield Row(
+        "a task that is not there",
+        nothing,
+        "is neither a folder nor the name of a",
+        ("--task", "no/such/task"),
+    )
+    yield Row(
+        "int8 float32 layers",
+        do.state_of(torch.int8),
+        "not float32",
+        (*MORE, "--accumulate", "float32"),
+    )
+    yield Row(
+        "short float32 layers", do.state_of(None), "not float32", (*MORE, "--accumulate", "float32")
+    )
 
 
 def places() -> Iterator[Row]:
     work = ".out.nufilt"
     yield Row("OUT is a file", lambda d: (d / "out").write_text("precious"), "exists: remove it")
-    yield Row("OUT is a file in a dry run", lambda d: (d / "out").touch(), "exists: rem", (*STREAM, "--dry-run"))
+    yield Row(
+        "OUT is a file in a dry run",
+        lambda d: (d / "out").touch(),
+        "exists: rem",
+        (*STREAM, "--dry-run"),
+    )
     yield Row("OUT is a folder", lambda d: (d / "out").mkdir(), "exists: remove it")
-    yield Row("OUT is a dead link", lambda d: (d / "out").symlink_to("nowhere"), "exists: remove it")
+    yield Row(
+        "OUT is a dead link", lambda d: (d / "out").symlink_to("nowhere"), "exists: remove it"
+    )
     to_task = lambda d: (d / work).symlink_to(d / "task1")  # noqa: E731
     yield Row("the work folder is a link", to_task, "is inside|is a file or a link")
-    yield Row("the work folder is a dead link", lambda d: (d / work).symlink_to("nowhere"), "is a file or a link")
-    yield Row("the work folder is a file", lambda d: (d / work).write_text("precious"), "is a file or a link")
-    yield Row("a foreign work folder", lambda d: write(d / work / "notes.txt"), "which nufilt did not make")
-    yield Row("a foreign file beside ours", lambda d: write(d / work / "model" / "notes"), "which nufilt did not make")
-    yield Row("a link in the work folder", lambda d: link(d / work / "model", d / "task1"), "which nufilt did not make")
+    yield Row(
+        "the work folder is a dead link",
+        lambda d: (d / work).symlink_to("nowhere"),
+        "is a file or a link",
+    )
+    yield Row(
+        "the work folder is a file",
+        lambda d: (d / work).write_text("precious"),
+        "is a file or a link",
+    )
+    yield Row(
+        "a foreign work folder",
+        lambda d: write(d / work / "notes.txt"),
+        "which nufilt did not make",
+    )
+    yield Row(
+        "a foreign file beside ours",
+        lambda d: write(d / work / "model" / "notes"),
+        "which nufilt did not make",
+    )
+    yield Row(
+        "a link in the work folder",
+        lambda d: link(d / work / "model", d / "task1"),
+        "which nufilt did not make",
+    )
     yield Row("an empty work folder", lambda d: (d / work).mkdir(), None)
     move = lambda d: shutil.copytree(d / "task1", d / work)  # noqa: E731
     yield Row("a task in the work folder", move, "is inside", ("--task", work))
     inside = lambda d: shutil.copytree(d / "one", d / work / "model")  # noqa: E731
-    yield Row("the merged model in the work folder", inside, "is inside", ("--merged", f"{work}/model", *MORE[2:]))
+    yield Row(
+        "the merged model in the work folder",
+        inside,
+        "is inside",
+        ("--merged", f"{work}/model", *MORE[2:]),
+    )
 
     def linked(folder: Path) -> None:
         write(folder / work / "model" / "nothing")
         do.single(folder / "task1").rename(folder / work / "model" / "model.safetensors")
         do.single(folder / "task1").symlink_to(folder / work / "model" / "model.safetensors")
 
-    yield Row("weights that are links into the work folder", linked, r"task1' is inside '.*\.out\.nufilt'")
-    yield Row("OUT in an input", nothing, "which is not written to", (*STREAM, "--out", "task1/out"))
-    yield Row("OUT in a file", lambda d: write(d / "file"), "is no folder that can be", (*STREAM, "--out", "file/out"))
+    yield Row(
+        "weights that are links into the work folder", linked, r"task1' is inside '.*\.out\.nufilt'"
+    )
+    yield Row(
+        "OUT in an input", nothing, "which is not written to", (*STREAM, "--out", "task1/out")
+    )
+    yield Row(
+        "OUT in a file",
+        lambda d: write(d / "file"),
+        "is no folder that can be",
+        (*STREAM, "--out", "file/out"),
+    )
     yield Row("OUT is where we are", nothing, "is inside|exists", (*STREAM, "--out", "."))
     yield Row("OUT is the root", nothing, "is inside|exists", (*STREAM, "--out", "/"))
     yield Row("OUT in /proc", nothing, "GB left", (*STREAM, "--out", "/proc/out"))

@@ -1,4 +1,6 @@
-"""Bytes changed at random in headers, in JSON files and in the work folder: refused, or without effect."""
+"""Bytes changed at random in headers, in JSON files and in the work folder: refused, or without
+effect.
+"""
 
 import shutil
 from pathlib import Path
@@ -11,7 +13,8 @@ from fusion_bench_nufilt.merge.output import work_folder
 from tests.adversary.conftest import COUNTS, expect
 from tests.merge.helpers import interrupt, merge, same, tensors
 
-# Those whose every change must be found, or have no effect on the weights, and those that may mean something else then.
+# Those whose every change must be found, or have no effect on the weights, and those that may mean
+# something else then.
 FILES = [
     "base/model.safetensors.index.json",
     "base/config.json",
@@ -19,10 +22,19 @@ FILES = [
     "task2/model.safetensors",
 ]
 MEANINGFUL = ["lora/adapter_config.json", "one/nufilt.json"]  # scaling, and number of the step
-WORK = ["journal.jsonl", "model/model-00001-of-00006.safetensors", "model/model-00003-of-00006.safetensors"]
+WORK = [
+    "journal.jsonl",
+    "model/model-00001-of-00006.safetensors",
+    "model/model-00003-of-00006.safetensors",
+]
 
-KINDS, PLACES = st.sampled_from(["replace", "insert", "delete", "cut"]), st.floats(0, 1, exclude_max=True)
-EDITS = st.lists(st.tuples(KINDS, PLACES, st.binary(min_size=1, max_size=4)), min_size=1, max_size=3)
+KINDS, PLACES = (
+    st.sampled_from(["replace", "insert", "delete", "cut"]),
+    st.floats(0, 1, exclude_max=True),
+)
+EDITS = st.lists(
+    st.tuples(KINDS, PLACES, st.binary(min_size=1, max_size=4)), min_size=1, max_size=3
+)
 
 
 def corrupt(source: Path, folder: Path, file: Path, edits) -> None:
@@ -75,7 +87,9 @@ def check_work_folder(interrupted: Path, folder: Path, expected, file: str, edit
     corrupt(interrupted, folder, work_folder(Path("out")) / file, edits)
     COUNTS["cases"] += 1
     try:
-        expect(same(tensors(merge(folder, ["task1", "task2"])), expected), "work folders damaged", file)
+        expect(
+            same(tensors(merge(folder, ["task1", "task2"])), expected), "work folders damaged", file
+        )
     except ValueError as error:
         expect("which nufilt did not make" in str(error), "work folders damaged", error)
         COUNTS["clean refusals"] += 1
@@ -86,7 +100,9 @@ def check_work_folder(interrupted: Path, folder: Path, expected, file: str, edit
 def corrupt_each(number, files, check, *arguments):
     """Check some corruptions of some files."""
 
-    @settings(max_examples=number, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=number, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
     @given(file=st.sampled_from(files), edits=EDITS)
     def run(file, edits):
         check(*arguments, file, edits)

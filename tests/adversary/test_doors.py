@@ -1,4 +1,6 @@
-"""Every field of every file that is read and every option, spoilt: one line that names it, or nothing is wrong."""
+"""Every field of every file that is read and every option, spoilt: one line that names it, or
+nothing is wrong.
+"""
 
 import os
 import shutil
@@ -29,19 +31,28 @@ def doors_only(monkeypatch, inputs):
     monkeypatch.setattr("fusion_bench_nufilt.compare.configs.compose_run", enough)
     monkeypatch.setattr("fusion_bench_nufilt.pages.write.save_chart", lambda *_: None)
     monkeypatch.setattr("fusion_bench_nufilt.pages.page.chart_definition", lambda _: {})
-    monkeypatch.setattr("altair.utils.schemapi.DEBUG_MODE", False)  # which would check each part of a chart twice
+    monkeypatch.setattr(
+        "altair.utils.schemapi.DEBUG_MODE", False
+    )  # which would check each part of a chart twice
     monkeypatch.chdir(inputs)
 
 
 def faults(some: list[Case], folder) -> list[str]:
     found = [(case, spoilt(case, folder)) for case in some]
-    return [f"{case.door}: {case.name}: {outcome}" for case, outcome in found if outcome not in doors.FINE]
+    return [
+        f"{case.door}: {case.name}: {outcome}"
+        for case, outcome in found
+        if outcome not in doors.FINE
+    ]
 
 
 def test_a_sample_of_bad_input_is_refused_by_name_or_does_nothing(doors_only, inputs):
     every = [case for case in cases(inputs) if case.quick]
     bombs = [case for case in every if "bomb" in case.name]
-    assert faults(bombs + sample(every, FAST // len({case.door for case in every}), seed=0), inputs) == []
+    assert (
+        faults(bombs + sample(every, FAST // len({case.door for case in every}), seed=0), inputs)
+        == []
+    )
 
 
 @pytest.mark.slow
@@ -52,4 +63,6 @@ def test_bad_input_is_refused_by_name_or_does_nothing(doors_only, inputs):
     )  # others every night
     some = sample(every, NIGHTLY // len({case.door for case in every}), doors.SEED)
     found = faults(some, inputs)
-    assert not found, "\n".join([f"{len(some)} of {len(every)} cases, NUFILT_SEED={doors.SEED}", *found])
+    assert not found, "\n".join(
+        [f"{len(some)} of {len(every)} cases, NUFILT_SEED={doors.SEED}", *found]
+    )

@@ -1,4 +1,6 @@
-"""Killed at random moments, both commands end with the hashes of a run that was not; two at once do not mix."""
+"""Killed at random moments, both commands end with the hashes of a run that was not; two at once do
+not mix.
+"""
 
 import multiprocessing
 import os
@@ -22,7 +24,8 @@ from tests.conftest import REPO
 from tests.merge.helpers import hashes, merge
 from tests.stream.test_resume import without_times
 
-# One process imports everything, forks a merge that many times and kills it at a random moment; then once to the end.
+# One process imports everything, forks a merge that many times and kills it at a random moment;
+# then once to the end.
 KILLER = """
 import os, pathlib, random, signal, sys, time
 from transformers import LlamaForCausalLM
@@ -49,7 +52,8 @@ for number in range(kills):
         slowly_merge(out)
         os._exit(0)
     before = recorded()
-    while recorded() <= before and not finished.exists():  # each run gets on, however slow the machine
+    # each run gets on, however slow the machine
+    while recorded() <= before and not finished.exists():
         if os.waitpid(child, os.WNOHANG)[0]:
             sys.exit(f"a merge ended by itself, killed {number} times before")
         time.sleep(0.002)
@@ -71,11 +75,17 @@ def test_nufilt_merge(inputs, kills):
     COUNTS["kills"] += kills
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", KILLER, str(inputs), str(kills)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=540)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=540
+    )
     expect(done.returncode == 0, "work folders damaged", done.stderr)
     for number in range(kills // 5):
         expect(hashes(inputs / f"out{number}") == whole, "wrong results", f"out{number}")
-        expect(not work_folder(inputs / f"out{number}").exists(), "work folders damaged", f"out{number} has one left")
+        expect(
+            not work_folder(inputs / f"out{number}").exists(),
+            "work folders damaged",
+            f"out{number} has one left",
+        )
     COUNTS["kills resumed"] += kills
 
 
@@ -84,7 +94,9 @@ def run_demo(folder, resume):
     pools = ["modelpool=nufilt_demo", "taskpool=nufilt_demo"]
     config = compose_run(["method=nufilt", "method.max_steps=2", f"method.resume={resume}", *pools])
     algorithm: ContinualMergingAlgorithm = instantiate(config.method)
-    algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", ""))
+    algorithm._fabric_instance = Fabric(
+        devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", "")
+    )
     taskpool = instantiate(config.taskpool)
     taskpool._fabric_instance = algorithm.fabric
     algorithm.run(instantiate(config.modelpool), Evaluator(taskpool))
@@ -92,7 +104,10 @@ def run_demo(folder, resume):
 
 def whole_steps(folder):
     """How many checkpoints are there; none of them may be damaged."""
-    return sum(bool(read_whole_checkpoint(path)) for path in (folder / "checkpoints").glob("merged_model_*"))
+    return sum(
+        bool(read_whole_checkpoint(path))
+        for path in (folder / "checkpoints").glob("merged_model_*")
+    )
 
 
 @pytest.mark.slow

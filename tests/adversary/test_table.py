@@ -1,4 +1,6 @@
-"""Every bad input is refused by one line that names it, before anything is written, and no input is touched."""
+"""Every bad input is refused by one line that names it, before anything is written, and no input is
+touched.
+"""
 
 import contextlib
 import io
@@ -19,7 +21,10 @@ from tests.merge.helpers import RANKS, same, tensors
 ROWS = rows()
 # The fast tests have the first row of each message; the others are for every night.
 FIRST = {row.says: row.name for row in reversed(ROWS)}
-CASES = [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * (row.name != FIRST[row.says])) for row in ROWS]
+CASES = [
+    pytest.param(row, id=row.name, marks=[pytest.mark.slow] * (row.name != FIRST[row.says]))
+    for row in ROWS
+]
 FLAGS = [f"{key}={value}" for key, value in RANKS.items()]
 SECONDS = 120  # after which a row counts as a hang, on a busy machine too
 
@@ -55,7 +60,9 @@ def nufilt_merge(row):
 
 
 @pytest.mark.parametrize("row", CASES)
-def test_it_is_refused_by_name_or_merged_as_if_nothing_were_wrong(row: Row, folder, expected, caplog):
+def test_it_is_refused_by_name_or_merged_as_if_nothing_were_wrong(
+    row: Row, folder, expected, caplog
+):
     row.mutation(folder)
     before = contents(folder)
     COUNTS["cases"] += 1
@@ -79,7 +86,9 @@ def test_it_is_refused_by_name_or_merged_as_if_nothing_were_wrong(row: Row, fold
         ours |= {name for name in after if Path(name).parts[0] == ".out.nufilt"}
     new = {name for name in after if Path(name).parts[0] != "out"} - before.keys()
     untouched = all(after.get(name, ...) == content for name, content in before.items())
-    expect(untouched and new <= ours | {".out.nufilt"}, "inputs or foreign files changed", sorted(new))
+    expect(
+        untouched and new <= ours | {".out.nufilt"}, "inputs or foreign files changed", sorted(new)
+    )
 
 
 def test_the_table_is_large_and_no_row_comes_twice():

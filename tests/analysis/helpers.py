@@ -31,12 +31,18 @@ def sentences(lengths, longest=9, batch_size=3):
 
 
 def pair_rows(layers, names, columns, values, curves=None):
-    """Rows of values ``(layers, names, names)``, and of curves ``(layers, names, names, ranks)`` over ranks 1, 2, …"""
+    """Rows of values ``(layers, names, names)``, and of curves ``(layers, names, names, ranks)``
+    over ranks 1, 2, …
+    """
     rows = []
     for place in np.ndindex(values.shape):
         layer, one, other = layers[place[0]], names[place[1]], names[place[2]]
-        row = {"layer": layer, "kind": kind(layer)} | dict(zip(columns, (one, other, values[place]), strict=True))
-        rows.append(row if curves is None else row | {"by_rank": dict(enumerate(curves[place].tolist(), 1))})
+        row = {"layer": layer, "kind": kind(layer)} | dict(
+            zip(columns, (one, other, values[place]), strict=True)
+        )
+        rows.append(
+            row if curves is None else row | {"by_rank": dict(enumerate(curves[place].tolist(), 1))}
+        )
     return rows
 
 
@@ -52,4 +58,6 @@ def second_moment(X):
 
 def pool_of(loaders):
     """The least that a task pool must have."""
-    return SimpleNamespace(_test_datasets=dict.fromkeys(loaders), get_test_dataloader=loaders.__getitem__)
+    return SimpleNamespace(
+        _test_datasets=dict.fromkeys(loaders), get_test_dataloader=loaders.__getitem__
+    )

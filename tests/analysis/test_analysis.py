@@ -17,7 +17,13 @@ def analyze(out, *words):
 
 @pytest.mark.slow
 def test_the_demo_needs_no_option(demo, tmp_path):
-    done = analyze(tmp_path, "--methods", "nufilt:null_rank=10:lora_rank=5,task_arithmetic", "--propagated", "4")
+    done = analyze(
+        tmp_path,
+        "--methods",
+        "nufilt:null_rank=10:lora_rank=5,task_arithmetic",
+        "--propagated",
+        "4",
+    )
     assert done.exit_code == 0, done.output
     assert "matched pairs have a mean affinity of" in done.stdout
     content = json.loads((tmp_path / "analysis.json").read_text())
@@ -31,14 +37,20 @@ def test_the_demo_needs_no_option(demo, tmp_path):
     assert all(row["violations"] == 0 for row in content["theorem"])
     assert all(row["violations"] == 0 for row in content["corollary"].values())
     names = {"affinity", "affinity_by_rank", "losses", "data_free", "overlap", "spectra"}
-    assert {file.stem for file in tmp_path.glob("*.png")} == names == {file.stem for file in tmp_path.glob("*.pdf")}
+    assert (
+        {file.stem for file in tmp_path.glob("*.png")}
+        == names
+        == {file.stem for file in tmp_path.glob("*.pdf")}
+    )
     rows = (tmp_path / "losses.csv").read_text().splitlines()
     assert len(rows) == 1 + 2 * 8 * 2 * 5  # methods, steps, blocks, layers of a block
 
 
 @pytest.mark.slow
 def test_a_finished_run_measures_as_the_method_itself(demo, fusion_bench, tmp_path):
-    fusion_bench("method=nufilt", "modelpool=nufilt_demo", "method.null_rank=10", "method.evaluate=last")
+    fusion_bench(
+        "method=nufilt", "modelpool=nufilt_demo", "method.null_rank=10", "method.evaluate=last"
+    )
     live, kept = tmp_path / "live", tmp_path / "kept"
     assert analyze(live, "--methods", "NUFILT=nufilt:null_rank=10", "--propagated=0").exit_code == 0
     done = analyze(kept, "--run", str(fusion_bench.logs), "--propagated=0")
@@ -80,7 +92,9 @@ def folders(tmp_path):
 def test_folders_tell_where_task_vectors_collide_without_data(folders, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    done = analyze("~/out", "--base", folders["base"], "--task", folders["law"], "--task", folders["code"])
+    done = analyze(
+        "~/out", "--base", folders["base"], "--task", folders["law"], "--task", folders["code"]
+    )
     assert done.exit_code == 0, done.output
     assert "law and code" in done.stdout
     assert not (tmp_path / "~").exists()
@@ -92,7 +106,16 @@ def test_folders_tell_where_task_vectors_collide_without_data(folders, tmp_path,
 
 
 def test_a_merged_folder_is_one_more_vector_and_a_second_analysis_is_refused(folders, tmp_path):
-    words = ("--base", folders["base"], "--task", folders["law"], "--merged", folders["code"], "--task-rank", "4")
+    words = (
+        "--base",
+        folders["base"],
+        "--task",
+        folders["law"],
+        "--merged",
+        folders["code"],
+        "--task-rank",
+        "4",
+    )
     lock = lock_folder(out := tmp_path / "out")
     done = analyze(out, *words, "--data-rank", "4")
     assert done.exit_code == 1

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.analysis.subspaces import data_subspace
-from fusion_bench_nufilt.analysis.surrogates import check_theorem, corollary_bound, spectral_norm, split_by_data
+from fusion_bench_nufilt.analysis.surrogates import (
+    check_theorem,
+    corollary_bound,
+    spectral_norm,
+    split_by_data,
+)
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 from tests.analysis.helpers import second_moment
 from tests.conftest import REPO
@@ -46,7 +51,9 @@ def test_no_violation_of_corollary_1(draw):
 
 
 def test_the_corollary_is_tight_to_a_factor_two_in_one_direction():
-    """All inputs along v, D of rank one along v, v inside the subspace: left = lambda ||D v||^2, right = twice that."""
+    """All inputs along v, D of rank one along v, v inside the subspace: left = lambda ||D v||^2,
+    right = twice that.
+    """
     v = torch.eye(5, dtype=torch.float64)[:, :1]
     left, right = corollary_bound(3 * v.mT.expand(4, -1), 2 * v @ v.mT, v)
     assert (left, right) == (pytest.approx(72), pytest.approx(144))

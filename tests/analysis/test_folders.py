@@ -15,7 +15,11 @@ RANK = 4
 
 
 def analyse(folder, **targets):
-    plan = plan_merge(str(folder / "base"), [str(folder / "one"), str(folder / "two")], targets=TargetConfig(**targets))
+    plan = plan_merge(
+        str(folder / "base"),
+        [str(folder / "one"), str(folder / "two")],
+        targets=TargetConfig(**targets),
+    )
     return analyze_folders(plan, RANK)
 
 
@@ -27,19 +31,29 @@ def test_task_vectors_are_those_of_the_layers_matrices(tmp_path, family):
         model.save_pretrained(tmp_path / name)
     found = analyse(tmp_path)
     views = select_layers(base)
-    assert {name: tuple(shape) for name, shape in found.layers.items()} == {n: v.shape for n, v in views.items()}
+    assert {name: tuple(shape) for name, shape in found.layers.items()} == {
+        n: v.shape for n, v in views.items()
+    }
     norms = {(row["task"], row["layer"]): row["norm"] for row in found.vectors}
-    overlaps = {(row["vector"], row["other_vector"], row["layer"]): row["overlap"] for row in found.overlaps}
+    overlaps = {
+        (row["vector"], row["other_vector"], row["layer"]): row["overlap"] for row in found.overlaps
+    }
     for name, view in views.items():
         one, two = (view.read(models[task]) - view.read(base) for task in ("one", "two"))
         assert norms["one", name] == pytest.approx(float(one.norm()), rel=1e-4)
-        V, W = (top_right_singular_vectors(tau[None], min(RANK, *tau.shape))[0] for tau in (one, two))
-        assert overlaps["one", "two", name] == pytest.approx(float((V.mT @ W).square().sum()) / V.shape[1], abs=1e-3)
+        V, W = (
+            top_right_singular_vectors(tau[None], min(RANK, *tau.shape))[0] for tau in (one, two)
+        )
+        assert overlaps["one", "two", name] == pytest.approx(
+            float((V.mT @ W).square().sum()) / V.shape[1], abs=1e-3
+        )
 
 
 def test_transposed_layers_that_read_the_same_directions_overlap_whatever_they_write(tmp_path):
     base = FAMILIES["gpt2"]()
-    direction = torch.nn.functional.normalize(torch.randn(32, generator=torch.Generator().manual_seed(0)), dim=0)
+    direction = torch.nn.functional.normalize(
+        torch.randn(32, generator=torch.Generator().manual_seed(0)), dim=0
+    )
     for name, output in (("base", None), ("one", 0), ("two", 1)):
         model = finetuned(base, 1, scale=0.0)
         with torch.no_grad():

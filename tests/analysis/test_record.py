@@ -7,7 +7,13 @@ import torch
 
 from fusion_bench_nufilt.analysis.measure import output_distance
 from fusion_bench_nufilt.analysis.pool import merged_layers
-from fusion_bench_nufilt.analysis.record import known_moments, memory_of, record_moments, shared_inputs, task_inputs
+from fusion_bench_nufilt.analysis.record import (
+    known_moments,
+    memory_of,
+    record_moments,
+    shared_inputs,
+    task_inputs,
+)
 from tests.analysis.helpers import pictures, pool_of, second_moment, sentences
 from tests.models import TOWER, clip, t5
 
@@ -21,12 +27,16 @@ def record(model, loader, folder, max_memory=10**9, about=None):
 def inputs_of(model, module, batches):
     """The rows that a layer gets, without padding, by a hook of the plainest kind."""
     seen, rows = [], []
-    handle = model.get_submodule(module).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    handle = model.get_submodule(module).register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0])
+    )
     for batch in batches:
         with torch.no_grad():
             model(**batch) if isinstance(batch, dict) else model(batch[0])
         X = seen.pop()
-        rows.append(X[batch["attention_mask"].bool()] if isinstance(batch, dict) else X.flatten(0, -2))
+        rows.append(
+            X[batch["attention_mask"].bool()] if isinstance(batch, dict) else X.flatten(0, -2)
+        )
     handle.remove()
     return torch.cat(rows)
 
@@ -39,7 +49,9 @@ def test_the_moments_are_those_of_all_tokens_and_query_key_and_value_share_one(t
         assert torch.allclose(moments.read(layer.module), second_moment(X), atol=1e-5)
         assert moments.tokens == len(X) == 10 * 5
     attention = f"{TOWER}encoder.layers.1.self_attn"
-    assert owner[f"{attention}.k_proj"] == owner[f"{attention}.v_proj"] == owner[f"{attention}.q_proj"]
+    assert (
+        owner[f"{attention}.k_proj"] == owner[f"{attention}.v_proj"] == owner[f"{attention}.q_proj"]
+    )
     assert len(set(owner.values())) == 2 * 3
 
 
@@ -57,7 +69,9 @@ def test_padding_is_left_out(tmp_path):
 def test_a_memory_bound_costs_passes_and_changes_nothing(tmp_path):
     model, loader = clip(), pictures(6)
     owner, whole = record(model, loader, tmp_path / "whole")
-    _, parts = record(model, loader, tmp_path / "parts", max_memory=memory_of(model, owner.values()) // 3)
+    _, parts = record(
+        model, loader, tmp_path / "parts", max_memory=memory_of(model, owner.values()) // 3
+    )
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) == 3
     for name in owner:
         assert torch.equal(whole.read(name), parts.read(name))
@@ -110,7 +124,9 @@ def test_output_distance_is_that_of_the_layers_outputs():
     a, b, loader = clip(0), clip(1), pictures(6)
     views = merged_layers(a, "auto")
     name, last = list(views.items())[-1]
-    Y_a, Y_b = (model.get_submodule(last.module)(inputs_of(model, last.module, loader)) for model in (a, b))
+    Y_a, Y_b = (
+        model.get_submodule(last.module)(inputs_of(model, last.module, loader)) for model in (a, b)
+    )
     expected = pytest.approx(float((Y_a - Y_b).square().sum(dim=1).mean()), rel=1e-4)
     assert output_distance(a, b, loader, views)[name] == expected
     assert set(output_distance(a, a, loader, views).values()) == {0.0}

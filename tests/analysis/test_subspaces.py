@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.analysis import subspaces
-from fusion_bench_nufilt.analysis.subspaces import data_subspace, dominance, example_pairs, overlap, task_vector
+from fusion_bench_nufilt.analysis.subspaces import (
+    data_subspace,
+    dominance,
+    example_pairs,
+    overlap,
+    task_vector,
+)
 from fusion_bench_nufilt.core.subspace import subspace_affinity, top_right_singular_vectors
 from tests.analysis.helpers import second_moment
 
@@ -19,19 +25,25 @@ def test_a_task_vector_made_of_its_data_has_affinity_one(draw):
     tau = draw(10, 100) @ X
     V_d = data_subspace(second_moment(X), 3)
     assert float(subspace_affinity(V_d, top_right_singular_vectors(tau, 3))) == pytest.approx(1)
-    assert float(subspace_affinity(V_d[:, :1], top_right_singular_vectors(tau, 3))) == pytest.approx(1)
+    assert float(
+        subspace_affinity(V_d[:, :1], top_right_singular_vectors(tau, 3))
+    ) == pytest.approx(1)
 
 
 def test_random_subspaces_meet_at_chance(draw):
     for r_d, r_v in ((1, 8), (8, 8), (4, 16)):
-        values = [float(subspace_affinity(basis(draw, 64, r_d), basis(draw, 64, r_v))) for _ in range(200)]
+        values = [
+            float(subspace_affinity(basis(draw, 64, r_d), basis(draw, 64, r_v))) for _ in range(200)
+        ]
         assert np.mean(values) == pytest.approx(r_v / 64, rel=0.15)
 
 
 def test_the_curve_over_ranks_is_the_affinity_at_each(draw):
     V, W = basis(draw, 16, 8), basis(draw, 16, 8)
     curve = subspaces.affinity_by_rank(V, W, [1, 4, 8])
-    assert curve.tolist() == pytest.approx([float(subspace_affinity(V[:, :r], W[:, :r])) for r in (1, 4, 8)])
+    assert curve.tolist() == pytest.approx(
+        [float(subspace_affinity(V[:, :r], W[:, :r])) for r in (1, 4, 8)]
+    )
 
 
 def test_few_inputs_span_no_more_directions_than_they_are(draw):
@@ -45,7 +57,9 @@ def test_dominance_counts_rows_columns_and_layers():
     assert found["diagonal"] == pytest.approx(0.675)
     assert found["off_diagonal"] == pytest.approx(0.225)
     assert (found["rows"], found["columns"]) == (2, 2)
-    assert found["matched_above"] == pytest.approx(7 / 8)  # in the second layer 0.3 < 0.5 in the first row
+    assert found["matched_above"] == pytest.approx(
+        7 / 8
+    )  # in the second layer 0.3 < 0.5 in the first row
     assert dominance(A[1:])["rows"] == 1
 
 

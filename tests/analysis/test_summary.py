@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.analysis.settings import AnalysisConfig
-from fusion_bench_nufilt.analysis.summary import Analysis, _correlation, reading, save_analysis, summarise
+from fusion_bench_nufilt.analysis.summary import (
+    Analysis,
+    _correlation,
+    reading,
+    save_analysis,
+    summarise,
+)
 from tests.analysis.helpers import loss_row, pair_rows
 
 ATTENTION, MLP = "layers.0.attn.q", "layers.1.mlp.fc"
@@ -16,7 +22,13 @@ TASKS = ["law", "code"]
 
 
 def vector(task, layer, relative_norm, effective_rank, rank_90, energy_in_top):
-    row = {"task": task, "layer": layer, "norm": 1.0, "relative_norm": relative_norm, "effective_rank": effective_rank}
+    row = {
+        "task": task,
+        "layer": layer,
+        "norm": 1.0,
+        "relative_norm": relative_norm,
+        "effective_rank": effective_rank,
+    }
     energy = torch.tensor([0.5, 0.5] if task == "law" else [0.4, 0.4])
     return row | {"rank_90": rank_90, "energy_in_top": energy_in_top, "energy": energy}
 
@@ -33,13 +45,17 @@ def analysis(**others):
         vector("code", ATTENTION, 0.2, 1.0, None, 0.5),
         vector("code", MLP, 0.2, 2.0, None, 0.5),
     ]
-    overlaps = pairs(("vector", "other_vector", "overlap"), [[[1, 0.5], [0.5, 1]], [[1, 0.1], [0.1, 1]]])
+    overlaps = pairs(
+        ("vector", "other_vector", "overlap"), [[[1, 0.5], [0.5, 1]], [[1, 0.1], [0.1, 1]]]
+    )
     layers = {ATTENTION: (8, 8), MLP: (8, 16)}
     return Analysis({}, TASKS, layers, task_rank=4, vectors=vectors, overlaps=overlaps, **others)
 
 
 def loss(step, layer, stability, plasticity, free, relative=None, **others):
-    return loss_row("a", step, "law", layer, stability, plasticity, stability, relative, *free, **others)
+    return loss_row(
+        "a", step, "law", layer, stability, plasticity, stability, relative, *free, **others
+    )
 
 
 LOSSES = [
@@ -49,7 +65,14 @@ LOSSES = [
     loss(3, ATTENTION, 0.0, 1.0, (2.0, 1.0)),
     loss(3, MLP, 0.0, 1.0, (1.0, 1.0)),
 ]
-THEOREM = {"task": "law", "layer": MLP, "r_d": 1, "misalignment": 0.4, "zeta": math.inf, "zeta_spectral": 0.9}
+THEOREM = {
+    "task": "law",
+    "layer": MLP,
+    "r_d": 1,
+    "misalignment": 0.4,
+    "zeta": math.inf,
+    "zeta_spectral": 0.9,
+}
 THEOREM["violated"] = False
 A = np.array([[[0.8, 0.2], [0.4, 0.6]], [[0.6, 0.0], [0.2, 0.6]]])
 AFFINITY = pairs(("data", "vector", "affinity"), A, curves=A[..., None])
@@ -57,10 +80,17 @@ AFFINITY = pairs(("data", "vector", "affinity"), A, curves=A[..., None])
 
 def test_vectors_and_overlaps_are_summed_up_by_task_and_group():
     content = summarise(analysis())
-    law = {"relative_norm": pytest.approx(0.2), "effective_rank": 3, "rank_90": 6, "energy_in_top": pytest.approx(0.7)}
+    law = {
+        "relative_norm": pytest.approx(0.2),
+        "effective_rank": 3,
+        "rank_90": 6,
+        "energy_in_top": pytest.approx(0.7),
+    }
     assert content["vectors"]["law"] == law
     assert content["vectors"]["code"]["rank_90"] is None
-    assert [content["overlap"][group][0][1] for group in ("all", "attention", "MLP")] == pytest.approx([0.3, 0.5, 0.1])
+    assert [
+        content["overlap"][group][0][1] for group in ("all", "attention", "MLP")
+    ] == pytest.approx([0.3, 0.5, 0.1])
     assert content["chance"] == {"all": 0.375, "attention": 0.5, "MLP": 0.25}
     assert content["layers_of"]["effective rank, mean over the tasks"] == {ATTENTION: 1.5, MLP: 3}
     assert "affinity" not in content
@@ -75,19 +105,34 @@ def test_losses_are_means_over_layers_then_steps_and_what_is_not_known_is_none()
     assert found["fixed"]["stability"] == [2, 0]
     assert found["fixed"]["harmonic"] == [pytest.approx(2.4), 0]
     assert found["fixed"]["arithmetic"] == [2.5, 0.5]
-    mean = {"stability": 1, "plasticity": 2, "harmonic": 1.2, "arithmetic": 1.5, "harmonic_of_means": 4 / 3}
+    mean = {
+        "stability": 1,
+        "plasticity": 2,
+        "harmonic": 1.2,
+        "arithmetic": 1.5,
+        "harmonic_of_means": 4 / 3,
+    }
     assert found["fixed"]["mean"] == pytest.approx(mean)
     assert found["relative"]["plasticity"] == [0.5, None]
     assert found["relative"]["harmonic"][1] is None
     assert found["relative"]["mean"]["plasticity"] == 0.5
     assert "propagated" not in found
-    assert content["corollary"]["stability"] == {"median_share": 0.5, "largest_share": 0.5, "violations": 0, "pairs": 1}
+    assert content["corollary"]["stability"] == {
+        "median_share": 0.5,
+        "largest_share": 0.5,
+        "violations": 0,
+        "pairs": 1,
+    }
     assert content["corollary"]["plasticity"]["violations"] == 1
 
 
 def test_rank_correlations_are_known_for_three_layers_and_more_that_differ():
-    rows = pd.DataFrame({"step": 2, "loss": [1.0, 2.0, 3.0], "free": [2.0, 4.0, 9.0], "constant": 1.0})
-    assert _correlation(rows, ["loss", "free"]) == pytest.approx({"layers_and_steps": 1, "layers": 1})
+    rows = pd.DataFrame(
+        {"step": 2, "loss": [1.0, 2.0, 3.0], "free": [2.0, 4.0, 9.0], "constant": 1.0}
+    )
+    assert _correlation(rows, ["loss", "free"]) == pytest.approx(
+        {"layers_and_steps": 1, "layers": 1}
+    )
     for some, free in ((rows, "constant"), (rows[:2], "free")):
         assert np.isnan(list(_correlation(some, ["loss", free]).values())).all()
 
@@ -108,26 +153,36 @@ def test_affinities_are_summed_up_by_group_with_their_dominance():
     assert content["pairs"][0] == [0, 0]
     found = content["affinity_by_rank"]
     assert found["ranks"] == [1]
-    assert (*found["diagonal"], *found["off_diagonal"], *found["chance"]) == pytest.approx((0.65, 0.2, 1 / 12))
+    assert (*found["diagonal"], *found["off_diagonal"], *found["chance"]) == pytest.approx(
+        (0.65, 0.2, 1 / 12)
+    )
 
 
 def test_the_sentences_say_what_the_numbers_say():
     whole = analysis(losses=LOSSES, affinity=AFFINITY, theorem=[THEOREM])
     assert reading(summarise(whole)) == [
-        "The task vectors share 0.30 of their top 4 directions on average; chance would be 0.38. Those that collide "
+        "The task vectors share 0.30 of their top 4 directions on average; chance would be 0.38. "
+        "Those that collide "
         "most are law and code (0.30).",
         f"They collide most in {ATTENTION} (0.50) and least in {MLP} (0.10).",
-        "The top 4 directions of a layer hold 50 to 70 % of a task vector's energy; 90 % of it takes more than the 2 "
+        "The top 4 directions of a layer hold 50 to 70 % of a task vector's energy; 90 % of it "
+        "takes more than the 2 "
         "directions that were solved for.",
-        "Data and task vectors: matched pairs have a mean affinity of 0.65, mismatched ones of 0.20; chance would be "
-        "0.38. The largest value is on the diagonal in 2 of 2 rows and 2 of 2 columns; a matched pair is above a "
+        "Data and task vectors: matched pairs have a mean affinity of 0.65, mismatched ones of "
+        "0.20; chance would be "
+        "0.38. The largest value is on the diagonal in 2 of 2 rows and 2 of 2 columns; a matched "
+        "pair is above a "
         "mismatched one in 100 % of cases.",
-        "Theorem 1: of 1 pairs of a layer and a task, its condition holds with the spectral norm in 1 with r_d = 1, "
+        "Theorem 1: of 1 pairs of a layer and a task, its condition holds with the spectral norm "
+        "in 1 with r_d = 1, "
         "and with the paper's bound on the rows in 0 of all. There are 0 violations.",
-        "Losses with fixed inputs, mean over the steps: a (1) has the lowest stability loss, a (2) the lowest "
-        "plasticity loss, and a (1.2) the lowest harmonic mean. A method that changes little has small losses whatever "
+        "Losses with fixed inputs, mean over the steps: a (1) has the lowest stability loss, a (2) "
+        "the lowest "
+        "plasticity loss, and a (1.2) the lowest harmonic mean. A method that changes little has "
+        "small losses whatever "
         "it does for accuracy: read them beside ACC and BWT.",
-        "Over the layers of a step, Spearman's rank correlation (rho) of the data-free losses with the measured ones, "
+        "Over the layers of a step, Spearman's rank correlation (rho) of the data-free losses with "
+        "the measured ones, "
         "for stability / plasticity, is: a none / none.",
     ]
 
@@ -137,19 +192,30 @@ def test_one_vector_has_nothing_to_collide_with():
     content["vectors"] = {"law": content["vectors"]["law"]}
     assert reading(content) == [
         "There is one task vector, 'law', and nothing that it could collide with.",
-        "The top 4 directions of a layer hold 70 % of a task vector's energy; 90 % of it takes 6 directions in the "
+        "The top 4 directions of a layer hold 70 % of a task vector's energy; 90 % of it takes 6 "
+        "directions in the "
         "median layer.",
     ]
 
 
 def test_tables_have_a_row_for_each_layer_and_leave_empty_what_is_not_known(tmp_path):
     _, files = save_analysis(analysis(losses=LOSSES[:2]), tmp_path)
-    assert files == ["analysis.json", "reading.md", "task_vectors.csv", "overlaps.csv", "losses.csv"]
+    assert files == [
+        "analysis.json",
+        "reading.md",
+        "task_vectors.csv",
+        "overlaps.csv",
+        "losses.csv",
+    ]
     lines = (tmp_path / "task_vectors.csv").read_text().splitlines()
     assert lines[1] == f"law,{ATTENTION},1.0,0.1,2.0,5,0.6"
     assert lines[3] == f"code,{ATTENTION},1.0,0.2,1.0,,0.5"
-    assert (tmp_path / "overlaps.csv").read_text().splitlines()[2] == f"{ATTENTION},attention,law,code,0.5"
-    assert (tmp_path / "losses.csv").read_text().splitlines()[1] == f"a,1,law,{ATTENTION},,9.0,,9.0,,9.0,,,,"
+    assert (tmp_path / "overlaps.csv").read_text().splitlines()[
+        2
+    ] == f"{ATTENTION},attention,law,code,0.5"
+    assert (tmp_path / "losses.csv").read_text().splitlines()[
+        1
+    ] == f"a,1,law,{ATTENTION},,9.0,,9.0,,9.0,,,,"
 
 
 # --- the pairs that are drawn ---
@@ -161,7 +227,11 @@ VISION = ["svhn", "mnist", "eurosat", "resisc45", "dtd"]
     ("pairs", "tasks", "drawn"),
     [
         (None, VISION, "mnist mnist eurosat resisc45 svhn dtd"),
-        (None, ["glue-sst2", "glue-rte", "glue-qnli"], "glue-rte glue-rte glue-rte glue-qnli glue-rte glue-sst2"),
+        (
+            None,
+            ["glue-sst2", "glue-rte", "glue-qnli"],
+            "glue-rte glue-rte glue-rte glue-qnli glue-rte glue-sst2",
+        ),
         ("svhn:mnist, dtd:dtd", VISION, "svhn mnist dtd dtd"),
         (None, TASKS, None),
     ],
@@ -173,7 +243,9 @@ def test_pairs_are_those_that_are_named_or_the_papers(pairs, tasks, drawn):
 
 @pytest.mark.parametrize("pairs", ["mnist", "mnist:law", "mnist:dtd:svhn", "mnist:mnist,"])
 def test_a_pair_that_is_none_of_these_tasks_is_named(pairs):
-    with pytest.raises(ValueError, match="pairs must be DATA:VECTOR of svhn, mnist, eurosat, resisc45, dtd, got"):
+    with pytest.raises(
+        ValueError, match="pairs must be DATA:VECTOR of svhn, mnist, eurosat, resisc45, dtd, got"
+    ):
         AnalysisConfig(pairs=pairs).named_pairs(VISION)
 
 

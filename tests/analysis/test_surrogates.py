@@ -1,4 +1,6 @@
-"""The identities that tie the surrogates to the data and to the method; the ranks that methods are measured with."""
+"""The identities that tie the surrogates to the data and to the method; the ranks that methods are
+measured with.
+"""
 
 import pytest
 import torch
@@ -24,20 +26,29 @@ def test_the_losses_are_the_averages_over_explicitly_formed_outputs(draw):
     assert found["stability"] == pytest.approx(float(sum(moved) / 2))
     assert found["relative_stability"] == pytest.approx(float(sum(moved) / sum(before)))
     assert found["plasticity"] == pytest.approx(float(missed))
-    assert found["relative_plasticity"] == pytest.approx(float(missed / (new @ W_task.mT).square().sum(dim=1).mean()))
+    assert found["relative_plasticity"] == pytest.approx(
+        float(missed / (new @ W_task.mT).square().sum(dim=1).mean())
+    )
 
 
 def test_inputs_of_zero_have_no_relative_losses(draw):
     W, zero = draw(D_O, D_I), torch.zeros(D_I, D_I, dtype=torch.float64)
     found = layer_losses(W + 1, W, 2 * W, zero, zero)
-    assert found == {"stability": 0, "relative_stability": None, "plasticity": 0, "relative_plasticity": None}
+    assert found == {
+        "stability": 0,
+        "relative_stability": None,
+        "plasticity": 0,
+        "relative_plasticity": None,
+    }
 
 
 def test_the_filter_alone_moves_nothing_on_inputs_inside_the_protected_subspace(draw):
     pretrained, tau_old, tau_task = draw(D_O, D_I), draw(D_O, D_I), draw(D_O, D_I)
     config = FusionConfig(null_rank=5, lora_rank=0)
     old = {"layer": pretrained + tau_old}
-    fused, _ = fuse_layers({"layer": pretrained}, old, {"layer": pretrained + tau_task}, config, step=2)
+    fused, _ = fuse_layers(
+        {"layer": pretrained}, old, {"layer": pretrained + tau_task}, config, step=2
+    )
     V_p = top_right_singular_vectors(tau_old, 5)
     inside, anywhere = second_moment(draw(40, 5) @ V_p.mT), second_moment(draw(40, D_I))
 
@@ -53,7 +64,9 @@ def test_the_data_free_losses_sum_to_the_loss_that_the_method_reports(draw, lora
     pretrained, tau_old, tau_task = draw(D_O, D_I), draw(D_O, D_I), draw(D_O, D_I)
     config = FusionConfig(null_rank=5, lora_rank=lora_rank, task_rank=3)
     task = {"layer": pretrained + tau_task}
-    fused, reports = fuse_layers({"layer": pretrained}, {"layer": pretrained + tau_old}, task, config, step=2)
+    fused, reports = fuse_layers(
+        {"layer": pretrained}, {"layer": pretrained + tau_old}, task, config, step=2
+    )
 
     V_p, V_t = top_right_singular_vectors(tau_old, 5), top_right_singular_vectors(tau_task, 3)
     losses = data_free_losses(fused["layer"] - pretrained, tau_old, tau_task, V_p, V_t)
@@ -67,9 +80,12 @@ def test_a_method_that_ignores_one_side_has_harmonic_mean_zero():
 
 
 @pytest.mark.parametrize(
-    ("null_rank", "task_rank", "ranks"), [(10, 4, (10, 4)), (0.5, 0.25, (32, 16)), ("all", True, (128, 8))]
+    ("null_rank", "task_rank", "ranks"),
+    [(10, 4, (10, 4)), (0.5, 0.25, (32, 16)), ("all", True, (128, 8))],
 )
-def test_the_data_free_losses_have_the_methods_own_ranks_whole_or_shares(null_rank, task_rank, ranks):
+def test_the_data_free_losses_have_the_methods_own_ranks_whole_or_shares(
+    null_rank, task_rank, ranks
+):
     found = _ranks({"null_rank": null_rank, "task_rank": task_rank}).ranks(64)
     assert (found.null, found.task) == ranks
 

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
-from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import FlanT5GLUETextGenerationTaskPool
+from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import (
+    FlanT5GLUETextGenerationTaskPool,
+)
 from fusion_bench.utils import instantiate
 from lightning import Fabric
 from omegaconf import OmegaConf
@@ -29,7 +31,9 @@ class GLUE(FlanT5GLUETextGenerationTaskPool):
         labels = [[i % 2 + 5, 1] for i in range(12)]
         columns = {"input_ids": ids, "attention_mask": [[1] * 6 + [0] * 2] * 12, "labels": labels}
         data = Dataset.from_dict(columns)
-        return SimpleNamespace(dataset={}, test_dataset=data, evaluate=lambda model: {"accuracy": 0.5})
+        return SimpleNamespace(
+            dataset={}, test_dataset=data, evaluate=lambda model: {"accuracy": 0.5}
+        )
 
 
 def on_cpu(algorithm):
@@ -43,9 +47,13 @@ def demo_images():
 
 
 def configured(method, *overrides):
-    """The config of a method. Options are set on the composed config, since Hydra takes long to compose another."""
+    """The config of a method. Options are set on the composed config, since Hydra takes long to
+    compose another.
+    """
     options = [word for word in overrides if word.startswith("method.")]
-    config = compose_run([f"method={method}", *(word for word in overrides if word not in options)]).method
+    config = compose_run(
+        [f"method={method}", *(word for word in overrides if word not in options)]
+    ).method
     for key, value in map(key_value, options):
         OmegaConf.update(config, key.removeprefix("method."), value)
     return config

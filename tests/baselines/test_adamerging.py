@@ -29,9 +29,14 @@ from tests.models import finetuned, t5
 
 @pytest.fixture
 def pools(demo):
-    """The demo's task pool, its pretrained tower, and two others far enough from it for their weights to matter."""
+    """The demo's task pool, its pretrained tower, and two others far enough from it for their
+    weights to matter.
+    """
     pretrained = load_vision_model("_pretrained_")
-    models = {"merged": finetuned(pretrained, 1, scale=0.2), "shapes": finetuned(pretrained, 2, scale=0.2)}
+    models = {
+        "merged": finetuned(pretrained, 1, scale=0.2),
+        "shapes": finetuned(pretrained, 2, scale=0.2),
+    }
     return BaseModelPool({"_pretrained_": pretrained} | models), demo_images()
 
 
@@ -54,24 +59,38 @@ def test_it_is_adam_on_the_entropy_of_the_new_tasks_predictions(pools):
     modelpool, taskpool = pools
     lr, batch_size, steps = 0.01, 12, 6
     taskpool.setup()
-    taskpool.test_datasets = {"shapes": taskpool.test_datasets["shapes"]}  # no images of another task are seen
+    taskpool.test_datasets = {
+        "shapes": taskpool.test_datasets["shapes"]
+    }  # no images of another task are seen
     with torch.no_grad():  # as under the protocol
-        options = {"lr": lr, "max_steps": steps, "batch_size": batch_size, "samples_per_class": None, "seed": 5}
+        options = {
+            "lr": lr,
+            "max_steps": steps,
+            "batch_size": batch_size,
+            "samples_per_class": None,
+            "seed": 5,
+        }
         merged = algorithm(taskpool, **options).run(modelpool)
 
-    pretrained, *models = (dict(modelpool.load_model(name).named_parameters()) for name in modelpool._models)
+    pretrained, *models = (
+        dict(modelpool.load_model(name).named_parameters()) for name in modelpool._models
+    )
     coefficients = torch.full((2, len(pretrained)), 0.3, requires_grad=True)
 
     def weights():
         return {
             name: theta.detach()
-            + sum(c * (model[name] - theta).detach() for c, model in zip(column, models, strict=True))
+            + sum(
+                c * (model[name] - theta).detach() for c, model in zip(column, models, strict=True)
+            )
             for column, (name, theta) in zip(coefficients.T, pretrained.items(), strict=True)
         }
 
     generator = torch.Generator().manual_seed(5)
     images = torch.stack([to_pixels(item["image"]) for item in load_test_dataset("shapes")])
-    batches = torch.utils.data.DataLoader(images, batch_size=batch_size, shuffle=True, generator=generator)
+    batches = torch.utils.data.DataLoader(
+        images, batch_size=batch_size, shuffle=True, generator=generator
+    )
     optimizer = torch.optim.Adam([coefficients], lr=lr)
     tower = modelpool.load_model("_pretrained_")
     for batch in islice(chain.from_iterable(repeat(batches)), steps):
@@ -81,19 +100,28 @@ def test_it_is_adam_on_the_entropy_of_the_new_tasks_predictions(pools):
     assert (coefficients - 0.3).abs().max() > lr
     for name, weight in weights().items():
         if name.endswith("k_proj.bias"):
-            continue  # changes nothing in a softmax: its gradient is rounding, of which Adam makes full steps
+            # changes nothing in a softmax: its gradient is rounding, of which Adam makes full steps
+            continue
         torch.testing.assert_close(merged.get_parameter(name), weight, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("form", "kept"), [("paper", 1), ("released", 0)])
 def test_the_papers_form_keeps_what_is_merged_and_the_released_one_drops_it(pools, form, kept):
     modelpool, taskpool = pools
-    options = [f"method.form={form}", "method.base_method.max_steps=0", "method.shuffle_order=false"]
-    models = dict(zip(("_pretrained_", "digits", "shapes"), modelpool._models.values(), strict=True))
+    options = [
+        f"method.form={form}",
+        "method.base_method.max_steps=0",
+        "method.shuffle_order=false",
+    ]
+    models = dict(
+        zip(("_pretrained_", "digits", "shapes"), modelpool._models.values(), strict=True)
+    )
     merged = baseline("adamerging", *options).run(models, taskpool)
     theta_0, digits, shapes = (model.state_dict() for model in models.values())
     for name, value in merged.state_dict().items():
-        expected = kept * 0.3 * (digits[name] - theta_0[name]) + 0.3 * (shapes[name] - theta_0[name])
+        expected = kept * 0.3 * (digits[name] - theta_0[name]) + 0.3 * (
+            shapes[name] - theta_0[name]
+        )
         torch.testing.assert_close(value, theta_0[name] + expected)
 
 
@@ -101,7 +129,9 @@ def test_five_items_of_each_class_are_drawn_once_and_none_of_them_is_scored(demo
     seen = []
     logits = Images.logits
     monkeypatch.setattr(
-        Images, "logits", lambda self, model, batch: seen.extend(batch[0]) or logits(self, model, batch)
+        Images,
+        "logits",
+        lambda self, model, batch: seen.extend(batch[0]) or logits(self, model, batch),
     )
     config = compose_run(["modelpool=nufilt_demo"]).modelpool
     config.models = {name: config.models[name] for name in ("_pretrained_", "shapes")}
@@ -130,21 +160,36 @@ def test_flan_t5_is_trained_on_its_training_split_if_there_is_one():
 
 def test_without_test_data_it_is_refused(pools):
     modelpool, taskpool = pools
-    with pytest.raises(ValueError, match="AdaMerging needs a CLIPVisionModelTaskPool, got NoneType"):
+    with pytest.raises(
+        ValueError, match="AdaMerging needs a CLIPVisionModelTaskPool, got NoneType"
+    ):
         NewTaskAdaMergingAlgorithm().run(modelpool)
     del taskpool._test_datasets["shapes"]
     with pytest.raises(ValueError, match="AdaMerging needs a CLIPVisionModelTaskPool with shapes"):
         algorithm(taskpool).run(modelpool)
-    with pytest.raises(ValueError, match="AdaMerging needs data of 'shapes'; the task pool has cola, sst2"):
+    with pytest.raises(
+        ValueError, match="AdaMerging needs data of 'shapes'; the task pool has cola, sst2"
+    ):
         algorithm(GLUE()).run(modelpool)
 
 
 def test_flan_t5_is_adapted_to_the_first_token_of_answers():
     base = t5()
-    models = {"_pretrained_": base, "glue-cola": finetuned(base, 1, scale=0.3), "sst2": finetuned(base, 2, scale=0.3)}
-    start, trained = (algorithm(GLUE(), lr=0.05, max_steps=steps).run(BaseModelPool(models)) for steps in (0, 8))
-    for key, theta in base.state_dict().items():  # the shared embedding, which has three names, among them
-        expected = theta + 0.3 * sum(models[name].state_dict()[key] - theta for name in ("glue-cola", "sst2"))
+    models = {
+        "_pretrained_": base,
+        "glue-cola": finetuned(base, 1, scale=0.3),
+        "sst2": finetuned(base, 2, scale=0.3),
+    }
+    start, trained = (
+        algorithm(GLUE(), lr=0.05, max_steps=steps).run(BaseModelPool(models)) for steps in (0, 8)
+    )
+    for (
+        key,
+        theta,
+    ) in base.state_dict().items():  # the shared embedding, which has three names, among them
+        expected = theta + 0.3 * sum(
+            models[name].state_dict()[key] - theta for name in ("glue-cola", "sst2")
+        )
         torch.testing.assert_close(start.state_dict()[key], expected)
     texts = task_data("", GLUE(), "sst2", BaseModelPool(models))
     batch = next(texts.batches(12, per_class=None, seed=0))

@@ -36,18 +36,29 @@ REFUSED = {
     ("nufilt", "plain"): "name its layers, or say all-linear",
     **{("adamerging", family): NO_IMAGES for family in ("llama", "plain")},
     **{("lora_wemoe", family): "experts are known for" for family in ("llama", "plain")},
-    **{("sequential_finetuning", family): "needs training data" for family in ("t5", "llama", "plain")},
+    **{
+        ("sequential_finetuning", family): "needs training data"
+        for family in ("t5", "llama", "plain")
+    },
 }
 """What does not run, and the reason that is given; everything else does."""
-#: FusionBench merges CLIPs and T5s in two ways; our own methods, and what is refused, are tried on every family.
+#: FusionBench merges CLIPs and T5s in two ways; our own methods, and what is refused, are tried on
+#: every family.
 CASES = [
     (family, name)
     for family in FAMILIES
     for name in NAMES
     if family in ("clip", "t5") or name in METHODS or (name, family) in REFUSED
 ]
-LINEAR = ("knots_ties", "spectral")  # they merge linear layers, spectral voting the rest in another way
-STEPS = {"dop": "base_method.num_steps", "wudi": "base_method.iter_num", "adamerging": "base_method.max_steps"}
+LINEAR = (
+    "knots_ties",
+    "spectral",
+)  # they merge linear layers, spectral voting the rest in another way
+STEPS = {
+    "dop": "base_method.num_steps",
+    "wudi": "base_method.iter_num",
+    "adamerging": "base_method.max_steps",
+}
 STEPS |= {"lora_wemoe": "max_steps", "sequential_finetuning": "num_steps"}
 
 
@@ -60,12 +71,16 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
     if name in NEED_DATA and family == "clip":
         request.getfixturevalue("demo")
         base, taskpool = load_vision_model("_pretrained_"), demo_images()
-    models = pool = {"_pretrained_": base} | {task: finetuned(base, seed=i) for i, task in enumerate(tasks)}
+    models = pool = {"_pretrained_": base} | {
+        task: finetuned(base, seed=i) for i, task in enumerate(tasks)
+    }
     if name == "sequential_finetuning" and family == "clip":
         images = compose_run(["modelpool=nufilt_demo"]).modelpool.train_datasets
         pool = BaseModelPool(models, train_datasets=images)
     steps = [f"method.{STEPS[name]}=2"] if name in STEPS else []
-    algorithm = on_cpu(instantiate(configured(name if name in METHODS else f"continual/{name}", *steps)))
+    algorithm = on_cpu(
+        instantiate(configured(name if name in METHODS else f"continual/{name}", *steps))
+    )
     if why := REFUSED.get((name, family)):
         with pytest.raises(ValueError, match=why):
             algorithm.run(pool, taskpool)
@@ -79,7 +94,11 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
     assert all(torch.isfinite(parameter).all() for parameter in merged.parameters())
     if name == "lora_wemoe":
         return  # its parameters have other names
-    changed = {key for key, value in merged.named_parameters() if not torch.equal(value, base.get_parameter(key))}
+    changed = {
+        key
+        for key, value in merged.named_parameters()
+        if not torch.equal(value, base.get_parameter(key))
+    }
     if name == "nufilt":
         expected = {view.key for view in select_layers(base).values()}
     elif name in LINEAR:
@@ -90,14 +109,20 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
     assert expected <= changed
 
 
-RULE = {field.name for field in fields(RuleConfig)}  # options that say how one method of FusionBench is run
+RULE = {
+    field.name for field in fields(RuleConfig)
+}  # options that say how one method of FusionBench is run
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in METHODS])  # those are compared in tests/methods
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in METHODS]
+)  # those are compared in tests/methods
 def test_a_baseline_made_in_python_has_the_options_of_its_yaml(name):
     written = plain_config(compose_run([f"method=continual/{name}"]).method)
     base = {key: written[key] for key in ("base_method",) if key in written}
-    made = import_object(written["_target_"])(**{key: DictConfig(value) for key, value in base.items()}).config
+    made = import_object(written["_target_"])(
+        **{key: DictConfig(value) for key, value in base.items()}
+    ).config
     options = written.keys() - {"_target_", "_recursive_", "base_method"} - RULE
     assert {key: made[key] for key in options} == {key: written[key] for key in options}
     own = base.get("base_method", {"_target_": ""})

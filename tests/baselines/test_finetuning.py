@@ -8,7 +8,14 @@ from fusion_bench.utils import instantiate
 
 from fusion_bench_nufilt.baselines import SequentialFineTuning
 from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.demo import TASKS, load_clip, load_processor, load_train_dataset, load_vision_model, to_pixels
+from fusion_bench_nufilt.demo import (
+    TASKS,
+    load_clip,
+    load_processor,
+    load_train_dataset,
+    load_vision_model,
+    to_pixels,
+)
 from fusion_bench_nufilt.demo.train import Recipe, text_features
 from tests.baselines.helpers import demo_images, on_cpu, same
 
@@ -24,7 +31,9 @@ def pools(demo):
 
 
 def algorithm(kind=SequentialFineTuning, **options):
-    return on_cpu(kind(shuffle_order=False, learning_rate=1e-3, num_steps=3, **{"batch_size": 64} | options))
+    return on_cpu(
+        kind(shuffle_order=False, learning_rate=1e-3, num_steps=3, **{"batch_size": 64} | options)
+    )
 
 
 def test_it_is_adam_with_a_cosine_on_one_task_after_another(pools):
@@ -38,7 +47,9 @@ def test_it_is_adam_with_a_cosine_on_one_task_after_another(pools):
         optimizer = torch.optim.Adam(tower.parameters(), lr=1e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
         for _ in range(3):
-            features = F.normalize(clip.visual_projection(tower(pixel_values=images).pooler_output), dim=-1)
+            features = F.normalize(
+                clip.visual_projection(tower(pixel_values=images).pooler_output), dim=-1
+            )
             optimizer.zero_grad()
             F.cross_entropy(clip.logit_scale.exp().detach() * features @ text.T, labels).backward()
             optimizer.step()
@@ -46,7 +57,8 @@ def test_it_is_adam_with_a_cosine_on_one_task_after_another(pools):
     pretrained = load_vision_model("_pretrained_")
     for name, weight in tower.named_parameters():
         if name.endswith("k_proj.bias"):
-            continue  # changes nothing in a softmax: its gradient is rounding, of which Adam makes full steps
+            # changes nothing in a softmax: its gradient is rounding, of which Adam makes full steps
+            continue
         moved = (weight - pretrained.get_parameter(name)).norm()
         assert (tuned.get_parameter(name) - weight).norm() < 0.02 * moved, name
 
@@ -58,15 +70,21 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(pools, tmp_path):
     steps = []
     whole = algorithm(batch_size=16).run(*pools)
     with pytest.raises(pytest.fail.Exception):
-        algorithm(InFolder, batch_size=16, resume=True).run(*pools, lambda *_: pytest.fail("interrupted"))
-    resumed = algorithm(InFolder, batch_size=16, resume=True).run(*pools, lambda step, _: steps.append(step))
+        algorithm(InFolder, batch_size=16, resume=True).run(
+            *pools, lambda *_: pytest.fail("interrupted")
+        )
+    resumed = algorithm(InFolder, batch_size=16, resume=True).run(
+        *pools, lambda step, _: steps.append(step)
+    )
     assert steps == [2]
     assert same(whole, resumed)
 
 
 def test_it_is_refused_before_any_work_without_data(pools):
     modelpool, taskpool = pools
-    with pytest.raises(ValueError, match=r"SequentialFineTuning.*no train_datasets of shapes, digits"):
+    with pytest.raises(
+        ValueError, match=r"SequentialFineTuning.*no train_datasets of shapes, digits"
+    ):
         algorithm().run(BaseModelPool(modelpool._models), taskpool, on_step=pytest.fail)
     with pytest.raises(ValueError, match="needs a CLIPVisionModelTaskPool, got NoneType"):
         algorithm().run(modelpool, on_step=pytest.fail)
@@ -75,7 +93,9 @@ def test_it_is_refused_before_any_work_without_data(pools):
         algorithm().run(modelpool, taskpool, on_step=pytest.fail)
 
 
-@pytest.mark.parametrize("models", ["base-patch32_TA8", "base-patch16_TALL14", "large-patch14_TALL20"])
+@pytest.mark.parametrize(
+    "models", ["base-patch32_TA8", "base-patch16_TALL14", "large-patch14_TALL20"]
+)
 def test_the_papers_models_come_with_training_data_of_every_task(models):
     pool = compose_run([f"modelpool=clip-vit-{models}"]).modelpool
     assert pool.models.keys() - {"_pretrained_"} == pool.train_datasets.keys()
@@ -83,10 +103,13 @@ def test_the_papers_models_come_with_training_data_of_every_task(models):
 
 
 @pytest.mark.parametrize(
-    ("modelpool", "recipe"), [("nufilt_demo", (5e-4, 90, 64)), ("clip-vit-base-patch32_TA8", (1e-5, 4000, 128))]
+    ("modelpool", "recipe"),
+    [("nufilt_demo", (5e-4, 90, 64)), ("clip-vit-base-patch32_TA8", (1e-5, 4000, 128))],
 )
 def test_the_recipe_is_that_of_the_single_models(modelpool, recipe):
-    method = compose_run(["method=continual/sequential_finetuning", f"modelpool={modelpool}"]).method
+    method = compose_run(
+        ["method=continual/sequential_finetuning", f"modelpool={modelpool}"]
+    ).method
     assert (method.learning_rate, method.num_steps, method.batch_size) == recipe
     if modelpool == "nufilt_demo":
         assert recipe == (Recipe().finetune_lr, Recipe().finetune_steps, Recipe().batch)

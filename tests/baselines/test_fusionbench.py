@@ -1,4 +1,5 @@
-"""FusionBench's methods under the protocol: they give what they give by themselves, or what a formula says.
+"""FusionBench's methods under the protocol: they give what they give by themselves, or what a
+formula says.
 
 The formulas are written out for vectors of one layer.
 """
@@ -35,12 +36,16 @@ IN_ORDER = "method.shuffle_order=false"
 
 def pool(tasks=3):
     base = clip()
-    return {"_pretrained_": base} | {f"task{i}": finetuned(base, seed=i) for i in range(1, tasks + 1)}
+    return {"_pretrained_": base} | {
+        f"task{i}": finetuned(base, seed=i) for i in range(1, tasks + 1)
+    }
 
 
 def by_itself(name, models, *overrides):
     """FusionBench's own run of a continual method."""
-    method = on_cpu(instantiate(configured(f"{'dop' if name == 'dop' else 'opcm'}/{name}", *overrides)))
+    method = on_cpu(
+        instantiate(configured(f"{'dop' if name == 'dop' else 'opcm'}/{name}", *overrides))
+    )
     method._program = SimpleNamespace(taskpool=SimpleNamespace(_test_datasets=None))
     method.save_on_every_step = method.evaluate_on_every_step = False
     return method.run(BaseModelPool(deepcopy(models)))
@@ -54,45 +59,64 @@ def assert_close(model, other):
 def test_a_continual_method_of_fusionbench_is_run_as_it_is(name):
     models, seed = pool(), 43
     settings = ["num_steps=2"] if name == "dop" else []
-    merged = baseline(name, f"method.seed={seed}", *(f"method.base_method.{setting}" for setting in settings))
-    own = by_itself(name, models, f"method.seed={seed}", *(f"method.{setting}" for setting in settings))
+    merged = baseline(
+        name, f"method.seed={seed}", *(f"method.base_method.{setting}" for setting in settings)
+    )
+    own = by_itself(
+        name, models, f"method.seed={seed}", *(f"method.{setting}" for setting in settings)
+    )
     assert same(merged.run(models), own)
 
 
-@pytest.mark.parametrize(("name", "form"), [("task_arithmetic", "paper"), ("ties_merging", "released")])
+@pytest.mark.parametrize(
+    ("name", "form"), [("task_arithmetic", "paper"), ("ties_merging", "released")]
+)
 def test_it_is_fusionbenchs_continual_one(name, form):
     models = pool()
     merged = baseline(name, "method.seed=43", f"method.form={form}").run(models)
     assert_close(merged, by_itself(name, models, "method.seed=43", "method.scaling_factor=0.3"))
 
 
-AT_ONCE = [("task_arithmetic", "paper", TaskArithmeticAlgorithm), ("magmax", "released", MagMaxAlgorithm)]
+AT_ONCE = [
+    ("task_arithmetic", "paper", TaskArithmeticAlgorithm),
+    ("magmax", "released", MagMaxAlgorithm),
+]
 
 
 @pytest.mark.parametrize(("name", "form", "method"), AT_ONCE)
-def test_with_its_own_factor_a_method_gives_what_it_gives_for_all_models_at_once(name, form, method):
+def test_with_its_own_factor_a_method_gives_what_it_gives_for_all_models_at_once(
+    name, form, method
+):
     models = pool()
-    merged = baseline(name, f"method.form={form}", IN_ORDER, "method.base_method.scaling_factor=0.4").run(models)
+    merged = baseline(
+        name, f"method.form={form}", IN_ORDER, "method.base_method.scaling_factor=0.4"
+    ).run(models)
     assert_close(merged, method(scaling_factor=0.4).run(BaseModelPool(deepcopy(models))))
 
 
 def test_any_batch_method_of_fusionbench_can_be_run():
     models = pool(2)
     merged = baseline("batch", "+method@method.base_method=simple_average", IN_ORDER).run(models)
-    for value, *both in zip(*(model.parameters() for model in (merged, models["task1"], models["task2"])), strict=True):
+    for value, *both in zip(
+        *(model.parameters() for model in (merged, models["task1"], models["task2"])), strict=True
+    ):
         torch.testing.assert_close(value, sum(both) / 2)
 
 
 def test_a_rule_that_is_set_as_an_attribute_is_followed():
     models, algorithm = pool(), baseline("iso_c", IN_ORDER)
     algorithm.rule = "restart"
-    assert same(algorithm.run(models), baseline("iso_c", IN_ORDER, "method.rule=restart").run(models))
+    assert same(
+        algorithm.run(models), baseline("iso_c", IN_ORDER, "method.rule=restart").run(models)
+    )
 
 
 def test_a_batch_method_goes_on_from_a_merged_model():
     models = pool()
     whole = baseline("iso_c", IN_ORDER).run(models)
-    first = baseline("iso_c", IN_ORDER).run({key: models[key] for key in ("_pretrained_", "task1", "task2")})
+    first = baseline("iso_c", IN_ORDER).run(
+        {key: models[key] for key in ("_pretrained_", "task1", "task2")}
+    )
     rest = {"_pretrained_": models["_pretrained_"], "_merged_": first, "task3": models["task3"]}
     assert same(baseline("iso_c", IN_ORDER, "method.num_merged=2").run(rest), whole)
 
@@ -109,7 +133,9 @@ class ReturnsNaN:
         return model
 
 
-@pytest.mark.parametrize(("name", "says"), [("ReturnsAnother", "Linear"), ("ReturnsNaN", r"after step 2.*post_layer")])
+@pytest.mark.parametrize(
+    ("name", "says"), [("ReturnsAnother", "Linear"), ("ReturnsNaN", r"after step 2.*post_layer")]
+)
 def test_a_result_that_is_no_model_of_the_pool_is_refused(name, says):
     algorithm = BatchMethodBaseline(OmegaConf.create({"_target_": f"{__name__}.{name}"}))
     with pytest.raises(ValueError, match=says):
@@ -150,7 +176,9 @@ def flattened(*taus):
 
 def added(join):
     """θ + λ join(τ~, τ)."""
-    return lambda taus: reduce(lambda sofar, tau: sofar + LAMBDA * join(sofar, tau), taus[1:], LAMBDA * taus[0])
+    return lambda taus: reduce(
+        lambda sofar, tau: sofar + LAMBDA * join(sofar, tau), taus[1:], LAMBDA * taus[0]
+    )
 
 
 def running(join):
@@ -168,7 +196,10 @@ FORMULAS = {
     ("knots_ties", "paper"): added(lambda old, new: oracle_knots([old, new], KEPT, "sum")),
     ("iso_c", "paper"): lambda taus: reduce(flattened, taus),
 }
-FACTOR, SHARE = f"method.base_method.scaling_factor={LAMBDA}", f"method.base_method.threshold={KEPT}"
+FACTOR, SHARE = (
+    f"method.base_method.scaling_factor={LAMBDA}",
+    f"method.base_method.threshold={KEPT}",
+)
 SETTINGS = {"task_arithmetic": [FACTOR], "magmax": [FACTOR], "iso_c": []}
 SETTINGS |= {"ties_merging": [FACTOR, SHARE], "knots_ties": [FACTOR, SHARE]}
 
@@ -177,11 +208,15 @@ SETTINGS |= {"ties_merging": [FACTOR, SHARE], "knots_ties": [FACTOR, SHARE]}
 @pytest.mark.parametrize(("name", "form"), FORMULAS)
 def test_a_method_follows_the_formula_of_its_form(name, form, steps):
     base = nn.Linear(7, 5, bias=False, dtype=torch.float64)
-    models = {"_pretrained_": base} | {f"task{i}": finetuned(base, i, scale=1) for i in range(1, steps + 1)}
+    models = {"_pretrained_": base} | {
+        f"task{i}": finetuned(base, i, scale=1) for i in range(1, steps + 1)
+    }
     theta_0, *thetas = (model.weight.detach().numpy().copy() for model in models.values())
     merged = baseline(name, f"method.form={form}", IN_ORDER, *SETTINGS[name]).run(models)
     expected = FORMULAS[name, form]([theta - theta_0 for theta in thetas])
-    torch.testing.assert_close(merged.weight.detach().numpy() - theta_0, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        merged.weight.detach().numpy() - theta_0, expected, rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("name", ["iso_c", "iso_cts", "tsvm", "tsvm_svc", "wudi"])
@@ -190,7 +225,17 @@ def test_a_method_without_a_factor_takes_the_first_model_as_it_is(name):
     assert same(baseline(name).run(models), models["task1"])
 
 
-ONE_FORM = ["iso_c", "iso_cts", "tsvm", "tsvm_svc", "wudi", "knots_ties", "opcm", "weight_average", "batch"]
+ONE_FORM = [
+    "iso_c",
+    "iso_cts",
+    "tsvm",
+    "tsvm_svc",
+    "wudi",
+    "knots_ties",
+    "opcm",
+    "weight_average",
+    "batch",
+]
 
 
 @pytest.mark.parametrize("name", ONE_FORM)
@@ -200,7 +245,9 @@ def test_a_method_of_one_form_refuses_the_other(name):
         baseline(name, "method.form=released", *method)
 
 
-@pytest.mark.parametrize("bad", [{"form": "printed"}, {"rule": "sum"}, {"merged_scale": 0}, {"merged_scale": "x"}])
+@pytest.mark.parametrize(
+    "bad", [{"form": "printed"}, {"rule": "sum"}, {"merged_scale": 0}, {"merged_scale": "x"}]
+)
 def test_values_out_of_range_are_refused(bad):
     (key,) = bad
     with pytest.raises(ValueError, match=f"{key} must be"):
@@ -211,7 +258,9 @@ def test_a_shifted_model_is_rounded_once():
     """In bfloat16, where three roundings leave an update 4 % off."""
     base = clip().bfloat16()
     merged, scale = finetuned(base, seed=1, scale=0.01), 0.3
-    theta_0, theta = ({key: value.double() for key, value in m.state_dict().items()} for m in (base, merged))
+    theta_0, theta = (
+        {key: value.double() for key, value in m.state_dict().items()} for m in (base, merged)
+    )
     for key, value in shifted(base, merged, base, 1 / scale).state_dict().items():
         expected = theta_0[key] + (theta[key] - theta_0[key]) / scale
         once = (expected.bfloat16().double() - expected).norm()
@@ -226,14 +275,18 @@ def test_a_weight_with_two_names_is_shifted_once():
         torch.testing.assert_close(value, 2 * other.state_dict()[key] - base.state_dict()[key])
 
 
-@pytest.mark.parametrize(("name", "step"), [("opcm", 1), ("opcm", 4), ("opcm", 3), ("weight_average", 3), ("dop", 3)])
+@pytest.mark.parametrize(
+    ("name", "step"), [("opcm", 1), ("opcm", 4), ("opcm", 3), ("weight_average", 3), ("dop", 3)]
+)
 def test_a_continual_method_of_fusionbench_goes_on_with_the_same_bits(tmp_path, name, step):
     models = pool(4)
     options = ["method.base_method.num_steps=2"] if name == "dop" else []
 
     def run(folder, *overrides, on_step=None):
         done = logging_to(folder, baseline(name, *options, *overrides)).run(models, on_step=on_step)
-        return done, read_whole_checkpoint(folder / "checkpoints" / "merged_model_3")["files"]["model.safetensors"]
+        return done, read_whole_checkpoint(folder / "checkpoints" / "merged_model_3")["files"][
+            "model.safetensors"
+        ]
 
     whole, files = run(tmp_path / "whole")
     with pytest.raises(InterruptedRunError):
@@ -266,8 +319,12 @@ def test_a_running_result_goes_on_with_the_same_bits(tmp_path):
 
     def run(folder, *overrides, stop=None):
         algorithm = baseline("magmax", "method.form=paper", IN_ORDER, *overrides)
-        algorithm._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", ""))
-        algorithm.run(models, on_step=lambda step, merged: step == stop and pytest.fail("interrupted"))
+        algorithm._fabric_instance = Fabric(
+            devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", "")
+        )
+        algorithm.run(
+            models, on_step=lambda step, merged: step == stop and pytest.fail("interrupted")
+        )
         return read_whole_checkpoint(folder / "checkpoints" / "merged_model_3")["files"]
 
     whole = run(tmp_path / "whole")

@@ -20,10 +20,14 @@ def task_vector(seed, shape):
 
 
 def oracle_ties(vectors, threshold, merge_func):
-    """TIES entry by entry, for vectors of one length. FusionBench keeps one entry more than the per cents say."""
+    """TIES entry by entry, for vectors of one length. FusionBench keeps one entry more than the per
+    cents say.
+    """
     trimmed = []
     for vector in vectors:
-        smallest_kept = sorted(abs(vector), reverse=True)[min(int(len(vector) * threshold / 100), len(vector) - 1)]
+        smallest_kept = sorted(abs(vector), reverse=True)[
+            min(int(len(vector) * threshold / 100), len(vector) - 1)
+        ]
         trimmed.append([value if abs(value) >= smallest_kept else 0.0 for value in vector])
     merged = []
     for values in zip(*trimmed, strict=True):
@@ -82,13 +86,19 @@ def test_linear_layers_of_the_pretrained_model_are_written_and_nothing_else():
     pool = pool_of(base)
     states = [dict(model.named_parameters()) for model in (base, pool["one"], pool["two"])]
     with unchanged({name: pool[name] for name in ("one", "two")}):
-        merged = KnotsTiesMergingAlgorithm(scaling_factor=0.5, threshold=30, merge_func="mean").run(pool)
+        merged = KnotsTiesMergingAlgorithm(scaling_factor=0.5, threshold=30, merge_func="mean").run(
+            pool
+        )
     assert merged is pool["_pretrained_"]
-    linear = {f"{name}.weight" for name, module in base.named_modules() if isinstance(module, nn.Linear)}
+    linear = {
+        f"{name}.weight" for name, module in base.named_modules() if isinstance(module, nn.Linear)
+    }
     for key, value in merged.named_parameters():
         theta_0, one, two = (state[key] for state in states)
         if key in linear:
-            torch.testing.assert_close(value, theta_0 + 0.5 * knots_ties([one - theta_0, two - theta_0], 30, "mean"))
+            torch.testing.assert_close(
+                value, theta_0 + 0.5 * knots_ties([one - theta_0, two - theta_0], 30, "mean")
+            )
         else:
             assert torch.equal(value, theta_0)
 
@@ -96,13 +106,17 @@ def test_linear_layers_of_the_pretrained_model_are_written_and_nothing_else():
 def test_a_single_model_is_kept_whole():
     base = nn.Linear(6, 4)
     model = finetuned(base, 1)
-    merged = KnotsTiesMergingAlgorithm(scaling_factor=0.5).run({"_pretrained_": deepcopy(base), "one": model})
+    merged = KnotsTiesMergingAlgorithm(scaling_factor=0.5).run(
+        {"_pretrained_": deepcopy(base), "one": model}
+    )
     torch.testing.assert_close(merged.weight, (base.weight + model.weight) / 2)
 
 
 def test_half_precision_is_merged_in_single():
     half = {name: model.bfloat16() for name, model in pool_of(clip()).items()}
-    expected = KnotsTiesMergingAlgorithm().run({name: deepcopy(model).float() for name, model in half.items()})
+    expected = KnotsTiesMergingAlgorithm().run(
+        {name: deepcopy(model).float() for name, model in half.items()}
+    )
     merged = KnotsTiesMergingAlgorithm().run(half)
     for key, value in expected.named_parameters():
         assert torch.equal(merged.get_parameter(key), value.bfloat16())

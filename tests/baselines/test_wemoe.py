@@ -44,7 +44,9 @@ def test_with_whole_experts_and_level_gates_it_is_task_arithmetic(base):
     tasks = [finetuned(base, seed, scale=0.1) for seed in (1, 2)]
     expected, found = finetuned(base, 0, scale=0), mixture(base, *tasks, level_gates=True)
     for task in tasks:
-        for value, theta, theta_0 in zip(*(m.parameters() for m in (expected, task, base)), strict=True):
+        for value, theta, theta_0 in zip(
+            *(m.parameters() for m in (expected, task, base)), strict=True
+        ):
             value.data += 0.3 * (theta - theta_0).detach()
     torch.testing.assert_close(output(found), output(expected), rtol=1e-4, atol=1e-5)
 
@@ -63,8 +65,12 @@ def test_an_expert_is_the_truncated_svd_of_its_task_vector(base):
     for name, module in mixture(base, task, rank=3).mixtures():
         for layer, B in module.B.items():
             key = f"{name}.{layer}.weight"
-            U, S, Vh = torch.linalg.svd(task.get_parameter(key) - base.get_parameter(key), full_matrices=False)
-            torch.testing.assert_close(B @ module.A[layer], (U[:, :3] * S[:3]) @ Vh[:3], rtol=1e-3, atol=1e-5)
+            U, S, Vh = torch.linalg.svd(
+                task.get_parameter(key) - base.get_parameter(key), full_matrices=False
+            )
+            torch.testing.assert_close(
+                B @ module.A[layer], (U[:, :3] * S[:3]) @ Vh[:3], rtol=1e-3, atol=1e-5
+            )
 
 
 def test_a_new_expert_leaves_the_gate_of_the_others(base):
@@ -85,14 +91,23 @@ def test_one_gate_for_a_batch_or_one_for_each_item(base):
 
 
 @pytest.mark.parametrize(("form", "millions"), [("paper", 134.7), ("released", 103.7)])
-def test_the_released_form_has_the_parameters_that_the_paper_prints_for_eight_tasks_on_vit_b_32(form, millions):
+def test_the_released_form_has_the_parameters_that_the_paper_prints_for_eight_tasks_on_vit_b_32(
+    form, millions
+):
     method = LoRAWEMoE(form=form)
     method._mixture = CLIPVisionModelWithExperts
     config = CLIPVisionConfig()
-    config.experts = {"ranks": list(map(method.expert_rank, range(1, 9))), "init_lambda": 0.3, "batch_reduce": True}
+    config.experts = {
+        "ranks": list(map(method.expert_rank, range(1, 9))),
+        "init_lambda": 0.3,
+        "batch_reduce": True,
+    }
     with torch.device("meta"):
         models = CLIPVisionModel(config), CLIPVisionModelWithExperts(config)
-    assert [round(sum(p.numel() for p in model.parameters()) / 1e6, 1) for model in models] == [87.5, millions]
+    assert [round(sum(p.numel() for p in model.parameters()) / 1e6, 1) for model in models] == [
+        87.5,
+        millions,
+    ]
 
 
 def test_the_released_form_merges_attention_alone(base):
@@ -104,8 +119,14 @@ def test_the_released_form_merges_attention_alone(base):
         if not torch.equal(own, theta_0):
             changed.add(key)
             torch.testing.assert_close(own, theta_0 + 0.3 * (task.get_parameter(key) - theta_0))
-    attention = [name for name, module in base.named_modules() if name.endswith(("self_attn", "Attention"))]
-    linear = [key for key, _ in base.named_parameters() if key.startswith(tuple(f"{name}." for name in attention))]
+    attention = [
+        name for name, module in base.named_modules() if name.endswith(("self_attn", "Attention"))
+    ]
+    linear = [
+        key
+        for key, _ in base.named_parameters()
+        if key.startswith(tuple(f"{name}." for name in attention))
+    ]
     assert changed == {key for key in linear if "relative_attention_bias" not in key} != set()
 
 
@@ -139,18 +160,26 @@ def test_a_few_items_of_each_class_are_drawn():
     assert next(data.batches(32, per_class=5, seed=1)).tolist() == drawn
     assert next(data.batches(32, per_class=5, seed=2)).tolist() != drawn
     batches = data.batches(32, per_class=5, seed=1)
-    assert sorted(next(batches)) == sorted(next(batches)) == sorted(drawn)  # the same items again and again
+    assert (
+        sorted(next(batches)) == sorted(next(batches)) == sorted(drawn)
+    )  # the same items again and again
 
 
 @pytest.fixture
 def images(demo):
     """The demo's task pool and three of its towers."""
-    return {name: load_vision_model(name) for name in ("_pretrained_", "digits", "shapes")}, demo_images()
+    return {
+        name: load_vision_model(name) for name in ("_pretrained_", "digits", "shapes")
+    }, demo_images()
 
 
 def texts():
     base = t5()
-    return {"_pretrained_": base, "glue-cola": finetuned(base, 1), "sst2": finetuned(base, 2)}, GLUE()
+    return {
+        "_pretrained_": base,
+        "glue-cola": finetuned(base, 1),
+        "sst2": finetuned(base, 2),
+    }, GLUE()
 
 
 def run(models, taskpool, **options):
@@ -162,7 +191,9 @@ def run(models, taskpool, **options):
 def test_the_gates_alone_are_trained_and_predictions_become_certain(kind, request):
     models, taskpool = request.getfixturevalue("images") if kind == "images" else texts()
     with unchanged(models):
-        (_, start), (algorithm, trained) = (run(models, taskpool, max_steps=steps) for steps in (0, 8))
+        (_, start), (algorithm, trained) = (
+            run(models, taskpool, max_steps=steps) for steps in (0, 8)
+        )
     for key, value in trained.state_dict().items():
         assert torch.equal(value, start.state_dict()[key]) is not (".gate." in key), key
     data = algorithm._data[algorithm.matrix.tasks[-1]]
@@ -175,7 +206,9 @@ def test_the_gates_alone_are_trained_and_predictions_become_certain(kind, reques
 
 def test_the_same_seed_gives_the_same_bits():
     models, taskpool = texts()
-    (_, one), (_, again), (_, other) = (run(models, taskpool, seed=seed, max_steps=2) for seed in (1, 1, 2))
+    (_, one), (_, again), (_, other) = (
+        run(models, taskpool, seed=seed, max_steps=2) for seed in (1, 1, 2)
+    )
     assert same(one, again)
     assert not same(one, other)
 
@@ -188,10 +221,14 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, step):
     with pytest.raises(InterruptedRunError):
         logging_to(tmp_path, LoRAWEMoE(**options)).run(models, taskpool, interrupt_after(step))
     steps = []
-    resumed = logging_to(tmp_path, LoRAWEMoE(resume=True, **options)).run(models, taskpool, noting(steps))
+    resumed = logging_to(tmp_path, LoRAWEMoE(resume=True, **options)).run(
+        models, taskpool, noting(steps)
+    )
     assert steps == list(range(step + 1, 3))
     assert same(whole, resumed)
-    assert [module.ranks for _, module in resumed.mixtures()] == [[32, 32]] * len(list(resumed.mixtures()))
+    assert [module.ranks for _, module in resumed.mixtures()] == [[32, 32]] * len(
+        list(resumed.mixtures())
+    )
     assert resumed.config.experts == whole.config.experts
 
 

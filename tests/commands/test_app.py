@@ -34,12 +34,18 @@ def test_every_command_is_listed_and_tells_its_own_options(command):
 
 
 def test_a_shell_completes_commands_and_their_options():
-    shell = {"_NUFILT_COMPLETE": "complete_bash", "COMP_WORDS": "nufilt merge --meth", "COMP_CWORD": "2"}
+    shell = {
+        "_NUFILT_COMPLETE": "complete_bash",
+        "COMP_WORDS": "nufilt merge --meth",
+        "COMP_CWORD": "2",
+    }
     result = CliRunner().invoke(app, [], prog_name="nufilt", env=shell)
     assert result.output.split() == ["--method"]
 
 
-@pytest.mark.parametrize(("arguments", "unwanted"), [(["--help"], "torch"), (["merge", "--help"], "fusion_bench")])
+@pytest.mark.parametrize(
+    ("arguments", "unwanted"), [(["--help"], "torch"), (["merge", "--help"], "fusion_bench")]
+)
 def test_a_command_imports_only_what_it_needs(arguments, unwanted):
     code = (
         "import sys; from fusion_bench_nufilt.commands.app import app\n"

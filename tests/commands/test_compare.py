@@ -10,10 +10,24 @@ QUICK = ("--evaluate", "last", "method.max_steps=1")
 
 
 def test_a_comparison_ends_with_its_tables_and_files(demo, tmp_path):
-    arguments = ("--methods", "naive sum=nufilt/naive", "--seeds", "42:44", "--out", tmp_path / "out", *QUICK)
+    arguments = (
+        "--methods",
+        "naive sum=nufilt/naive",
+        "--seeds",
+        "42:44",
+        "--out",
+        tmp_path / "out",
+        *QUICK,
+    )
     code, text = nufilt("compare", *arguments)
     assert code == 0, text
-    for words in ("naive sum", "pretrained", "8 models merged one after another", "over seeds 42-43", "table.md"):
+    for words in (
+        "naive sum",
+        "pretrained",
+        "8 models merged one after another",
+        "over seeds 42-43",
+        "table.md",
+    ):
         assert words in text
     assert "naive sum" in (tmp_path / "out" / "table.md").read_text()
     assert nufilt("compare", *arguments)[0] == 0
@@ -28,11 +42,18 @@ def test_a_comparison_ends_with_its_tables_and_files(demo, tmp_path):
         (("--methods", "nufilt", "--out", "file/out", *QUICK), "file"),
     ],
 )
-def test_what_is_wrong_with_a_comparison_is_one_message_and_exit_code_1(tmp_path, monkeypatch, arguments, message):
+def test_what_is_wrong_with_a_comparison_is_one_message_and_exit_code_1(
+    tmp_path, monkeypatch, arguments, message
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     code, text = nufilt("compare", "--out", "out", *arguments)
-    assert (code, "error: " in text, message in text, "Traceback" in text) == (1, True, True, False), text
+    assert (code, "error: " in text, message in text, "Traceback" in text) == (
+        1,
+        True,
+        True,
+        False,
+    ), text
     assert not (tmp_path / "out").exists()
 
 
@@ -40,15 +61,22 @@ def test_what_is_wrong_with_a_comparison_is_one_message_and_exit_code_1(tmp_path
     ("methods", "message"),
     [
         ("batch", "batch: Missing mandatory value: base_method"),
-        ("opcm,nufilt:nul_rank=1", "'nul_rank=1': there is no option 'nul_rank'; did you mean 'null_rank'?"),
+        (
+            "opcm,nufilt:nul_rank=1",
+            "'nul_rank=1': there is no option 'nul_rank'; did you mean 'null_rank'?",
+        ),
     ],
 )
 def test_a_method_that_cannot_be_built_is_refused(demo, tmp_path, methods, message):
-    code, text = nufilt("compare", "--methods", methods, "--out", tmp_path / "out", "--evaluate", "last")
+    code, text = nufilt(
+        "compare", "--methods", methods, "--out", tmp_path / "out", "--evaluate", "last"
+    )
     assert (code, message in text) == (1, True), text
 
 
-def test_the_others_are_run_where_that_is_asked_for_and_the_exit_code_tells_that_one_failed(demo, tmp_path):
+def test_the_others_are_run_where_that_is_asked_for_and_the_exit_code_tells_that_one_failed(
+    demo, tmp_path
+):
     methods = ("--methods", "batch,naive sum=nufilt/naive", "--keep-going")
     code, text = nufilt("compare", *methods, "--out", tmp_path / "out", "--evaluate", "last")
     assert code == 1
@@ -64,7 +92,11 @@ def test_what_is_analysed_is_not_written_to(tmp_path):
     for out in ("base", "base/new", "task1/new/one"):
         before = sorted((tmp_path / out.partition("/")[0]).rglob("*"))
         code, text = nufilt("analyze", *models, "--out", tmp_path / out)
-        assert (code, f"{out}' is inside" in text, "which is not written to" in text) == (1, True, True), text
+        assert (code, f"{out}' is inside" in text, "which is not written to" in text) == (
+            1,
+            True,
+            True,
+        ), text
         assert sorted((tmp_path / out.partition("/")[0]).rglob("*")) == before
 
 
@@ -91,7 +123,10 @@ def test_an_interrupted_comparison_says_that_it_goes_on(demo, tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     ("option", "choices"),
-    [("--evaluate", ["last", "diagonal", "every_step", "every_step_all"]), ("--preset", ["ablation", "paper"])],
+    [
+        ("--evaluate", ["last", "diagonal", "every_step", "every_step_all"]),
+        ("--preset", ["ablation", "paper"]),
+    ],
 )
 def test_a_word_that_is_no_choice_is_refused_with_the_choices(option, choices):
     code, text = nufilt("compare", option, "best")
@@ -130,19 +165,31 @@ def test_methods_that_need_data_are_compared_where_they_are_asked_for(asked):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["~modelpool.models._pretrained_"], "the model pool has no '_pretrained_' model, only ['digits', "),
+        (
+            ["~modelpool.models._pretrained_"],
+            "the model pool has no '_pretrained_' model, only ['digits', ",
+        ),
         (["taskpool=dummy"], "taskpool=dummy scores nothing"),
-        (["~modelpool.taskpool"], "the model pool brings no task pool, and nothing can be scored: add taskpool=NAME"),
+        (
+            ["~modelpool.taskpool"],
+            "the model pool brings no task pool, and nothing can be scored: add taskpool=NAME",
+        ),
     ],
 )
 def test_pools_that_cannot_be_compared_are_one_line(demo, tmp_path, words, message):
-    code, text = nufilt("compare", "--methods", "nufilt/naive", "--out", tmp_path / "out", *QUICK, *words)
+    code, text = nufilt(
+        "compare", "--methods", "nufilt/naive", "--out", tmp_path / "out", *QUICK, *words
+    )
     assert (code, f"error: {message}" in text, "Traceback" in text) == (1, True, False), text
 
 
 def test_a_disk_that_is_full_is_one_line_and_not_a_success(demo, full_disk):
     code, text = nufilt("compare", "--methods", "nufilt/naive", "--out", full_disk, *QUICK)
-    assert (code, f"no room left on the disk for '{full_disk}" in text, "Traceback" in text) == (1, True, False), text
+    assert (code, f"no room left on the disk for '{full_disk}" in text, "Traceback" in text) == (
+        1,
+        True,
+        False,
+    ), text
 
 
 def test_an_analysis_of_another_program_is_refused_and_stays(tmp_path):
@@ -152,6 +199,8 @@ def test_an_analysis_of_another_program_is_refused_and_stays(tmp_path):
     for name, text in (("index.html", "mine"), ("analysis.json", '{"tasks": ["mine"]}')):
         (mine / name).write_text(text)
     before = {path.name: path.read_text() for path in mine.iterdir()}
-    code, text = nufilt("analyze", "--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", mine)
+    code, text = nufilt(
+        "analyze", "--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", mine
+    )
     assert (code, "name a new or an empty folder" in text) == (1, True), text
     assert {path.name: path.read_text() for path in mine.iterdir()} == before

@@ -14,7 +14,16 @@ SETTINGS = {"seed": 7, "accumulate": "float32"}
 
 
 def go_on(folder, *words):
-    return nufilt("merge", "--merged", folder / "one", "--task", folder / "task2", "--out", folder / "new", *words)
+    return nufilt(
+        "merge",
+        "--merged",
+        folder / "one",
+        "--task",
+        folder / "task2",
+        "--out",
+        folder / "new",
+        *words,
+    )
 
 
 def test_base_method_and_settings_are_those_of_the_model_that_it_goes_on_from(tmp_path):
@@ -27,7 +36,12 @@ def test_base_method_and_settings_are_those_of_the_model_that_it_goes_on_from(tm
     assert manifest(tmp_path / "new")["settings"] == manifest(expected)["settings"]
     assert "warning" not in text
     taken_over = text.partition("taken over")[2].partition("step 2")[0]
-    for words in ("null_rank 6", "target_modules ['q_proj', 'up_proj']", "seed 7", "accumulate float32"):
+    for words in (
+        "null_rank 6",
+        "target_modules ['q_proj', 'up_proj']",
+        "seed 7",
+        "accumulate float32",
+    ):
         assert words in taken_over
     for words in ("lr 0.001", "solver"):  # which are at their defaults
         assert words not in taken_over
@@ -57,20 +71,31 @@ def test_another_method_takes_over_no_options_of_the_one_before(tmp_path):
 def test_a_step_of_a_run_is_gone_on_from_with_the_settings_of_the_run(tmp_path):
     models = save_stream(tmp_path, llama(), tasks=2)
     run = NufiltContinualMergingAlgorithm(**RANKS)
-    logging_to(tmp_path / "log", run).run({name: models[name] for name in ("_pretrained_", "task1")})
+    logging_to(tmp_path / "log", run).run(
+        {name: models[name] for name in ("_pretrained_", "task1")}
+    )
     (tmp_path / "log" / "checkpoints" / "merged_model_0").rename(tmp_path / "one")
     code, text = go_on(tmp_path)
-    assert (code, "--base must be given: " in text, "does not say what it was made from" in text) == (1, True, True)
+    assert (
+        code,
+        "--base must be given: " in text,
+        "does not say what it was made from" in text,
+    ) == (1, True, True)
     code, text = go_on(tmp_path, "--base", tmp_path / "base")
     assert (code, "null_rank 6, lora_rank 4" in text) == (0, True), text
 
 
 @pytest.mark.parametrize(("tokenizer", "taken"), [("base", "base"), ("task1", None)])
-def test_what_belongs_to_the_tasks_of_the_merge_before_is_not_taken_over(tmp_path, tokenizer, taken):
+def test_what_belongs_to_the_tasks_of_the_merge_before_is_not_taken_over(
+    tmp_path, tokenizer, taken
+):
     save_stream(tmp_path, llama(), tasks=2)
     merge(tmp_path, ["task1"], "one")
     settings = manifest(tmp_path / "one")["settings"]
-    change_json(tmp_path / "one" / "nufilt.json", settings={**settings, "tokenizer": tokenizer, "weights": [0.5]})
+    change_json(
+        tmp_path / "one" / "nufilt.json",
+        settings={**settings, "tokenizer": tokenizer, "weights": [0.5]},
+    )
     found = inherited({"merged": str(tmp_path / "one")})
     assert (found.get("tokenizer"), "weights" in found, found["seed"]) == (taken, False, 42)
 
@@ -92,5 +117,9 @@ def test_the_same_command_once_more_says_that_all_is_done(tmp_path, dry):
     assert "step 2, 14 layers merged" in go_on(tmp_path)[1]
     before = (tmp_path / "new" / "nufilt.json").stat().st_mtime_ns
     code, text = go_on(tmp_path, *["--dry-run"] * dry)
-    assert (code, "step 2, finished by an earlier run" in text, "layers merged" in text) == (0, True, False)
+    assert (code, "step 2, finished by an earlier run" in text, "layers merged" in text) == (
+        0,
+        True,
+        False,
+    )
     assert (tmp_path / "new" / "nufilt.json").stat().st_mtime_ns == before

@@ -24,7 +24,9 @@ settings:
   max_memory: 100GB
 """
 SETTINGS = ("null_rank", "lora_rank", "lr", "null_space", "target_modules")
-FLAGS = [part for key, value in RANKS.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+FLAGS = [
+    part for key, value in RANKS.items() for part in (f"--{key.replace('_', '-')}", str(value))
+]
 
 
 def test_a_recipe_its_words_and_its_options_make_the_same_model_as_the_code(tmp_path):
@@ -41,9 +43,17 @@ def test_the_manifest_of_a_result_is_a_recipe_that_reproduces_it(tmp_path, merge
     save_stream(tmp_path, llama(), tasks=2)
     if merged:
         merge(tmp_path, ["task1"], "one", null_space=False)
-        made = merge(tmp_path, ["task2"], "made", merged="one", null_space=False, settings={"seed": 7})
+        made = merge(
+            tmp_path, ["task2"], "made", merged="one", null_space=False, settings={"seed": 7}
+        )
     else:
-        made = merge(tmp_path, ["task1", "task2"], "made", target_modules=["q_proj", "up_proj"], other_params="mean")
+        made = merge(
+            tmp_path,
+            ["task1", "task2"],
+            "made",
+            target_modules=["q_proj", "up_proj"],
+            other_params="mean",
+        )
     kept = shutil.move(made, tmp_path / "kept")
     code, text = nufilt("merge", kept / "nufilt.json", "--out", tmp_path / "made")
     assert code == 0, text
@@ -52,7 +62,9 @@ def test_the_manifest_of_a_result_is_a_recipe_that_reproduces_it(tmp_path, merge
 
 def test_the_last_word_wins_and_values_are_what_yaml_would_make_of_them(tmp_path):
     recipe = tmp_path / "recipe=1.yaml"
-    recipe.write_text("{base: b, tasks: [one, two], out: o, settings: {null_rank: 1, lora_rank: 1, lr: 1e-3}}")
+    recipe.write_text(
+        "{base: b, tasks: [one, two], out: o, settings: {null_rank: 1, lora_rank: 1, lr: 1e-3}}"
+    )
     words = [
         str(recipe),
         "lora_rank=2",
@@ -132,14 +144,19 @@ def test_what_is_no_recipe_is_refused_by_file_and_field(tmp_path, content, field
         ({"inputs": [], "step": 1}, "field 'inputs'"),
         ({"inputs": {"base": "b"}, "step": 1}, "field 'inputs.base'"),
         ({"inputs": {"base": {"name": 3}}, "step": 1}, "field 'inputs.base.name'"),
-        ({"inputs": {"base": {"name": "b"}, "task 0": {}}, "step": 1}, "field 'inputs.task 0.name'"),
+        (
+            {"inputs": {"base": {"name": "b"}, "task 0": {}}, "step": 1},
+            "field 'inputs.task 0.name'",
+        ),
         ({"inputs": {"base": {"name": "b"}}}, "field 'step'"),
         ({"inputs": {"base": {"name": "b"}}, "step": "1"}, "field 'step'"),
         ({"inputs": {"base": {"name": "b"}}, "step": True}, "field 'step'"),
         ({"inputs": {"base": {"name": "b"}}, "step": 1, "settings": []}, "field 'settings'"),
     ],
 )
-def test_a_manifest_that_does_not_say_how_to_make_the_result_is_refused_by_file_and_field(tmp_path, content, field):
+def test_a_manifest_that_does_not_say_how_to_make_the_result_is_refused_by_file_and_field(
+    tmp_path, content, field
+):
     manifest = tmp_path / "nufilt.json"
     manifest.write_text(json.dumps(content))
     code, text = nufilt("merge", manifest, "--out", tmp_path / "out")
@@ -159,7 +176,9 @@ def test_the_tasks_of_a_manifest_are_in_the_order_of_their_numbers(tmp_path):
 def test_a_model_that_is_not_the_one_of_the_manifest_is_named(tmp_path):
     save_stream(tmp_path, llama(), tasks=2)
     made = merge(tmp_path, ["task1", "task2"], "made")
-    change(tmp_path / "task2", "model.layers.0.mlp.up_proj.weight", lambda weight: weight * (1 + 1e-6))
+    change(
+        tmp_path / "task2", "model.layers.0.mlp.up_proj.weight", lambda weight: weight * (1 + 1e-6)
+    )
     again = ("merge", made / "nufilt.json", "--out", tmp_path / "again")
     code, text = nufilt(*again)
     assert code == 1
@@ -171,9 +190,20 @@ def test_a_model_that_is_not_the_one_of_the_manifest_is_named(tmp_path):
 
 
 def test_a_manifest_does_not_choose_where_to_connect_compute_or_write(tmp_path):
-    settings = {"engine": "ray", "address": "ray://host:1", "device": "cuda", "out": "/etc", "step": 9, "null_rank": 3}
+    settings = {
+        "engine": "ray",
+        "address": "ray://host:1",
+        "device": "cuda",
+        "out": "/etc",
+        "step": 9,
+        "null_rank": 3,
+    }
     settings |= {"strict": True, "verify": False, "max_memory": 1}
-    content = {"inputs": {"base": {"name": "b"}, "task 0": {"name": "t"}}, "step": 1, "settings": settings}
+    content = {
+        "inputs": {"base": {"name": "b"}, "task 0": {"name": "t"}},
+        "step": 1,
+        "settings": settings,
+    }
     (tmp_path / "nufilt.json").write_text(json.dumps(content))
     made = read_recipe(tmp_path / "nufilt.json")
     assert made == {"base": "b", "tasks": ["t"], "step": 1, "null_rank": 3, "digests": {}}
@@ -193,8 +223,13 @@ def test_the_manifest_of_another_program_is_no_recipe(tmp_path):
 
 def test_a_stream_and_one_more_model(tmp_path):
     save_stream(tmp_path, llama())
-    base, one, two, three = ("--base", tmp_path / "base"), *(tmp_path / f"task{i}" for i in (1, 2, 3))
-    code, text = nufilt("merge", *base, "--task", one, "--task", two, "--out", tmp_path / "two", *FLAGS)
+    base, one, two, three = (
+        ("--base", tmp_path / "base"),
+        *(tmp_path / f"task{i}" for i in (1, 2, 3)),
+    )
+    code, text = nufilt(
+        "merge", *base, "--task", one, "--task", two, "--out", tmp_path / "two", *FLAGS
+    )
     assert (code, "step 2, 14 layers merged" in text) == (0, True), text
     more = ("--merged", tmp_path / "two", "--task", three, "--out", tmp_path / "new")
     code, text = nufilt("merge", *base, *more, *FLAGS)
@@ -205,10 +240,23 @@ def test_a_stream_and_one_more_model(tmp_path):
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
     save_stream(tmp_path, llama(), tasks=1)
     before = sorted(tmp_path.rglob("*"))
-    arguments = ("--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", tmp_path / "out", "--dry-run")
+    arguments = (
+        "--base",
+        tmp_path / "base",
+        "--task",
+        tmp_path / "task1",
+        "--out",
+        tmp_path / "out",
+        "--dry-run",
+    )
     code, text = nufilt("merge", *arguments)
     assert code == 0
-    for words in ("14 layers", "0 tensors (other_params=pretrained)", "6 tensors, bit by bit", "GB at most"):
+    for words in (
+        "14 layers",
+        "0 tensors (other_params=pretrained)",
+        "6 tensors, bit by bit",
+        "GB at most",
+    ):
         assert words in text
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -216,13 +264,28 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
 def test_the_name_of_a_folder_is_no_markup(tmp_path):
     save_stream(tmp_path, llama(), tasks=1)
     out = tmp_path / "[" / "bold]"
-    assert nufilt("merge", "--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", out, *FLAGS)[0] == 0
+    assert (
+        nufilt(
+            "merge", "--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", out, *FLAGS
+        )[0]
+        == 0
+    )
 
 
 def test_ranks_are_numbers_or_shares_of_the_width(tmp_path):
     save_stream(tmp_path, llama(), tasks=2)
-    models = ("--base", tmp_path / "base", "--task", tmp_path / "task1", "--task", tmp_path / "task2")
-    attention, ranks = ("--target-modules", "q_proj"), {"numbers": (8, 4, 2), "shares": (0.25, 0.125, 0.0625)}
+    models = (
+        "--base",
+        tmp_path / "base",
+        "--task",
+        tmp_path / "task1",
+        "--task",
+        tmp_path / "task2",
+    )
+    attention, ranks = (
+        ("--target-modules", "q_proj"),
+        {"numbers": (8, 4, 2), "shares": (0.25, 0.125, 0.0625)},
+    )
     for out, (r_p, r_l, r_v) in ranks.items():  # of layers with 32 inputs
         flags = ("--null-rank", r_p, "--lora-rank", r_l, "--task-rank", r_v, "--max-steps", 3)
         code, text = nufilt("merge", *models, "--out", tmp_path / out, *attention, *flags)
@@ -232,7 +295,22 @@ def test_ranks_are_numbers_or_shares_of_the_width(tmp_path):
 
 def test_words_choose_layers_as_in_the_yaml(tmp_path):
     save_stream(tmp_path, llama(), tasks=1)
-    arguments = ("--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", tmp_path / "out", "--dry-run")
-    words = ("--target-modules", "q_proj", "--target-modules", "up_proj", "--exclude-modules", "0.self_attn.q_proj")
+    arguments = (
+        "--base",
+        tmp_path / "base",
+        "--task",
+        tmp_path / "task1",
+        "--out",
+        tmp_path / "out",
+        "--dry-run",
+    )
+    words = (
+        "--target-modules",
+        "q_proj",
+        "--target-modules",
+        "up_proj",
+        "--exclude-modules",
+        "0.self_attn.q_proj",
+    )
     assert "3 layers" in nufilt("merge", *arguments, *words)[1]
     assert "2 layers" in nufilt("merge", *arguments, "--target-modules", r".*v_proj")[1]

@@ -1,4 +1,6 @@
-"""A mergekit file is a recipe where the result is the same, and anything else in it is refused by name."""
+"""A mergekit file is a recipe where the result is the same, and anything else in it is refused by
+name.
+"""
 
 import sys
 
@@ -44,7 +46,10 @@ def weighted(folder, **weights):
     """The base, and the sum of the updates of some models, each times a weight; of every tensor."""
     base = tensors(folder / "base")
     models = {name: tensors(folder / name) for name in weights}
-    return {key: base[key] + sum(weights[name] * (models[name][key] - base[key]) for name in weights) for key in base}
+    return {
+        key: base[key] + sum(weights[name] * (models[name][key] - base[key]) for name in weights)
+        for key in base
+    }
 
 
 @pytest.mark.parametrize(
@@ -65,11 +70,16 @@ def test_every_tensor_is_what_mergekit_makes_of_it(folder, change, expected):
     content = {key: value for key, value in {**ARITHMETIC, **change}.items() if value is not None}
     if change.get("merge_method"):
         del content["parameters"]
-    torch.testing.assert_close(merged(folder, content), weighted(folder, **expected), rtol=0, atol=2e-7)
+    torch.testing.assert_close(
+        merged(folder, content), weighted(folder, **expected), rtol=0, atol=2e-7
+    )
 
 
 def test_dtype_and_tokenizer_are_taken_over(folder):
-    out = merged(folder, {**ARITHMETIC, "dtype": "float32", "out_dtype": "bfloat16", "tokenizer_source": "base"})
+    out = merged(
+        folder,
+        {**ARITHMETIC, "dtype": "float32", "out_dtype": "bfloat16", "tokenizer_source": "base"},
+    )
     assert {value.dtype for value in out.values()} == {torch.bfloat16}
     assert merged_settings(folder)["tokenizer"] == "base"
 
@@ -83,7 +93,8 @@ def merged_settings(folder):
     [
         (
             {"merge_method": "ties"},
-            "field 'merge_method': input should be 'linear' or 'task_arithmetic', got 'ties'.*continual/ties_merging",
+            "field 'merge_method': input should be 'linear' or 'task_arithmetic', got "
+            "'ties'.*continual/ties_merging",
         ),
         ({"slices": []}, "field 'slices': extra inputs are not permitted.*whole models"),
         ({"base_model": None}, "field 'base_model': field required"),
@@ -92,7 +103,10 @@ def merged_settings(folder):
             {"models": [{"model": "task1", "parameters": {"weight": [0, 1]}}]},
             r"field 'models\.0\.parameters\.weight': .*number",
         ),
-        ({"models": [{"model": "task1"}]}, r"field 'models\.0\.parameters\.weight': field required"),
+        (
+            {"models": [{"model": "task1"}]},
+            r"field 'models\.0\.parameters\.weight': field required",
+        ),
         ({"models": [{"model": "base"}]}, "there must be a model beside the base"),
         ({"chat_template": "auto"}, "field 'chat_template': extra"),
     ],
@@ -116,19 +130,40 @@ def without_mergekit(monkeypatch):
 
 def test_methods_of_this_package_need_no_mergekit(folder, without_mergekit):
     models = [{"model": "task1", "parameters": {"weight": 0.5}}, {"model": "task2"}]
-    content = {"merge_method": "best", "base_model": "base", "models": models, "parameters": {"scale": 0.7}}
+    content = {
+        "merge_method": "best",
+        "base_model": "base",
+        "models": models,
+        "parameters": {"scale": 0.7},
+    }
     found = merged(folder, content)
     code, text = nufilt("mergekit", "mergekit.yaml", "theirs")
     assert (code, "pip install 'fusion-bench-nufilt[mergekit]'" in text) == (1, True), text
     options = ("--method", "best", "--weights", 0.5, "--weights", 1, "scale=0.7")
-    code, text = nufilt("merge", "--base", "base", "--task", "task1", "--task", "task2", *options, "--out", "same")
+    code, text = nufilt(
+        "merge", "--base", "base", "--task", "task1", "--task", "task2", *options, "--out", "same"
+    )
     assert code == 0, text
     assert same(found, tensors(folder / "same"))
 
 
 def test_weights_are_one_for_each_task(folder):
-    words = ("merge", "--base", "base", "--task", "task1", "--task", "task2", "--out", "out", "--method", "sum")
+    words = (
+        "merge",
+        "--base",
+        "base",
+        "--task",
+        "task1",
+        "--task",
+        "task2",
+        "--out",
+        "out",
+        "--method",
+        "sum",
+    )
     code, text = nufilt(*words, "--weights", "0.5")
     assert (code, "there are 1 weights for 2 tasks" in text) == (1, True), text
     assert nufilt(*words, "--weights", "0.5", "--weights", "2", "scale=0.5")[0] == 0
-    torch.testing.assert_close(tensors(folder / "out"), weighted(folder, task1=0.25, task2=1.0), rtol=0, atol=2e-7)
+    torch.testing.assert_close(
+        tensors(folder / "out"), weighted(folder, task1=0.25, task2=1.0), rtol=0, atol=2e-7
+    )

@@ -1,4 +1,6 @@
-"""Standard output has the result, for people or as JSON; everything else goes to standard error, or nowhere."""
+"""Standard output has the result, for people or as JSON; everything else goes to standard error, or
+nowhere.
+"""
 
 import json
 
@@ -23,11 +25,19 @@ def models(tmp_path):
 
 
 def test_a_plan_as_json_says_what_is_read_covered_needed_and_doubtful(models, tmp_path):
-    out, log = streams("merge", *models, "--out", tmp_path / "out", "--dry-run", "--json", "--quiet")
+    out, log = streams(
+        "merge", *models, "--out", tmp_path / "out", "--dry-run", "--json", "--quiet"
+    )
     plan = json.loads(out)
     assert log == ""
-    assert plan["inputs"] == dict(zip(("base", "task 0", "task 1"), map(str, models[1::2]), strict=True))
-    assert (plan["first_step"], plan["settings"]["method"], len(plan["layers"])) == (1, "nufilt", 14)
+    assert plan["inputs"] == dict(
+        zip(("base", "task 0", "task 1"), map(str, models[1::2]), strict=True)
+    )
+    assert (plan["first_step"], plan["settings"]["method"], len(plan["layers"])) == (
+        1,
+        "nufilt",
+        14,
+    )
     assert plan["coverage"]["layers"] == 14
     assert min(plan["memory_bytes"], plan["disk_bytes"]) > 0
     assert ["null_rank" in text for text in plan["warnings"]] == [True]

@@ -29,9 +29,12 @@ class Screen(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("stream", "quiet", "shows"), [(Screen, False, True), (Screen, True, False), (io.StringIO, False, False)]
+    ("stream", "quiet", "shows"),
+    [(Screen, False, True), (Screen, True, False), (io.StringIO, False, False)],
 )
-def test_progress_is_shown_on_a_terminal_only_and_the_log_above_it(monkeypatch, stream, quiet, shows):
+def test_progress_is_shown_on_a_terminal_only_and_the_log_above_it(
+    monkeypatch, stream, quiet, shows
+):
     monkeypatch.setattr(sys, "stderr", screen := stream())
     monkeypatch.setattr(logging.root, "handlers", [])
     with terminal(quiet) as console, bars_on(console)(total=2, desc="Merging"):
@@ -47,7 +50,10 @@ def stopped_at_work(number, console):
         try:
             os.kill(os.getpid(), number)
         finally:  # said before what is at work is done
-            assert "finished work is kept in .out.nufilt; the same command goes on" in console.file.getvalue()
+            assert (
+                "finished work is kept in .out.nufilt; the same command goes on"
+                in console.file.getvalue()
+            )
             assert signal.getsignal(number) is signal.SIG_DFL  # the second one ends the process
 
 

@@ -16,7 +16,9 @@ def finished(seed, change=0.0, scores=SCORES, config=CONFIG, **fields):
     matrix = AccuracyMatrix(task_order(TASKS, shuffle=True, seed=seed))
     for step in (1, 2, 3):
         seen = matrix.tasks[:step]
-        matrix.record(step, {task: scores[task] + change * (step - 1 - i) for i, task in enumerate(seen)})
+        matrix.record(
+            step, {task: scores[task] + change * (step - 1 - i) for i, task in enumerate(seen)}
+        )
     fields = {"environment": ENVIRONMENT} | fields
     return SeedRun({**config, "seed": seed}, matrix.tasks, matrix.rows(), [1.0, 2.0], **fields)
 
@@ -25,10 +27,19 @@ def failed(seed, reason="ValueError: no"):
     return SeedRun({"seed": seed}, environment=ENVIRONMENT, error=reason)
 
 
-def comparison(runs, modelpool="some_pool", overrides=(), evaluate="every_step", preset=None, settings=()):
+def comparison(
+    runs, modelpool="some_pool", overrides=(), evaluate="every_step", preset=None, settings=()
+):
     """From ``{label: runs}``; a label that names a method of the paper stands for it."""
     specs = {label: RunSpec(label, (f"method={label}",), label, settings) for label in runs}
-    by_seed = {specs[label]: {run.config["seed"]: run for run in each} for label, each in runs.items()}
+    by_seed = {
+        specs[label]: {run.config["seed"]: run for run in each} for label, each in runs.items()
+    }
     about = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
-    references = {"pretrained": dict.fromkeys(TASKS, 0.25), "individual": dict.fromkeys(TASKS, 0.95)}
-    return Comparison.of(about, TASKS, list(next(iter(by_seed.values()))), references, by_seed, preset)
+    references = {
+        "pretrained": dict.fromkeys(TASKS, 0.25),
+        "individual": dict.fromkeys(TASKS, 0.95),
+    }
+    return Comparison.of(
+        about, TASKS, list(next(iter(by_seed.values()))), references, by_seed, preset
+    )

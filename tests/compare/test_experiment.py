@@ -9,8 +9,12 @@ from fusion_bench_nufilt.compare.experiment import Experiment
 from tests.models import SMALL, build
 
 
-def test_a_head_that_a_checkpoint_lacks_and_that_is_drawn_at_random_does_not_change_the_digests(tmp_path):
-    model = build(hf.BertModel, hf.BertConfig(**SMALL, vocab_size=40, max_position_embeddings=16), 0)
+def test_a_head_that_a_checkpoint_lacks_and_that_is_drawn_at_random_does_not_change_the_digests(
+    tmp_path,
+):
+    model = build(
+        hf.BertModel, hf.BertConfig(**SMALL, vocab_size=40, max_position_embeddings=16), 0
+    )
     model.save_pretrained(tmp_path)
     entry = {
         "_target_": "transformers.AutoModelForSequenceClassification.from_pretrained",

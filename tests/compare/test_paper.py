@@ -19,7 +19,10 @@ def test_numbers_are_those_of_the_pool_and_method():
     assert nufilt["BWT"] == {"value": -2.7, "deviation": 0.7, "note": ""}
     mnist = published("clip-vit-large-patch14_TALL20", [], ORDERS)["opcm"]["mnist"]
     assert mnist == {"value": 97.4, "deviation": None, "note": ""}
-    assert published("clip-vit-base-patch32_TALL14", [], ORDERS)["nufilt/naive"]["ACC"]["value"] == 46.5
+    assert (
+        published("clip-vit-base-patch32_TALL14", [], ORDERS)["nufilt/naive"]["ACC"]["value"]
+        == 46.5
+    )
     assert published(T5, ["method.shuffle_order=false"], [42])["wudi"]["BWT"]["value"] == -3.9
 
 
@@ -57,10 +60,16 @@ def spec(method, *settings):
 def test_a_number_stands_beside_the_form_that_it_is_of_and_the_mark_beside_another():
     printed = published(B32, [], ORDERS)
     assert printed_row(spec("lora_wemoe"), "paper", B32, printed) == {}
-    assert printed_row(spec("lora_wemoe", "form=released"), "released", B32, printed)["ACC"]["value"] == 68.8
+    assert (
+        printed_row(spec("lora_wemoe", "form=released"), "released", B32, printed)["ACC"]["value"]
+        == 68.8
+    )
     assert printed_row(spec("lora_wemoe", "form=released", "lr=1"), "released", B32, printed) == {}
     for method, settings in (("adamerging", ["form=released"]), ("magmax", [])):
-        own, other = (printed_row(spec(method, *settings), form, B32, printed) for form in ("released", "paper"))
+        own, other = (
+            printed_row(spec(method, *settings), form, B32, printed)
+            for form in ("released", "paper")
+        )
         assert (own["ACC"]["note"], own["ACC"]["value"]) == ("", other["ACC"]["value"])
         assert "form=released" in other["ACC"]["note"]
         assert "form=released" in printed[method]["ACC"]["note"]
@@ -71,7 +80,9 @@ def test_a_number_stands_beside_the_form_that_it_is_of_and_the_mark_beside_anoth
 def test_the_numbers_of_llava_are_shown_and_marked():
     rows = published("llava-1.5-7b", ["modelpool.models.iconqa.x=y"], [42])
     assert rows["nufilt"]["imagenet"]["value"] == 93.6
-    assert {number["note"].split(":")[0] for row in rows.values() for number in row.values()} == {"of another setting"}
+    assert {number["note"].split(":")[0] for row in rows.values() for number in row.values()} == {
+        "of another setting"
+    }
 
 
 def test_only_fourteen_and_twenty_tasks_are_scaled_differently():
@@ -103,20 +114,39 @@ ROWS = {
 def test_the_main_tables_were_copied_right():
     text = shared_or_skip("ANALYSIS.md").read_text().replace("−", "-")  # noqa: RUF001
     for metric in ("ACC", "BWT"):
-        table = re.search(rf"^{metric}\b[^\n]*\n\n((\|[^\n]*\n)+)", text[text.index("## 8.") :], re.M).group(1)
-        rows = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in table.splitlines()[2:]]
+        table = re.search(
+            rf"^{metric}\b[^\n]*\n\n((\|[^\n]*\n)+)", text[text.index("## 8.") :], re.M
+        ).group(1)
+        rows = [
+            [cell.strip() for cell in line.strip("|\n ").split("|")]
+            for line in table.splitlines()[2:]
+        ]
         assert len(rows) == (15 if metric == "ACC" else 12)
         for name, *cells in rows:
             for pool, cell in zip(POOLS, cells, strict=True):
                 number = printed_tables()["main", pool][ROWS[name]].get(metric)
-                deviation = "" if number is None or number["deviation"] is None else f" ± {number['deviation']:.1f}"
-                assert cell in ("", "-", "–") if number is None else cell == f"{number['value']:.1f}{deviation}"  # noqa: RUF001
+                deviation = (
+                    ""
+                    if number is None or number["deviation"] is None
+                    else f" ± {number['deviation']:.1f}"
+                )
+                assert (
+                    cell in ("", "-", "\u2013")
+                    if number is None
+                    else cell == f"{number['value']:.1f}{deviation}"
+                )
 
 
 # The print disagrees with itself by more than rounding in these, method and model.
 ODD = {
-    *((method, "clip-vit-base-patch32_TALL20") for method in ("task_arithmetic", "adamerging", "opcm")),
-    *((method, "clip-vit-large-patch14_TALL20") for method in ("task_arithmetic", "wudi", "nufilt")),
+    *(
+        (method, "clip-vit-base-patch32_TALL20")
+        for method in ("task_arithmetic", "adamerging", "opcm")
+    ),
+    *(
+        (method, "clip-vit-large-patch14_TALL20")
+        for method in ("task_arithmetic", "wudi", "nufilt")
+    ),
 }
 
 

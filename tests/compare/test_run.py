@@ -26,7 +26,14 @@ QUICK = ["method.max_steps=1", *THREE]
 CHEAP = {"evaluate": "last"}
 
 
-def run(out, methods="nufilt, nufilt/naive", seeds=(42,), overrides=QUICK, modelpool="nufilt_demo", **options):
+def run(
+    out,
+    methods="nufilt, nufilt/naive",
+    seeds=(42,),
+    overrides=QUICK,
+    modelpool="nufilt_demo",
+    **options,
+):
     specs = parse_methods(methods, overrides)
     return compare(modelpool, specs, list(seeds), out, overrides=overrides, **options)
 
@@ -48,7 +55,11 @@ def started(monkeypatch):
 def test_every_method_runs_on_every_seed_with_heads_made_once(tmp_path, monkeypatch, started):
     encoded = []
     encode = HFCLIPClassifier.set_classification_task
-    monkeypatch.setattr(HFCLIPClassifier, "set_classification_task", lambda *args: encoded.append(1) or encode(*args))
+    monkeypatch.setattr(
+        HFCLIPClassifier,
+        "set_classification_task",
+        lambda *args: encoded.append(1) or encode(*args),
+    )
     result = run(tmp_path, seeds=(42, 43))
     assert started == [(True, 42), (False, 42), (True, 43), (False, 43)]  # whole seeds first
     assert len(encoded) == len(DEMO)
@@ -64,8 +75,14 @@ def test_the_scores_are_those_of_the_method_by_itself(tmp_path):
     experiment = Experiment(compose_run(["modelpool=nufilt_demo", *THREE]))
     alone = NufiltContinualMergingAlgorithm(max_steps=1, seed=43, save_on_every_step=False)
     alone.run(experiment.modelpool, experiment.evaluator)
-    assert (method.mean("ACC").mean, method.mean("BWT").mean) == (alone.matrix.acc, alone.matrix.bwt)
-    assert (method.runs[43].extra_parameters, method.runs[43].parameters) == (0, experiment.parameters)
+    assert (method.mean("ACC").mean, method.mean("BWT").mean) == (
+        alone.matrix.acc,
+        alone.matrix.bwt,
+    )
+    assert (method.runs[43].extra_parameters, method.runs[43].parameters) == (
+        0,
+        experiment.parameters,
+    )
 
 
 @pytest.mark.slow
@@ -74,12 +91,16 @@ def test_runs_side_by_side_have_the_scores_of_runs_one_by_one(tmp_path):
     alone = run(tmp_path / "alone", methods, seeds, keep_going=True, **CHEAP)
     together = run(tmp_path / "together", methods, seeds, jobs=2, keep_going=True, **CHEAP)
     assert matrices(together) == matrices(alone)
-    failures = [[method.failures for method in result.methods.values()] for result in (together, alone)]
+    failures = [
+        [method.failures for method in result.methods.values()] for result in (together, alone)
+    ]
     assert failures[0] == failures[1] != [{}, {}]
 
 
 def matrices(result):
-    return [[matrix.rows() for matrix in method.matrices.values()] for method in result.methods.values()]
+    return [
+        [matrix.rows() for matrix in method.matrices.values()] for method in result.methods.values()
+    ]
 
 
 def test_jobs_are_for_one_machine(tmp_path):
@@ -90,7 +111,9 @@ def test_jobs_are_for_one_machine(tmp_path):
 @pytest.mark.slow
 def test_a_cluster_finds_the_matrices_of_one_machine(tmp_path, monkeypatch):
     ray = pytest.importorskip("ray", reason="needs the extra [ray]")
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # else other processes starve the workers of a busy machine
+    monkeypatch.setenv(
+        "RAY_worker_niceness", "0"
+    )  # else other processes starve the workers of a busy machine
     from ray.cluster_utils import Cluster
 
     methods, seeds = "nufilt:max_steps=1, opcm", (42, 43)
@@ -141,7 +164,9 @@ def test_an_interrupted_pair_starts_again_and_the_others_are_kept(tmp_path, monk
     assert all(method.matrices for method in result.methods.values())
 
 
-def test_a_method_that_fails_is_reported_and_tried_again_and_the_others_go_on(tmp_path, monkeypatch, caplog):
+def test_a_method_that_fails_is_reported_and_tried_again_and_the_others_go_on(
+    tmp_path, monkeypatch, caplog
+):
     step = NufiltContinualMergingAlgorithm.merge_step
 
     def fails_on_43(self, number, *args):
@@ -155,13 +180,20 @@ def test_a_method_that_fails_is_reported_and_tried_again_and_the_others_go_on(tm
     assert broken.failures == {"RuntimeError: out of memory": [43]}
     assert (len(broken.matrices), len(whole.matrices)) == (1, 2)
     assert "nufilt, seed 43: RuntimeError: out of memory" in caplog.text
-    assert "fails_on_43" in (tmp_path / "runs" / "nufilt" / "43.json").read_text()  # where it failed
+    assert (
+        "fails_on_43" in (tmp_path / "runs" / "nufilt" / "43.json").read_text()
+    )  # where it failed
     assert not run(tmp_path, seeds=(42, 43), **CHEAP).methods["nufilt"].failures
 
 
-def test_a_methods_own_setting_wins_and_one_that_it_lacks_is_refused_or_fails_that_method_alone(tmp_path):
+def test_a_methods_own_setting_wins_and_one_that_it_lacks_is_refused_or_fails_that_method_alone(
+    tmp_path,
+):
     run(tmp_path, "nufilt", **CHEAP)
-    kept, methods = sorted(tmp_path.rglob("*.json")), "nufilt, more=nufilt:max_steps=2, weight_average"
+    kept, methods = (
+        sorted(tmp_path.rglob("*.json")),
+        "nufilt, more=nufilt:max_steps=2, weight_average",
+    )
     with pytest.raises(ValueError, match=r"weight_average: .*method\.max_steps"):
         run(tmp_path, methods, overwrite=True, **CHEAP)
     assert sorted(tmp_path.rglob("*.json")) == kept
@@ -192,12 +224,16 @@ def other_weights(monkeypatch, task):
     monkeypatch.setattr(Experiment, "modelpool", property(modelpool))
 
 
-def test_results_of_other_settings_or_weights_are_refused_until_told_otherwise(tmp_path, monkeypatch, started):
+def test_results_of_other_settings_or_weights_are_refused_until_told_otherwise(
+    tmp_path, monkeypatch, started
+):
     run(tmp_path, "nufilt", **CHEAP)
     with pytest.raises(ValueError, match='evaluate is "last" there and "diagonal" here'):
         run(tmp_path, "nufilt", evaluate="diagonal")
     other_weights(monkeypatch, "digits")
-    with pytest.raises(ValueError, match="holds results of other models: 'digits' has other weights there"):
+    with pytest.raises(
+        ValueError, match="holds results of other models: 'digits' has other weights there"
+    ):
         run(tmp_path, "nufilt", **CHEAP)
     assert len(started) == 1
     run(tmp_path, "nufilt", overwrite=True, **CHEAP)
@@ -220,7 +256,9 @@ def test_the_task_pool_that_is_named_wins(tmp_path):
         ("nufilt_demo", ["bogus.key=1"], "bogus"),
     ],
 )
-def test_what_can_not_work_for_any_method_is_refused_before_any_work(tmp_path, modelpool, overrides, message):
+def test_what_can_not_work_for_any_method_is_refused_before_any_work(
+    tmp_path, modelpool, overrides, message
+):
     with pytest.raises(ValueError, match=message):
         run(tmp_path / "out", "nufilt", modelpool=modelpool, overrides=overrides)
     assert not (tmp_path / "out").exists()
@@ -231,15 +269,22 @@ def test_nothing_is_printed_meanwhile(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_method_that_cannot_be_built_is_told_before_anything_is_scored(tmp_path, monkeypatch, caplog):
+def test_a_method_that_cannot_be_built_is_told_before_anything_is_scored(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(Experiment, "score_single_models", lambda *args: pytest.fail("scored"))
-    with pytest.raises(ValueError, match=r"nufilt:null_rank=abc: .*null_rank must be a whole number"):
+    with pytest.raises(
+        ValueError, match=r"nufilt:null_rank=abc: .*null_rank must be a whole number"
+    ):
         run(tmp_path, "nufilt:null_rank=abc")
 
 
 def test_the_ranks_of_the_sensitivity_fit_the_models(tmp_path):
     width = Experiment(compose_run(["modelpool=nufilt_demo"])).width
-    specs = {spec.label: spec for spec in preset_specs("sensitivity", "nufilt_demo", ["method.max_steps=1"])}
+    specs = {
+        spec.label: spec
+        for spec in preset_specs("sensitivity", "nufilt_demo", ["method.max_steps=1"])
+    }
     assert specs[f"r_p {width}"].settings == ("lora_rank=0", "task_rank=0", f"null_rank={width}")
 
 
@@ -250,7 +295,14 @@ def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(t
         experiment = Experiment(compose_run(["modelpool=nufilt_demo"]), validation)
         taskpool = experiment.evaluator.taskpool
 
-        def counted(classifier, images, evaluate=taskpool._evaluate, part=part, validation=validation, **options):
+        def counted(
+            classifier,
+            images,
+            evaluate=taskpool._evaluate,
+            part=part,
+            validation=validation,
+            **options,
+        ):
             assert list(images.dataset.indices) == part(len(images.dataset.dataset))
             sizes[validation] = set(images.dataset.indices)
             return evaluate(classifier, images, **options)
@@ -264,9 +316,13 @@ def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(t
     found = run(tmp_path, "weight_average", overrides=[], validation=True, **CHEAP)
     found.save(tmp_path)
     assert "scored on a fifth of the test data" in (tmp_path / "table.md").read_text()
-    with pytest.raises(ValueError, match=r"holds results of other settings: resolved\.validation is true there"):
+    with pytest.raises(
+        ValueError, match=r"holds results of other settings: resolved\.validation is true there"
+    ):
         run(tmp_path, "weight_average", overrides=[], **CHEAP)
-    with pytest.raises(ValueError, match="a part of the test data needs a CLIP or Flan-T5 pool, got DummyTaskPool"):
+    with pytest.raises(
+        ValueError, match="a part of the test data needs a CLIP or Flan-T5 pool, got DummyTaskPool"
+    ):
         WatchingEvaluator(DummyTaskPool(), torch.device("cpu"), part)
 
 

@@ -7,7 +7,12 @@ import pytest
 
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.overrides import key_of, key_value, without_method
-from fusion_bench_nufilt.compare.paper import SENSITIVITY, panel_specs, preset_specs, with_fitting_ranks
+from fusion_bench_nufilt.compare.paper import (
+    SENSITIVITY,
+    panel_specs,
+    preset_specs,
+    with_fitting_ranks,
+)
 from fusion_bench_nufilt.compare.specs import RunSpec, check_specs, parse_methods, parse_seeds
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.storage.files import file_name
@@ -15,7 +20,11 @@ from fusion_bench_nufilt.storage.files import file_name
 
 def test_methods_are_separated_by_commas_outside_brackets():
     first, second = parse_methods("nufilt:target_modules=[q_proj,v_proj]:null_rank=21, opcm")
-    assert first.overrides == ("method=nufilt", "method.target_modules=[q_proj,v_proj]", "method.null_rank=21")
+    assert first.overrides == (
+        "method=nufilt",
+        "method.target_modules=[q_proj,v_proj]",
+        "method.null_rank=21",
+    )
     assert second == RunSpec("opcm", ("method=continual/opcm",), "opcm")
 
 
@@ -26,8 +35,16 @@ def test_a_label_stands_before_the_name():
 
 
 def test_a_variant_of_nufilt_stays_what_its_name_says_under_overrides_for_all():
-    everywhere = ["method.lora_rank=10", "method.null_space=true", "method.target_modules=auto", "method.null_rank=21"]
-    specs = parse_methods("nufilt/filter_only, nufilt/adapter_alone, nufilt/all_linear, nufilt/filter_only:lora_rank=3")
+    everywhere = [
+        "method.lora_rank=10",
+        "method.null_space=true",
+        "method.target_modules=auto",
+        "method.null_rank=21",
+    ]
+    specs = parse_methods(
+        "nufilt/filter_only, nufilt/adapter_alone, nufilt/all_linear, "
+        "nufilt/filter_only:lora_rank=3"
+    )
     configs = [compose_run([*everywhere, *spec.overrides]).method for spec in specs]
     assert [config.lora_rank for config in configs] == [0, 10, 10, 3]
     assert [config.null_space for config in configs] == [True, "zero", True, True]
@@ -38,7 +55,11 @@ def test_a_variant_of_nufilt_stays_what_its_name_says_under_overrides_for_all():
 def test_a_setting_goes_to_the_method_that_has_it():
     (spec,) = parse_methods("task_arithmetic:scaling_factor=0.1:shuffle_order=false")
     config = compose_run(spec.overrides).method
-    assert (config.base_method.scaling_factor, config.merged_scale, config.shuffle_order) == (0.1, 0.1, False)
+    assert (config.base_method.scaling_factor, config.merged_scale, config.shuffle_order) == (
+        0.1,
+        0.1,
+        False,
+    )
 
 
 def test_a_batch_method_of_fusionbench_is_run_continually():
@@ -76,7 +97,9 @@ def test_a_method_of_the_users_is_found_on_the_search_path(tmp_path):
     ],
 )
 def test_methods_that_can_not_be_compared_are_refused(text, words):
-    with pytest.raises(ValueError, match=re.escape(words[0]) if len(words) == 1 else "there is no method") as error:
+    with pytest.raises(
+        ValueError, match=re.escape(words[0]) if len(words) == 1 else "there is no method"
+    ) as error:
         check_specs(parse_methods(text))
     assert all(word in str(error.value) for word in words)
 
@@ -95,17 +118,22 @@ def test_a_label_is_shown_without_control_codes_and_stored_inside_its_folder():
 
 
 def test_order_free_is_every_method_that_keeps_sums():
-    assert [spec.label for spec in parse_methods("order_free")] == [method.name for method in ORDER_FREE]
+    assert [spec.label for spec in parse_methods("order_free")] == [
+        method.name for method in ORDER_FREE
+    ]
 
 
 @pytest.mark.parametrize(
-    ("text", "seeds"), [("42", [42]), ("42:45", [42, 43, 44]), ("7, 42:44, 43", [7, 42, 43]), ("0:1", [0])]
+    ("text", "seeds"),
+    [("42", [42]), ("42:45", [42, 43, 44]), ("7, 42:44, 43", [7, 42, 43]), ("0:1", [0])],
 )
 def test_seeds_are_numbers_and_half_open_ranges(text, seeds):
     assert parse_seeds(text) == seeds
 
 
-@pytest.mark.parametrize("text", ["", "x", "42:", "-1", "1.5", "45:42", "42:42", "0:1002", f"0:1{'0' * 10}", "9" * 20])
+@pytest.mark.parametrize(
+    "text", ["", "x", "42:", "-1", "1.5", "45:42", "42:42", "0:1002", f"0:1{'0' * 10}", "9" * 20]
+)
 def test_seeds_that_are_none_or_more_than_anybody_has_time_for_are_refused(text):
     with pytest.raises(ValueError, match="seeds"):
         parse_seeds(text)
@@ -114,20 +142,32 @@ def test_seeds_that_are_none_or_more_than_anybody_has_time_for_are_refused(text)
 # --- presets ---
 
 
-@pytest.mark.parametrize(("width", "null", "lora"), [(128, 21, 10), (768, 128, 64), (1024, 128, 64)])
-def test_the_ablation_has_the_four_rows_of_the_paper_with_ranks_that_fit_the_width(width, null, lora):
+@pytest.mark.parametrize(
+    ("width", "null", "lora"), [(128, 21, 10), (768, 128, 64), (1024, 128, 64)]
+)
+def test_the_ablation_has_the_four_rows_of_the_paper_with_ranks_that_fit_the_width(
+    width, null, lora
+):
     models = SimpleNamespace(width=width)
-    specs = [with_fitting_ranks(spec, models, []) for spec in preset_specs("ablation", "nufilt_demo", [])]
+    specs = [
+        with_fitting_ranks(spec, models, []) for spec in preset_specs("ablation", "nufilt_demo", [])
+    ]
     configs = [compose_run(spec.overrides).method for spec in specs]
     parts = [(config.null_space, config.null_rank, config.lora_rank) for config in configs]
     assert parts == [(False, null, 0), (True, null, 0), (False, null, lora), (True, null, lora)]
-    assert [spec.label for spec in specs] == ["nufilt/naive", "nufilt/filter_only", "nufilt/adapter_only", "nufilt"]
+    assert [spec.label for spec in specs] == [
+        "nufilt/naive",
+        "nufilt/filter_only",
+        "nufilt/adapter_only",
+        "nufilt",
+    ]
 
 
 def test_ranks_that_the_user_gives_and_methods_that_the_user_names_are_not_scaled():
     models, given = SimpleNamespace(width=128), ["method.null_rank=99"]
     specs = {
-        spec.label: with_fitting_ranks(spec, models, given) for spec in preset_specs("paper", "nufilt_demo", given)
+        spec.label: with_fitting_ranks(spec, models, given)
+        for spec in preset_specs("paper", "nufilt_demo", given)
     }
     assert specs["nufilt"].settings == ("lora_rank=10",)
     (named,) = parse_methods("nufilt")
@@ -136,8 +176,13 @@ def test_ranks_that_the_user_gives_and_methods_that_the_user_names_are_not_scale
 
 def test_the_sensitivity_varies_one_rank_in_each_panel_and_starts_at_none():
     ranks = ("null_rank", "lora_rank", "task_rank")
-    panels = [[dict(word.split("=") for word in spec.settings) for spec in panel_specs(p, 768)] for p in SENSITIVITY]
-    values = [[tuple(int(settings[key]) for key in ranks) for settings in panel] for panel in panels]
+    panels = [
+        [dict(word.split("=") for word in spec.settings) for spec in panel_specs(p, 768)]
+        for p in SENSITIVITY
+    ]
+    values = [
+        [tuple(int(settings[key]) for key in ranks) for settings in panel] for panel in panels
+    ]
     assert values[0][:2] + values[0][-1:] == [(0, 0, 0), (8, 0, 0), (768, 0, 0)]
     assert values[1][:2] + values[1][-1:] == [(128, 0, 8), (128, 4, 8), (128, 128, 8)]
     assert values[2][:2] + values[2][-1:] == [(128, 16, 0), (128, 16, 1), (128, 16, 128)]
@@ -154,18 +199,26 @@ def test_its_ranks_are_in_proportion_to_the_width_below_the_papers(width, ranks)
     )
 
 
-@pytest.mark.parametrize(("pool", "scale"), [("clip-vit-base-patch32_TA8", 0.3), ("clip-vit-base-patch32_TALL20", 0.1)])
-def test_the_paper_scales_by_the_number_of_tasks_and_has_both_forms_where_there_are_two(pool, scale):
+@pytest.mark.parametrize(
+    ("pool", "scale"), [("clip-vit-base-patch32_TA8", 0.3), ("clip-vit-base-patch32_TALL20", 0.1)]
+)
+def test_the_paper_scales_by_the_number_of_tasks_and_has_both_forms_where_there_are_two(
+    pool, scale
+):
     specs = {spec.label: spec for spec in preset_specs("paper", pool, [])}
     for name in ("ties_merging", "task_arithmetic", "knots_ties"):
         assert compose_run(specs[name].overrides).method.base_method.scaling_factor == scale
-    assert specs["ties_merging (released)"].settings == ("form=released", *specs["ties_merging"].settings)
+    assert specs["ties_merging (released)"].settings == (
+        "form=released",
+        *specs["ties_merging"].settings,
+    )
     assert "nufilt" in specs
 
 
 def test_methods_that_need_data_are_rows_of_the_paper_where_they_are_asked_for():
     without, rows = (
-        [spec.method for spec in preset_specs("paper", "nufilt_demo", [], with_data=asked)] for asked in (False, True)
+        [spec.method for spec in preset_specs("paper", "nufilt_demo", [], with_data=asked)]
+        for asked in (False, True)
     )
     assert set(rows) - set(without) == {"sequential_finetuning", "adamerging", "lora_wemoe"}
     assert [row for row in rows if row in without] == without
@@ -181,29 +234,43 @@ def test_methods_that_need_data_are_rows_of_the_paper_where_they_are_asked_for()
 @pytest.mark.parametrize(
     ("pool", "rows"),
     [
-        ("flan-t5-base_glue", "task_arithmetic ties_merging adamerging lora_wemoe wudi opcm nufilt"),
+        (
+            "flan-t5-base_glue",
+            "task_arithmetic ties_merging adamerging lora_wemoe wudi opcm nufilt",
+        ),
         ("llava-1.5-7b", "task_arithmetic ties_merging opcm nufilt"),
         ("gpt-2_glue", None),
     ],
 )
 def test_another_pool_has_the_rows_of_its_table_and_none_that_can_not_run(pool, rows, monkeypatch):
     overrides = ["taskpool=gpt-2_glue"] if pool == "gpt-2_glue" else []
-    found = list(dict.fromkeys(spec.method for spec in preset_specs("paper", pool, overrides, with_data=True)))
+    found = list(
+        dict.fromkeys(
+            spec.method for spec in preset_specs("paper", pool, overrides, with_data=True)
+        )
+    )
     if rows is None:
-        assert found == [spec.method for spec in preset_specs("paper", "nufilt_demo", []) if "(" not in spec.label]
+        assert found == [
+            spec.method
+            for spec in preset_specs("paper", "nufilt_demo", [])
+            if "(" not in spec.label
+        ]
     else:
         assert found == rows.split()
 
 
 def test_the_ranks_are_chosen_on_the_grids_of_the_sensitivity(demo):
     ranks, panels = (
-        [spec.label for spec in preset_specs(name, "nufilt_demo", [])] for name in ("ranks", "sensitivity")
+        [spec.label for spec in preset_specs(name, "nufilt_demo", [])]
+        for name in ("ranks", "sensitivity")
     )
     assert [label for label in panels if not label.startswith("steps")] == ranks
 
 
 def test_an_unknown_preset_lists_what_there_is():
-    with pytest.raises(ValueError, match="there are: ablation, overhead, paper, ranks, sensitivity"):
+    with pytest.raises(
+        ValueError, match="there are: ablation, overhead, paper, ranks, sensitivity"
+    ):
         preset_specs("best", "nufilt_demo", [])
 
 

@@ -49,7 +49,9 @@ def test_results_of_other_weights_are_refused_by_the_name_of_a_model(tmp_path):
     identified(tmp_path, {"_pretrained_": "0", "a": "1"})
     identified(tmp_path, {"_pretrained_": "0", "a": "1"})
     for weights in ({"_pretrained_": "0", "a": "2"}, {"_pretrained_": "0"}):
-        with pytest.raises(ValueError, match="holds results of other models: 'a' has other weights there"):
+        with pytest.raises(
+            ValueError, match="holds results of other models: 'a' has other weights there"
+        ):
             identified(tmp_path, weights)
 
 
@@ -61,12 +63,17 @@ def test_results_that_do_not_tell_the_weights_are_refused(tmp_path):
 
 def test_results_of_other_settings_are_refused_by_name(tmp_path):
     identified(tmp_path, {})
-    with pytest.raises(ValueError, match=r'other settings: resolved.models.a is "hub/a" there and "hub/b" here'):
+    with pytest.raises(
+        ValueError, match=r'other settings: resolved.models.a is "hub/a" there and "hub/b" here'
+    ):
         Store(tmp_path, {**SETTINGS, "resolved": {"models": {"a": "hub/b"}}})
 
 
 def test_a_label_with_another_configuration_is_refused(store):
-    with pytest.raises(ValueError, match="results of 'my/method' with other settings: null_rank is 8 there and 9 here"):
+    with pytest.raises(
+        ValueError,
+        match="results of 'my/method' with other settings: null_rank is 8 there and 9 here",
+    ):
         load(store, {**RUN.config, "null_rank": 9})
 
 
@@ -77,11 +84,20 @@ def test_scores_of_single_models_come_back_with_those_that_are_missing(store):
 
 
 @pytest.mark.parametrize(
-    "scores", [{}, {"pretrained": {"a": 0.1}}, {"pretrained": {"a": 0.1}, "individual": {}}, {"individual": {"b": 1.0}}]
+    "scores",
+    [
+        {},
+        {"pretrained": {"a": 0.1}},
+        {"pretrained": {"a": 0.1}, "individual": {}},
+        {"individual": {"b": 1.0}},
+    ],
 )
 def test_scores_of_single_models_that_are_not_of_all_tasks_are_refused(store, scores):
     store.save_references(scores)
-    with pytest.raises(ValueError, match=r"references\.json' is damaged, field '(pretrained|individual)': must have"):
+    with pytest.raises(
+        ValueError,
+        match=r"references\.json' is damaged, field '(pretrained|individual)': must have",
+    ):
         store.load_references(["a"])
 
 
@@ -89,10 +105,15 @@ def test_a_score_that_was_changed_and_tasks_in_another_order_are_refused(store):
     (file,) = (store.folder / "runs").rglob("*.json")
     good = json.loads(file.read_text())
     matrix = [[7.5, *good["accuracy_matrix"][0][1:]], *good["accuracy_matrix"][1:]]
-    edits = {"'digest'": {"accuracy_matrix": matrix}, "'tasks'": {"tasks": good["tasks"][::-1], "digest": ...}}
+    edits = {
+        "'digest'": {"accuracy_matrix": matrix},
+        "'tasks'": {"tasks": good["tasks"][::-1], "digest": ...},
+    }
     edits["'accuracy_matrix.0.0'"] = {"accuracy_matrix": [[1e308, None, None], *matrix[1:]]}
     for field, edit in edits.items():
-        file.write_text(json.dumps({key: value for key, value in {**good, **edit}.items() if value is not ...}))
+        file.write_text(
+            json.dumps({key: value for key, value in {**good, **edit}.items() if value is not ...})
+        )
         with pytest.raises(ValueError, match=rf"42\.json' is damaged, field {field}"):
             load(store, RUN.config)
 
@@ -128,9 +149,14 @@ def test_overwriting_follows_no_link_and_deletes_no_other_json(store, tmp_path):
     mine.mkdir()
     (mine / "1.json").write_text('{"label": "a", "seed": 1}')
     runs = store.folder / "runs"
-    for path, make in ((runs / "link", Path.symlink_to), (runs / "my_method" / "1.json", Path.hardlink_to)):
+    for path, make in (
+        (runs / "link", Path.symlink_to),
+        (runs / "my_method" / "1.json", Path.hardlink_to),
+    ):
         make(path, mine if make is Path.symlink_to else mine / "1.json")
-        (mine / "1.json").write_text('{"a": 1}' if make is Path.hardlink_to else '{"label": "a", "seed": 1}')
+        (mine / "1.json").write_text(
+            '{"a": 1}' if make is Path.hardlink_to else '{"label": "a", "seed": 1}'
+        )
         with pytest.raises(ValueError, match=r"1\.json' is(, or lies behind, a link| damaged)"):
             Store(store.folder, SETTINGS, overwrite=True)
         path.unlink()
@@ -151,7 +177,8 @@ def test_a_folder_is_held_by_one_comparison_at_a_time(store):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("tasks", ["a"]), ("accuracy_matrix", None), ("error", 3), ("config", []), (None, None)]
+    ("field", "value"),
+    [("tasks", ["a"]), ("accuracy_matrix", None), ("error", 3), ("config", []), (None, None)],
 )
 def test_a_damaged_run_is_named(store, field, value):
     (file,) = (store.folder / "runs").rglob("*.json")

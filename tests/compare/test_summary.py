@@ -1,4 +1,6 @@
-"""Means and deviations over seeds, by hand; and what reaches a tracker that `fabric/loggers=` names."""
+"""Means and deviations over seeds, by hand; and what reaches a tracker that `fabric/loggers=`
+names.
+"""
 
 import math
 
@@ -27,8 +29,12 @@ def method(*runs):
 
 def test_acc_bwt_and_plasticity_are_means_of_the_runs():
     result = method(finished(42, change=-0.1), finished(43, change=-0.2))
-    assert result.mean("plasticity").mean == pytest.approx(0.6)  # each task's own score, in any order
-    assert result.mean("BWT").mean == pytest.approx(-(0.15 + 0.3) / 2)  # two changes and one, over two tasks
+    assert result.mean("plasticity").mean == pytest.approx(
+        0.6
+    )  # each task's own score, in any order
+    assert result.mean("BWT").mean == pytest.approx(
+        -(0.15 + 0.3) / 2
+    )  # two changes and one, over two tasks
     assert result.mean("ACC").mean == pytest.approx(0.6 - 0.15)
     assert result.mean("merging_seconds").mean == 3.0
 
@@ -48,7 +54,10 @@ def test_failed_runs_are_left_out_and_named_by_reason():
 
 
 def test_environments_that_differ_are_all_named():
-    runs = [finished(42, environment={"torch": "2.13.0"}), finished(43, environment={"torch": "2.14.0"})]
+    runs = [
+        finished(42, environment={"torch": "2.13.0"}),
+        finished(43, environment={"torch": "2.14.0"}),
+    ]
     assert comparison({"m": runs}).environment == {"torch": "2.13.0 and 2.14.0"}
 
 
@@ -58,8 +67,12 @@ def test_environments_that_differ_are_all_named():
 def test_tensorboard_gets_every_score_the_means_and_the_pictures(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (logger,) = make_trackers(["modelpool=nufilt_demo", "fabric/loggers=tensorboard_logger"], tmp_path)
-    found = comparison({"one": [finished(42), finished(43, -0.1)], "two": [finished(42), failed(43)]})
+    (logger,) = make_trackers(
+        ["modelpool=nufilt_demo", "fabric/loggers=tensorboard_logger"], tmp_path
+    )
+    found = comparison(
+        {"one": [finished(42), finished(43, -0.1)], "two": [finished(42), failed(43)]}
+    )
     files = found.save(tmp_path)
     found.log([logger], [tmp_path / name for name in files if name.endswith(".png")])
     events = EventAccumulator(str(tmp_path))

@@ -7,16 +7,23 @@ def matrix_with_spectrum(d_o, d_i, spectrum, seed):
     """Return a random matrix ``(d_o, d_i)`` with the given singular values, float64."""
     generator = torch.Generator().manual_seed(seed)
     k = len(spectrum)
-    U, V = (torch.linalg.qr(torch.randn(d, k, generator=generator, dtype=torch.float64)).Q for d in (d_o, d_i))
+    U, V = (
+        torch.linalg.qr(torch.randn(d, k, generator=generator, dtype=torch.float64)).Q
+        for d in (d_o, d_i)
+    )
     return U * spectrum @ V.mT
 
 
 def random_layer(d_o, d_i, seed, dtype=torch.float64):
-    """Return the pretrained, merged and task weight of a layer; task vectors have full rank and are small."""
+    """Return the pretrained, merged and task weight of a layer; task vectors have full rank and are
+    small.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def gaussian(scale):
         return scale * torch.randn(d_o, d_i, generator=generator, dtype=torch.float64)
 
     theta_0 = gaussian(0.1)
-    return tuple(weight.to(dtype) for weight in (theta_0, theta_0 + gaussian(0.01), theta_0 + gaussian(0.01)))
+    return tuple(
+        weight.to(dtype) for weight in (theta_0, theta_0 + gaussian(0.01), theta_0 + gaussian(0.01))
+    )

@@ -1,4 +1,6 @@
-"""The reduced objective and its Adam iterates are compared with the plain ones, through autograd."""
+"""The reduced objective and its Adam iterates are compared with the plain ones, through
+autograd.
+"""
 
 import pytest
 import torch
@@ -15,12 +17,18 @@ def problem(shape, projector, seed=0):
     theta_0, theta, theta_t = random_layer(*shape, seed)
     tau, tau_merged = theta_t - theta_0, theta - theta_0
     V_p, V_t = top_right_singular_vectors(tau_merged, 6), top_right_singular_vectors(tau, 3)
-    filtered = {"filter": null_space_filter(tau, V_p), "identity": tau, "zero": torch.zeros_like(tau)}[projector]
+    filtered = {
+        "filter": null_space_filter(tau, V_p),
+        "identity": tau,
+        "zero": torch.zeros_like(tau),
+    }[projector]
     return tau, filtered, tau_merged, V_t, V_p
 
 
 def objective_of(tau, filtered, *rest):
-    """Return the reduced objective of one layer, which tells P = I by the identity of its arguments."""
+    """Return the reduced objective of one layer, which tells P = I by the identity of its
+    arguments.
+    """
     stack = [tensor[None] for tensor in (tau, filtered, *rest)]
     return Objective.build(stack[0], stack[0] if filtered is tau else stack[1], *stack[2:])
 
@@ -32,7 +40,9 @@ def plain_loss(tau, filtered, tau_merged, V_t, V_p, A, B):
 
 
 def start_of_a(shape, rank=4):
-    return 0.02 * torch.randn(rank, shape[1], generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return 0.02 * torch.randn(
+        rank, shape[1], generator=torch.Generator().manual_seed(7), dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -61,7 +71,9 @@ def test_iterates_and_losses_are_those_of_autograd_and_torch_adam(shape, project
 
 def test_no_step_leaves_the_adapter_at_its_start():
     A = start_of_a((20, 16))[None]
-    fitted, B, losses = fit_adapter(objective_of(*problem((20, 16), "filter")), A, lr=1e-3, max_steps=0)
+    fitted, B, losses = fit_adapter(
+        objective_of(*problem((20, 16), "filter")), A, lr=1e-3, max_steps=0
+    )
     assert torch.equal(fitted, A)
     assert B.abs().max() == 0
     assert losses.shape == (1, 1)
@@ -86,7 +98,9 @@ def test_the_closed_form_has_no_gradient_and_tells_its_losses(shape, projector, 
     start = torch.zeros_like(A).requires_grad_()
     (at_zero,) = torch.autograd.grad(plain_loss(*layer, start, B), start)
     assert gradient.norm() <= 1e-9 * at_zero.norm()
-    torch.testing.assert_close(losses.tolist(), [plain_loss(*layer, start, B).item(), loss.item()], rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        losses.tolist(), [plain_loss(*layer, start, B).item(), loss.item()], rtol=1e-9, atol=0
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)

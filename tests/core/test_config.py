@@ -23,7 +23,12 @@ KINDS = (FusionConfig, TargetConfig, DeviceConfig, ProtocolConfig)
 
 @pytest.mark.parametrize(
     ("key", "otherwise"),
-    [("null_rank", ", or a share"), ("lora_rank", ", or a share"), ("task_rank", ", or a share"), ("max_steps", "")],
+    [
+        ("null_rank", ", or a share"),
+        ("lora_rank", ", or a share"),
+        ("task_rank", ", or a share"),
+        ("max_steps", ""),
+    ],
 )
 def test_ranks_and_steps_are_whole_numbers_from_zero(key, otherwise):
     for value in (-1, -0.1, 1.0, 1.5, True, "8", None, float("nan")):
@@ -60,19 +65,37 @@ def test_the_defaults_are_the_papers():
 
 @pytest.mark.parametrize(
     ("rank", "d_i", "number"),
-    [(1 / 3, 128, 43), (0.5, 128, 64), (1 / 6, 768, 128), (0.001, 64, 1), (128, 64, 128), (128, 4096, 128), (0, 64, 0)],
+    [
+        (1 / 3, 128, 43),
+        (0.5, 128, 64),
+        (1 / 6, 768, 128),
+        (0.001, 64, 1),
+        (128, 64, 128),
+        (128, 4096, 128),
+        (0, 64, 0),
+    ],
 )
-def test_a_share_is_rounded_and_at_least_one_and_a_whole_rank_is_the_same_in_every_layer(rank, d_i, number):
-    assert FusionConfig(null_rank=rank, lora_rank=rank, task_rank=rank).ranks(d_i) == (number, number, number)
+def test_a_share_is_rounded_and_at_least_one_and_a_whole_rank_is_the_same_in_every_layer(
+    rank, d_i, number
+):
+    assert FusionConfig(null_rank=rank, lora_rank=rank, task_rank=rank).ranks(d_i) == (
+        number,
+        number,
+        number,
+    )
 
 
 def test_a_share_is_the_whole_number_it_comes_to_in_each_layer():
     shares = FusionConfig(null_rank=0.25, lora_rank=0.5, task_rank=0.125, max_steps=4)
     layers = {"tall": random_layer(24, 16, 1), "wide": random_layer(8, 32, 2)}
-    fused, _ = fuse_layers(*({name: layer[i] for name, layer in layers.items()} for i in range(3)), shares)
+    fused, _ = fuse_layers(
+        *({name: layer[i] for name, layer in layers.items()} for i in range(3)), shares
+    )
     for name, layer in layers.items():
         d_i = layer[0].shape[1]
-        numbers = dataclasses.replace(shares, null_rank=d_i // 4, lora_rank=d_i // 2, task_rank=d_i // 8)
+        numbers = dataclasses.replace(
+            shares, null_rank=d_i // 4, lora_rank=d_i // 2, task_rank=d_i // 8
+        )
         alone, _ = fuse_layers(*({name: weight} for weight in layer), numbers)
         assert torch.equal(fused[name], alone[name])
 
@@ -107,5 +130,7 @@ def test_a_misspelt_keyword_is_refused_with_the_right_one():
 @pytest.mark.parametrize("method", ["nufilt", "continual/task_arithmetic"])
 def test_a_misspelt_key_in_yaml_is_refused_with_the_right_one(method):
     config = compose_run([f"method={method}", "+method.shufle_order=false"]).method
-    with pytest.raises(Exception, match=r"no option 'shufle_order'; did you mean 'shuffle_order'\?"):
+    with pytest.raises(
+        Exception, match=r"no option 'shufle_order'; did you mean 'shuffle_order'\?"
+    ):
         instantiate(config)

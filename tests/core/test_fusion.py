@@ -23,7 +23,9 @@ layers = st.builds(random_layer, st.integers(1, 20), st.integers(1, 20), st.inte
 
 
 def models(dtype=torch.float64, shapes=SHAPES):
-    drawn = {name: random_layer(*shape, seed, dtype) for seed, (name, shape) in enumerate(shapes.items())}
+    drawn = {
+        name: random_layer(*shape, seed, dtype) for seed, (name, shape) in enumerate(shapes.items())
+    }
     return [{name: layer[i] for name, layer in drawn.items()} for i in range(3)]
 
 
@@ -46,15 +48,22 @@ def close(actual, expected, tolerance=1e-10):
 @pytest.mark.parametrize("null_space", [True, False, "zero"])
 @pytest.mark.parametrize("shape", [(20, 12), (8, 30)])
 def test_the_fused_weight_is_w_plus_tau_times_p_plus_ba(shape, null_space):
-    """Everything is recomputed here the long way: full SVD, P formed, both gradients by autograd, torch's Adam."""
+    """Everything is recomputed here the long way: full SVD, P formed, both gradients by autograd,
+    torch's Adam.
+    """
     theta_0, theta, theta_t = random_layer(*shape, seed=3)
     tau, tau_merged = theta_t - theta_0, theta - theta_0
     A = torch.linspace(-0.05, 0.05, 4 * shape[1], dtype=torch.float64).reshape(4, shape[1])
 
-    V_p, V_t = (torch.linalg.svd(m, full_matrices=False).Vh[:r].mT for m, r in ((tau_merged, 6), (tau, 3)))
+    V_p, V_t = (
+        torch.linalg.svd(m, full_matrices=False).Vh[:r].mT for m, r in ((tau_merged, 6), (tau, 3))
+    )
     identity = torch.eye(shape[1], dtype=torch.float64)
     P = {True: identity - V_p @ V_p.mT, False: identity, "zero": 0 * identity}[null_space]
-    a, b = A.clone().requires_grad_(), torch.zeros(shape[1], 4, dtype=torch.float64, requires_grad=True)
+    a, b = (
+        A.clone().requires_grad_(),
+        torch.zeros(shape[1], 4, dtype=torch.float64, requires_grad=True),
+    )
     adam = torch.optim.Adam([a, b], lr=CONFIG.lr)
     for _ in range(CONFIG.max_steps):
         after = tau_merged + tau @ (P + b @ a)
@@ -64,17 +73,23 @@ def test_the_fused_weight_is_w_plus_tau_times_p_plus_ba(shape, null_space):
         adam.step()
     expected = theta + tau @ (P + b @ a).detach()
 
-    fused, report = fuse_one(theta_0, theta, theta_t, replace(CONFIG, null_space=null_space), lora_A={"w": A})
+    fused, report = fuse_one(
+        theta_0, theta, theta_t, replace(CONFIG, null_space=null_space), lora_A={"w": A}
+    )
     close(fused, expected)
     assert report.task_norm == pytest.approx(tau.norm().item())
     assert report.merged_norm == pytest.approx(tau_merged.norm().item())
-    assert report.filtered_share == pytest.approx(((tau - tau @ P).norm() / tau.norm()).item() ** 2, abs=1e-9)
+    assert report.filtered_share == pytest.approx(
+        ((tau - tau @ P).norm() / tau.norm()).item() ** 2, abs=1e-9
+    )
     assert report.overlap == pytest.approx((V_p.mT @ V_t).square().sum().item() / 3)
     assert report.protected_rank == min(6, *shape)
 
 
 @given(layers, st.integers(0, 40), st.integers(0, 8), st.integers(0, 40))
-def test_a_layer_without_an_update_takes_the_task_weight_as_it_is(layer, null_rank, lora_rank, task_rank):
+def test_a_layer_without_an_update_takes_the_task_weight_as_it_is(
+    layer, null_rank, lora_rank, task_rank
+):
     theta_0, _, theta_t = layer
     config = replace(CONFIG, null_rank=null_rank, lora_rank=lora_rank, task_rank=task_rank)
     assert torch.equal(fuse_one(theta_0, theta_0, theta_t, config, step=5)[0], theta_t)
@@ -119,11 +134,18 @@ def test_filter_only_is_linear_in_the_task_vector(layer, scale):
     close(scaled, scale * update, tolerance=1e-8 * scale)
 
 
-@given(st.integers(2, 12), st.integers(2, 12), st.integers(0, 2**16), st.sampled_from(["adam", "closed_form"]))
+@given(
+    st.integers(2, 12),
+    st.integers(2, 12),
+    st.integers(0, 2**16),
+    st.sampled_from(["adam", "closed_form"]),
+)
 def test_rotating_the_outputs_rotates_the_update(d_o, d_i, seed, solver):
-    """Both Gram matrices, and so the adapter, do not see a rotation Q of the output space: W' = Q W gives Q dW.
+    """Both Gram matrices, and so the adapter, do not see a rotation Q of the output space: W' = Q W
+    gives Q dW.
 
-    Only up to rounding: where a gradient entry is nearly zero Adam normalises its noise, hence a small max_steps.
+    Only up to rounding: where a gradient entry is nearly zero Adam normalises its noise, hence a
+    small max_steps.
     """
     theta_0, theta, theta_t = random_layer(d_o, d_i, seed)
     Q = torch.linalg.qr(random_layer(d_o, d_o, seed + 1)[0]).Q
@@ -139,7 +161,9 @@ def test_the_released_first_task_is_filtered_by_coordinates_and_has_no_adapter()
     expected = theta_t.clone()
     expected[:, :6] = theta_0[:, :6]
     close(fused, expected)
-    close(fuse_one(theta_0, theta, theta_t, config)[0], fuse_one(theta_0, theta, theta_t, CONFIG)[0])
+    close(
+        fuse_one(theta_0, theta, theta_t, config)[0], fuse_one(theta_0, theta, theta_t, CONFIG)[0]
+    )
 
 
 # --- what the result does not depend on ---
@@ -162,7 +186,9 @@ def test_a_layer_does_not_depend_on_its_company_or_order(solver):
 @pytest.mark.parametrize("n", [1, 2, 7])
 @pytest.mark.parametrize("solver", ["adam", "closed_form"])
 def test_a_layer_in_a_stack_is_the_layer_alone(n, solver, device, monkeypatch):
-    """On an accelerator, layers of a shape are solved together, with the same result to rounding."""
+    """On an accelerator, layers of a shape are solved together, with the same result to
+    rounding.
+    """
     config = replace(CONFIG, solver=solver, max_steps=5)
     monkeypatch.setattr(fusion, "stack_size", lambda *_: n)
     shapes = {f"layer{number}": (20, 12) for number in range(7)}
@@ -174,7 +200,9 @@ def test_a_layer_in_a_stack_is_the_layer_alone(n, solver, device, monkeypatch):
         alone, report = fuse_layers(*only(name, (pretrained, merged, task)), config, device="cpu")
         tau = task[name] - pretrained[name]
         assert (stacked[name] - alone[name]).norm() <= 1e-9 * tau.norm()
-        assert dataclasses.astuple(reports[name])[3:] == pytest.approx(dataclasses.astuple(report[name])[3:], abs=1e-9)
+        assert dataclasses.astuple(reports[name])[3:] == pytest.approx(
+            dataclasses.astuple(report[name])[3:], abs=1e-9
+        )
 
 
 def test_a_stack_is_as_large_as_the_memory_bound_allows():
@@ -207,12 +235,16 @@ def test_the_number_of_threads_does_not_change_a_bit(torch_settings):
         torch.set_num_threads(threads)
         results.append(fuse_layers(*models(torch.float32), CONFIG)[0])
         assert torch.get_num_threads() == threads
-    assert all(torch.equal(results[0][name], other[name]) for other in results[1:] for name in SHAPES)
+    assert all(
+        torch.equal(results[0][name], other[name]) for other in results[1:] for name in SHAPES
+    )
 
 
 def test_seed_step_and_name_each_draw_another_adapter():
     layer = random_layer(20, 12, seed=0)
-    base, same, seed, step = (fuse_one(*layer, seed=s, step=t)[0] for s, t in ((1, 2), (1, 2), (2, 2), (1, 3)))
+    base, same, seed, step = (
+        fuse_one(*layer, seed=s, step=t)[0] for s, t in ((1, 2), (1, 2), (2, 2), (1, 3))
+    )
     name, _ = fuse_layers(*({"v": weight} for weight in layer), CONFIG, seed=1, step=2)
     assert torch.equal(base, same)
     assert not any(torch.equal(base, other) for other in (seed, step, name["v"]))
@@ -221,16 +253,23 @@ def test_seed_step_and_name_each_draw_another_adapter():
 def test_no_argument_is_changed():
     streams, copies = models(), models()
     fuse_layers(*streams, CONFIG)
-    assert all(torch.equal(a[name], b[name]) for a, b in zip(streams, copies, strict=True) for name in SHAPES)
+    assert all(
+        torch.equal(a[name], b[name])
+        for a, b in zip(streams, copies, strict=True)
+        for name in SHAPES
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32_and_cast_back_once(dtype):
     narrow = models(dtype)
     fused, _ = fuse_layers(*narrow, CONFIG)
-    expected, _ = fuse_layers(*({name: weight.float() for name, weight in model.items()} for model in narrow), CONFIG)
+    expected, _ = fuse_layers(
+        *({name: weight.float() for name, weight in model.items()} for model in narrow), CONFIG
+    )
     assert all(
-        weight.dtype == dtype and torch.equal(weight, expected[name].to(dtype)) for name, weight in fused.items()
+        weight.dtype == dtype and torch.equal(weight, expected[name].to(dtype))
+        for name, weight in fused.items()
     )
 
 
@@ -241,7 +280,9 @@ def test_progress_hears_of_every_layer_and_reports_come_in_order():
     assert list(reports) == list(SHAPES)
     assert all(report.seconds > report.solving_seconds > 0 for report in reports.values())
     assert all(report.loss_after <= report.loss_before for report in reports.values())
-    assert {tuple(dataclasses.asdict(report)["shape"]) for report in reports.values()} == set(SHAPES.values())
+    assert {tuple(dataclasses.asdict(report)["shape"]) for report in reports.values()} == set(
+        SHAPES.values()
+    )
 
 
 # --- what goes wrong on a device ---
@@ -250,7 +291,11 @@ def test_progress_hears_of_every_layer_and_reports_come_in_order():
 def test_float64_takes_over_where_float32_is_too_inaccurate_and_says_so_once(caplog):
     theta_0, _, theta_t = random_layer(40, 40, seed=0)
     spectrum = torch.logspace(0, -6, 40).double()  # on which float32 fails
-    layer = [0 * theta_0.float(), matrix_with_spectrum(40, 40, spectrum, seed=1).float(), (theta_t - theta_0).float()]
+    layer = [
+        0 * theta_0.float(),
+        matrix_with_spectrum(40, 40, spectrum, seed=1).float(),
+        (theta_t - theta_0).float(),
+    ]
     config = replace(CONFIG, null_rank=20)
     for name in ("other", "steep"):
         fused, _ = fuse_layers(*({name: weight} for weight in layer), config)
@@ -264,10 +309,14 @@ def test_float64_takes_over_where_float32_is_too_inaccurate_and_says_so_once(cap
     "error",
     [
         torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge"),
-        RuntimeError("cusolver error: CUSOLVER_STATUS_INVALID_VALUE, when calling `cusolverDnXsyevBatched`"),
+        RuntimeError(
+            "cusolver error: CUSOLVER_STATUS_INVALID_VALUE, when calling `cusolverDnXsyevBatched`"
+        ),
     ],
 )
-def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_the_cpu(error, monkeypatch, caplog):
+def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_the_cpu(
+    error, monkeypatch, caplog
+):
     """A solver on a device may fail on a whole stack."""
     solve, attempts = fusion.fuse_stack, []
 
@@ -291,8 +340,14 @@ def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_th
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (torch.linalg.LinAlgError("no convergence"), r"layer 'w' \(20, 12\): no singular vectors, .* no convergence"),
-        (torch.cuda.OutOfMemoryError("17 GB"), r"layer 'w' \(20, 12\): no room on device 'cpu'; choose .* \(17 GB\)"),
+        (
+            torch.linalg.LinAlgError("no convergence"),
+            r"layer 'w' \(20, 12\): no singular vectors, .* no convergence",
+        ),
+        (
+            torch.cuda.OutOfMemoryError("17 GB"),
+            r"layer 'w' \(20, 12\): no room on device 'cpu'; choose .* \(17 GB\)",
+        ),
     ],
 )
 def test_what_fails_for_good_names_the_layer(error, message, monkeypatch):
@@ -307,21 +362,29 @@ def test_what_fails_for_good_names_the_layer(error, message, monkeypatch):
 @pytest.mark.parametrize("solver", ["adam", "closed_form"])
 @pytest.mark.parametrize("shape", [(20, 12), (8, 30), (300, 260)])
 def test_nothing_computed_on_a_device_meets_the_cpu(shape, solver, monkeypatch):
-    """On the meta device, an operation on two devices is an error. It has no values to decide by, so that every check
-    holds. The fused optimiser alone has no form there.
+    """On the meta device, an operation on two devices is an error. It has no values to decide by,
+    so that every check holds. The fused optimiser alone has no form there.
     """
     monkeypatch.setattr(torch.Tensor, "__bool__", lambda self: True)
     adam = torch.optim.Adam
-    monkeypatch.setattr(torch.optim, "Adam", lambda *args, fused, **kwargs: adam(*args, foreach=False, **kwargs))
+    monkeypatch.setattr(
+        torch.optim, "Adam", lambda *args, fused, **kwargs: adam(*args, foreach=False, **kwargs)
+    )
     stack = [torch.empty(3, *shape, device="meta") for _ in range(3)]
     A = torch.empty(3, 4, shape[1], device="meta")
     config = replace(CONFIG, solver=solver, first_task="release", max_steps=2)
-    for task in (stack[2], LowRank(*(torch.empty(3, *s, device="meta") for s in ((shape[0], 2), (2, shape[1]))))):
+    for task in (
+        stack[2],
+        LowRank(*(torch.empty(3, *s, device="meta") for s in ((shape[0], 2), (2, shape[1])))),
+    ):
         for fresh in (True, False):
             weights, measures = fuse_stack(*stack[:2], task, A, config, fresh=fresh, exact=False)
             assert weights.shape == (3, *shape)
             assert {measure.shape for measure in measures.values()} == {(3,)}
-            assert {weights.device.type, *(measure.device.type for measure in measures.values())} == {"meta"}
+            assert {
+                weights.device.type,
+                *(measure.device.type for measure in measures.values()),
+            } == {"meta"}
 
 
 # --- bad input ---
@@ -332,8 +395,16 @@ def test_nothing_computed_on_a_device_meets_the_cpu(shape, solver, monkeypatch):
     [
         ("wide", None, r" lacks layer 'wide' \(8, 30\)"),
         ("wide", torch.zeros(8, 31), r", layer 'wide': shape \(8, 31\) differs .* \(8, 30\)"),
-        ("wide", torch.zeros(8), r", layer 'wide': expected a floating-point matrix, got shape \(8,\)"),
-        ("wide", torch.zeros(8, 30, dtype=torch.int64), r", layer 'wide': expected a floating-point matrix"),
+        (
+            "wide",
+            torch.zeros(8),
+            r", layer 'wide': expected a floating-point matrix, got shape \(8,\)",
+        ),
+        (
+            "wide",
+            torch.zeros(8, 30, dtype=torch.int64),
+            r", layer 'wide': expected a floating-point matrix",
+        ),
         ("wide", torch.full((8, 30), float("nan")), r", layer 'wide': .*NaN or infinite"),
         ("wide", torch.full((8, 30), float("inf")), r", layer 'wide': .*NaN or infinite"),
         ("new", torch.zeros(2, 2), r" has layers that the pretrained model lacks: \['new'\]"),
@@ -347,12 +418,16 @@ def test_a_bad_layer_is_refused_by_model_name_and_shape(name, weight, message):
 
 
 def test_an_initial_a_of_another_shape_is_refused():
-    with pytest.raises(ValueError, match=r"lora_A of layer 'w': expected shape \(4, 12\), got \(5, 12\)"):
+    with pytest.raises(
+        ValueError, match=r"lora_A of layer 'w': expected shape \(4, 12\), got \(5, 12\)"
+    ):
         fuse_one(*random_layer(20, 12, seed=0), lora_A={"w": torch.zeros(5, 12)})
 
 
 def test_the_models_are_free_as_soon_as_they_are_merged():
-    """They are so without the garbage collector, so that a merge of many layers holds only those at work."""
+    """They are so without the garbage collector, so that a merge of many layers holds only those at
+    work.
+    """
     models = [{"layer": torch.randn(6, 5)} for _ in range(3)]
     left = [weakref.ref(model["layer"]) for model in models]
     gc.collect()

@@ -13,8 +13,17 @@ from fusion_bench_nufilt.core.subspace import null_space_filter, top_right_singu
 from tests.conftest import every_device, shared_or_skip
 
 HERE = Path(__file__).parent / "parity"
-SMALL = [case["name"] for case in json.loads((HERE / "cases.json").read_text())]  # in the repository
-LARGE = ["tall_f64", "square_f64", "wide_f64", "adapter_only_f64", "filter_only_f64", "release_first_task_f64"]
+SMALL = [
+    case["name"] for case in json.loads((HERE / "cases.json").read_text())
+]  # in the repository
+LARGE = [
+    "tall_f64",
+    "square_f64",
+    "wide_f64",
+    "adapter_only_f64",
+    "filter_only_f64",
+    "release_first_task_f64",
+]
 LARGE += ["attention_768_f32", "mlp_1536x384_f32"]  # beside a developer's checkout
 CASES = [*SMALL, *LARGE]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
@@ -22,7 +31,9 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
 
 def load_case(name):
     folder = HERE if name in SMALL else shared_or_skip("parity")
-    (case,) = [case for case in json.loads((folder / "cases.json").read_text()) if case["name"] == name]
+    (case,) = [
+        case for case in json.loads((folder / "cases.json").read_text()) if case["name"] == name
+    ]
     return case, load_file(folder / f"{name}.safetensors")
 
 
@@ -47,8 +58,12 @@ def test_the_whole_stream_agrees(name, device):
         assert error <= TOLERANCE[case["dtype"]], f"step {t}: {error:.2e}"
         if (expected := vectors.get(f"loss.{t}")) is not None:
             report = reports["layer"]
-            assert report.loss_before == pytest.approx(expected[0].item(), rel=TOLERANCE[case["dtype"]])
-            assert report.loss_after == pytest.approx(expected[-1].item(), rel=TOLERANCE[case["dtype"]])
+            assert report.loss_before == pytest.approx(
+                expected[0].item(), rel=TOLERANCE[case["dtype"]]
+            )
+            assert report.loss_after == pytest.approx(
+                expected[-1].item(), rel=TOLERANCE[case["dtype"]]
+            )
             assert report.loss_after < report.loss_before
 
 
@@ -66,5 +81,9 @@ def test_every_loss_on_the_way_agrees(name):
             objective, vectors[f"lora_A_init.{t}"][None], lr=case["lr"], max_steps=case["max_steps"]
         )
         torch.testing.assert_close(
-            losses[0], vectors[f"loss.{t}"], rtol=TOLERANCE[case["dtype"]], atol=0, check_dtype=False
+            losses[0],
+            vectors[f"loss.{t}"],
+            rtol=TOLERANCE[case["dtype"]],
+            atol=0,
+            check_dtype=False,
         )

@@ -60,7 +60,9 @@ def test_a_cluster_of_equal_singular_values_is_taken_whole(shape):
 @pytest.mark.parametrize("decay", [0.1, 0.7, 1.0])
 @pytest.mark.parametrize("shape", [(150, 100), (100, 150), (400, 400)])
 def test_float32_filters_as_an_exact_svd_does_on_spectra_of_task_vectors(shape, decay):
-    """Two tasks of singular values k^-decay: in float32 the filtered part is off by less than 1e-5 of the norm."""
+    """Two tasks of singular values k^-decay: in float32 the filtered part is off by less than 1e-5
+    of the norm.
+    """
     spectrum = torch.arange(1, min(shape) + 1, dtype=torch.float64) ** -decay
     tau = sum(matrix_with_spectrum(*shape, spectrum, seed) for seed in (1, 2)).float()
     other = matrix_with_spectrum(*shape, spectrum, seed=3)
@@ -72,7 +74,10 @@ def test_float32_filters_as_an_exact_svd_does_on_spectra_of_task_vectors(shape, 
 
 
 def test_the_flat_tail_of_a_language_model_s_spectrum_needs_no_float64():
-    steep, flat = torch.arange(1, 65, dtype=torch.float64) ** -0.75, torch.linspace(0.022, 0.018, 512).double()
+    steep, flat = (
+        torch.arange(1, 65, dtype=torch.float64) ** -0.75,
+        torch.linspace(0.022, 0.018, 512).double(),
+    )
     tau = matrix_with_spectrum(576, 576, torch.cat([steep, flat]), seed=1)
     expected = torch.linalg.svd(tau).Vh[:192].mT
     actual = top_right_singular_vectors(tau.float(), 192).double()
@@ -80,18 +85,27 @@ def test_the_flat_tail_of_a_language_model_s_spectrum_needs_no_float64():
 
 
 def test_a_spectrum_too_steep_for_float32_is_refused_and_exact_in_float64():
-    tau = matrix_with_spectrum(200, 200, torch.arange(1, 201, dtype=torch.float64) ** -2.0, seed=1).float()
+    tau = matrix_with_spectrum(
+        200, 200, torch.arange(1, 201, dtype=torch.float64) ** -2.0, seed=1
+    ).float()
     with pytest.raises(torch.linalg.LinAlgError, match="too inaccurate in float32"):
         top_right_singular_vectors(tau, 100)
     expected = torch.linalg.svd(tau.double()).Vh[:100].mT
-    for actual in (top_right_singular_vectors(tau, 100, exact=True), right_singular_basis(tau, 100)):
+    for actual in (
+        top_right_singular_vectors(tau, 100, exact=True),
+        right_singular_basis(tau, 100),
+    ):
         assert actual.dtype == torch.float32
-        torch.testing.assert_close(projector(actual.double()), projector(expected), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            projector(actual.double()), projector(expected), rtol=0, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_numerical_rank_is_that_of_the_stored_precision(exact):
-    """Rounding to float32 makes a matrix of rank 5 one of full rank; that is not protected, in float64 either."""
+    """Rounding to float32 makes a matrix of rank 5 one of full rank; that is not protected, in
+    float64 either.
+    """
     tau = matrix_with_spectrum(60, 40, torch.linspace(2, 1, 5).double(), seed=0).float()
     V = top_right_singular_vectors(tau, 20, exact=exact)
     assert projector(V).trace().item() == pytest.approx(5, abs=1e-4)
@@ -101,13 +115,18 @@ def test_the_numerical_rank_is_that_of_the_stored_precision(exact):
 @pytest.mark.parametrize("decay", [0.2, 0.7, 2.0])
 @pytest.mark.parametrize("shape", [(320, 300), (300, 320)])
 def test_a_few_vectors_of_a_large_matrix_are_as_good_as_a_full_solver_s(shape, decay, dtype):
-    """They come from block iteration; both are off by a few roundings of the largest over the gap."""
+    """They come from block iteration; both are off by a few roundings of the largest over the
+    gap.
+    """
     spectrum = torch.arange(1, 301, dtype=torch.float64) ** -decay
     tau = matrix_with_spectrum(*shape, spectrum, seed=2).to(dtype)
     expected = torch.linalg.svd(tau.double(), full_matrices=False).Vh[:8].mT
     actual = top_right_singular_vectors(tau, 8).double()
     gap = (spectrum[7] ** 2 - spectrum[8] ** 2) / spectrum[0] ** 2
-    assert torch.linalg.matrix_norm(projector(actual) - projector(expected), 2) < 30 * torch.finfo(dtype).eps / gap
+    assert (
+        torch.linalg.matrix_norm(projector(actual) - projector(expected), 2)
+        < 30 * torch.finfo(dtype).eps / gap
+    )
 
 
 @pytest.mark.parametrize("decay", [0.05, 0.2, 2.0])
@@ -135,7 +154,9 @@ def test_block_iteration_takes_clusters_and_ranks_below_the_block(clusters):
     spectrum[:high], spectrum[high : high + low] = 1.0, 0.5
     tau = matrix_with_spectrum(300, 300, spectrum, seed=4)
     V = top_right_singular_vectors(tau, 8)
-    assert torch.linalg.vector_norm(tau @ V, dim=0).tolist() == pytest.approx([1.0] * min(8, high) + [0.5] * (8 - high))
+    assert torch.linalg.vector_norm(tau @ V, dim=0).tolist() == pytest.approx(
+        [1.0] * min(8, high) + [0.5] * (8 - high)
+    )
     torch.testing.assert_close(V.mT @ V, torch.eye(8, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
@@ -149,7 +170,9 @@ def test_where_block_iteration_does_not_converge_the_full_solver_steps_in(monkey
 
 @pytest.mark.parametrize("width", [1, 7, 8, 20])
 def test_a_gram_matrix_by_blocks_is_the_product(width):
-    X = matrix_with_spectrum(11, 20, torch.linspace(2, 1, 11).double(), seed=5)[:, :width].expand(3, -1, -1)
+    X = matrix_with_spectrum(11, 20, torch.linspace(2, 1, 11).double(), seed=5)[:, :width].expand(
+        3, -1, -1
+    )
     torch.testing.assert_close(gram_matrix(X, block=8), X.mT @ X)
 
 
@@ -162,13 +185,18 @@ def test_a_zero_matrix_in_a_stack_spans_nothing_and_leaves_the_others_as_they_ar
     tau = matrix_with_spectrum(300, 300, torch.arange(1, 301).double() ** -0.3, seed=7)
     V = top_right_singular_vectors(torch.stack([torch.zeros_like(tau), tau]), 8)
     assert V[0].abs().max() == 0
-    torch.testing.assert_close(projector(V[1]), projector(top_right_singular_vectors(tau, 8)), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        projector(V[1]), projector(top_right_singular_vectors(tau, 8)), rtol=0, atol=1e-9
+    )
 
 
 @given(d=st.integers(2, 16), r=st.integers(1, 8), s=st.integers(1, 8), seed=st.integers(0, 2**16))
 def test_affinity_lies_between_zero_and_one_and_is_one_inside(d, r, s, seed):
     generator = torch.Generator().manual_seed(seed)
-    V, W = (torch.linalg.qr(torch.randn(d, min(k, d), generator=generator, dtype=torch.float64)).Q for k in (r, s))
+    V, W = (
+        torch.linalg.qr(torch.randn(d, min(k, d), generator=generator, dtype=torch.float64)).Q
+        for k in (r, s)
+    )
     assert -1e-12 <= subspace_affinity(V, W) <= 1 + 1e-12
     assert subspace_affinity(V[:, :1], V).item() == pytest.approx(1)
     complement = torch.linalg.svd(V.mT).Vh[V.shape[1] :].mT

@@ -1,4 +1,6 @@
-"""A task given by its factors is the task given by its weight, and no value that is not finite gets by."""
+"""A task given by its factors is the task given by its weight, and no value that is not finite gets
+by.
+"""
 
 from dataclasses import astuple, replace
 
@@ -18,7 +20,10 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 def low_rank(d_o, d_i, rank, seed):
     generator = torch.Generator().manual_seed(seed)
-    left, right = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((d_o, rank), (rank, d_i)))
+    left, right = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((d_o, rank), (rank, d_i))
+    )
     return LowRank(0.1 * left, 0.1 * right)
 
 
@@ -48,10 +53,16 @@ def test_factors_give_the_weights_and_reports_of_their_product(
     theta_0, theta, _ = random_layer(d_o, d_i, seed)
     # Beyond the factors' rank their product has directions too: its rounding.
     task_rank = min(task_rank, rank)
-    config = replace(CONFIG, null_space=null_space, first_task=first_task, task_rank=task_rank, solver=solver)
+    config = replace(
+        CONFIG, null_space=null_space, first_task=first_task, task_rank=task_rank, solver=solver
+    )
     factors = low_rank(d_o, d_i, rank, seed)
-    (weight, report), (expected, expected_report) = both(theta_0, theta_0 if fresh else theta, factors, config)
-    torch.testing.assert_close(weight, expected, rtol=0, atol=1e-9 * factors.product().norm().item())
+    (weight, report), (expected, expected_report) = both(
+        theta_0, theta_0 if fresh else theta, factors, config
+    )
+    torch.testing.assert_close(
+        weight, expected, rtol=0, atol=1e-9 * factors.product().norm().item()
+    )
     for ours, plain in zip(astuple(report)[3:], astuple(expected_report)[3:], strict=True):
         assert ours == pytest.approx(plain, rel=1e-9, abs=1e-12)
 
@@ -60,7 +71,9 @@ def test_fifty_steps_of_the_papers_setting_agree_to_float_rounding():
     theta_0, theta, _ = random_layer(192, 160, seed=1)
     factors = low_rank(192, 160, 16, seed=2)
     (weight, _), (expected, _) = both(theta_0, theta, factors, FusionConfig(null_rank=32))
-    torch.testing.assert_close(weight, expected, rtol=0, atol=1e-9 * factors.product().norm().item())
+    torch.testing.assert_close(
+        weight, expected, rtol=0, atol=1e-9 * factors.product().norm().item()
+    )
 
 
 def test_factors_and_weights_of_several_ranks_may_be_mixed():
@@ -77,10 +90,15 @@ def test_factors_and_weights_of_several_ranks_may_be_mixed():
 
 def test_factors_that_do_not_fit_are_refused_with_their_shapes():
     theta_0, theta, _ = random_layer(20, 12, seed=0)
-    with pytest.raises(ValueError, match=r"factors of shapes \(20, 2\) and \(3, 12\) have no product"):
+    with pytest.raises(
+        ValueError, match=r"factors of shapes \(20, 2\) and \(3, 12\) have no product"
+    ):
         LowRank(torch.zeros(20, 2), torch.zeros(3, 12))
     for factors, message in [
-        (LowRank(torch.zeros(20, 2), torch.zeros(2, 13)), r"shape \(20, 13\) differs .* \(20, 12\)"),
+        (
+            LowRank(torch.zeros(20, 2), torch.zeros(2, 13)),
+            r"shape \(20, 13\) differs .* \(20, 12\)",
+        ),
         (LowRank(torch.full((20, 2), float("nan")), torch.zeros(2, 12)), "NaN or infinite"),
         (LowRank(torch.zeros(20, 2).int(), torch.zeros(2, 12)), "expected a floating-point matrix"),
     ]:
@@ -97,7 +115,9 @@ def test_finite_values_are_finite_even_if_their_sum_is_not(dtype, extreme):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", [[float("nan")], [float("inf")], [-float("inf")], [float("inf"), -float("inf")]])
+@pytest.mark.parametrize(
+    "bad", [[float("nan")], [float("inf")], [-float("inf")], [float("inf"), -float("inf")]]
+)
 def test_a_single_nan_or_infinity_is_seen(dtype, bad):
     values = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)
     values[: len(bad)] = torch.tensor(bad)

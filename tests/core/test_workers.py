@@ -1,4 +1,6 @@
-"""Laws of layers that are solved side by side, by threads and devices; two that are the CPU stand in for two GPUs."""
+"""Laws of layers that are solved side by side, by threads and devices; two that are the CPU stand
+in for two GPUs.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,9 @@ from fusion_bench_nufilt.core.workers import DevicePool, check_devices, map_laye
 from tests.core.test_fusion import CONFIG, models
 
 CPU = torch.device("cpu")
-SHAPES = {f"layer{i}": shape for i, shape in enumerate([(20, 12), (20, 12), (8, 30), (40, 40), (20, 12)])}
+SHAPES = {
+    f"layer{i}": shape for i, shape in enumerate([(20, 12), (20, 12), (8, 30), (40, 40), (20, 12)])
+}
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +27,9 @@ def two_threads():
 
 
 def test_a_worker_s_mathematics_has_one_thread_also_beside_another_merge():
-    """The end of the other merge sets the process's number of threads back while these workers are at work."""
+    """The end of the other merge sets the process's number of threads back while these workers are
+    at work.
+    """
     seen, begun, ended = [], threading.Event(), threading.Event()
 
     def look(number):
@@ -55,17 +61,23 @@ def test_a_worker_starts_no_workers():
 
 def test_with_one_thread_all_is_done_in_the_caller_s():
     torch.set_num_threads(1)
-    assert set(map_layers(lambda _: threading.get_ident(), range(4), CPU)) == {threading.get_ident()}
+    assert set(map_layers(lambda _: threading.get_ident(), range(4), CPU)) == {
+        threading.get_ident()
+    }
 
 
 # --- products of float32 matrices ---
 
 EXACT, ROUNDED = ["ieee", "ieee"], ["tf32", "bf16"]
-needs_settings_per_backend = pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch < 2.9")
+needs_settings_per_backend = pytest.mark.skipif(
+    not hasattr(torch.backends, "fp32_precision"), reason="torch < 2.9"
+)
 
 
 def precisions(_=None):
-    return [backend.matmul.fp32_precision for backend in (torch.backends.cuda, torch.backends.mkldnn)]
+    return [
+        backend.matmul.fp32_precision for backend in (torch.backends.cuda, torch.backends.mkldnn)
+    ]
 
 
 @pytest.fixture
@@ -89,7 +101,9 @@ def test_products_are_not_rounded_to_tf32_or_bfloat16_whatever_is_set(where, rou
 @needs_settings_per_backend
 @pytest.mark.parametrize("first_to_end", [0, 1])
 @pytest.mark.parametrize("fails", [False, True])
-def test_merges_that_overlap_are_both_exact_and_leave_the_user_s_setting(first_to_end, fails, rounded_products):
+def test_merges_that_overlap_are_both_exact_and_leave_the_user_s_setting(
+    first_to_end, fails, rounded_products
+):
     merges = [map_layers(precisions, range(9), CPU) for _ in range(2)]
     assert [next(merge) for merge in merges] == [EXACT, EXACT]
     if fails:
@@ -115,7 +129,10 @@ def test_the_number_of_devices_does_not_change_a_bit():
 
 def test_every_device_is_at_work_and_none_on_two_stacks_at_a_time():
     """A stack waits until all devices have one, which fails if one of them is never given any."""
-    pool, together = DevicePool([torch.device("meta", i) for i in range(3)]), threading.Barrier(3, timeout=30)
+    pool, together = (
+        DevicePool([torch.device("meta", i) for i in range(3)]),
+        threading.Barrier(3, timeout=30),
+    )
     held = []
 
     def work(_):

@@ -23,7 +23,9 @@ def copy(demo, tmp_path, monkeypatch):
 def made(monkeypatch):
     """The names of the parts that are made from now on."""
     names, appearing = [], room.atomic_folder
-    monkeypatch.setattr(room, "atomic_folder", lambda target: names.append(target.name) or appearing(target))
+    monkeypatch.setattr(
+        room, "atomic_folder", lambda target: names.append(target.name) or appearing(target)
+    )
     return names
 
 

@@ -10,7 +10,14 @@ from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from fusion_bench.utils import instantiate
 
 from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.demo import TASKS, load_clip, load_processor, load_test_dataset, load_vision_model, to_pixels
+from fusion_bench_nufilt.demo import (
+    TASKS,
+    load_clip,
+    load_processor,
+    load_test_dataset,
+    load_vision_model,
+    to_pixels,
+)
 from tests.models import tower
 
 pytestmark = pytest.mark.oldest
@@ -31,7 +38,9 @@ def test_the_pool_holds_nine_models_of_one_architecture(demo):
     pretrained = pool.load_model("_pretrained_").state_dict()
     for task in TASKS:
         tuned = pool.load_model(task).state_dict()
-        assert {name: weight.shape for name, weight in tuned.items()} == {k: v.shape for k, v in pretrained.items()}
+        assert {name: weight.shape for name, weight in tuned.items()} == {
+            k: v.shape for k, v in pretrained.items()
+        }
         assert any(not torch.equal(tuned[name], pretrained[name]) for name in tuned)
 
 

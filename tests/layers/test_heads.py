@@ -1,4 +1,6 @@
-"""Which modules of a classifier are its head, by family: compared with what the classes put outside their backbone."""
+"""Which modules of a classifier are its head, by family: compared with what the classes put outside
+their backbone.
+"""
 
 import pytest
 import torch
@@ -10,24 +12,57 @@ from tests.models import SMALL, VISION
 TEXT = {**SMALL, "vocab_size": 50}
 DISTIL = {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2, "vocab_size": 50}
 CLIP = {"text_config": TEXT, "vision_config": VISION.to_dict()}
-WAV = {**SMALL, "conv_dim": [8], "conv_kernel": [3], "conv_stride": [2], "num_conv_pos_embeddings": 4}
-# By name: the configuration, its values, the class with a head, a backbone without it, and the head's modules.
+WAV = {
+    **SMALL,
+    "conv_dim": [8],
+    "conv_kernel": [3],
+    "conv_stride": [2],
+    "num_conv_pos_embeddings": 4,
+}
+# By name: the configuration, its values, the class with a head, a backbone without it, and the
+# head's modules.
 FAMILIES = {
     "vit": ("ViT", dict(SMALL), "ViTForImageClassification", "ViTModel", {"classifier"}),
     "bert": ("Bert", TEXT, "BertForSequenceClassification", "BertModel", {"classifier"}),
     "bert, masked": ("Bert", TEXT, "BertForTokenClassification", "BertForMaskedLM", {"classifier"}),
-    "roberta": ("Roberta", TEXT, "RobertaForSequenceClassification", "RobertaModel", {"classifier"}),
-    "distilbert": ("DistilBert", DISTIL, "DistilBertForSequenceClassification", "DistilBertModel", None),
-    "deberta": ("DebertaV2", TEXT, "DebertaV2ForSequenceClassification", "DebertaV2Model", {"pooler", "classifier"}),
+    "roberta": (
+        "Roberta",
+        TEXT,
+        "RobertaForSequenceClassification",
+        "RobertaModel",
+        {"classifier"},
+    ),
+    "distilbert": (
+        "DistilBert",
+        DISTIL,
+        "DistilBertForSequenceClassification",
+        "DistilBertModel",
+        None,
+    ),
+    "deberta": (
+        "DebertaV2",
+        TEXT,
+        "DebertaV2ForSequenceClassification",
+        "DebertaV2Model",
+        {"pooler", "classifier"},
+    ),
     "llama": ("Llama", TEXT, "LlamaForSequenceClassification", "LlamaForCausalLM", {"score"}),
     "clip": ("CLIP", CLIP, "CLIPForImageClassification", None, {"classifier"}),
-    "wav2vec2": ("Wav2Vec2", WAV, "Wav2Vec2ForSequenceClassification", "Wav2Vec2Model", {"projector", "classifier"}),
+    "wav2vec2": (
+        "Wav2Vec2",
+        WAV,
+        "Wav2Vec2ForSequenceClassification",
+        "Wav2Vec2Model",
+        {"projector", "classifier"},
+    ),
 }
 FAMILIES["distilbert"] = (*FAMILIES["distilbert"][:4], {"pre_classifier", "classifier"})
 
 
 def build(family, count, names=None, *, bare=False):
-    """The shapes and the configuration of a model with so many labels; one with a head or, if there is one, without."""
+    """The shapes and the configuration of a model with so many labels; one with a head or, if there
+    is one, without.
+    """
     config, values, with_head, backbone, _ = FAMILIES[family]
     config = getattr(hf, f"{config}Config")(**values, num_labels=count)
     if names:
@@ -43,7 +78,9 @@ def build(family, count, names=None, *, bare=False):
 def test_a_head_is_all_that_a_class_has_beside_its_backbone(family, bare):
     base, config, prefix = build(family, 7, bare=bare)
     task, its_config, _ = build(family, 5)
-    if bare and not any(name.startswith(f"{prefix}.") for name in base):  # as a merge names what both have
+    if bare and not any(
+        name.startswith(f"{prefix}.") for name in base
+    ):  # as a merge names what both have
         task = {name.removeprefix(f"{prefix}."): shape for name, shape in task.items()}
     heads = Heads("auto", base, config, prefix)
     heads.add("task", task, its_config)
@@ -61,11 +98,15 @@ def test_a_head_of_equal_size_is_a_tasks_own_if_its_labels_are(family):
 
 
 def test_what_has_as_many_rows_as_there_are_labels_is_no_head_by_that_alone():
-    """A BERT has two token types, and a backbone keeps the labels of the classifier that it was cut from."""
+    """A BERT has two token types, and a backbone keeps the labels of the classifier that it was cut
+    from.
+    """
     base, config, prefix = build("bert", 2, bare=True)
     for names in (None, ("no", "yes")):
         heads = Heads("auto", base, config, prefix)
-        heads.add("task", base, {**config, **({"id2label": dict(enumerate(names))} if names else {})})
+        heads.add(
+            "task", base, {**config, **({"id2label": dict(enumerate(names))} if names else {})}
+        )
         assert not heads.modules
 
 
@@ -80,7 +121,11 @@ def test_a_longer_vocabulary_is_no_head(family):
 
 
 def test_without_a_configuration_the_last_matrix_of_another_length_is_the_head():
-    base = {"features.0.0.weight": (8, 3, 3, 3), "classifier.1.weight": (1000, 8), "classifier.1.bias": (1000,)}
+    base = {
+        "features.0.0.weight": (8, 3, 3, 3),
+        "classifier.1.weight": (1000, 8),
+        "classifier.1.bias": (1000,),
+    }
     task = {**base, "classifier.1.weight": (5, 8), "classifier.1.bias": (5,)}
     heads = Heads("auto", base, {})
     heads.add("task", base, {})
@@ -91,6 +136,11 @@ def test_without_a_configuration_the_last_matrix_of_another_length_is_the_head()
 
 def test_labels_are_read_as_transformers_and_timm_write_them():
     assert labels({"model_type": "vit"}) == {"0": "LABEL_0", "1": "LABEL_1"}
-    assert labels({"model_type": "vit", "id2label": {0: "a"}}) == labels({"model_type": "vit", "id2label": {"0": "a"}})
-    assert labels({"architecture": "resnet18", "num_classes": 2, "label_names": ["a", "b"]}) == {"0": "a", "1": "b"}
+    assert labels({"model_type": "vit", "id2label": {0: "a"}}) == labels(
+        {"model_type": "vit", "id2label": {"0": "a"}}
+    )
+    assert labels({"architecture": "resnet18", "num_classes": 2, "label_names": ["a", "b"]}) == {
+        "0": "a",
+        "1": "b",
+    }
     assert labels({}) is None

@@ -40,7 +40,12 @@ T5 = "k o q v wi_0 wi_1 wo"
         (t5, [r".*(SelfAttention|EncDecAttention|DenseReluDense).*"], 36, T5),
         (t5, ["all-linear"], 36, T5),  # without the head, as in peft
         (t5, [["q"]], 2 + 2 * 2, "q"),
-        (llama, ["auto", ["up_proj", "self_attn.o_proj"]], 2 * 5, "q_proj k_proj v_proj gate_proj down_proj"),
+        (
+            llama,
+            ["auto", ["up_proj", "self_attn.o_proj"]],
+            2 * 5,
+            "q_proj k_proj v_proj gate_proj down_proj",
+        ),
     ],
 )
 def test_what_is_chosen_by_name(make, args, count, ends):
@@ -86,12 +91,25 @@ def test_a_string_is_one_regular_expression_for_the_whole_name():
 
 
 @pytest.mark.parametrize(
-    "patterns", [["q_proj"], ["0.mlp.gate_proj", "v_proj"], ["proj"], ["self_attn"], ["layers.0"], r".*q_proj", "q"]
+    "patterns",
+    [
+        ["q_proj"],
+        ["0.mlp.gate_proj", "v_proj"],
+        ["proj"],
+        ["self_attn"],
+        ["layers.0"],
+        r".*q_proj",
+        "q",
+    ],
 )
 def test_patterns_match_the_names_that_they_match_in_peft(patterns):
-    """A part within a name, such as `proj` or `self_attn`, matches none; a list with such an entry is refused."""
+    """A part within a name, such as `proj` or `self_attn`, matches none; a list with such an entry
+    is refused.
+    """
     config = LoraConfig(target_modules=patterns)
-    expected = [name for name in names(llama(), "all-linear") if check_target_module_exists(config, name)]
+    expected = [
+        name for name in names(llama(), "all-linear") if check_target_module_exists(config, name)
+    ]
     if expected:
         assert names(llama(), patterns) == expected
         rest = [name for name in names(llama()) if name not in expected]
@@ -104,15 +122,32 @@ def test_patterns_match_the_names_that_they_match_in_peft(patterns):
 @pytest.mark.parametrize(
     ("model", "target", "exclude", "message"),
     [
-        (clip(), ["q_proj", "gate"], None, r"'gate' of .* names no layer; .* '\.\*gate\.\*'; its layers: .*q_proj"),
-        (clip(), "nothing", None, "target_modules='nothing', .* leave no layer of CLIPVisionModel to merge"),
+        (
+            clip(),
+            ["q_proj", "gate"],
+            None,
+            r"'gate' of .* names no layer; .* '\.\*gate\.\*'; its layers: .*q_proj",
+        ),
+        (
+            clip(),
+            "nothing",
+            None,
+            "target_modules='nothing', .* leave no layer of CLIPVisionModel to merge",
+        ),
         (clip(), "auto", "all-linear", "leave no layer"),
         (clip(), "auto", ["typo"], "'typo' of .* names no layer"),
-        (Shared(), "auto", None, "this model is none: name its layers, or say all-linear; its layers: first"),
+        (
+            Shared(),
+            "auto",
+            None,
+            "this model is none: name its layers, or say all-linear; its layers: first",
+        ),
         (nn.LayerNorm(3), "auto", None, "it has no layer"),
     ],
 )
-def test_a_target_that_matches_nothing_is_refused_and_told_what_there_is(model, target, exclude, message):
+def test_a_target_that_matches_nothing_is_refused_and_told_what_there_is(
+    model, target, exclude, message
+):
     with pytest.raises(ValueError, match=message):
         select_layers(model, target, exclude)
 

@@ -21,7 +21,9 @@ STATE = "nufilt_state/model.safetensors"
 
 
 def save_stream(folder, base, tasks=3, dtype=torch.float32, shards=SHARDED):
-    """Folders `base`, `task1`, `task2`, ...; the tasks in one file each, so that files do not correspond."""
+    """Folders `base`, `task1`, `task2`, ...; the tasks in one file each, so that files do not
+    correspond.
+    """
     base = base.to(dtype)
     base.save_pretrained(folder / "base", max_shard_size=shards)
     models = {"_pretrained_": base}
@@ -33,20 +35,32 @@ def save_stream(folder, base, tasks=3, dtype=torch.float32, shards=SHARDED):
 
 def algorithm(models, **options):
     """The model that the algorithm makes of loaded models."""
-    return NufiltContinualMergingAlgorithm(**{**RANKS, "shuffle_order": False, **options}).run(models)
+    return NufiltContinualMergingAlgorithm(**{**RANKS, "shuffle_order": False, **options}).run(
+        models
+    )
 
 
 def plan(
-    folder, tasks=("task1", "task2", "task3"), merged=None, settings=None, method="nufilt", base="base", **options
+    folder,
+    tasks=("task1", "task2", "task3"),
+    merged=None,
+    settings=None,
+    method="nufilt",
+    base="base",
+    **options,
 ):
-    """Plan a merge of tasks by the names of their folders, with options of the method and of the targets."""
+    """Plan a merge of tasks by the names of their folders, with options of the method and of the
+    targets.
+    """
     kind = METHODS[method]
     options = {**kind.defaults, **(RANKS if method == "nufilt" else {}), **options}
     (config, targets), left = split_options([kind.Options, TargetConfig], options)
     assert not left, left
     base, *tasks = (str(folder / name) for name in (base, *tasks))
     merged = None if merged is None else str(folder / merged)
-    return plan_merge(base, tasks, merged, config, targets, Settings(**(settings or {})), method=method)
+    return plan_merge(
+        base, tasks, merged, config, targets, Settings(**(settings or {})), method=method
+    )
 
 
 def interrupt(folder, after=8, out="out", **options):
@@ -69,7 +83,11 @@ def merge(folder, tasks=("task1", "task2", "task3"), out="out", merged=None, **o
 
 def tensors(folder):
     """All tensors of a folder's weight files."""
-    return {key: value for path in sorted(folder.glob("*.safetensors")) for key, value in load_file(path).items()}
+    return {
+        key: value
+        for path in sorted(folder.glob("*.safetensors"))
+        for key, value in load_file(path).items()
+    }
 
 
 def manifest(folder):
@@ -84,7 +102,8 @@ def change_json(path, **fields):
 def same(state, other):
     """Same keys, dtypes and bits."""
     return state.keys() == other.keys() and all(
-        value.dtype == other[key].dtype and torch.equal(value, other[key]) for key, value in state.items()
+        value.dtype == other[key].dtype and torch.equal(value, other[key])
+        for key, value in state.items()
     )
 
 
@@ -119,7 +138,9 @@ def change(folder, key, function):
 
 
 def transpose_experts(folder):
-    """Store the fused experts of a folder with one weight file transposed, as those of Qwen3-VL-MoE were released."""
+    """Store the fused experts of a folder with one weight file transposed, as those of Qwen3-VL-MoE
+    were released.
+    """
     (path,) = folder.glob("*.safetensors")
     stored = load_file(path)
     turned = {key: value.mT.contiguous() for key, value in stored.items() if ".experts." in key}

@@ -14,7 +14,9 @@ QUERY_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
 def save_adapter(folder, base, seed=5, **config):
-    """Folders `adapter` and `task9`, the same fine-tuned model as peft's adapter and merged by peft."""
+    """Folders `adapter` and `task9`, the same fine-tuned model as peft's adapter and merged by
+    peft.
+    """
     model = get_peft_model(base, LoraConfig(**{**LORA, **config}))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -34,7 +36,9 @@ def save_all(folder, base, dtype=torch.float32, **config):
 def test_an_adapter_whose_scaling_overflows_is_named(tmp_path):
     save_all(tmp_path, llama())
     change(tmp_path / "adapter", QUERY_A.replace("lora_A", "lora_B"), lambda value: value + 3e38)
-    with pytest.raises(ValueError, match=r"adapter '.*adapter', layer 'model\.layers\.0\.self_attn.*too large for"):
+    with pytest.raises(
+        ValueError, match=r"adapter '.*adapter', layer 'model\.layers\.0\.self_attn.*too large for"
+    ):
         merge(tmp_path, ["adapter"])
 
 
@@ -60,10 +64,20 @@ def plan_adapter(folder):
 )
 @pytest.mark.parametrize("make", [llama, llava])
 def test_an_adapter_is_the_model_that_peft_merges_it_into(tmp_path, make, config):
-    """To the bit as the first task, which is taken whole; to rounding later, where its factors are worked on."""
-    save_all(tmp_path, llama(tie_word_embeddings=False) if make is llama else llava(), torch.float64, **config)
+    """To the bit as the first task, which is taken whole; to rounding later, where its factors are
+    worked on.
+    """
+    save_all(
+        tmp_path,
+        llama(tie_word_embeddings=False) if make is llama else llava(),
+        torch.float64,
+        **config,
+    )
     options = {"other_params": "mean"} if "modules_to_save" in config else {}
-    first, whole = (tensors(merge(tmp_path, [task], f"first_{task}", **options)) for task in ("adapter", "task9"))
+    first, whole = (
+        tensors(merge(tmp_path, [task], f"first_{task}", **options))
+        for task in ("adapter", "task9")
+    )
     torch.testing.assert_close(first, whole, rtol=0, atol=1e-15 if "use_dora" in config else 0)
     expected = tensors(merge(tmp_path, ["task1", "task9"], "full", **options))
     result = tensors(merge(tmp_path, ["task1", "adapter"], "out", **options))
@@ -93,10 +107,25 @@ def swap_the_base(folder):
 @pytest.mark.parametrize(
     ("make", "modules", "spoil", "message"),
     [
-        (llama, ["q_proj"], swap_the_base, "adapter '.*' is for another base: '.*base' has no '.*self_attn"),
-        (llama, ["q_proj"], widen_the_query, r"0\.self_attn\.q_proj\.weight': shape \(32, 48\) differs from \(32, 32"),
+        (
+            llama,
+            ["q_proj"],
+            swap_the_base,
+            "adapter '.*' is for another base: '.*base' has no '.*self_attn",
+        ),
+        (
+            llama,
+            ["q_proj"],
+            widen_the_query,
+            r"0\.self_attn\.q_proj\.weight': shape \(32, 48\) differs from \(32, 32",
+        ),
         (llama, ["lm_head"], None, "changes none of the 14 layers"),
-        (clip, ["q_proj", "patch_embedding"], None, r"patch_embedding\.lora_A\.weight': no LoRA of a linear layer"),
+        (
+            clip,
+            ["q_proj", "patch_embedding"],
+            None,
+            r"patch_embedding\.lora_A\.weight': no LoRA of a linear layer",
+        ),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused_by_name(tmp_path, make, modules, spoil, message):
@@ -109,14 +138,17 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(tmp_path, make, modules
 
 def test_what_an_adapter_changes_outside_the_merged_layers_is_said(tmp_path):
     save_all(tmp_path, llama(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"])
-    assert any("also changes 'lm_head.weight': ignored" in text for text in plan_adapter(tmp_path).warnings)
+    assert any(
+        "also changes 'lm_head.weight': ignored" in text for text in plan_adapter(tmp_path).warnings
+    )
 
 
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_biases_trained_with_an_adapter_are_averaged_as_those_of_a_model(tmp_path, bias):
     save_all(tmp_path, clip(), target_modules=["q_proj", "fc1"], bias=bias)
     result, expected = (
-        tensors(merge(tmp_path, [task], f"out_{task}", other_params="mean")) for task in ("adapter", "task9")
+        tensors(merge(tmp_path, [task], f"out_{task}", other_params="mean"))
+        for task in ("adapter", "task9")
     )
     assert same(result, expected)
     key = f"{TOWER}encoder.layers.0.mlp.fc1.bias"
@@ -150,7 +182,10 @@ SAVED = {
     "tokens": {"trainable_token_indices": [3, 7]},
     "tokens of both": {"trainable_token_indices": {"embed_tokens": [3, 7], "lm_head": [1]}},
     "whole tensors": {"modules_to_save": ["embed_tokens", "lm_head"]},
-    "tied tensors": {"modules_to_save": ["embed_tokens", "model.embed_tokens"], "ensure_weight_tying": True},
+    "tied tensors": {
+        "modules_to_save": ["embed_tokens", "model.embed_tokens"],
+        "ensure_weight_tying": True,
+    },
 }
 REFUSED = {  # where the base ties head and embedding
     "tokens of both": "'lm_head' too|rows for the tokens",
@@ -172,23 +207,37 @@ def test_embeddings_heads_and_tokens_are_what_peft_merges_them_into(tmp_path, wh
         whole = ["task9" if task == "adapter" else task for task in order]
         options = {"method": "sum", "other_params": "mean"}
         result, expected = (
-            merge(tmp_path, tasks, f"{name}{len(order)}", **options) for name, tasks in (("a", order), ("w", whole))
+            merge(tmp_path, tasks, f"{name}{len(order)}", **options)
+            for name, tasks in (("a", order), ("w", whole))
         )
         torch.testing.assert_close(tensors(result), tensors(expected), rtol=0, atol=1e-12)
     base = tensors(tmp_path / "base")
-    moved = {key for key, value in tensors(tmp_path / "a1").items() if not torch.equal(value, base[key])}
+    moved = {
+        key for key, value in tensors(tmp_path / "a1").items() if not torch.equal(value, base[key])
+    }
     assert moved & {"model.embed_tokens.weight", "lm_head.weight"}
 
 
 @pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
 def test_half_of_a_tied_pair_is_refused(tmp_path, module):
     save_all(tmp_path, llama(), modules_to_save=[module])
-    with pytest.raises(ValueError, match=rf"adapter .*{module}\.weight' apart from what the base ties it to"):
+    with pytest.raises(
+        ValueError, match=rf"adapter .*{module}\.weight' apart from what the base ties it to"
+    ):
         plan_adapter(tmp_path)
 
 
 def test_dora_outside_the_merged_layers_is_refused(tmp_path):
-    save_all(tmp_path, llama(tie_word_embeddings=False), use_dora=True, target_modules=["q_proj", "lm_head"])
-    with pytest.raises(ValueError, match=r"changes 'lm_head\.weight' by DoRA outside the merged layers"):
+    save_all(
+        tmp_path,
+        llama(tie_word_embeddings=False),
+        use_dora=True,
+        target_modules=["q_proj", "lm_head"],
+    )
+    with pytest.raises(
+        ValueError, match=r"changes 'lm_head\.weight' by DoRA outside the merged layers"
+    ):
         merge(tmp_path, ["adapter"], other_params="mean")
-    assert any("also changes 'lm_head.weight': ignored" in text for text in plan_adapter(tmp_path).warnings)
+    assert any(
+        "also changes 'lm_head.weight': ignored" in text for text in plan_adapter(tmp_path).warnings
+    )

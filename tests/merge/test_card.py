@@ -1,4 +1,6 @@
-"""The model card: what the hub reads, what a person copies, and what is said of what is left out."""
+"""The model card: what the hub reads, what a person copies, and what is said of what is left
+out.
+"""
 
 import re
 
@@ -42,16 +44,26 @@ def test_its_lines_load_the_model_as_it_was_written(tmp_path, dtype):
     assert type(loaded["model"]) is type(llama())
     assert loaded["tokenizer"].get_vocab() == {"one": 0, "two": 1}
     state = loaded["model"].state_dict()
-    assert all(torch.equal(state[key], value) and value.dtype == dtype for key, value in tensors(out).items())
+    assert all(
+        torch.equal(state[key], value) and value.dtype == dtype
+        for key, value in tensors(out).items()
+    )
 
 
 def test_it_has_the_licence_and_the_task_of_the_base_and_no_name_of_a_folder(stream):
-    (stream / "base" / "README.md").write_text("---\nlicense: mit\npipeline_tag: text-generation\ntags: [x]\n---\n")
+    (stream / "base" / "README.md").write_text(
+        "---\nlicense: mit\npipeline_tag: text-generation\ntags: [x]\n---\n"
+    )
     expected = {"license": "mit", "pipeline_tag": "text-generation", "library_name": "transformers"}
-    assert metadata_load(merge(stream) / "README.md") == {**expected, "tags": ["merge", "model-merging", "nufilt"]}
+    assert metadata_load(merge(stream) / "README.md") == {
+        **expected,
+        "tags": ["merge", "model-merging", "nufilt"],
+    }
 
 
-@pytest.mark.parametrize("content", [b"\xff", b"---\n[\n---\n", b"---\n- a\n---\n", b"---\nlicense: [a]\n---\n"])
+@pytest.mark.parametrize(
+    "content", [b"\xff", b"---\n[\n---\n", b"---\n- a\n---\n", b"---\nlicense: [a]\n---\n"]
+)
 def test_a_damaged_card_of_the_base_is_passed_over(stream, content):
     (stream / "base" / "README.md").write_bytes(content)
     assert "license" not in metadata_load(merge(stream) / "README.md")

@@ -1,4 +1,6 @@
-"""A merged model loads elsewhere: its files are those of a plain model, which vLLM, SGLang and llama.cpp read."""
+"""A merged model loads elsewhere: its files are those of a plain model, which vLLM, SGLang and
+llama.cpp read.
+"""
 
 import json
 from copy import deepcopy
@@ -25,7 +27,9 @@ def save(folder, model, words, **options):
 
 @pytest.fixture(scope="module", params=["sharded", "tied", "FP8", "grown"])
 def merged(request, tmp_path_factory):
-    """A folder with a merged model, `out`, its base, and `plain`, the base as a model of the result's form."""
+    """A folder with a merged model, `out`, its base, and `plain`, the base as a model of the
+    result's form.
+    """
     kind, folder = request.param, tmp_path_factory.mktemp("merged")
     base, words = llama(tie_word_embeddings=kind == "tied").bfloat16(), tokenizer()
     plain, more = (deepcopy(base), tokenizer(*NEW)) if kind == "grown" else (base, words)
@@ -60,12 +64,16 @@ def headers(folder):
 
 def test_names_dtypes_and_shapes_are_those_of_the_plain_model(merged):
     found, plain = headers(merged / "out"), headers(merged / "plain")
-    assert {key: value[:2] for key, value in found.items()} == {key: value[:2] for key, value in plain.items()}
+    assert {key: value[:2] for key, value in found.items()} == {
+        key: value[:2] for key, value in plain.items()
+    }
 
 
 def test_every_tensor_is_in_the_bases_file_and_the_index_says_so(merged):
     places = {key: file for key, (_, _, file) in headers(merged / "out").items()}
-    assert places == {key: file for key, (_, _, file) in headers(merged / "base").items() if key in places}
+    assert places == {
+        key: file for key, (_, _, file) in headers(merged / "base").items() if key in places
+    }
     assert (merged / "out" / INDEX).exists() == (len(set(places.values())) > 1)
     if len(set(places.values())) > 1:
         assert read(merged / "out" / INDEX)["weight_map"] == places
@@ -78,7 +86,9 @@ def test_config_and_tokenizer_are_those_of_the_plain_model(merged):
         assert read(out / path.name) == read(path)
     text = "w2 <fim>w3 indent"
     assert AutoTokenizer.from_pretrained(out)(text) == AutoTokenizer.from_pretrained(plain)(text)
-    assert {path.name for path in out.iterdir()} - OURS == {path.name for path in (merged / "base").iterdir()}
+    assert {path.name for path in out.iterdir()} - OURS == {
+        path.name for path in (merged / "base").iterdir()
+    }
 
 
 @pytest.fixture
@@ -87,7 +97,9 @@ def gguf():
 
 
 def write_gguf(gguf, folder, path):
-    """Write a Llama as llama.cpp's converter does: every tensor of the files under llama.cpp's name for it."""
+    """Write a Llama as llama.cpp's converter does: every tensor of the files under llama.cpp's name
+    for it.
+    """
     config = read(folder / "config.json")
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
@@ -102,7 +114,9 @@ def write_gguf(gguf, folder, path):
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     for key, value in tensors(folder).items():
-        if key.endswith(("q_proj.weight", "k_proj.weight")):  # the halves of a rotated pair side by side
+        if key.endswith(
+            ("q_proj.weight", "k_proj.weight")
+        ):  # the halves of a rotated pair side by side
             value = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(value.shape)
         name = names.get_name(key, try_suffixes=(".weight",))
         assert name, f"llama.cpp has no name for {key}"

@@ -19,7 +19,9 @@ QWEN = {**WIDE, "num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok
 
 def qwen3_moe(**settings):
     torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**QWEN, "moe_intermediate_size": 24, **settings})).eval()
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**{**QWEN, "moe_intermediate_size": 24, **settings})
+    ).eval()
 
 
 def one_expert():
@@ -27,18 +29,27 @@ def one_expert():
 
 
 MAKE = {"gpt_oss": FAMILIES["gpt_oss"], "mixtral": FAMILIES["mixtral"], "qwen3_moe": qwen3_moe}
-BOTH = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+BOTH = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
 TYPES = {
     "both parameters": BOTH,
     "only the second": {**BOTH, "target_parameters": ["down_proj"]},
-    "other ranks": {**BOTH, "rank_pattern": {"down_proj": 2}, "alpha_pattern": {".*layers.0.*gate_up_proj": 32}},
+    "other ranks": {
+        **BOTH,
+        "rank_pattern": {"down_proj": 2},
+        "alpha_pattern": {".*layers.0.*gate_up_proj": 32},
+    },
     "rslora and a bias": {**BOTH, "use_rslora": True, "bias": "all"},
 }
 fused = pytest.mark.skipif(__version__ < "5", reason="transformers 4 has a module for every expert")
 
 
 def save_adapter(folder, make, shards=SHARDED, **config):
-    """Folders `base` and `task1`; `adapter` and `task9`, the same model as peft's adapter and merged by peft."""
+    """Folders `base` and `task1`; `adapter` and `task9`, the same model as peft's adapter and
+    merged by peft.
+    """
     models = save_stream(folder, make(), tasks=1, dtype=torch.float64, shards=shards)
     base = type(models["_pretrained_"]).from_pretrained(folder / "base", dtype=torch.float64)
     model = get_peft_model(base, LoraConfig(**{"r": 4, "lora_alpha": 8, **BOTH, **config}))
@@ -46,14 +57,18 @@ def save_adapter(folder, make, shards=SHARDED, **config):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter += 0.02 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter += 0.02 * torch.randn(
+                    parameter.shape, generator=generator, dtype=torch.float64
+                )
     model.save_pretrained(folder / "adapter")
     model.merge_and_unload().save_pretrained(folder / "task9")
 
 
 def added(folder, *tasks, method="sum"):
     options = {"scale": 1.0} if method == "sum" else {}
-    named = merge(folder, tasks, f"{method}_{'_'.join(tasks)}", method=method, other_params="mean", **options)
+    named = merge(
+        folder, tasks, f"{method}_{'_'.join(tasks)}", method=method, other_params="mean", **options
+    )
     return tensors(named)
 
 
@@ -65,7 +80,9 @@ def assert_merged_as_peft_merges(folder, method="sum"):
 @fused
 @pytest.mark.parametrize("config", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("family", MAKE)
-def test_an_adapter_on_fused_experts_is_the_model_that_peft_merges_it_into(tmp_path, family, config):
+def test_an_adapter_on_fused_experts_is_the_model_that_peft_merges_it_into(
+    tmp_path, family, config
+):
     save_adapter(tmp_path, MAKE[family], **config)
     assert_merged_as_peft_merges(tmp_path)
     base, result = tensors(tmp_path / "base"), tensors(tmp_path / "sum_adapter")
@@ -79,7 +96,9 @@ def test_an_adapter_on_fused_experts_is_the_model_that_peft_merges_it_into(tmp_p
 def test_its_factors_are_merged_as_the_whole_model_is(tmp_path, family):
     save_adapter(tmp_path, MAKE[family])
     expected = added(tmp_path, "task1", "task9", method="nufilt")
-    torch.testing.assert_close(added(tmp_path, "task1", "adapter", method="nufilt"), expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        added(tmp_path, "task1", "adapter", method="nufilt"), expected, rtol=0, atol=1e-9
+    )
 
 
 @fused
@@ -93,7 +112,10 @@ def test_an_adapter_on_experts_that_a_checkpoint_may_store_transposed(tmp_path, 
 
 @fused
 def test_a_router_is_merged_as_the_parameter_that_it_is(tmp_path):
-    config = {"target_parameters": ["gate.weight"], "alpha_pattern": {"gate": 32}}  # of modules named gate
+    config = {
+        "target_parameters": ["gate.weight"],
+        "alpha_pattern": {"gate": 32},
+    }  # of modules named gate
     save_adapter(tmp_path, qwen3_moe, **config)
     assert_merged_as_peft_merges(tmp_path)
 
@@ -101,7 +123,14 @@ def test_a_router_is_merged_as_the_parameter_that_it_is(tmp_path):
 @fused
 def test_experts_left_out_of_the_layers_are_averaged_with_the_adapters(tmp_path):
     save_adapter(tmp_path, FAMILIES["gpt_oss"])
-    result = merge(tmp_path, ["adapter"], method="sum", scale=1.0, target_modules=["q_proj"], other_params="mean")
+    result = merge(
+        tmp_path,
+        ["adapter"],
+        method="sum",
+        scale=1.0,
+        target_modules=["q_proj"],
+        other_params="mean",
+    )
     torch.testing.assert_close(tensors(result), tensors(tmp_path / "task9"), rtol=0, atol=1e-14)
 
 
@@ -119,7 +148,9 @@ def rewrite(folder, function):
 
 
 def swap(a, b, count=3):
-    """The factors of the transposed update, as peft 0.18 has them where later versions have the update's."""
+    """The factors of the transposed update, as peft 0.18 has them where later versions have the
+    update's.
+    """
     experts = b.unflatten(1, (-1, count)).permute(2, 1, 0)  # (experts, rank, outputs)
     return experts.flatten(0, 1), a.unflatten(0, (count, -1)).permute(2, 1, 0).flatten(1)
 
@@ -178,9 +209,24 @@ ORDERS = r"rank_major \(peft, .*\) or grouped_by_expert \(unsloth before\)"
 @pytest.mark.parametrize(
     ("make", "saved", "written", "message"),
     [
-        (qwen3_moe, {}, UNSLOTH, f"adapter' is of unsloth and has no lora_B_layout: set it .* to {ORDERS}"),
-        (qwen3_moe, {}, {"base_model_name_or_path": "unsloth/Qwen3-30B-A3B"}, f"is of unsloth .*{ORDERS}"),
-        (qwen3_moe, {}, {"lora_B_layout": "mixed"}, f"has lora_B_layout 'mixed': set it .*{ORDERS}"),
+        (
+            qwen3_moe,
+            {},
+            UNSLOTH,
+            f"adapter' is of unsloth and has no lora_B_layout: set it .* to {ORDERS}",
+        ),
+        (
+            qwen3_moe,
+            {},
+            {"base_model_name_or_path": "unsloth/Qwen3-30B-A3B"},
+            f"is of unsloth .*{ORDERS}",
+        ),
+        (
+            qwen3_moe,
+            {},
+            {"lora_B_layout": "mixed"},
+            f"has lora_B_layout 'mixed': set it .*{ORDERS}",
+        ),
         (
             square,
             {"target_parameters": ["down_proj"]},
@@ -195,7 +241,9 @@ ORDERS = r"rank_major \(peft, .*\) or grouped_by_expert \(unsloth before\)"
         ),
     ],
 )
-def test_an_adapter_that_can_be_read_in_two_ways_or_none_is_refused(tmp_path, make, saved, written, message):
+def test_an_adapter_that_can_be_read_in_two_ways_or_none_is_refused(
+    tmp_path, make, saved, written, message
+):
     save_adapter(tmp_path, make, **saved)
     change_json(tmp_path / "adapter" / "adapter_config.json", **written)
     with pytest.raises(ValueError, match=message):
@@ -203,11 +251,15 @@ def test_an_adapter_that_can_be_read_in_two_ways_or_none_is_refused(tmp_path, ma
 
 
 @fused
-@pytest.mark.parametrize("spoil", [lambda a, b: (a, b[:-1]), lambda a, b: (a[:-1], b)], ids=["sides", "experts"])
+@pytest.mark.parametrize(
+    "spoil", [lambda a, b: (a, b[:-1]), lambda a, b: (a[:-1], b)], ids=["sides", "experts"]
+)
 def test_factors_that_fit_no_parameter_are_refused_by_name(tmp_path, spoil):
     save_adapter(tmp_path, qwen3_moe)
     rewrite(tmp_path, spoil)
-    with pytest.raises(ValueError, match=r"adapter', 'model.layers.0.mlp.experts': A is .* it is for another base"):
+    with pytest.raises(
+        ValueError, match=r"adapter', 'model.layers.0.mlp.experts': A is .* it is for another base"
+    ):
         plan_merge(str(tmp_path / "base"), [str(tmp_path / "adapter")])
 
 
@@ -221,4 +273,8 @@ def test_peft_still_wraps_the_first_parameter_innermost_and_orders_b_by_rank(tmp
     b = torch.zeros_like(outer.lora_B["default"].weight)
     b[:, 1] = 1.0  # of the second expert, the first rank
     outer.lora_B["default"].weight.data = b
-    assert [bool(expert.any()) for expert in outer.get_delta_weight("default")] == [False, True, False]
+    assert [bool(expert.any()) for expert in outer.get_delta_weight("default")] == [
+        False,
+        True,
+        False,
+    ]

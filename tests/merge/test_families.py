@@ -1,4 +1,6 @@
-"""Models of every family: through folders as through the algorithm, and known answers of the merged model."""
+"""Models of every family: through folders as through the algorithm, and known answers of the merged
+model.
+"""
 
 from copy import deepcopy
 
@@ -11,7 +13,16 @@ from torch import nn
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.storage.tensors import TensorFile
 from tests.families import CONVERTED, FAMILIES, openclip, output
-from tests.merge.helpers import algorithm, change, change_json, manifest, merge, same, save_stream, tensors
+from tests.merge.helpers import (
+    algorithm,
+    change,
+    change_json,
+    manifest,
+    merge,
+    same,
+    save_stream,
+    tensors,
+)
 from tests.models import finetuned
 
 
@@ -21,7 +32,9 @@ def test_folders_give_the_algorithms_bits(tmp_path, family):
     if family in CONVERTED:
         pytest.skip("transformers 5 holds this family's layers in other ways than its checkpoints")
     models = save_stream(tmp_path, FAMILIES[family](), tasks=2)
-    loaded = type(models["_pretrained_"]).from_pretrained(merge(tmp_path, ["task1", "task2"], other_params="mean"))
+    loaded = type(models["_pretrained_"]).from_pretrained(
+        merge(tmp_path, ["task1", "task2"], other_params="mean")
+    )
     assert same(loaded.state_dict(), algorithm(models, other_params="mean").state_dict())
 
 
@@ -32,12 +45,17 @@ def change_outputs(model, layer, view, *, inputs, seed):
     generator = torch.Generator().manual_seed(seed)
     direction = torch.zeros(d_i)
     direction[inputs] = 1.0
-    view.write(model, view.read(model) + 0.1 * torch.outer(torch.randn(d_o, generator=generator), direction))
+    view.write(
+        model,
+        view.read(model) + 0.1 * torch.outer(torch.randn(d_o, generator=generator), direction),
+    )
 
 
 @pytest.mark.parametrize("make", [*FAMILIES.values(), openclip], ids=[*FAMILIES, "openclip"])
 def test_a_task_in_the_null_space_of_the_first_leaves_what_the_first_does_unchanged(make):
-    """Each layer of task 1 reads one input, that of task 2 another: the merged model is the sum of both."""
+    """Each layer of task 1 reads one input, that of task 2 another: the merged model is the sum of
+    both.
+    """
     base = make()
     one, two, both = deepcopy(base), deepcopy(base), deepcopy(base)
     for layer, view in select_layers(base).items():
@@ -47,16 +65,26 @@ def test_a_task_in_the_null_space_of_the_first_leaves_what_the_first_does_unchan
             change_outputs(model, layer, view, inputs=1, seed=2)
     merged = algorithm({"_pretrained_": base, "one": one, "two": two}, lora_rank=0)
     expected = output(both)
-    torch.testing.assert_close(output(merged), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
-    assert not torch.allclose(output(one), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        output(merged), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())
+    )
+    assert not torch.allclose(
+        output(one), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())
+    )
     for view in select_layers(base).values():
-        assert torch.allclose(view.read(merged)[:, 0], view.read(one)[:, 0], atol=1e-5)  # what task 1 reads
+        assert torch.allclose(
+            view.read(merged)[:, 0], view.read(one)[:, 0], atol=1e-5
+        )  # what task 1 reads
 
 
 def save_openclip(folder, dtype=torch.float32):
     """A checkpoint without config.json, as of a model that transformers does not know."""
     base = openclip().to(dtype)
-    models = {"_pretrained_": base, "task1": finetuned(base, 1, 0.002), "task2": finetuned(base, 2, 0.002)}
+    models = {
+        "_pretrained_": base,
+        "task1": finetuned(base, 1, 0.002),
+        "task2": finetuned(base, 2, 0.002),
+    }
     for name, model in zip(("base", "task1", "task2"), models.values(), strict=True):
         (folder / name).mkdir()
         save_file(model.state_dict(), folder / name / "model.safetensors")
@@ -68,7 +96,9 @@ def test_packed_projections_are_merged_in_folders_without_a_config(tmp_path):
     out = merge(tmp_path, ["task1", "task2"])
     assert same(tensors(out), algorithm(models).state_dict())
     assert "visual.transformer.resblocks.0.attn.in_proj.q" in manifest(out)["layers"]
-    assert manifest(out)["coverage"]["left_out"] == {"visual.transformer.resblocks.*.mlp.c_proj.weight": 2}
+    assert manifest(out)["coverage"]["left_out"] == {
+        "visual.transformer.resblocks.*.mlp.c_proj.weight": 2
+    }
 
 
 def test_transposed_layers_are_told_by_a_shape_where_transformers_does_not_know_the_model(tmp_path):
@@ -104,11 +134,16 @@ def test_one_by_one_in_bfloat16_with_float32_layers_kept_is_the_stream_at_once(t
 
 def test_an_adapter_of_a_transposed_layer_is_the_model_with_the_adapter_merged_in(tmp_path):
     models = save_stream(tmp_path, FAMILIES["gpt2"](), tasks=1)
-    config = LoraConfig(r=3, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, init_lora_weights=False)
+    config = LoraConfig(
+        r=3, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, init_lora_weights=False
+    )
     adapted = get_peft_model(deepcopy(models["_pretrained_"]), config)
     adapted.save_pretrained(tmp_path / "adapter")
     adapted.merge_and_unload().save_pretrained(tmp_path / "whole")
-    for options in ({}, {"target_modules": ["c_attn"], "other_params": "mean"}):  # c_fc outside the merged layers
+    for options in (
+        {},
+        {"target_modules": ["c_attn"], "other_params": "mean"},
+    ):  # c_fc outside the merged layers
         names = str(len(options))
         result = tensors(merge(tmp_path, ["task1", "adapter"], "a" + names, **options))
         expected = tensors(merge(tmp_path, ["task1", "whole"], "w" + names, **options))
@@ -128,16 +163,27 @@ def test_another_number_of_experts(tmp_path):
     change(tmp_path / "task1", key, lambda value: value[:2])
     refuse(tmp_path, rf"task1', tensor '{key}': shape \(2, 64, 32\) differs from \(3, 64, 32\)")
     models["task1"].model.layers[1].mlp.experts.down_proj = nn.Parameter(torch.ones(2, 64, 32))
-    with pytest.raises(ValueError, match=rf"'task1', tensor '{key}': shape \(2, 64, 32\) differs .* \(3, 64, 32\)"):
+    with pytest.raises(
+        ValueError, match=rf"'task1', tensor '{key}': shape \(2, 64, 32\) differs .* \(3, 64, 32\)"
+    ):
         algorithm(models)
-    out = merge(tmp_path, ["task1"], target_modules=["q_proj"], on_shape_mismatch="keep-base", other_params="mean")
+    out = merge(
+        tmp_path,
+        ["task1"],
+        target_modules=["q_proj"],
+        on_shape_mismatch="keep-base",
+        other_params="mean",
+    )
     assert torch.equal(tensors(out)[key], models["_pretrained_"].state_dict()[key])
 
 
 def test_a_base_whose_shape_its_config_denies(tmp_path):
     save_stream(tmp_path, FAMILIES["gpt_oss"](), tasks=1)
     change(tmp_path / "base", "model.layers.0.mlp.experts.gate_up_proj", lambda value: value[:2])
-    refuse(tmp_path, r"'model.layers.0.mlp.experts.gate_up_proj': shape \(2, .* which its config.json promises")
+    refuse(
+        tmp_path,
+        r"'model.layers.0.mlp.experts.gate_up_proj': shape \(2, .* which its config.json promises",
+    )
 
 
 def test_fused_experts_are_read_and_written_one_by_one(tmp_path, monkeypatch):
@@ -145,7 +191,9 @@ def test_fused_experts_are_read_and_written_one_by_one(tmp_path, monkeypatch):
     sizes = []
     read = TensorFile._bytes
     monkeypatch.setattr(
-        TensorFile, "_bytes", lambda self, start, stop: sizes.append(stop - start) or read(self, start, stop)
+        TensorFile,
+        "_bytes",
+        lambda self, start, stop: sizes.append(stop - start) or read(self, start, stop),
     )
     expert = 4 * 32 * 2 * 64
     for targets in ("auto", ["q_proj"]):  # merged, and copied
@@ -160,11 +208,16 @@ NO_NAMES = (".", "..weight", "a..b.weight", "forward.weight", "training.a.weight
 @pytest.mark.parametrize("name", NO_NAMES)
 def test_a_tensor_whose_name_no_module_can_have_is_kept_as_the_base_has_it(tmp_path, caplog, name):
     generator = torch.Generator().manual_seed(0)
-    weights = {key: torch.randn(8, 8, generator=generator) for key in ("a.weight", "a.b.weight", name)}
+    weights = {
+        key: torch.randn(8, 8, generator=generator) for key in ("a.weight", "a.b.weight", name)
+    }
     for folder in ("base", "task1", "task2"):
         (tmp_path / folder).mkdir()
         save_file(weights, tmp_path / folder / "model.safetensors")
-        weights = {key: weight + 0.01 * torch.randn(8, 8, generator=generator) for key, weight in weights.items()}
+        weights = {
+            key: weight + 0.01 * torch.randn(8, 8, generator=generator)
+            for key, weight in weights.items()
+        }
     merge(tmp_path, tasks=("task1", "task2"), target_modules="all-linear")
     result, base = tensors(tmp_path / "out"), tensors(tmp_path / "base")
     assert torch.equal(result[name], base[name])
@@ -173,7 +226,9 @@ def test_a_tensor_whose_name_no_module_can_have_is_kept_as_the_base_has_it(tmp_p
     assert (f"tensor '{name}' is not merged as a layer" in caplog.text) == name.endswith(".weight")
 
 
-def test_a_packed_projection_without_rows_is_copied_where_no_configuration_tells_the_layers(tmp_path):
+def test_a_packed_projection_without_rows_is_copied_where_no_configuration_tells_the_layers(
+    tmp_path,
+):
     weights = {"attn.in_proj_weight": torch.empty(0, 8), "mlp.up.weight": torch.randn(8, 8)}
     for name, scale in (("base", 1.0), ("task1", 1.01)):
         (tmp_path / name).mkdir()

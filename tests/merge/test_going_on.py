@@ -1,4 +1,6 @@
-"""A merge goes on from what was saved, by the same method from the same base, or says what is another."""
+"""A merge goes on from what was saved, by the same method from the same base, or says what is
+another.
+"""
 
 import dataclasses
 import json
@@ -24,11 +26,15 @@ def change_state(folder, **tensors):
 CHANGES = {
     "another step": lambda one: change_json(one / "nufilt.json", step=5),
     "other tasks": lambda one: change_json(one / "nufilt.json", tasks=["nobody"]),
-    "other means": lambda one: change_json(one / "nufilt.json", mean_counts={"model.norm.weight": 7}),
+    "other means": lambda one: change_json(
+        one / "nufilt.json", mean_counts={"model.norm.weight": 7}
+    ),
     "other files": lambda one: change_json(one / "nufilt.json", files={}),
     "negative votes": lambda one: change_state(one, votes=torch.neg),
     "a doubled count": lambda one: change_state(one, count=lambda count: 2 * count),
-    "a weight within rounding": lambda one: change(one, f"{LAYER}.weight", lambda weight: weight * (1 + 1e-7)),
+    "a weight within rounding": lambda one: change(
+        one, f"{LAYER}.weight", lambda weight: weight * (1 + 1e-7)
+    ),
 }
 
 
@@ -38,7 +44,8 @@ def test_what_was_changed_since_it_was_saved_is_refused_unless_the_user_knows(st
     plan(stream, ["task2"], "one", method="spectral")
     CHANGES[what](one)
     with pytest.raises(
-        ValueError, match=r"one.* is not what was saved \(its (digest|size|sha256) differs\).*--no-verify"
+        ValueError,
+        match=r"one.* is not what was saved \(its (digest|size|sha256) differs\).*--no-verify",
     ):
         plan(stream, ["task2"], "one", method="spectral")
     plan(stream, ["task2"], "one", method="spectral", settings={"verify": False})
@@ -62,10 +69,17 @@ def test_a_manifest_of_an_earlier_version_is_gone_on_from_with_a_warning(stream)
 def test_another_base_of_the_same_name_is_refused_and_loses_no_work(stream):
     merge(stream, ["task1"], "one")
     change(stream / "base", f"{LAYER}.weight", lambda weight: weight * (1 + 1e-6))
-    with pytest.raises(ValueError, match=r"base' has other weights than the base that nufilt.json names.*--no-verify"):
+    with pytest.raises(
+        ValueError,
+        match=r"base' has other weights than the base that nufilt.json names.*--no-verify",
+    ):
         merge(stream, ["task2"], merged="one")
     done = len((stream / ".out.nufilt" / "journal.jsonl").read_text().splitlines()) - 1
-    assert done == manifest(stream / "one")["tensors"]["merged"] + manifest(stream / "one")["tensors"]["copied"]
+    assert (
+        done
+        == manifest(stream / "one")["tensors"]["merged"]
+        + manifest(stream / "one")["tensors"]["copied"]
+    )
     assert merge(stream, ["task2"], merged="one", settings={"verify": False}).is_dir()
 
 
@@ -91,7 +105,9 @@ def test_without_a_state_the_model_is_the_same_and_ends_its_stream(stream):
     assert same(tensors(last), tensors(whole))
     assert not (last / STATE).exists()
     assert manifest(last)["settings"]["state"] is False
-    with pytest.raises(ValueError, match=r"last. was merged with --no-state, .*: merge its tasks again without"):
+    with pytest.raises(
+        ValueError, match=r"last. was merged with --no-state, .*: merge its tasks again without"
+    ):
         plan(stream, ["task3"], "last", method="best")
     end = merge(stream, ["task3"], "end", merged="whole", method="best", settings={"state": False})
     assert same(tensors(end), tensors(merge(stream, method="best")))

@@ -1,4 +1,6 @@
-"""Classifiers of one backbone with heads of their own: the backbone is merged, each task's head is kept."""
+"""Classifiers of one backbone with heads of their own: the backbone is merged, each task's head is
+kept.
+"""
 
 import json
 import sys
@@ -37,7 +39,9 @@ def by_hand(out, model, backbone):
     """A trained classifier whose backbone is the one in a folder."""
     whole = type(model)(model.config).eval()
     whole.load_state_dict(model.state_dict())
-    whole.base_model.load_state_dict(backbone.from_pretrained(out).base_model.state_dict(), strict=False)
+    whole.base_model.load_state_dict(
+        backbone.from_pretrained(out).base_model.state_dict(), strict=False
+    )
     return whole
 
 
@@ -54,11 +58,15 @@ def test_a_task_scores_as_the_merged_backbone_with_its_head_put_on_by_hand(tmp_p
         assert found[1] == accuracy > 1 / len(model.config.id2label)
         assert (type(loaded), loaded.config.id2label) == (type(model), model.config.id2label)
         assert not loaded.training
-        assert not torch.equal(expected, logits_and_accuracy(model, kind, task)[0])  # the backbone was merged
+        assert not torch.equal(
+            expected, logits_and_accuracy(model, kind, task)[0]
+        )  # the backbone was merged
 
 
 @pytest.mark.parametrize("options", [{}, {"target_modules": "all-linear", "other_params": "mean"}])
-def test_the_merged_folder_is_that_of_the_backbones_and_heads_are_kept_bit_by_bit(tmp_path, options):
+def test_the_merged_folder_is_that_of_the_backbones_and_heads_are_kept_bit_by_bit(
+    tmp_path, options
+):
     models = save(tmp_path, "bert")
     for task, model in models.items():
         model.bert.save_pretrained(tmp_path / f"{task} bare")
@@ -67,7 +75,10 @@ def test_the_merged_folder_is_that_of_the_backbones_and_heads_are_kept_bit_by_bi
     assert same(tensors(out), tensors(bare))
     for task, model in models.items():
         kept = load_file(out / "heads" / f"{task}.safetensors")
-        assert same(kept, {f"classifier.{key}": value for key, value in model.classifier.state_dict().items()})
+        assert same(
+            kept,
+            {f"classifier.{key}": value for key, value in model.classifier.state_dict().items()},
+        )
         about = manifest(out)["heads"][task]
         assert about["modules"] == ["classifier"]
         assert about["config"]["label2id"] == model.config.label2id
@@ -108,19 +119,26 @@ def test_classifiers_of_the_same_labels_share_their_head_unless_the_user_names_i
     for seed, name in enumerate(("one", "two"), 1):
         finetuned(base, seed, scale=0.002).save_pretrained(tmp_path / name)
     assert not plan(tmp_path, ["one", "two"], target_modules="all-linear").heads
-    assert "classifier" in [layer.name for layer in plan(tmp_path, ["one"], target_modules="all-linear").layers]
+    assert "classifier" in [
+        layer.name for layer in plan(tmp_path, ["one"], target_modules="all-linear").layers
+    ]
     named = plan(tmp_path, ["one", "two"], target_modules="all-linear", heads="classifier")
     assert list(named.heads) == ["one", "two"]
     assert "classifier" not in [layer.name for layer in named.layers]
     change_json(tmp_path / "two" / "config.json", **labels(["cat", "dog", "cow"]))
-    assert list(plan(tmp_path, ["one", "two"]).heads) == ["one", "two"]  # one task's own head is every task's
+    assert list(plan(tmp_path, ["one", "two"]).heads) == [
+        "one",
+        "two",
+    ]  # one task's own head is every task's
     with pytest.raises(ValueError, match=r"one': heads='clasifier' matches none of its modules"):
         plan(tmp_path, ["one", "two"], heads="clasifier")
 
 
 def test_without_heads_another_number_of_labels_is_refused(tmp_path):
     save(tmp_path, "vit", imagenet())
-    with pytest.raises(ValueError, match=r"few', tensor 'classifier.*: shape \(5.*a head that --heads can name"):
+    with pytest.raises(
+        ValueError, match=r"few', tensor 'classifier.*: shape \(5.*a head that --heads can name"
+    ):
         plan(tmp_path, ["few"], heads="none")
 
 
@@ -140,11 +158,15 @@ def test_tasks_whose_folders_have_one_name_keep_their_heads_apart(tmp_path):
 def test_an_adapters_trained_classifier_is_a_head(tmp_path):
     train("bert")[0].save_pretrained(tmp_path / "base")
     model = hf.BertForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=4)
-    lora = LoraConfig(r=4, target_modules=["query", "value"], task_type="SEQ_CLS")  # which saves the classifier
+    lora = LoraConfig(
+        r=4, target_modules=["query", "value"], task_type="SEQ_CLS"
+    )  # which saves the classifier
     adapted = get_peft_model(model, lora)
     for name, value in adapted.named_parameters():
         if value.requires_grad:
-            value.data += 0.02 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name)))
+            value.data += 0.02 * torch.randn(
+                value.shape, generator=torch.Generator().manual_seed(len(name))
+            )
     adapted.save_pretrained(tmp_path / "adapter")
     out = merge(tmp_path, ["adapter"])
     merged = adapted.merge_and_unload().eval()
@@ -180,16 +202,26 @@ def test_what_load_task_cannot_do_is_said(tmp_path):
 
 
 def test_heads_of_timm_are_found_by_its_configuration(tmp_path):
-    """As `timm.models.save_for_hf` writes folders, with a norm in the head's module that the backbone has, too."""
+    """As `timm.models.save_for_hf` writes folders, with a norm in the head's module that the
+    backbone has, too.
+    """
     torch.manual_seed(0)
     body = {f"blocks.{i}.mlp.fc{j}.weight": torch.randn(32, 32) for i in range(2) for j in (1, 2)}
     body["head.norm.weight"] = torch.ones(32)
     for name, count in {"base": 0, "three": 3, "five": 5}.items():
         (tmp_path / name).mkdir()
         weights = {key: value + 0.01 * torch.randn_like(value) for key, value in body.items()}
-        head = {"head.fc.weight": torch.randn(count, 32), "head.fc.bias": torch.zeros(count)} if count else {}
+        head = (
+            {"head.fc.weight": torch.randn(count, 32), "head.fc.bias": torch.zeros(count)}
+            if count
+            else {}
+        )
         save_file({**weights, **head}, tmp_path / name / "model.safetensors")
-        config = {"architecture": "convnext_atto", "num_classes": count, "pretrained_cfg": {"classifier": "head.fc"}}
+        config = {
+            "architecture": "convnext_atto",
+            "num_classes": count,
+            "pretrained_cfg": {"classifier": "head.fc"},
+        }
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     out = merge(tmp_path, ["three", "five"])
     assert [head["modules"] for head in manifest(out)["heads"].values()] == [["head.fc"]] * 2
@@ -204,15 +236,24 @@ def test_classifiers_of_timm_score_as_the_merged_backbone_with_their_heads(tmp_p
     timm = pytest.importorskip("timm", reason="timm is not installed")
     shape = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
     torch.manual_seed(0)
-    base, x = timm.create_model("vit_tiny_patch16_224", num_classes=1000, **shape), torch.randn(4, 3, 32, 32)
+    base, x = (
+        timm.create_model("vit_tiny_patch16_224", num_classes=1000, **shape),
+        torch.randn(4, 3, 32, 32),
+    )
     timm.models.save_for_hf(base, tmp_path / "base", model_args=shape, safe_serialization=True)
     for seed, count in enumerate((5, 10, 26), 1):
         task = finetuned(base, seed, scale=0.002)
         task.reset_classifier(count)
-        timm.models.save_for_hf(task, tmp_path / f"task{count}", model_args=shape, safe_serialization=True)
+        timm.models.save_for_hf(
+            task, tmp_path / f"task{count}", model_args=shape, safe_serialization=True
+        )
     out = merge(tmp_path, ["task5", "task10", "task26"])
     for count in (5, 10, 26):
         by_hand = timm.create_model("vit_tiny_patch16_224", num_classes=count, **shape)
-        head = {key: value for key, value in tensors(tmp_path / f"task{count}").items() if key.startswith("head.")}
+        head = {
+            key: value
+            for key, value in tensors(tmp_path / f"task{count}").items()
+            if key.startswith("head.")
+        }
         by_hand.load_state_dict(tensors(out) | head)
         assert torch.equal(load_task(out, f"task{count}")(x), by_hand.eval()(x))

@@ -1,4 +1,6 @@
-"""Hub names: headers first, weights when the plan stands. The hub is a stand-in; nothing is downloaded."""
+"""Hub names: headers first, weights when the plan stands. The hub is a stand-in; nothing is
+downloaded.
+"""
 
 import fnmatch
 import shutil
@@ -28,7 +30,10 @@ def hub(tmp_path, monkeypatch):
     downloaded = []
 
     def snapshot_download(name, revision=None, allow_patterns=()):
-        source, target = tmp_path / "remote" / name.split("/")[1], tmp_path / "cache" / name.replace("/", "--") / COMMIT
+        source, target = (
+            tmp_path / "remote" / name.split("/")[1],
+            tmp_path / "cache" / name.replace("/", "--") / COMMIT,
+        )
         target.mkdir(parents=True, exist_ok=True)
         for path in source.iterdir():
             if any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns):
@@ -40,13 +45,17 @@ def hub(tmp_path, monkeypatch):
         files = {}
         for path in (tmp_path / "remote" / name.split("/")[1]).glob("*.safetensors"):
             found = {
-                key: TensorInfo(dtype=info.dtype, shape=list(info.shape), data_offsets=(0, info.nbytes))
+                key: TensorInfo(
+                    dtype=info.dtype, shape=list(info.shape), data_offsets=(0, info.nbytes)
+                )
                 for key, info in TensorFile(path).tensors.items()
             }
             files[path.name] = SafetensorsFileMetadata(metadata={}, tensors=found)
         if not files:
             raise NotASafetensorsRepoError("no safetensors")
-        return SafetensorsRepoMetadata(metadata=None, sharded=True, weight_map={}, files_metadata=files)
+        return SafetensorsRepoMetadata(
+            metadata=None, sharded=True, weight_map={}, files_metadata=files
+        )
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", get_safetensors_metadata)
@@ -54,7 +63,9 @@ def hub(tmp_path, monkeypatch):
 
 
 def plan(*tasks):
-    return plan_merge("owner/base", [f"owner/{task}" for task in tasks], None, FusionConfig(**RANKS))
+    return plan_merge(
+        "owner/base", [f"owner/{task}" for task in tasks], None, FusionConfig(**RANKS)
+    )
 
 
 def test_a_plan_downloads_no_weights_and_a_merge_gives_the_bits_of_the_folders(tmp_path, hub):
@@ -114,5 +125,7 @@ def test_without_a_network_the_cause_is_told(monkeypatch):
         raise OSError("Network is unreachable")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(ValueError, match="'owner/base' is no folder, and the hub can't give it: Network is unreach"):
+    with pytest.raises(
+        ValueError, match="'owner/base' is no folder, and the hub can't give it: Network is unreach"
+    ):
         plan("task1")

@@ -33,9 +33,16 @@ def folder(tmp_path, monkeypatch):
 
 
 def write(folder, method, weights=None, tasks=("task2", "task1", "task3"), **parameters):
-    models = [{"model": name, "parameters": {"weight": (weights or {}).get(name, 1)}} for name in tasks]
+    models = [
+        {"model": name, "parameters": {"weight": (weights or {}).get(name, 1)}} for name in tasks
+    ]
     ranks = RANKS if METHODS.get(method) and METHODS[method].Options is FusionConfig else {}
-    content = {"merge_method": method, "base_model": "base", "models": models, "parameters": {**ranks, **parameters}}
+    content = {
+        "merge_method": method,
+        "base_model": "base",
+        "models": models,
+        "parameters": {**ranks, **parameters},
+    }
     (folder / "mergekit.yaml").write_text(yaml.safe_dump(content))
     return content
 
@@ -89,10 +96,18 @@ def test_fused_experts_are_merged_one_by_one(tmp_path, monkeypatch):
     ("method", "parameters", "message"),
     [
         ("nufillt", {}, "there is no merge_method 'nufillt'; did you mean 'nufilt'?"),
-        ("nufilt", {"null_rnak": 3}, "there is no parameter of merge_method nufilt 'null_rnak'; did you mean 'null_r"),
+        (
+            "nufilt",
+            {"null_rnak": 3},
+            "there is no parameter of merge_method nufilt 'null_rnak'; did you mean 'null_r",
+        ),
         ("nufilt", {"null_rank": -3}, "null_rank must be a whole number >= 0"),
         ("spectral", {"kappa": 0}, "kappa must be a number > 0"),
-        ("best", {"target_modules": "nothing"}, "target_modules='nothing', exclude_modules=None leave no layer"),
+        (
+            "best",
+            {"target_modules": "nothing"},
+            "target_modules='nothing', exclude_modules=None leave no layer",
+        ),
     ],
 )
 def test_a_bad_file_is_refused_in_one_line(folder, method, parameters, message):
@@ -109,7 +124,11 @@ def test_what_is_no_file_of_mergekit_is_refused_in_one_line(folder, content):
     else:
         (folder / "mergekit.yaml").unlink(missing_ok=True)
     code, text = nufilt("mergekit", "mergekit.yaml", "out", "--quiet")
-    assert (code, "'mergekit.yaml' can't be read: " in text, "Traceback" in text) == (1, True, False), text
+    assert (code, "'mergekit.yaml' can't be read: " in text, "Traceback" in text) == (
+        1,
+        True,
+        False,
+    ), text
 
 
 @pytest.mark.parametrize(
@@ -124,7 +143,10 @@ def test_what_the_dtype_can_not_hold_is_refused_as_by_nufilt_merge(folder, tenso
     for name, value in (("base", 4e4), ("task1", 6e4), ("task2", 6e4), ("task3", 6e4)):
         change(folder / name, tensor, lambda weight, value=value: weight.fill_(value))
     write(folder, "sum", dict.fromkeys(("task1", "task2", "task3"), 2), other_params="mean")
-    for words in (("mergekit", "mergekit.yaml", "theirs", *WITHOUT), ("merge", "mergekit.yaml", "--out", "ours")):
+    for words in (
+        ("mergekit", "mergekit.yaml", "theirs", *WITHOUT),
+        ("merge", "mergekit.yaml", "--out", "ours"),
+    ):
         code, text = nufilt(*words, "--quiet")
         assert (code, f"error: tensor '{tensor}': {message}" in text) == (1, True), text
 
@@ -135,7 +157,10 @@ def test_a_file_without_a_base_and_one_with_more_layers_than_the_base_are_refuse
     (folder / "mergekit.yaml").write_text(yaml.safe_dump(content))
     code, text = nufilt("mergekit", "mergekit.yaml", "out", "--quiet")
     assert (code, "requires a base input" in text) == (1, True), text
-    slices = [{"sources": [{"model": name, "layer_range": [0, 2]} for name in ("base", "task1")]} for _ in range(2)]
+    slices = [
+        {"sources": [{"model": name, "layer_range": [0, 2]} for name in ("base", "task1")]}
+        for _ in range(2)
+    ]
     taller = {"merge_method": "best", "base_model": "base", "slices": slices}
     (folder / "mergekit.yaml").write_text(yaml.safe_dump(taller))
     code, text = nufilt("mergekit", "mergekit.yaml", "out", "--quiet")

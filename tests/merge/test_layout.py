@@ -20,7 +20,10 @@ INDEX = "model.safetensors.index.json"
 def test_every_floating_point_tensor_has_the_dtype_that_is_asked_for(stream, dtype):
     kind = getattr(torch, dtype)
     out = merge(stream, settings={"dtype": dtype})
-    assert same(tensors(out), {key: value.to(kind) for key, value in tensors(merge(stream, out="as_it_is")).items()})
+    assert same(
+        tensors(out),
+        {key: value.to(kind) for key, value in tensors(merge(stream, out="as_it_is")).items()},
+    )
     config = json.loads((out / "config.json").read_text())
     assert {config.get(key, dtype) for key in ("dtype", "torch_dtype")} == {dtype}
     assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == kind
@@ -40,7 +43,9 @@ def test_a_float32_result_of_a_bfloat16_base_is_not_rounded_in_between(tmp_path)
 
 def test_values_that_the_dtype_can_not_hold_are_refused_by_name(stream):
     change(stream / "base", "model.norm.weight", lambda value: value.fill_(1e6))
-    with pytest.raises(ValueError, match=r"'model.norm.weight' has values that torch.float16 can't hold: choose"):
+    with pytest.raises(
+        ValueError, match=r"'model.norm.weight' has values that torch.float16 can't hold: choose"
+    ):
         merge(stream, settings={"dtype": "float16"})
     assert not (stream / "out").exists()
 
@@ -48,7 +53,9 @@ def test_values_that_the_dtype_can_not_hold_are_refused_by_name(stream):
 def test_shards_hold_the_bytes_that_are_asked_for_and_the_bits_of_the_merge(stream):
     whole = tensors(merge(stream, out="whole"))
     for size, most, count in (("1GB", 10**9, 1), ("40KB", 40_000, 3), ("1", 1, len(whole))):
-        code, text = nufilt("merge", *words(stream), "--max-shard-size", size, "--out", out := stream / size)
+        code, text = nufilt(
+            "merge", *words(stream), "--max-shard-size", size, "--out", out := stream / size
+        )
         assert code == 0, text
         files = sorted(path.name for path in out.glob("*.safetensors"))
         assert same(tensors(out), whole)
@@ -61,7 +68,9 @@ def test_shards_hold_the_bytes_that_are_asked_for_and_the_bits_of_the_merge(stre
             assert not (out / INDEX).exists()
         else:
             index = json.loads((out / INDEX).read_text())
-            assert index["weight_map"] == {key: file for file in files for key in load_file(out / file)}
+            assert index["weight_map"] == {
+                key: file for file in files for key in load_file(out / file)
+            }
             assert index["metadata"]["total_size"] == disk_bytes(plan(stream))
         assert same(AutoModelForCausalLM.from_pretrained(out).state_dict() | whole, loaded(stream))
 
@@ -95,10 +104,15 @@ def test_pickled_weights_are_refused_with_the_command_that_converts_them(stream)
     model = AutoModelForCausalLM.from_pretrained(stream / "task1")
     (stream / "task1" / "model.safetensors").unlink()
     torch.save(model.state_dict(), stream / "task1" / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"\('pytorch_model.bin'\), which run code when opened") as refused:
+    with pytest.raises(
+        ValueError, match=r"\('pytorch_model.bin'\), which run code when opened"
+    ) as refused:
         plan(stream)
     program, option, code = shlex.split(str(refused.value).rpartition("convert them with: ")[2])
     assert (program, option) == ("python", "-c")
     exec(code, {})
-    assert same(tensors(stream / "task1"), {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"})
+    assert same(
+        tensors(stream / "task1"),
+        {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"},
+    )
     plan(stream)

@@ -1,4 +1,6 @@
-"""Memory is predicted before the start and held; it depends on the largest layer, not on tasks and layers."""
+"""Memory is predicted before the start and held; it depends on the largest layer, not on tasks and
+layers.
+"""
 
 import json
 import os
@@ -31,12 +33,15 @@ names = [f"{folder}/task{i}" for i in range(1, tasks + 1)]
 options = FusionConfig(null_rank=16, lora_rank=8, max_steps=1) if method == "nufilt" else None
 plan = plan_merge(f"{folder}/base", names, None, options, method=method)
 if bounded:  # there is room for one of the largest layers, not for two
-    plan.settings = replace(plan.settings, max_memory=process_memory(2) + 2 * layer_budget(plan) // 3)
+    bound = process_memory(2) + 2 * layer_budget(plan) // 3
+    plan.settings = replace(plan.settings, max_memory=bound)
 alone, predicted = process_memory(2), peak_memory(plan)
 merge_folders(plan, Path(folder) / f"out{tasks}{method}{bounded}")
 # Unlike getrusage, this does not begin with the memory of the process that started this one.
-peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(json.dumps({"predicted": predicted, "peak": peak, "alone": alone, "bound": plan.settings.max_memory}))
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+peak = int(status["VmHWM"].split()[0]) * 1024
+bound = plan.settings.max_memory
+print(json.dumps({"predicted": predicted, "peak": peak, "alone": alone, "bound": bound}))
 """
 
 
@@ -44,24 +49,49 @@ print(json.dumps({"predicted": predicted, "peak": peak, "alone": alone, "bound":
 def folders(tmp_path_factory):
     """A base and three tasks of eight layers and a large embedding, about 100 MB each."""
     folder = tmp_path_factory.mktemp("large")
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 1, "num_attention_heads": 16}
-    config = LlamaConfig(vocab_size=20000, **sizes, tie_word_embeddings=True, architectures=["LlamaForCausalLM"])
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 16,
+    }
+    config = LlamaConfig(
+        vocab_size=20000, **sizes, tie_word_embeddings=True, architectures=["LlamaForCausalLM"]
+    )
     generator = torch.Generator().manual_seed(0)
     shapes = {f"self_attn.{name}_proj": (WIDTH, WIDTH) for name in "qkvo"}
     shapes |= {"mlp.gate_proj": (2 * WIDTH, WIDTH), "mlp.up_proj": (2 * WIDTH, WIDTH)}
     shapes["mlp.down_proj"] = (WIDTH, 2 * WIDTH)
-    state = {f"model.layers.0.{k}.weight": 0.02 * torch.randn(v, generator=generator) for k, v in shapes.items()}
-    state |= {f"model.layers.0.{k}_layernorm.weight": torch.ones(WIDTH) for k in ("input", "post_attention")}
-    decay = torch.arange(1, 65.0) ** -0.7  # as singular values fall: flat spectra take long, in float64
-    state |= {"model.norm.weight": torch.ones(WIDTH), "model.embed_tokens.weight": torch.ones(20000, WIDTH)}
+    state = {
+        f"model.layers.0.{k}.weight": 0.02 * torch.randn(v, generator=generator)
+        for k, v in shapes.items()
+    }
+    state |= {
+        f"model.layers.0.{k}_layernorm.weight": torch.ones(WIDTH)
+        for k in ("input", "post_attention")
+    }
+    decay = (
+        torch.arange(1, 65.0) ** -0.7
+    )  # as singular values fall: flat spectra take long, in float64
+    state |= {
+        "model.norm.weight": torch.ones(WIDTH),
+        "model.embed_tokens.weight": torch.ones(20000, WIDTH),
+    }
     for name in ("base", "task1", "task2", "task3"):
         config.save_pretrained(folder / name)
         for key in state:
             if "proj" in key and name != "base":
                 d_o, d_i = state[key].shape
-                left, right = torch.randn(d_o, 64, generator=generator), torch.randn(64, d_i, generator=generator)
+                left, right = (
+                    torch.randn(d_o, 64, generator=generator),
+                    torch.randn(64, d_i, generator=generator),
+                )
                 state[key] += 1e-3 * (left * decay) @ right
-        save_file({k: v.bfloat16() for k, v in state.items()}, folder / name / "model.safetensors", {"format": "pt"})
+        save_file(
+            {k: v.bfloat16() for k, v in state.items()},
+            folder / name / "model.safetensors",
+            {"format": "pt"},
+        )
     return folder
 
 
@@ -86,7 +116,8 @@ def test_predicted_memory_is_held_and_does_not_depend_on_the_number_of_tasks(fol
     layers = [run["predicted"] - run["alone"] for run in (two, three)]
     assert layers[0] == pytest.approx(layers[1], rel=0.02)
     for run in (two, three):
-        # How much of the prediction is used depends on which layers happen to be merged at the same time.
+        # How much of the prediction is used depends on which layers happen to be merged at the same
+        # time.
         assert run["alone"] + 0.2 * layers[0] < run["peak"] <= run["predicted"]
 
 
@@ -97,8 +128,12 @@ def test_the_memory_of_a_method_that_keeps_sums_is_predicted_too(folders):
 
 
 def test_a_bound_below_the_largest_layer_is_refused_with_what_it_needs(folders):
-    with pytest.raises(ValueError, match=r"max_memory of 0\.10 GB is below the \d+\.\d+ GB that the largest layer"):
-        plan_merge(f"{folders}/base", [f"{folders}/task1"], None, settings=Settings(max_memory=10**8))
+    with pytest.raises(
+        ValueError, match=r"max_memory of 0\.10 GB is below the \d+\.\d+ GB that the largest layer"
+    ):
+        plan_merge(
+            f"{folders}/base", [f"{folders}/task1"], None, settings=Settings(max_memory=10**8)
+        )
 
 
 def test_a_budget_is_never_exceeded_and_a_large_reservation_goes_alone():

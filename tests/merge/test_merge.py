@@ -1,4 +1,6 @@
-"""A folder merge gives what the algorithm gives on loaded models, and leaves the rest of a checkpoint as it was."""
+"""A folder merge gives what the algorithm gives on loaded models, and leaves the rest of a
+checkpoint as it was.
+"""
 
 import hashlib
 import json
@@ -38,7 +40,9 @@ def merged_keys(model):
     return {view.key for view in select_layers(model).values()}
 
 
-@pytest.mark.parametrize(("make", "options"), [*((make, {}) for make in FAMILIES), *((llama, o) for o in OPTIONS[1:])])
+@pytest.mark.parametrize(
+    ("make", "options"), [*((make, {}) for make in FAMILIES), *((llama, o) for o in OPTIONS[1:])]
+)
 def test_float32_folders_give_the_algorithms_bits(tmp_path, make, options):
     models = save_stream(tmp_path, make())
     out = merge(tmp_path, **options)
@@ -50,7 +54,10 @@ def test_float32_folders_give_the_algorithms_bits(tmp_path, make, options):
 @pytest.mark.parametrize("method", ["nufilt", "spectral"])
 def test_every_device_gives_the_same_folder_to_rounding(tmp_path, method, device):
     save_stream(tmp_path, llama(), dtype=torch.bfloat16)
-    results = [tensors(merge(tmp_path, out=out, method=method, settings={"device": out})) for out in ("cpu", device)]
+    results = [
+        tensors(merge(tmp_path, out=out, method=method, settings={"device": out}))
+        for out in ("cpu", device)
+    ]
     for key, value in results[0].items():
         torch.testing.assert_close(results[1][key], value, rtol=2**-7, atol=1e-6)
 
@@ -58,14 +65,18 @@ def test_every_device_gives_the_same_folder_to_rounding(tmp_path, method, device
 def test_a_full_clip_folder_gives_the_bits_of_its_vision_tower_merged_alone(tmp_path):
     save_stream(tmp_path, full_clip())
     names = {"_pretrained_": "base"} | {f"task{i}": f"task{i}" for i in (1, 2, 3)}
-    towers = {name: CLIPVisionModel.from_pretrained(tmp_path / folder) for name, folder in names.items()}
+    towers = {
+        name: CLIPVisionModel.from_pretrained(tmp_path / folder) for name, folder in names.items()
+    }
     merged = CLIPVisionModel.from_pretrained(merge(tmp_path))
     assert same(merged.state_dict(), algorithm(towers).state_dict())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("make", [llama, clip])
-def test_half_precision_folders_give_the_algorithms_bits_and_keep_their_dtype(tmp_path, make, dtype):
+def test_half_precision_folders_give_the_algorithms_bits_and_keep_their_dtype(
+    tmp_path, make, dtype
+):
     models = save_stream(tmp_path, make(), dtype=dtype)
     out = merge(tmp_path)
     loaded = type(models["_pretrained_"]).from_pretrained(out, dtype=dtype)
@@ -73,7 +84,9 @@ def test_half_precision_folders_give_the_algorithms_bits_and_keep_their_dtype(tm
     assert {value.dtype for value in tensors(out).values()} == {dtype}
 
 
-@pytest.mark.parametrize(("make", "options"), [(clip, {}), (t5, {}), (llama, {}), (llama, {"other_params": "mean"})])
+@pytest.mark.parametrize(
+    ("make", "options"), [(clip, {}), (t5, {}), (llama, {}), (llama, {"other_params": "mean"})]
+)
 def test_a_stream_at_once_is_the_stream_one_by_one(tmp_path, make, options):
     save_stream(tmp_path, make())
     merge(tmp_path, ["task1"], "out1", **options)
@@ -91,7 +104,9 @@ def test_the_result_has_the_bases_keys_dtypes_files_and_untouched_bits(tmp_path,
     (tmp_path / "base" / "pytorch_model.bin").write_bytes(b"an old copy")
     out = merge(tmp_path)
     base, result = tensors(tmp_path / "base"), tensors(out)
-    kinds, expected = ({key: (w.dtype, w.shape) for key, w in state.items()} for state in (result, base))
+    kinds, expected = (
+        {key: (w.dtype, w.shape) for key, w in state.items()} for state in (result, base)
+    )
     assert kinds == expected
     changed = [key for key in base if not torch.equal(base[key], result[key])]
     assert len(changed) == len(select_layers(models["_pretrained_"]))
@@ -102,7 +117,9 @@ def test_the_result_has_the_bases_keys_dtypes_files_and_untouched_bits(tmp_path,
             assert (out / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
 
 
-@pytest.mark.parametrize(("make", "auto"), [(llama, AutoModelForCausalLM), (llava, AutoModelForImageTextToText)])
+@pytest.mark.parametrize(
+    ("make", "auto"), [(llama, AutoModelForCausalLM), (llava, AutoModelForImageTextToText)]
+)
 def test_a_merged_folder_loads_through_auto_classes_and_runs(tmp_path, make, auto):
     save_stream(tmp_path, make())
     model, info = auto.from_pretrained(merge(tmp_path), output_loading_info=True)
@@ -123,18 +140,24 @@ def test_a_task_that_unties_its_head_gives_its_embedding_to_the_tied_weight(tmp_
     save_stream(tmp_path, llama(tie_word_embeddings=True), tasks=1)
     expected = tensors(merge(tmp_path, ["task1"], "expected", other_params="mean"))
     path = tmp_path / "task1" / "model.safetensors"
-    save_file({**load_file(path), "lm_head.weight": torch.ones(50, 32)}, path, metadata={"format": "pt"})
+    save_file(
+        {**load_file(path), "lm_head.weight": torch.ones(50, 32)}, path, metadata={"format": "pt"}
+    )
     assert same(tensors(merge(tmp_path, ["task1"], other_params="mean")), expected)
 
 
 @pytest.mark.oldest
 def test_a_head_that_the_configuration_unties_has_a_mean_of_its_own(tmp_path):
-    """transformers 5 builds every T5 with a tied head, as Flan-T5's is not, and unties it when it loads one."""
+    """transformers 5 builds every T5 with a tied head, as Flan-T5's is not, and unties it when it
+    loads one.
+    """
     save_stream(tmp_path, t5(), tasks=2, shards="1GB")
     for seed, folder in enumerate(("base", "task1", "task2")):
         path = tmp_path / folder / "model.safetensors"
         state = load_file(path)
-        head = torch.randn(state["shared.weight"].shape, generator=torch.Generator().manual_seed(seed))
+        head = torch.randn(
+            state["shared.weight"].shape, generator=torch.Generator().manual_seed(seed)
+        )
         save_file({**state, "lm_head.weight": head}, path, metadata={"format": "pt"})
         change_json(tmp_path / folder / "config.json", tie_word_embeddings=False)
     out = tensors(merge(tmp_path, ["task1", "task2"], other_params="mean"))
@@ -146,17 +169,26 @@ def test_a_head_that_the_configuration_unties_has_a_mean_of_its_own(tmp_path):
 def test_a_tensor_that_a_task_lacks_is_left_out_of_its_mean_with_a_warning(stream):
     change(stream / "task1", "model.norm.weight", lambda value: None)
     out = merge(stream, ["task1"], other_params="mean")
-    assert "'task1' is left out of the mean of 'model.norm.weight'" in (out / "nufilt.json").read_text()
+    assert (
+        "'task1' is left out of the mean of 'model.norm.weight'"
+        in (out / "nufilt.json").read_text()
+    )
     assert torch.equal(*(tensors(folder)["model.norm.weight"] for folder in (out, stream / "base")))
 
 
 def test_a_task_that_names_its_tensors_otherwise_is_the_same_task(tmp_path):
-    """Older LLaVA checkpoints say `language_model.model.…` where newer ones say `model.language_model.…`."""
+    """Older LLaVA checkpoints say `language_model.model.…` where newer ones say
+    `model.language_model.…`.
+    """
     models = save_stream(tmp_path, llava())
     expected = tensors(merge(tmp_path))
     for path in (tmp_path / "task2").glob("*.safetensors"):
         path.unlink()
-    save_file(models["task2"].state_dict(), tmp_path / "task2" / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        models["task2"].state_dict(),
+        tmp_path / "task2" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     assert set(tensors(tmp_path / "task2")) != set(tensors(tmp_path / "task1"))
     assert same(tensors(merge(tmp_path, out="again")), expected)
 
@@ -174,17 +206,26 @@ def test_layers_are_told_by_name_where_transformers_does_not_know_the_model(stre
 @pytest.mark.slow
 def test_accumulating_in_float32_removes_the_drift_of_twenty_bfloat16_merges(tmp_path):
     models = save_stream(tmp_path, llama(), tasks=20, dtype=torch.bfloat16)
-    exact = algorithm({name: model.float() for name, model in models.items()}, lora_rank=0, null_rank=2).state_dict()
+    exact = algorithm(
+        {name: model.float() for name, model in models.items()}, lora_rank=0, null_rank=2
+    ).state_dict()
     errors = {}
     for accumulate in ("stored", "float32"):
-        options, previous = {"settings": {"accumulate": accumulate}, "lora_rank": 0, "null_rank": 2}, None
+        options, previous = (
+            {"settings": {"accumulate": accumulate}, "lora_rank": 0, "null_rank": 2},
+            None,
+        )
         for i in range(1, 21):
             out = merge(tmp_path, [f"task{i}"], f"{accumulate}{i}", previous, **options)
             previous = out.name
         result = tensors(out)
         keys = merged_keys(models["_pretrained_"])
-        errors[accumulate] = sum((result[key].float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
-        rounding = sum((exact[key].bfloat16().float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
+        errors[accumulate] = (
+            sum((result[key].float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
+        )
+        rounding = (
+            sum((exact[key].bfloat16().float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
+        )
     assert errors["float32"] <= 1.1 * rounding
     assert errors["stored"] > 2 * rounding
 
@@ -193,8 +234,12 @@ def test_a_float32_merged_model_on_a_bfloat16_base_goes_on_unrounded(tmp_path):
     save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
     settings = {"accumulate": "float32", "step": 2}
     first = merge(tmp_path, ["task1"], "first", settings={"accumulate": "float32"})
-    expected = load_file(merge(tmp_path, ["task2"], "expected", merged="first", settings=settings) / STATE)
-    wide = tmp_path / "wide"  # the same, as another program would have stored it: all in float32, no state beside it
+    expected = load_file(
+        merge(tmp_path, ["task2"], "expected", merged="first", settings=settings) / STATE
+    )
+    wide = (
+        tmp_path / "wide"
+    )  # the same, as another program would have stored it: all in float32, no state beside it
     AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32).save_pretrained(wide)
     for key, value in load_file(first / STATE).items():
         change(wide, key, lambda _, value=value: value.clone())
@@ -225,9 +270,13 @@ def test_float32_layers_are_kept_beside_the_model_and_out_of_its_way(tmp_path):
 
 def test_float32_layers_go_on_where_they_are_and_rounded_ones_where_they_are_not(tmp_path):
     save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
-    merge(tmp_path, ["task1"], "one", settings={"accumulate": "float32"}, target_modules=["up_proj"])
+    merge(
+        tmp_path, ["task1"], "one", settings={"accumulate": "float32"}, target_modules=["up_proj"]
+    )
     out = merge(tmp_path, ["task2"], "two", merged="one", settings={"accumulate": "float32"})
-    assert any("does not have all merged layers in float32" in text for text in manifest(out)["warnings"])
+    assert any(
+        "does not have all merged layers in float32" in text for text in manifest(out)["warnings"]
+    )
     assert len(load_file(out / STATE)) == 14
 
 
@@ -252,7 +301,9 @@ def test_the_manifest_says_what_was_merged_and_the_card_names_no_folder(stream):
     assert set(made["inputs"]) == {"base", "task 0", "task 1", "task 2"}
     assert len({entry["sha256"] for entry in made["inputs"].values()}) == 4
     assert str(stream) not in (out / "nufilt.json").read_text() + (out / "README.md").read_text()
-    assert "base_model" not in (out / "README.md").read_text()  # which would have to be a name on the hub
+    assert (
+        "base_model" not in (out / "README.md").read_text()
+    )  # which would have to be a name on the hub
 
 
 def test_the_manifest_has_size_and_digest_of_every_other_file_and_a_digest_of_itself(tmp_path):
@@ -262,17 +313,22 @@ def test_the_manifest_has_size_and_digest_of_every_other_file_and_a_digest_of_it
     (templates / "tool.jinja").write_text("{{ tools }}")
     out = merge(tmp_path, settings={"accumulate": "float32"})
     made = manifest(out)
-    there = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    there = {
+        str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()
+    }
     del there["nufilt.json"]
     assert {STATE, "README.md", "additional_chat_templates/tool.jinja"} < there.keys()
     assert made["files"] == {
-        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in there.items()
+        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in there.items()
     }
     digest = made.pop("digest")
     assert digest == hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
 
 
-def test_files_of_the_base_that_change_or_vanish_during_a_merge_are_those_that_it_began_with(stream):
+def test_files_of_the_base_that_change_or_vanish_during_a_merge_are_those_that_it_began_with(
+    stream,
+):
     before = (stream / "base" / "config.json").read_bytes()
     planned = plan(stream)
     change_json(stream / "base" / "config.json", vocab_size=7)
@@ -300,7 +356,11 @@ def test_digests_of_inputs_tell_averaged_tensors_too(stream):
 
 
 def test_the_inputs_are_not_written_to(stream):
-    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in stream.rglob("*") if path.is_file()}
+    before = {
+        path: (path.stat().st_mtime_ns, path.read_bytes())
+        for path in stream.rglob("*")
+        if path.is_file()
+    }
     merge(stream)
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in before} == before
 

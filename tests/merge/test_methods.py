@@ -1,4 +1,6 @@
-"""A method that somebody else registers merges folders: its state, a resumed run, going on, the manifest."""
+"""A method that somebody else registers merges folders: its state, a resumed run, going on, the
+manifest.
+"""
 
 import pytest
 import torch
@@ -20,10 +22,14 @@ def registered(monkeypatch):
 def test_its_weights_are_rendered_once_from_the_state_of_all_tasks(stream, monkeypatch):
     rendered = []
     weight = RunningSum.weight
-    monkeypatch.setattr(RunningSum, "weight", lambda *args: rendered.append(args[1]) or weight(*args))
+    monkeypatch.setattr(
+        RunningSum, "weight", lambda *args: rendered.append(args[1]) or weight(*args)
+    )
     out = merge(stream, method="running_sum", scale=0.3)
     assert len(rendered) == len(set(rendered)) == 14
-    base, *tasks = (tensors(stream / name)[f"{UP}.weight"] for name in ("base", "task1", "task2", "task3"))
+    base, *tasks = (
+        tensors(stream / name)[f"{UP}.weight"] for name in ("base", "task1", "task2", "task3")
+    )
     expected = base + 0.3 * sum(task - base for task in tasks)
     torch.testing.assert_close(tensors(out)[f"{UP}.weight"], expected, rtol=0, atol=1e-6)
     assert load_file(out / STATE)[f"{UP}.count"] == 3
@@ -49,7 +55,12 @@ def test_its_manifest_names_it_its_options_and_the_digests_of_its_state(stream):
 
 
 def test_a_state_that_changes_its_shape_is_refused_by_name(stream, monkeypatch):
-    monkeypatch.setattr(RunningSum, "add", lambda *args: {"sum": torch.zeros(1), "count": torch.tensor(0)})
+    monkeypatch.setattr(
+        RunningSum, "add", lambda *args: {"sum": torch.zeros(1), "count": torch.tensor(0)}
+    )
     monkeypatch.setattr(RunningSum, "weight", lambda self, layer, state, theta_0: theta_0)
-    with pytest.raises(ValueError, match=r"method running_sum, layer 'model\.layers.*'sum' of its state is .* \(1,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"method running_sum, layer 'model\.layers.*'sum' of its state is .* \(1,\)",
+    ):
         merge(stream, method="running_sum")

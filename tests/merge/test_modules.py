@@ -1,4 +1,6 @@
-"""Models in memory as the sources of a merge: what is refused, and what becomes of the rest of them."""
+"""Models in memory as the sources of a merge: what is refused, and what becomes of the rest of
+them.
+"""
 
 import pytest
 import torch
@@ -15,9 +17,15 @@ def keys(model, target="auto"):
 
 
 def merge(base, *models, **options):
-    """Return the merged tensors, and the number of models in the mean of each that is outside the merged layers."""
-    algorithm = LayerwiseMergingAlgorithm("sum", shuffle_order=False, **{"other_params": "mean", **options})
-    merged = algorithm.run({"_pretrained_": base} | {f"task{i}": model for i, model in enumerate(models)})
+    """Return the merged tensors, and the number of models in the mean of each that is outside the
+    merged layers.
+    """
+    algorithm = LayerwiseMergingAlgorithm(
+        "sum", shuffle_order=False, **{"other_params": "mean", **options}
+    )
+    merged = algorithm.run(
+        {"_pretrained_": base} | {f"task{i}": model for i, model in enumerate(models)}
+    )
     return merged.state_dict(), algorithm._mean_counts
 
 
@@ -26,7 +34,9 @@ def test_a_model_of_another_size_is_refused_by_name_layer_and_shape():
         check_module(clip(), nn.Linear(2, 2), "svhn")
     other = clip()
     tower(other).encoder.layers[1].mlp.fc1.weight = nn.Parameter(torch.zeros(3, 32))
-    with pytest.raises(ValueError, match=r"model 'svhn', tensor '.*layers\.1\.mlp\.fc1.*': shape \(3, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"model 'svhn', tensor '.*layers\.1\.mlp\.fc1.*': shape \(3, 32\)"
+    ):
         check_module(clip(), other, "svhn")
 
 
@@ -45,7 +55,9 @@ def test_a_buffer_of_infinities_is_refused_only_where_it_would_be_written():
     base.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
     merge(base, finetuned(base, 1), other_params="pretrained")
     for other_params in ("first", "mean"):
-        with pytest.raises(ValueError, match="model 'task0', tensor 'mask' has NaN or infinite values"):
+        with pytest.raises(
+            ValueError, match="model 'task0', tensor 'mask' has NaN or infinite values"
+        ):
             merge(base, finetuned(base, 1), other_params=other_params)
 
 
@@ -55,7 +67,9 @@ def test_the_mean_is_of_everything_outside_the_merged_layers():
     merged, counts = merge(base, *models, target_modules="auto")
     rest = [key for key, _ in base.named_parameters() if key not in keys(base)]
     for key in rest:
-        torch.testing.assert_close(merged[key], torch.stack([model.state_dict()[key] for model in models]).mean(0))
+        torch.testing.assert_close(
+            merged[key], torch.stack([model.state_dict()[key] for model in models]).mean(0)
+        )
     assert counts == dict.fromkeys(rest, 3)
 
 
@@ -65,7 +79,9 @@ def test_a_mean_counts_the_models_that_have_the_tensor_in_any_order(order):
     models = [finetuned(base, 1), finetuned(base, 2)]
     models[1].resize_token_embeddings(base.config.vocab_size + 3)
     merged, counts = merge(base, *(models[i] for i in order), on_shape_mismatch="keep-base")
-    torch.testing.assert_close(merged["model.embed_tokens.weight"], models[0].state_dict()["model.embed_tokens.weight"])
+    torch.testing.assert_close(
+        merged["model.embed_tokens.weight"], models[0].state_dict()["model.embed_tokens.weight"]
+    )
     assert counts["model.embed_tokens.weight"] == 1
     assert counts["model.norm.weight"] == 2
 

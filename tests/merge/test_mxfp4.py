@@ -1,4 +1,6 @@
-"""MXFP4 checkpoints, which gpt-oss has, are read as transformers reads them, and merged as the bfloat16 model is."""
+"""MXFP4 checkpoints, which gpt-oss has, are read as transformers reads them, and merged as the
+bfloat16 model is.
+"""
 
 import json
 
@@ -11,7 +13,16 @@ from fusion_bench_nufilt.merge import forecast
 from fusion_bench_nufilt.merge.sources.checkpoint import Checkpoint
 from fusion_bench_nufilt.merge.sources.mxfp4 import decode
 from tests.families import FAMILIES
-from tests.merge.helpers import change, change_json, manifest, merge, plan, same, save_stream, tensors
+from tests.merge.helpers import (
+    change,
+    change_json,
+    manifest,
+    merge,
+    plan,
+    same,
+    save_stream,
+    tensors,
+)
 
 DOWN = "model.layers.1.mlp.experts.down_proj"
 EXPERTS = ("gate_up_proj", "down_proj")
@@ -19,20 +30,33 @@ CODES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
 def by_transformers(blocks, scales):
-    return pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors(blocks, scales)
+    return pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors(
+        blocks, scales
+    )
 
 
 def by_hand(weight):
     """Blocks and scales of a stack of matrices ``(experts, inputs, outputs)``."""
     tiles = weight.float().transpose(1, 2).unflatten(2, (-1, 32))
     exponents = tiles.abs().amax(-1, keepdim=True).log2().floor() - 2  # the largest code is 6
-    codes = (tiles / 2**exponents).unsqueeze(-1).sub(torch.tensor(CODES)).abs().argmin(-1).to(torch.uint8)
+    codes = (
+        (tiles / 2**exponents)
+        .unsqueeze(-1)
+        .sub(torch.tensor(CODES))
+        .abs()
+        .argmin(-1)
+        .to(torch.uint8)
+    )
     return codes[..., 0::2] | codes[..., 1::2] << 4, (exponents[..., 0] + 127).to(torch.uint8)
 
 
 def quantise(folder):
     """Store a folder's experts in MXFP4; its copy `<name>_wide` has their values in bfloat16."""
-    state = {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
+    state = {
+        key: value
+        for file in folder.glob("*.safetensors")
+        for key, value in load_file(file).items()
+    }
     wide = dict(state)
     for key in [key for key in state if key.endswith(EXPERTS)]:
         blocks, scales = by_hand(state.pop(key))
@@ -44,7 +68,9 @@ def quantise(folder):
     other.joinpath("config.json").write_bytes((folder / "config.json").read_bytes())
     save_file(wide, other / "model.safetensors", metadata={"format": "pt"})
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    change_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"}, dtype="bfloat16")
+    change_json(
+        folder / "config.json", quantization_config={"quant_method": "mxfp4"}, dtype="bfloat16"
+    )
 
 
 @pytest.fixture
@@ -77,7 +103,10 @@ def test_the_result_is_a_plain_bfloat16_model_that_later_merges_read(stream):
     out = merge(stream, ["task1"])
     model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert model.dtype == torch.bfloat16
-    assert same(tensors(out), {key: value for key, value in model.state_dict().items() if key in tensors(out)})
+    assert same(
+        tensors(out),
+        {key: value for key, value in model.state_dict().items() if key in tensors(out)},
+    )
     assert tensors(out).keys() == tensors(stream / "task2").keys()
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     two = merge(stream, ["task2"], "two", merged="out")
@@ -96,7 +125,10 @@ def test_experts_outside_the_layers_keep_their_values_or_are_averaged(stream):
 
 
 def test_one_expert_is_read_without_the_others(stream):
-    read, file = [], (checkpoint := Checkpoint.open(str(stream / "base"))).opened["model.safetensors"]
+    read, file = (
+        [],
+        (checkpoint := Checkpoint.open(str(stream / "base"))).opened["model.safetensors"],
+    )
     whole, _ = checkpoint.read(DOWN)
     checkpoint.split({DOWN: [(0, 1), (1, 2), (2, 3)]})
     own = file._bytes
@@ -126,6 +158,9 @@ def test_what_can_not_be_decoded_is_refused_by_name(stream):
     change(stream / "base", f"{DOWN}_scales", lambda scales: scales.fill_(255))
     refuse(stream, rf"base', tensor '{DOWN}\[0:1\]' has NaN or infinite values")
     change(stream / "base", f"{DOWN}_scales", lambda scales: scales[:, 1:].contiguous())
-    refuse(stream, rf"{what} \(3, 32, 2, 16\) with '{DOWN}_scales' U8 \(3, 31, 2\): MXFP4 has U8 blocks")
+    refuse(
+        stream,
+        rf"{what} \(3, 32, 2, 16\) with '{DOWN}_scales' U8 \(3, 31, 2\): MXFP4 has U8 blocks",
+    )
     change(stream / "base", f"{DOWN}_scales", lambda scales: None)
     refuse(stream, rf"{what} \(3, 32, 2, 16\) with no '{DOWN}_scales'")

@@ -1,4 +1,6 @@
-"""A mean counts the models that have the tensor, whatever the order, and the manifest keeps the count."""
+"""A mean counts the models that have the tensor, whatever the order, and the manifest keeps the
+count.
+"""
 
 import json
 

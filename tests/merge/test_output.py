@@ -1,4 +1,6 @@
-"""The work folder beside the result holds what this program made and nothing else: no link, no file of another."""
+"""The work folder beside the result holds what this program made and nothing else: no link, no file
+of another.
+"""
 
 import hashlib
 import json
@@ -20,7 +22,9 @@ def begin(folder, run="run"):
 def write_tensor(output):
     output.write("model.safetensors", memoryview(b"12345678"), 6)
     digest = "ef797c8118f02dfb649607dd5d3f8c7623048c9c063d532cc95c5ed7a898a64f"
-    output.record({"param": "w", "written": [("model.safetensors", 6, 14, digest)], "read": {}, "reports": []})
+    output.record(
+        {"param": "w", "written": [("model.safetensors", 6, 14, digest)], "read": {}, "reports": []}
+    )
 
 
 def test_a_link_in_place_of_the_work_folder_is_not_followed(tmp_path):
@@ -49,7 +53,9 @@ def test_foreign_files_stop_the_merge_and_stay(tmp_path, place):
     assert [found for found in work.rglob("*") if found.is_file()] == [path]
 
 
-@pytest.mark.parametrize("name", ["model/model.safetensors", "model/config.json", "journal.jsonl", "model"])
+@pytest.mark.parametrize(
+    "name", ["model/model.safetensors", "model/config.json", "journal.jsonl", "model"]
+)
 def test_links_in_the_work_folder_stop_the_merge(tmp_path, name):
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -75,14 +81,19 @@ def test_nobody_else_can_write_into_the_work_folder(tmp_path):
 
 
 def test_files_of_a_run_with_another_base_are_known_by_its_journal(tmp_path):
-    with closing(Output(tmp_path / "out", "one", {"other.safetensors": (b"header", 6)}, ["vocab.txt"])) as output:
+    with closing(
+        Output(tmp_path / "out", "one", {"other.safetensors": (b"header", 6)}, ["vocab.txt"])
+    ) as output:
         (output.model / "vocab.txt").touch()  # killed before it took its name
     with closing(begin(tmp_path, "two")) as output:
         assert sorted(path.name for path in output.model.iterdir()) == ["model.safetensors"]
 
 
 def test_a_second_process_is_told_which_one_is_writing(tmp_path):
-    with closing(begin(tmp_path)), pytest.raises(ValueError, match=rf"process {os.getpid()} on .* is writing"):
+    with (
+        closing(begin(tmp_path)),
+        pytest.raises(ValueError, match=rf"process {os.getpid()} on .* is writing"),
+    ):
         begin(tmp_path)
 
 
@@ -93,7 +104,9 @@ def test_a_result_that_another_process_finished_meanwhile_is_left_alone(tmp_path
     assert not work_folder(tmp_path / "out").exists()
 
 
-def test_what_is_done_is_known_again_and_a_journal_whose_words_were_changed_is_not_believed(tmp_path):
+def test_what_is_done_is_known_again_and_a_journal_whose_words_were_changed_is_not_believed(
+    tmp_path,
+):
     with closing(begin(tmp_path)) as output:
         write_tensor(output)
     with closing(begin(tmp_path)) as output:

@@ -21,5 +21,9 @@ def test_the_tensors_that_a_task_changes_are_not_gathered_again_for_every_one_of
     planned = plan(tmp_path, ["task1"], other_params="mean")
     planned.averaged = CountedSet(planned.averaged)
     assert len(planned.tasks[0].params) > 10
-    list(check_task(planned, planned.tasks[0], Architecture.of_checkpoint(planned.base), planned.averaged))
+    list(
+        check_task(
+            planned, planned.tasks[0], Architecture.of_checkpoint(planned.base), planned.averaged
+        )
+    )
     assert planned.averaged.joined <= 1

@@ -1,4 +1,6 @@
-"""FP8 checkpoints are merged as the same models dequantised by hand are, and no other quantisation is touched."""
+"""FP8 checkpoints are merged as the same models dequantised by hand are, and no other quantisation
+is touched.
+"""
 
 import json
 import pickle
@@ -34,14 +36,27 @@ UP = "model.layers.0.mlp.up_proj.weight"
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 # The sides of a block, of which None is all; the name and the dtype of the scales; config.json.
 SCHEMES = {
-    "block": ((12, 20), "_scale_inv", torch.float32, {"quant_method": "fp8", "weight_block_size": [12, 20]}),
+    "block": (
+        (12, 20),
+        "_scale_inv",
+        torch.float32,
+        {"quant_method": "fp8", "weight_block_size": [12, 20]},
+    ),
     "row": ((1, None), "_scale", torch.bfloat16, COMPRESSED),
-    "tensor": ((None, None), "_scale", torch.float32, {"quant_method": "fp8", "activation_scheme": "static"}),
+    "tensor": (
+        (None, None),
+        "_scale",
+        torch.float32,
+        {"quant_method": "fp8", "activation_scheme": "static"},
+    ),
     "compressed block": (
         (16, 16),
         "_scale",
         torch.float32,
-        {**COMPRESSED, "config_groups": {"group_0": {"weights": {"num_bits": 8, "block_structure": [16, 16]}}}},
+        {
+            **COMPRESSED,
+            "config_groups": {"group_0": {"weights": {"num_bits": 8, "block_structure": [16, 16]}}},
+        },
     ),
 }
 
@@ -56,7 +71,10 @@ def blocks(shape, sides):
 def by_hand(weight, sides, dtype):
     """FP8 and scales of a float32 matrix."""
     places = list(blocks(weight.shape, sides))
-    stored, scales = torch.empty(weight.shape, dtype=FP8), torch.empty([n + 1 for n in places[-1][0]], dtype=dtype)
+    stored, scales = (
+        torch.empty(weight.shape, dtype=FP8),
+        torch.empty([n + 1 for n in places[-1][0]], dtype=dtype),
+    )
     for place, block in places:
         scales[place] = weight[block].abs().max() / LARGEST
         stored[block] = (weight[block] / scales[place].float()).clamp(-LARGEST, LARGEST).to(FP8)
@@ -84,7 +102,11 @@ def quantise(folder, scheme="block", layers=LAYERS):
         save_file(state, file, metadata={"format": "pt"})
         save_file(copy, wide / file.name, metadata={"format": "pt"})
     if (index := folder / "model.safetensors.index.json").exists():
-        index.write_text(json.dumps({"weight_map": {key: file.name for file in files for key in load_file(file)}}))
+        index.write_text(
+            json.dumps(
+                {"weight_map": {key: file.name for file in files for key in load_file(file)}}
+            )
+        )
     change_json(folder / "config.json", quantization_config=config)
 
 
@@ -119,22 +141,34 @@ def test_the_result_is_a_plain_model_in_bfloat16(stream):
     assert {key: out / file for key, file in index["weight_map"].items()} == {
         key: file for file in out.glob("*.safetensors") for key in load_file(file)
     }
-    assert index["metadata"]["total_size"] == disk_bytes(planned) == sum(value.nbytes for value in found.values())
+    assert (
+        index["metadata"]["total_size"]
+        == disk_bytes(planned)
+        == sum(value.nbytes for value in found.values())
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_quantised_again_it_has_the_bases_blocks_and_the_merged_values_quantised_by_hand(tmp_path, scheme):
+def test_quantised_again_it_has_the_bases_blocks_and_the_merged_values_quantised_by_hand(
+    tmp_path, scheme
+):
     save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
     quantise(tmp_path / "base", scheme)
     wide = tensors(merge(tmp_path, ["task1", "task2"], "wide", base="base_wide"))
     out = merge(tmp_path, ["task1", "task2"], settings={"dtype": "fp8"})
-    found, before, (sides, suffix, dtype, _) = tensors(out), tensors(tmp_path / "base"), SCHEMES[scheme]
+    found, before, (sides, suffix, dtype, _) = (
+        tensors(out),
+        tensors(tmp_path / "base"),
+        SCHEMES[scheme],
+    )
     for key in filter(re.compile(LAYERS).fullmatch, before):
         stored, scales = by_hand(wide[key], sides, dtype)
         assert torch.equal(found[key].float(), stored.float())
         assert torch.equal(found[key + suffix], scales.reshape(before[key + suffix].shape))
         wide[key], wide[key + suffix] = stored, scales.reshape(before[key + suffix].shape)
-    assert {key: value.dtype for key, value in found.items()} == {key: value.dtype for key, value in wide.items()}
+    assert {key: value.dtype for key, value in found.items()} == {
+        key: value.dtype for key, value in wide.items()
+    }
     for name in ("config.json", "model.safetensors.index.json"):
         assert (out / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
 
@@ -190,7 +224,9 @@ def test_the_memory_to_quantise_other_tensors_is_predicted(stream, monkeypatch):
     monkeypatch.setattr(forecast, "process_memory", lambda workers: 0)
     monkeypatch.setattr(forecast, "layer_budget", lambda plan, workers: 0)  # the layers need less
     options = {"target_modules": ["k_proj"], "other_params": "mean"}
-    plain, again = (plan(stream, ["task1"], settings={"dtype": dtype}, **options) for dtype in ("auto", "fp8"))
+    plain, again = (
+        plan(stream, ["task1"], settings={"dtype": dtype}, **options) for dtype in ("auto", "fp8")
+    )
     assert forecast.peak_memory(again) == again.settings.workers * 20 * 64 * 32
     assert forecast.peak_memory(plain) == 0
 
@@ -198,14 +234,20 @@ def test_the_memory_to_quantise_other_tensors_is_predicted(stream, monkeypatch):
 def test_a_plan_that_went_to_another_machine_writes_the_same_blocks(stream):
     settings = {"dtype": "fp8"}
     sent = pickle.loads(pickle.dumps(plan(stream, ["task1"], settings=settings)))
-    assert hashes(merge_folders(sent, stream / "sent")) == hashes(merge(stream, ["task1"], settings=settings))
+    assert hashes(merge_folders(sent, stream / "sent")) == hashes(
+        merge(stream, ["task1"], settings=settings)
+    )
 
 
 def test_fused_experts_in_fp8_have_scales_of_their_own(tmp_path):
     save_stream(tmp_path, FAMILIES["gpt_oss"](), tasks=1)
     key, scale = (f"model.layers.1.mlp.experts.down_proj{end}" for end in ("", "_scale_inv"))
     file = tmp_path / "base" / "model.safetensors"
-    state = {k: v for file in (tmp_path / "base").glob("*.safetensors") for k, v in load_file(file).items()}
+    state = {
+        k: v
+        for file in (tmp_path / "base").glob("*.safetensors")
+        for k, v in load_file(file).items()
+    }
     for path in (tmp_path / "base").glob("model*"):
         path.unlink()
     shutil.copytree(tmp_path / "base", tmp_path / "wide")
@@ -214,7 +256,9 @@ def test_fused_experts_in_fp8_have_scales_of_their_own(tmp_path):
     save_file({**state, key: torch.stack(by_expert)}, tmp_path / "wide" / file.name)
     state[key], state[scale] = map(torch.stack, zip(*experts, strict=True))
     save_file(state, file)
-    change_json(tmp_path / "base" / "config.json", quantization_config={"weight_block_size": [20, 12]})
+    change_json(
+        tmp_path / "base" / "config.json", quantization_config={"weight_block_size": [20, 12]}
+    )
     wide = tensors(merge(tmp_path, ["task1"], "reference", base="wide"))
     assert torch.equal(tensors(merge(tmp_path, ["task1"], "plain"))[key], wide[key].bfloat16())
     again = tensors(merge(tmp_path, ["task1"], "again", settings={"dtype": "fp8"}))
@@ -223,9 +267,17 @@ def test_fused_experts_in_fp8_have_scales_of_their_own(tmp_path):
     assert torch.equal(again[scale], torch.stack([scales for _, scales in experts]))
     save_file({**state, scale: torch.ones(1)}, file)  # one scale for all experts
     merge(tmp_path, ["task1"], "shared")
-    refuse(tmp_path, rf"'{key}' \(3, 64, 32\) with scales \(1,\) that several layers share", settings={"dtype": "fp8"})
+    refuse(
+        tmp_path,
+        rf"'{key}' \(3, 64, 32\) with scales \(1,\) that several layers share",
+        settings={"dtype": "fp8"},
+    )
     save_file({**state, scale: torch.ones(3, 5)}, file)
-    refuse(tmp_path, rf"base', tensor '{key}' of shape \(3, 64, 32\): no blocks .* have scales of shape \(3, 5\)")
+    refuse(
+        tmp_path,
+        rf"base', tensor '{key}' of shape \(3, 64, 32\): "
+        r"no blocks .* have scales of shape \(3, 5\)",
+    )
 
 
 def test_a_layer_of_zeros_is_quantised_to_zeros(stream):
@@ -245,7 +297,11 @@ def test_fp8_that_does_not_fit_its_scales_is_refused_by_name(stream):
     what = rf"base', tensor '{UP}'"
     quantise(stream / "task2", "tensor")
     change(stream / "task2", f"{UP}_scale", lambda scale: None)
-    refuse(stream, rf"task2', tensor '{UP}' is stored as F8_E4M3: quantised weights can't be merged", ["task2"])
+    refuse(
+        stream,
+        rf"task2', tensor '{UP}' is stored as F8_E4M3: quantised weights can't be merged",
+        ["task2"],
+    )
     change(stream / "base", f"{UP}_scale_inv", lambda scale: scale.fill_(torch.nan))
     refuse(stream, f"{what} has NaN or infinite values")
     change(stream / "base", f"{UP}_scale_inv", lambda scale: scale[1:].contiguous())
@@ -257,10 +313,20 @@ def test_fp8_that_does_not_fit_its_scales_is_refused_by_name(stream):
 
 def test_what_can_not_be_quantised_again_is_refused_before_any_work(stream):
     fp8 = {"settings": {"dtype": "fp8"}}
-    refuse(stream, "task1' has no weights in FP8 that tell the blocks: leave dtype out", base="task1", **fp8)
+    refuse(
+        stream,
+        "task1' has no weights in FP8 that tell the blocks: leave dtype out",
+        base="task1",
+        **fp8,
+    )
     path = next(file for file in (stream / "base").glob("*.safetensors") if UP in load_file(file))
     save_file({**load_file(path), UP.replace("weight", "input_scale"): torch.ones(())}, path)
-    refuse(stream, r"scales of its activations \('model.layers.0.mlp.up_proj.input_scale'\), which are measured", **fp8)
+    refuse(
+        stream,
+        r"scales of its activations \('model.layers.0.mlp.up_proj.input_scale'\), "
+        "which are measured",
+        **fp8,
+    )
     assert tensors(merge(stream, ["task1"])).keys() == tensors(stream / "task1").keys()
 
 
@@ -270,7 +336,11 @@ def test_what_can_not_be_quantised_again_is_refused_before_any_work(stream):
         ("gptq", {"quant_method": "gptq", "bits": 4}, None),
         ("awq", {"quant_method": "awq"}, None),
         ("bitsandbytes", {"quant_method": "bitsandbytes"}, None),
-        ("compressed-tensors in the format pack-quantized", {**COMPRESSED, "format": "pack-quantized"}, None),
+        (
+            "compressed-tensors in the format pack-quantized",
+            {**COMPRESSED, "format": "pack-quantized"},
+            None,
+        ),
         ("GPTQ or AWQ", None, "model.layers.0.mlp.up_proj.qweight"),
         ("bitsandbytes", None, f"{UP}.absmax"),
     ],
@@ -283,4 +353,8 @@ def test_other_quantisations_are_refused_by_name(tmp_path, name, config, tensor)
             save_file({**state, tensor: torch.zeros(3, dtype=torch.uint8)}, path)
         else:
             change_json(tmp_path / model / "config.json", quantization_config=config)
-        refuse(tmp_path, rf"{model}' is quantised by {name}, and only FP8 and MXFP4 can be merged: name the model")
+        refuse(
+            tmp_path,
+            rf"{model}' is quantised by {name}, and only FP8 and MXFP4 can be merged: "
+            "name the model",
+        )

@@ -1,4 +1,6 @@
-"""A merge on a cluster gives the local bits, whatever dies on the way, or says which node is in the way of it."""
+"""A merge on a cluster gives the local bits, whatever dies on the way, or says which node is in the
+way of it.
+"""
 
 import errno
 import os
@@ -19,23 +21,33 @@ from tests.conftest import REPO
 from tests.merge.helpers import hashes, merge
 
 TASKS = ["task1", "task2"]
-LARGE = {"null_rank": 64, "lora_rank": 32, "max_steps": 30}  # a layer takes long enough to be killed in
+LARGE = {
+    "null_rank": 64,
+    "lora_rank": 32,
+    "max_steps": 30,
+}  # a layer takes long enough to be killed in
 
 
 def save_matrices(folder, shape, number):
     """A base and two tasks of plain matrices."""
     random = torch.Generator().manual_seed(0)
-    base = {f"layers.{i}.up_proj.weight": torch.randn(shape, generator=random) for i in range(number)}
+    base = {
+        f"layers.{i}.up_proj.weight": torch.randn(shape, generator=random) for i in range(number)
+    }
     for name, scale in [("base", 0), ("task1", 0.01), ("task2", 0.01)]:
         (folder / name).mkdir()
-        state = {key: value + scale * torch.randn(shape, generator=random) for key, value in base.items()}
+        state = {
+            key: value + scale * torch.randn(shape, generator=random) for key, value in base.items()
+        }
         save_file(state, folder / name / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_without_ray_the_error_names_the_extra(tmp_path, monkeypatch):
     save_matrices(tmp_path, (8, 8), 1)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"engine 'ray' needs Ray .* pip install 'fusion-bench-nufilt\[ray\]'"):
+    with pytest.raises(
+        ValueError, match=r"engine 'ray' needs Ray .* pip install 'fusion-bench-nufilt\[ray\]'"
+    ):
         merge(tmp_path, TASKS, settings={"engine": "ray"})
     assert not (tmp_path / "out").exists()
 
@@ -52,7 +64,9 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_worker_niceness", "0")  # else other processes starve the workers of a busy machine
+        patch.setenv(
+            "RAY_worker_niceness", "0"
+        )  # else other processes starve the workers of a busy machine
         cluster = Cluster(initialize_head=True, head_node_args=node())
         cluster.add_node(**node())
         ray.init(cluster.address, log_to_driver=False)
@@ -74,14 +88,22 @@ def stream(tmp_path_factory):
 
 
 def on_cluster(folder, out, address=None, **options):
-    return hashes(merge(folder, TASKS, out, settings={"engine": "ray", "address": address}, **(options or LARGE)))
+    return hashes(
+        merge(
+            folder, TASKS, out, settings={"engine": "ray", "address": address}, **(options or LARGE)
+        )
+    )
 
 
 def when_computing(do):
     """Call a function with the process of a worker that is at work on a layer, from a thread."""
 
     def watch():
-        while not (found := [each for each in psutil.Process().children(recursive=True) if is_computing(each)]):
+        while not (
+            found := [
+                each for each in psutil.Process().children(recursive=True) if is_computing(each)
+            ]
+        ):
             time.sleep(0.1)
         do(found[0])
 
@@ -103,7 +125,9 @@ def test_layers_of_a_worker_or_a_node_that_dies_are_given_to_others(cluster, str
     folder, expected = stream
     third = cluster.add_node(**node()) if dies == "node" else None
     killer = when_computing(
-        lambda process: cluster.remove_node(third, allow_graceful=False) if third else process.kill()
+        lambda process: (
+            cluster.remove_node(third, allow_graceful=False) if third else process.kill()
+        )
     )
     assert on_cluster(folder, dies) == expected
     killer.join()
@@ -111,7 +135,9 @@ def test_layers_of_a_worker_or_a_node_that_dies_are_given_to_others(cluster, str
 
 
 @pytest.mark.slow
-def test_a_killed_driver_goes_on_where_it_stopped_and_two_do_not_write_one_folder(cluster, stream, caplog):
+def test_a_killed_driver_goes_on_where_it_stopped_and_two_do_not_write_one_folder(
+    cluster, stream, caplog
+):
     folder, expected = stream
     code = (
         "import pathlib, sys; from tests.merge import test_ray_engine\n"
@@ -133,7 +159,9 @@ def test_a_killed_driver_goes_on_where_it_stopped_and_two_do_not_write_one_folde
 
 
 @pytest.mark.slow
-def test_an_output_that_can_no_longer_be_written_ends_the_run_and_the_next_one_goes_on(cluster, stream, monkeypatch):
+def test_an_output_that_can_no_longer_be_written_ends_the_run_and_the_next_one_goes_on(
+    cluster, stream, monkeypatch
+):
     folder, expected = stream
     write = Output.write
 
@@ -155,10 +183,15 @@ def test_a_node_with_another_version_is_refused_by_name(cluster, stream, tmp_pat
     folder, _ = stream
     other = tmp_path / "fusion_bench_nufilt-9.9.dist-info"
     other.mkdir()
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: fusion-bench-nufilt\nVersion: 9.9\n")
+    (other / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: fusion-bench-nufilt\nVersion: 9.9\n"
+    )
     third = cluster.add_node(**node(env_vars={"PYTHONPATH": str(tmp_path)}))
     try:
-        with pytest.raises(ValueError, match=rf"node .* \({third.node_id[:8]}\): it has fusion-bench-nufilt 9.9 where"):
+        with pytest.raises(
+            ValueError,
+            match=rf"node .* \({third.node_id[:8]}\): it has fusion-bench-nufilt 9.9 where",
+        ):
             on_cluster(folder, "version")
     finally:
         cluster.remove_node(third)
@@ -172,8 +205,12 @@ def test_a_node_that_lacks_the_files_says_so_by_name(cluster, tmp_path, monkeypa
     for name in ("base", *TASKS):  # each process has a folder of its own behind this
         (tmp_path / name).rename(tmp_path / f"real_{name}")
         (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").symlink_to(f"/proc/self/cwd/real_{name}/model.safetensors")
-    with pytest.raises(ValueError, match=r"node .*: .*No such file or directory: '.*base/model.safetensors'"):
+        (tmp_path / name / "model.safetensors").symlink_to(
+            f"/proc/self/cwd/real_{name}/model.safetensors"
+        )
+    with pytest.raises(
+        ValueError, match=r"node .*: .*No such file or directory: '.*base/model.safetensors'"
+    ):
         on_cluster(tmp_path, "out")
     assert not (tmp_path / "out").exists()
 

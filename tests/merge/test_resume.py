@@ -1,4 +1,6 @@
-"""A run that is killed or disturbed leaves nothing that looks finished, and goes on where it stopped."""
+"""A run that is killed or disturbed leaves nothing that looks finished, and goes on where it
+stopped.
+"""
 
 import errno
 import json
@@ -87,7 +89,11 @@ def test_changed_settings_or_inputs_start_anew(stream, monkeypatch, what):
     interrupt(stream)
     options = {"null_rank": 5} if what == "settings" else {}
     if what == "input":
-        change(stream / "task3", "model.layers.0.mlp.up_proj.weight", lambda value: torch.zeros_like(value))
+        change(
+            stream / "task3",
+            "model.layers.0.mlp.up_proj.weight",
+            lambda value: torch.zeros_like(value),
+        )
     computed = count_layers(monkeypatch)
     result = hashes(merge(stream, **options))
     assert len(set(computed)) == 14
@@ -137,7 +143,9 @@ def test_without_digests_a_finished_result_is_verified_by_sizes(stream):
 def test_a_damaged_result_does_not_replace_an_earlier_one(stream):
     for _ in range(2):
         cut(merge(stream) / "config.json")
-    with pytest.raises(ValueError, match=r"config.json is not what was saved .*; remove '.*out.damaged', and it is"):
+    with pytest.raises(
+        ValueError, match=r"config.json is not what was saved .*; remove '.*out.damaged', and it is"
+    ):
         merge(stream)
     assert (stream / "out").exists()
 
@@ -170,7 +178,9 @@ def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
     fuse = nufilt.fuse_each
 
     def overwrite_and_fuse(*args, **kwargs):
-        with (stream / "task2" / "model.safetensors").open("r+b") as file:  # in place: another thread may be reading
+        with (stream / "task2" / "model.safetensors").open(
+            "r+b"
+        ) as file:  # in place: another thread may be reading
             file.seek(-64, os.SEEK_END)
             file.write(bytes(64))
         return fuse(*args, **kwargs)
@@ -187,10 +197,14 @@ def test_no_room_on_the_disk(stream, monkeypatch):
 
 def test_what_an_interrupted_run_wrote_needs_no_room_again(stream, monkeypatch):
     interrupt(stream)
-    written = sum(512 * path.stat().st_blocks for path in work_folder(stream / "out").rglob("*.safetensors"))
+    written = sum(
+        512 * path.stat().st_blocks for path in work_folder(stream / "out").rglob("*.safetensors")
+    )
     needed = disk_bytes(plan(stream))
     assert written > 0
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": max(0, needed - written)}))
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda path: type("Usage", (), {"free": max(0, needed - written)})
+    )
     merge(stream)
 
 
@@ -224,7 +238,10 @@ def test_control_c_stops_early_and_keeps_what_is_done(stream):
     )
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(stream)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", code, str(stream)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     process.stdout.readline()
     journal = work_folder(stream / "out") / "journal.jsonl"

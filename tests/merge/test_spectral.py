@@ -1,4 +1,6 @@
-"""A method that keeps sums merges folders as it merges loaded models, and goes on from its state alone."""
+"""A method that keeps sums merges folders as it merges loaded models, and goes on from its state
+alone.
+"""
 
 import pickle
 from functools import partial
@@ -58,7 +60,9 @@ def test_a_stream_at_once_is_the_stream_one_by_one(tmp_path, method, dtype):
 def test_a_step_that_fusion_bench_saved_goes_on_as_a_folder(tmp_path, method, options):
     models = save_stream(tmp_path, clip())
     first = algorithm(method, **options)
-    first._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=TensorBoardLogger(tmp_path / "run", "", ""))
+    first._fabric_instance = Fabric(
+        devices=1, accelerator="cpu", loggers=TensorBoardLogger(tmp_path / "run", "", "")
+    )
     first.run({name: models[name] for name in ("_pretrained_", "task1", "task2")})
     targets = {"target_modules": "all-linear", "other_params": "mean"}
     saved = "run/checkpoints/merged_model_1"
@@ -95,8 +99,14 @@ VOTES = "model.layers.0.mlp.up_proj.votes"
             lambda state: {**state, VOTES: 2 * state[VOTES]},
             "nufilt_state/.* is not what was saved",
         ),
-        (lambda state: {key: state[key] for key in state if key != VOTES}, f"has no '{VOTES}' in {STATE}"),
-        (lambda state: {**state, VOTES: torch.zeros(3, 3)}, r"F32 \(3, 3\) is not float32 \(\d+, \d+\)"),
+        (
+            lambda state: {key: state[key] for key in state if key != VOTES},
+            f"has no '{VOTES}' in {STATE}",
+        ),
+        (
+            lambda state: {**state, VOTES: torch.zeros(3, 3)},
+            r"F32 \(3, 3\) is not float32 \(\d+, \d+\)",
+        ),
     ],
 )
 def test_a_state_that_was_changed_is_refused(stream, change, message):
@@ -108,13 +118,20 @@ def test_a_state_that_was_changed_is_refused(stream, change, message):
 
 def test_what_has_no_state_or_that_of_other_layers_or_of_another_method_is_refused(stream):
     helpers.merge(stream, ["task1"], "other", target_modules="all-linear")
-    with pytest.raises(ValueError, match=r"other' has no 'model\.layers\.0.*goes on from its own merges of the same"):
+    with pytest.raises(
+        ValueError,
+        match=r"other' has no 'model\.layers\.0.*goes on from its own merges of the same",
+    ):
         plan(stream, ["task2"], "other")
     merge(stream, ["task1"], "one")
-    with pytest.raises(ValueError, match=r"one' has 'model\.layers\.0\.mlp.*of the same layers only"):
+    with pytest.raises(
+        ValueError, match=r"one' has 'model\.layers\.0\.mlp.*of the same layers only"
+    ):
         plan(stream, ["task2"], "one", target_modules=r".*self_attn.*")
     helpers.merge(stream, ["task1"], "sum", method="sum")
-    with pytest.raises(ValueError, match="has that of another method in"):  # whose tensors have the same names
+    with pytest.raises(
+        ValueError, match="has that of another method in"
+    ):  # whose tensors have the same names
         plan(stream, ["task2"], "sum", method="isotropic")
 
 
@@ -126,9 +143,13 @@ def test_nufilt_on_top_of_it_deserves_a_warning(stream):
 
 def test_the_command_merges_all_linear_layers_and_its_result_is_a_recipe(stream):
     models = ("--base", stream / "base", "--task", stream / "task1", "--task", stream / "task2")
-    code, text = nufilt("merge", "--method", "spectral", *models, "--out", stream / "out", "kappa=0.8")
+    code, text = nufilt(
+        "merge", "--method", "spectral", *models, "--out", stream / "out", "kappa=0.8"
+    )
     assert (code, "step 2, 14 layers merged" in text) == (0, True), text
-    assert same(tensors(stream / "out"), tensors(merge(stream, ["task1", "task2"], "expected", kappa=0.8)))
+    assert same(
+        tensors(stream / "out"), tensors(merge(stream, ["task1", "task2"], "expected", kappa=0.8))
+    )
     assert "spectral voting" in (stream / "out" / "README.md").read_text()
     code, text = nufilt("merge", stream / "out" / "nufilt.json", "--out", stream / "again")
     assert code == 0, text
@@ -139,12 +160,17 @@ def test_the_command_merges_all_linear_layers_and_its_result_is_a_recipe(stream)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--method", "spectral", "null_rank=6"], "'null_rank' is not an option of method=spectral"),
+        (
+            ["--method", "spectral", "null_rank=6"],
+            "'null_rank' is not an option of method=spectral",
+        ),
         (["--kappa", "0.8"], "'kappa' is not an option of method=nufilt"),
         (["method=opcm"], "there is no layer-wise method 'opcm'; there are best"),
         (["--method", "spectral", "--damp", "0"], "damp must be a number > 0"),
     ],
 )
 def test_options_of_another_method_are_refused(tmp_path, words, message):
-    code, text = nufilt("merge", "--base", "base", "--task", "task1", "--out", tmp_path / "out", *words)
+    code, text = nufilt(
+        "merge", "--base", "base", "--task", "task1", "--out", tmp_path / "out", *words
+    )
     assert (code, message in text) == (1, True), text

@@ -1,4 +1,6 @@
-"""Folders under transformers 4 and 5, which have layers in other ways in the models that they make of them."""
+"""Folders under transformers 4 and 5, which have layers in other ways in the models that they make
+of them.
+"""
 
 import os
 import subprocess
@@ -15,7 +17,8 @@ from tests.released import released
 
 pytestmark = pytest.mark.oldest
 
-#: A layer that transformers 5 renames, or makes a part of another, and the number of layers in the blocks.
+#: A layer that transformers 5 renames, or makes a part of another, and the number of layers in the
+#: blocks.
 LAYERS = {
     "mixtral": ("model.layers.0.block_sparse_moe.experts.0.w1", 2 * (4 + 1 + 3 * 3)),
     "granitemoe": ("model.layers.0.block_sparse_moe.input_linear.0", 2 * (4 + 1 + 2 * 3)),
@@ -37,7 +40,9 @@ def test_layers_have_the_names_and_shapes_of_transformers_4(tmp_path, family):
     assert layer in manifest(out)["layers"]
     assert len(manifest(out)["layers"]) == count
     result, base = tensors(out), tensors(tmp_path / "base")
-    assert {key: value.shape for key, value in result.items()} == {key: value.shape for key, value in base.items()}
+    assert {key: value.shape for key, value in result.items()} == {
+        key: value.shape for key, value in base.items()
+    }
     loaded, info = type(models["_pretrained_"]).from_pretrained(out, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     loaded.save_pretrained(tmp_path / "again")
@@ -46,10 +51,14 @@ def test_layers_have_the_names_and_shapes_of_transformers_4(tmp_path, family):
 
 @pytest.fixture
 def released_experts(tmp_path):
-    """Models with their experts as those of Qwen3-VL-MoE were released, and in `saved` as transformers 5 saves them."""
+    """Models with their experts as those of Qwen3-VL-MoE were released, and in `saved` as
+    transformers 5 saves them.
+    """
     if __version__ < "5":
         pytest.skip("transformers 4 knows the released form only")
-    kind = type(save_stream(tmp_path, released("Qwen3-VL-MoE"), tasks=2, shards="5GB")["_pretrained_"])
+    kind = type(
+        save_stream(tmp_path, released("Qwen3-VL-MoE"), tasks=2, shards="5GB")["_pretrained_"]
+    )
     for name in ("base", "task1", "task2"):
         transpose_experts(tmp_path / name)
         kind.from_pretrained(tmp_path / name).save_pretrained(tmp_path / "saved" / name)
@@ -57,24 +66,36 @@ def released_experts(tmp_path):
 
 
 def test_experts_are_merged_alike_as_released_and_as_transformers_5_saves_them(released_experts):
-    """Experts of Qwen3-VL-MoE were released transposed, and transformers 5 saves them as it holds them."""
-    out, other = (merge(folder, ["task1", "task2"]) for folder in (released_experts, released_experts / "saved"))
-    assert manifest(out)["layers"].keys() > {f"{EXPERTS}.{i}.{name}" for i in range(4) for name in PROJECTIONS}
+    """Experts of Qwen3-VL-MoE were released transposed, and transformers 5 saves them as it holds
+    them.
+    """
+    out, other = (
+        merge(folder, ["task1", "task2"])
+        for folder in (released_experts, released_experts / "saved")
+    )
+    assert manifest(out)["layers"].keys() > {
+        f"{EXPERTS}.{i}.{name}" for i in range(4) for name in PROJECTIONS
+    }
     experts = {key for key in tensors(other) if key.startswith(EXPERTS)}
     assert tensors(out)[f"{EXPERTS}.down_proj"].shape == (4, 24, 32)
     assert tensors(other)[f"{EXPERTS}.down_proj"].shape == (4, 32, 24)
     for key in experts:
         torch.testing.assert_close(tensors(out)[key].mT, tensors(other)[key])
-        assert not torch.equal(tensors(other)[key], tensors(released_experts / "saved" / "base")[key])
+        assert not torch.equal(
+            tensors(other)[key], tensors(released_experts / "saved" / "base")[key]
+        )
 
 
 def test_experts_that_only_one_model_has_transposed_are_refused_with_the_remedy(released_experts):
     transpose_experts(released_experts / "base")
-    with pytest.raises(ValueError, match=r"task1', tensor '.*proj': .*: load the other model .* save it again"):
+    with pytest.raises(
+        ValueError, match=r"task1', tensor '.*proj': .*: load the other model .* save it again"
+    ):
         merge(released_experts, ["task1"])
 
 
-# A LLaVA that transformers 5 saves without having loaded it lacks a prefix that transformers 4 looks for.
+# A LLaVA that transformers 5 saves without having loaded it lacks a prefix that transformers 4
+# looks for.
 BOTH = [*sorted(LAYERS.keys() - {"llava"}), "gpt_oss", "gpt2", "bert"]
 MERGES = """
 import sys
@@ -100,7 +121,9 @@ def both(tmp_path_factory):
         merge(folder, ["task1"], "first", other_params="mean")
     command = [python, "-c", MERGES, *map(str, folders.values())]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return folders
 

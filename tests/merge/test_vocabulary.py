@@ -1,4 +1,6 @@
-"""Vocabularies that grew: rows are matched by token, and new tokens keep the rows of the model that brought them."""
+"""Vocabularies that grew: rows are matched by token, and new tokens keep the rows of the model that
+brought them.
+"""
 
 import re
 import shutil
@@ -12,7 +14,17 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.families import FAMILIES
-from tests.merge.helpers import change, change_json, hashes, interrupt, manifest, merge, plan, same, tensors
+from tests.merge.helpers import (
+    change,
+    change_json,
+    hashes,
+    interrupt,
+    manifest,
+    merge,
+    plan,
+    same,
+    tensors,
+)
 from tests.models import finetuned, llama
 
 WORDS = 48  # of the tokenizers; the embeddings of the models have 50 rows
@@ -24,8 +36,12 @@ def tokenizer(*new, template=None):
     """A tokenizer of the words w0 ... w47, and of some tokens that were added to them."""
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1", chat_template=template)
-    made.add_tokens([AddedToken(token, special=token.startswith("<"), normalized=False) for token in new])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="w0", eos_token="w1", chat_template=template
+    )
+    made.add_tokens(
+        [AddedToken(token, special=token.startswith("<"), normalized=False) for token in new]
+    )
     return made
 
 
@@ -41,11 +57,30 @@ def save(folder, model, *new, rows=None, template=None, seed=0):
 
 @pytest.fixture
 def grown(tmp_path):
-    """A base of 50 rows and 48 words; one task has two tokens of its own, another three, one padding alone."""
+    """A base of 50 rows and 48 words; one task has two tokens of its own, another three, one
+    padding alone.
+    """
     base = llama(tie_word_embeddings=False)
     save(tmp_path / "base", base)
-    save(tmp_path / "code", finetuned(base, seed=1), "<fim>", "indent", "<eot>", template="code", seed=1)
-    save(tmp_path / "chat", finetuned(base, seed=2), "<user>", "<bot>", "smile", "<end>", template="chat", seed=2)
+    save(
+        tmp_path / "code",
+        finetuned(base, seed=1),
+        "<fim>",
+        "indent",
+        "<eot>",
+        template="code",
+        seed=1,
+    )
+    save(
+        tmp_path / "chat",
+        finetuned(base, seed=2),
+        "<user>",
+        "<bot>",
+        "smile",
+        "<end>",
+        template="chat",
+        seed=2,
+    )
     save(tmp_path / "padded", finetuned(base, seed=3), rows=64)
     return tmp_path
 
@@ -56,8 +91,13 @@ def row(folder, token, key=EMBEDDING):
 
 def loads(folder, text="w2 <fim>w3", rows=None):
     """The result is a model of as many rows as its config says, and splits a text as it should."""
-    model, words = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert model.config.vocab_size == len(model.get_input_embeddings().weight) == (rows or len(words))
+    model, words = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    assert (
+        model.config.vocab_size == len(model.get_input_embeddings().weight) == (rows or len(words))
+    )
     ids = words(text, return_tensors="pt").input_ids
     assert torch.isfinite(model(ids).logits).all()
     return words.convert_ids_to_tokens(ids[0])
@@ -65,7 +105,9 @@ def loads(folder, text="w2 <fim>w3", rows=None):
 
 @pytest.mark.parametrize("options", [{}, MEAN, {"method": "sum", "scale": 1.0, **MEAN}])
 @pytest.mark.parametrize("targets", [{}, {"target_modules": ["q_proj", "lm_head"]}])
-def test_every_new_token_keeps_its_row_and_the_others_are_merged_as_without_new_ones(grown, options, targets):
+def test_every_new_token_keeps_its_row_and_the_others_are_merged_as_without_new_ones(
+    grown, options, targets
+):
     merged = merge(grown, ["code", "chat"], **options, **targets)
     assert loads(merged, "w2<fim>w3 <end> smile") == ["w2", "<fim>", "w3", "<end>", "smile"]
     for name in ("code", "chat"):  # the same models without new tokens
@@ -74,13 +116,25 @@ def test_every_new_token_keeps_its_row_and_the_others_are_merged_as_without_new_
             change(grown / name, key, lambda value, rows=rows: torch.cat([value[:WORDS], rows]))
         for path in grown.joinpath("base").glob("*.json"):
             shutil.copy(path, grown / name) if path.name != "model.safetensors.index.json" else None
-    plain, result = tensors(merge(grown, ["code", "chat"], "plain", **options, **targets)), tensors(merged)
+    plain, result = (
+        tensors(merge(grown, ["code", "chat"], "plain", **options, **targets)),
+        tensors(merged),
+    )
     assert result.keys() == plain.keys()
     for key, value in plain.items():
-        assert torch.equal(result[key][:WORDS], value[:WORDS]) if key in (EMBEDDING, HEAD) else result[key].equal(value)
+        assert (
+            torch.equal(result[key][:WORDS], value[:WORDS])
+            if key in (EMBEDDING, HEAD)
+            else result[key].equal(value)
+        )
 
 
-NEW = [("code", "<fim>", 48), ("code", "<eot>", 50), ("chat", "<user>", 48), ("chat", "<end>", 51)]  # and their rows
+NEW = [
+    ("code", "<fim>", 48),
+    ("code", "<eot>", 50),
+    ("chat", "<user>", 48),
+    ("chat", "<end>", 51),
+]  # and their rows
 
 
 def test_new_tokens_keep_their_rows_in_every_embedding(grown):
@@ -104,14 +158,17 @@ def test_the_tokens_of_one_model_or_of_the_base(grown):
     assert AutoTokenizer.from_pretrained(out).chat_template == "chat"
     assert torch.equal(row(out, "<end>"), tensors(grown / "chat")[EMBEDDING][51])
     assert any(
-        "'code' has tokens that the result does not have (tokenizer=chat): '<eot>', '<fim>', 'indent'" in text
+        "'code' has tokens that the result does not have (tokenizer=chat): '<eot>', '<fim>', "
+        "'indent'" in text
         for text in manifest(out)["warnings"]
     )
     base = merge(grown, ["code", "chat"], "plain", settings={"tokenizer": "base"}, **MEAN)
     assert loads(base, "w2 w3", rows=50) == ["w2", "w3"]
     for path in grown.joinpath("base").glob("*.json"):
         assert path.read_bytes() == (base / path.name).read_bytes()
-    with pytest.raises(ValueError, match="tokenizer 'cat' is neither base nor union nor one of 'code', 'chat'"):
+    with pytest.raises(
+        ValueError, match="tokenizer 'cat' is neither base nor union nor one of 'code', 'chat'"
+    ):
         plan(grown, ["code", "chat"], settings={"tokenizer": "cat"})
 
 
@@ -130,27 +187,38 @@ def test_the_ids_of_special_tokens_follow_the_tokenizer(grown):
 def test_a_token_with_two_rows_is_refused_by_its_name(grown):
     save(grown / "other", finetuned(llama(tie_word_embeddings=False), seed=5), "<fim>", seed=5)
     with pytest.raises(
-        ValueError, match=r"token '<fim>' is new in 'code', 'other' with different rows .* --tokenizer code"
+        ValueError,
+        match=r"token '<fim>' is new in 'code', 'other' with different rows .* --tokenizer code",
     ):
         plan(grown, ["code", "chat", "other"])
-    assert loads(merge(grown, ["code", "chat", "other"], settings={"tokenizer": "other"}), rows=50) == [
+    assert loads(
+        merge(grown, ["code", "chat", "other"], settings={"tokenizer": "other"}), rows=50
+    ) == [
         "w2",
         "<fim>",
         "w3",
     ]
     for key in (EMBEDDING, HEAD):
         value = tensors(grown / "code")[key][48]
-        change(grown / "other", key, lambda rows, value=value: rows.index_copy(0, torch.tensor([48]), value[None]))
+        change(
+            grown / "other",
+            key,
+            lambda rows, value=value: rows.index_copy(0, torch.tensor([48]), value[None]),
+        )
     assert "<fim>" in loads(merge(grown, ["code", "chat", "other"], "out2"))
 
 
-@pytest.mark.parametrize("options", [{}, MEAN, {"method": "sum", "target_modules": ["lm_head", "up_proj"], **MEAN}])
+@pytest.mark.parametrize(
+    "options", [{}, MEAN, {"method": "sum", "target_modules": ["lm_head", "up_proj"], **MEAN}]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_going_on_keeps_the_earlier_tokens(grown, options, dtype):
     settings = {"accumulate": "float32"}
     options = {"target_modules": ["lm_head", "up_proj"], "settings": settings, **options}
     for name in ("base", "code", "chat", "padded"):
-        AutoModelForCausalLM.from_pretrained(grown / name, dtype=dtype).save_pretrained(grown / name)
+        AutoModelForCausalLM.from_pretrained(grown / name, dtype=dtype).save_pretrained(
+            grown / name
+        )
     at_once = merge(grown, ["code", "padded", "chat"], **options)
     merge(grown, ["code"], "one", **options)
     merge(grown, ["padded"], "two", merged="one", **options)
@@ -179,7 +247,9 @@ def test_tied_heads_stay_tied(tmp_path, family):
     for get in ("get_input_embeddings", "get_output_embeddings"):
         found, expected = (getattr(each, get)().weight for each in (model, code))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert same(*(tensors(merge(tmp_path, ["code"], name, **MEAN)) for name in ("again", "once_more")))
+    assert same(
+        *(tensors(merge(tmp_path, ["code"], name, **MEAN)) for name in ("again", "once_more"))
+    )
 
 
 def test_rows_are_matched_by_token_where_a_tokenizer_has_another_order(grown):
@@ -189,13 +259,17 @@ def test_rows_are_matched_by_token_where_a_tokenizer_has_another_order(grown):
     made.add_tokens(["<new>"])
     plain = merge(grown, ["padded"], "plain", **MEAN)
     for key in (EMBEDDING, HEAD):
-        change(grown / "padded", key, lambda value: torch.cat([value[:WORDS][order], value[WORDS:]]))
+        change(
+            grown / "padded", key, lambda value: torch.cat([value[:WORDS][order], value[WORDS:]])
+        )
     made.save_pretrained(grown / "padded")
     out = merge(grown, ["padded"], **MEAN)
     for key in (EMBEDDING, HEAD):
         assert torch.equal(tensors(out)[key][:WORDS], tensors(plain)[key][:WORDS])
         assert torch.equal(row(out, "<new>", key), tensors(grown / "padded")[key][WORDS])
-    with pytest.raises(ValueError, match=r"token 'w.*' has number .* in 'padded' and .* in the base"):
+    with pytest.raises(
+        ValueError, match=r"token 'w.*' has number .* in 'padded' and .* in the base"
+    ):
         plan(grown, ["padded"], settings={"tokenizer": "padded"})
 
 
@@ -203,11 +277,16 @@ def test_without_a_tokenizer_rows_are_matched_by_their_numbers(grown):
     for path in grown.glob("*/*token*.json"):
         path.unlink()
     warnings = plan(grown, ["padded"]).warnings
-    assert any("the rows of 'padded' and the base are matched by their numbers" in text for text in warnings)
+    assert any(
+        "the rows of 'padded' and the base are matched by their numbers" in text
+        for text in warnings
+    )
     out = merge(grown, ["padded"], **MEAN)
     assert torch.equal(tensors(out)[HEAD][50:], tensors(grown / "padded")[HEAD][50:])
     assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size == 64
-    with pytest.raises(ValueError, match="token 'row 50' is new in 'padded', 'code' with different rows"):
+    with pytest.raises(
+        ValueError, match="token 'row 50' is new in 'padded', 'code' with different rows"
+    ):
         plan(grown, ["padded", "code"])
 
 
@@ -221,7 +300,11 @@ def test_an_adapter_brings_its_tokens(grown):
     model = AutoModelForCausalLM.from_pretrained(grown / "base")
     torch.manual_seed(7)
     model.resize_token_embeddings(52, mean_resizing=False)
-    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], init_lora_weights=False)
+    config = LoraConfig(
+        target_modules=["q_proj"],
+        modules_to_save=["embed_tokens", "lm_head"],
+        init_lora_weights=False,
+    )
     model = get_peft_model(model, config)
     model.save_pretrained(grown / "adapter")
     tokenizer("<a>", "<b>", "<c>", "<d>").save_pretrained(grown / "adapter")
@@ -236,15 +319,26 @@ def test_a_tokenizer_that_cannot_be_read_is_said_also_where_the_rows_are_as_many
     assert not plan(grown, ["other"]).vocabulary.params
     path = grown / "other" / "tokenizer.json"
     path.write_text(path.read_text()[:-9])  # as an interrupted copy leaves it
-    (warning,) = (text for text in plan(grown, ["other"]).warnings if "matched by their numbers" in text)
+    (warning,) = (
+        text for text in plan(grown, ["other"]).warnings if "matched by their numbers" in text
+    )
     assert "the rows of 'other' and the base" in warning
-    assert re.search(r"the tokenizer of 'other' \('tokenizer.json'.*\) can't be read: .*; mend it, or install", warning)
+    assert re.search(
+        r"the tokenizer of 'other' \('tokenizer.json'.*\) can't be read: .*; mend it, or install",
+        warning,
+    )
 
 
 def test_if_the_tokenizer_of_the_base_cannot_be_read_the_warning_is_of_the_base(grown):
     for name, template in (("one", "a"), ("two", "b")):  # their files differ from the base's
-        save(grown / name, finetuned(AutoModelForCausalLM.from_pretrained(grown / "base"), seed=4), template=template)
+        save(
+            grown / name,
+            finetuned(AutoModelForCausalLM.from_pretrained(grown / "base"), seed=4),
+            template=template,
+        )
     (grown / "base" / "tokenizer.json").write_text("{")
-    warnings = [text for text in plan(grown, ["one", "two"]).warnings if "matched by their numbers" in text]
+    warnings = [
+        text for text in plan(grown, ["one", "two"]).warnings if "matched by their numbers" in text
+    ]
     assert [text.partition("'")[2].partition("'")[0] for text in warnings] == ["one", "two"]
     assert all("the tokenizer of 'base' (" in text for text in warnings)

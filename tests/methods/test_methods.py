@@ -1,4 +1,6 @@
-"""A layer-wise method is one class: `fusion_bench` runs it with state, resume and manifest; its YAML repeats it."""
+"""A layer-wise method is one class: `fusion_bench` runs it with state, resume and manifest; its
+YAML repeats it.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -89,12 +91,19 @@ def test_another_strength_from_the_middle_on_is_that_strength_for_all_tasks(kind
     def merged(names, **options):
         stream = {name: models[name] for name in ("_pretrained_", *names)}
         if "task1" not in names:
-            stream = saved_pool(tmp_path, stream, _merged_=tmp_path / "two" / "checkpoints" / "merged_model_1")
+            stream = saved_pool(
+                tmp_path, stream, _merged_=tmp_path / "two" / "checkpoints" / "merged_model_1"
+            )
         algorithm = LayerwiseMergingAlgorithm(kind.name, shuffle_order=False, **options)
-        return logging_to(tmp_path / ("two" if names == ["task1", "task2"] else "other"), algorithm).run(stream)
+        return logging_to(
+            tmp_path / ("two" if names == ["task1", "task2"] else "other"), algorithm
+        ).run(stream)
 
     merged(["task1", "task2"])
-    on, whole = merged(["task3"], **other).state_dict(), merged(["task1", "task2", "task3"], **other).state_dict()
+    on, whole = (
+        merged(["task3"], **other).state_dict(),
+        merged(["task1", "task2", "task3"], **other).state_dict(),
+    )
     assert all(torch.equal(value, whole[key]) for key, value in on.items())
 
 
@@ -131,5 +140,7 @@ def test_an_algorithm_made_in_python_has_the_options_of_the_yaml(name):
 
 
 def test_a_method_that_is_not_registered_is_refused_with_those_that_are():
-    with pytest.raises(ValueError, match=r"no layer-wise method 'product'; there are best, .*, wudi_sums"):
+    with pytest.raises(
+        ValueError, match=r"no layer-wise method 'product'; there are best, .*, wudi_sums"
+    ):
         find_method("product")

@@ -1,4 +1,6 @@
-"""A layer-wise method has one name, which every door takes, with the same settings and the same result."""
+"""A layer-wise method has one name, which every door takes, with the same settings and the same
+result.
+"""
 
 from pathlib import Path
 
@@ -38,7 +40,9 @@ def test_every_method_has_a_file_of_its_name_and_the_other_files_are_of_fusion_b
     assert {name for name in files if not name.startswith("continual/")} == {*METHODS}
 
 
-@pytest.mark.parametrize("name", ["nufilt", "nufilt/all_linear", "nufilt/release", "best", "spectral", "wudi_sums"])
+@pytest.mark.parametrize(
+    "name", ["nufilt", "nufilt/all_linear", "nufilt/release", "best", "spectral", "wudi_sums"]
+)
 def test_a_name_is_the_same_merge_at_every_door(name, tmp_path):
     models = saved_pool(tmp_path, pool(tasks=2))
     run = fusion_bench(tmp_path / "run", name, models)
@@ -47,7 +51,9 @@ def test_a_name_is_the_same_merge_at_every_door(name, tmp_path):
     if not METHODS[name].state_is_weight:
         assert same(load_file(run / STATE), load_file(out / STATE))
     (spec,) = parse_methods(name)
-    composed, compared = (plain(compose_run(words).method) for words in ([f"method={name}"], spec.overrides))
+    composed, compared = (
+        plain(compose_run(words).method) for words in ([f"method={name}"], spec.overrides)
+    )
     assert compared == composed
     settings = manifest(out)["settings"]
     assert settings["method"] == name
@@ -78,9 +84,22 @@ def test_best_goes_on_from_its_own_merge_without_being_named(tmp_path):
 
 def test_an_option_wins_over_the_setting_behind_a_name(tmp_path):
     saved_pool(tmp_path, pool(tasks=2))
-    out = merge(tmp_path, "out", "--method", "nufilt/all_linear", "--null-rank", 5, "--other-params", "pretrained")
+    out = merge(
+        tmp_path,
+        "out",
+        "--method",
+        "nufilt/all_linear",
+        "--null-rank",
+        5,
+        "--other-params",
+        "pretrained",
+    )
     settings = manifest(out)["settings"]
-    assert [settings[key] for key in ("null_rank", "other_params", "target_modules")] == [5, "pretrained", "all-linear"]
+    assert [settings[key] for key in ("null_rank", "other_params", "target_modules")] == [
+        5,
+        "pretrained",
+        "all-linear",
+    ]
 
 
 @pytest.mark.parametrize("door", ["merge", "compare", "recipe"])
@@ -93,7 +112,9 @@ def test_a_misspelt_name_is_answered_with_the_one_that_was_meant_and_without_a_l
         "recipe": ("merge", tmp_path / "recipe.yaml"),
     }
     code, text = nufilt(*words[door])
-    assert (code, "'bst'; did you mean 'best'?" in text, "spectral" in text) == (1, True, False), text
+    assert (code, "'bst'; did you mean 'best'?" in text, "spectral" in text) == (1, True, False), (
+        text
+    )
 
 
 def test_a_name_that_is_like_no_other_is_answered_with_all_of_them():

@@ -5,7 +5,9 @@ import itertools
 import pytest
 import torch
 from fusion_bench.method.isotropic_merging.iso_utils import iso_c
-from fusion_bench.method.task_singular_vector.utils.TSVM_utils import compute_and_sum_svd_mem_reduction
+from fusion_bench.method.task_singular_vector.utils.TSVM_utils import (
+    compute_and_sum_svd_mem_reduction,
+)
 
 from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.methods import ORDER_FREE
@@ -14,7 +16,14 @@ from fusion_bench_nufilt.methods.dc_merge import DcMerge, DcMergeConfig
 from fusion_bench_nufilt.methods.order_free import ScaleConfig, map_spectrum, polar_factor
 from fusion_bench_nufilt.methods.ram_sums import RamSums
 from fusion_bench_nufilt.methods.spectral import Spectral
-from fusion_bench_nufilt.methods.sums import Isotropic, RidgeConfig, Sum, Sylvester, WudiConfig, WudiSums
+from fusion_bench_nufilt.methods.sums import (
+    Isotropic,
+    RidgeConfig,
+    Sum,
+    Sylvester,
+    WudiConfig,
+    WudiSums,
+)
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.methods.tsv import TsvStream
 from tests.conftest import every_device
@@ -32,7 +41,9 @@ def merge(kind, taus, options=None, dtype=torch.float64):
     theta_0 = torch.zeros(taus[0].shape, dtype=dtype)
     state = method.start("layer", theta_0)
     for tau in taus:
-        state = method.add("layer", state, theta_0, tau if isinstance(tau, LowRank) else tau.to(dtype))
+        state = method.add(
+            "layer", state, theta_0, tau if isinstance(tau, LowRank) else tau.to(dtype)
+        )
     return method.weight("layer", state, theta_0)
 
 
@@ -52,7 +63,9 @@ def test_every_device_gives_the_same_result(kind, device):
     method = kind(kind.Options(), ["layer"])
     states = {"layer": method.start("layer", theta_0["layer"])}
     for step, tau in enumerate(taus, 1):
-        ((_, states["layer"], *_),) = method.add_each(states, theta_0, {"layer": tau.float()}, step=step, device=device)
+        ((_, states["layer"], *_),) = method.add_each(
+            states, theta_0, {"layer": tau.float()}, step=step, device=device
+        )
     ((_, weight),) = method.weigh_each(states, theta_0, device=device)
     assert weight.device == states["layer"]["count"].device == torch.device("cpu")
     assert distance(weight, merge(kind, taus, dtype=torch.float32)) < 1e-5
@@ -97,10 +110,18 @@ def test_the_factors_of_a_task_are_as_good_as_its_matrix(kind, shape):
     assert distance(merge(kind, [*factors, nothing]), merge(kind, taus)) < 1e-8
 
 
-def test_a_task_of_rank_r_has_r_directions_whatever_the_eigensolver_returns_for_its_null_space(monkeypatch):
-    taus, eigh = task_vectors((48, 40), count=2, rank=18), torch.linalg.eigh  # of the 20 that each may have
+def test_a_task_of_rank_r_has_r_directions_whatever_the_eigensolver_returns_for_its_null_space(
+    monkeypatch,
+):
+    taus, eigh = (
+        task_vectors((48, 40), count=2, rank=18),
+        torch.linalg.eigh,
+    )  # of the 20 that each may have
     sides = [torch.linalg.svd(tau, full_matrices=False) for tau in taus]
-    U, V = torch.cat([U[:, :18] for U, _, _ in sides], dim=1), torch.cat([Vh[:18].mT for *_, Vh in sides], dim=1)
+    U, V = (
+        torch.cat([U[:, :18] for U, _, _ in sides], dim=1),
+        torch.cat([Vh[:18].mT for *_, Vh in sides], dim=1),
+    )
     expected = polar_by_svd(U) * torch.cat([s[:18] for _, s, _ in sides]) @ polar_by_svd(V).mT
 
     def with_another_null_space(gram):
@@ -126,7 +147,10 @@ def test_tasks_whose_inputs_and_outputs_are_orthogonal_do_not_disturb_each_other
     X = merge(kind, [a, b])
     assert X[:10, 8:].abs().max() < 1e-10
     assert X[10:, :8].abs().max() < 1e-10
-    assert torch.nn.functional.cosine_similarity(X[:10, :8].flatten(), a[:10, :8].flatten(), dim=0) > 0.6
+    assert (
+        torch.nn.functional.cosine_similarity(X[:10, :8].flatten(), a[:10, :8].flatten(), dim=0)
+        > 0.6
+    )
 
 
 @every_method
@@ -134,7 +158,10 @@ def test_later_blocks_move_more_with_a_ramp(kind):
     layers, tau = ["block.0.fc", "block.1.fc"], task_vectors((8, 6), count=2)
     moved = []
     for layer in layers:
-        method, theta_0 = kind(kind.Options(ramp=0.4), layers), torch.zeros(8, 6, dtype=torch.float64)
+        method, theta_0 = (
+            kind(kind.Options(ramp=0.4), layers),
+            torch.zeros(8, 6, dtype=torch.float64),
+        )
         state = method.start(layer, theta_0)
         for each in tau:
             state = method.add(layer, state, theta_0, each)
@@ -176,12 +203,16 @@ def test_directions_and_votes_in_float32_are_as_good_in_the_tail_of_a_spectrum_a
         assert (sides.mT @ sides - torch.eye(130)).abs().max() < 1e-4
     A, _ = tau.vote()
     votes = torch.linalg.svdvals(A)
-    torch.testing.assert_close(votes, (spectrum(260) / s_1) ** 3, rtol=1e-2, atol=0)  # from 1 to 1e-5
+    torch.testing.assert_close(
+        votes, (spectrum(260) / s_1) ** 3, rtol=1e-2, atol=0
+    )  # from 1 to 1e-5
 
 
 def test_the_state_of_best_is_twice_the_layer_and_no_more():
     for shape in ((256, 256), (128, 512), (512, 128)):
-        state = Best(ScaleConfig(), ["layer"]).start("layer", torch.zeros(shape, dtype=torch.bfloat16))
+        state = Best(ScaleConfig(), ["layer"]).start(
+            "layer", torch.zeros(shape, dtype=torch.bfloat16)
+        )
         assert sum(value.nbytes for value in state.values()) <= 2.01 * 4 * shape[0] * shape[1]
 
 
@@ -198,7 +229,9 @@ def test_isotropic_is_iso_c_of_fusion_bench(shape):
 @every_shape
 def test_tsv_stream_is_tsv_m_of_fusion_bench(shape):
     taus = task_vectors(shape)
-    batch = compute_and_sum_svd_mem_reduction([{"weight": tau.clone()} for tau in taus], accelerator="cpu")["weight"]
+    batch = compute_and_sum_svd_mem_reduction(
+        [{"weight": tau.clone()} for tau in taus], accelerator="cpu"
+    )["weight"]
     assert distance(merge(TsvStream, taus), batch) < 1e-8
 
 
@@ -230,7 +263,9 @@ def test_sylvester_minimises_its_two_sided_loss(shape):
     for tau in taus:
         U, s, Vh = torch.linalg.svd(tau, full_matrices=False)
         half = (s / s[0]) ** 3
-        loss += ((half * U).mT @ (X - tau)).square().sum() + ((X - tau) @ Vh.mT * half).square().sum()
+        loss += ((half * U).mT @ (X - tau)).square().sum() + (
+            (X - tau) @ Vh.mT * half
+        ).square().sum()
     (gradient,) = torch.autograd.grad(loss, X)
     assert gradient.norm() < 1e-6 * torch.stack(taus).norm()
 
@@ -254,8 +289,13 @@ def test_dc_merge_merges_the_blocks_of_tasks_between_shared_bases(shape, rank, s
 
 
 def test_ram_is_the_mean_of_an_entry_over_the_tasks_that_changed_it():
-    taus = [torch.tensor([row], dtype=torch.float64) for row in ([1.0, 2, 0, 9e-6], [3.0, 0, 0, 0], [5.0, 4, 0, 9e-6])]
-    torch.testing.assert_close(merge(RamSums, taus), torch.tensor([[3.0, 3, 0, 0]], dtype=torch.float64))
+    taus = [
+        torch.tensor([row], dtype=torch.float64)
+        for row in ([1.0, 2, 0, 9e-6], [3.0, 0, 0, 0], [5.0, 4, 0, 9e-6])
+    ]
+    torch.testing.assert_close(
+        merge(RamSums, taus), torch.tensor([[3.0, 3, 0, 0]], dtype=torch.float64)
+    )
 
 
 def test_sum_is_task_arithmetic():
@@ -264,8 +304,12 @@ def test_sum_is_task_arithmetic():
 
 
 @pytest.mark.parametrize("count", [2, 8, 11])
-def test_best_is_the_mean_of_tsv_m_with_an_eighth_of_the_directions_and_of_the_votes_that_count(count):
-    faint = torch.tensor([1, 0.8, 0.5, 0.2, 0.01], dtype=torch.float64)  # the iteration finds them all
+def test_best_is_the_mean_of_tsv_m_with_an_eighth_of_the_directions_and_of_the_votes_that_count(
+    count,
+):
+    faint = torch.tensor(
+        [1, 0.8, 0.5, 0.2, 0.01], dtype=torch.float64
+    )  # the iteration finds them all
     taus = [matrix_with_spectrum(48, 40, faint, seed) for seed in range(count)]
     share = min(4, 40 // count)  # the last one is below a fiftieth
     sides = [(U[:, :share], s[:share], Vh[:share].mT) for U, s, Vh in map(torch.linalg.svd, taus)]
@@ -297,7 +341,9 @@ SPECTRAL = [("kappa", 0), ("damp", -1), ("damp", True), ("ramp", 1), ("ramp", "x
 OTHERS = [(Sum, "scale", 0), (WudiSums, "eps", -1)]
 
 
-@pytest.mark.parametrize(("kind", "key", "value"), [*OTHERS, *((Spectral, *setting) for setting in SPECTRAL)])
+@pytest.mark.parametrize(
+    ("kind", "key", "value"), [*OTHERS, *((Spectral, *setting) for setting in SPECTRAL)]
+)
 def test_a_setting_out_of_its_range_is_refused(kind, key, value):
     with pytest.raises(ValueError, match=key):
         kind.Options(**{key: value})

@@ -1,4 +1,6 @@
-"""Spectral voting: its laws, and as a FusionBench algorithm whose state is kept beside the merged model."""
+"""Spectral voting: its laws, and as a FusionBench algorithm whose state is kept beside the merged
+model.
+"""
 
 from copy import deepcopy
 
@@ -28,7 +30,9 @@ def spectrum(rank):
 
 
 def task_vectors(shape, count=4, rank=None):
-    return [matrix_with_spectrum(*shape, spectrum(rank or min(shape)), seed) for seed in range(count)]
+    return [
+        matrix_with_spectrum(*shape, spectrum(rank or min(shape)), seed) for seed in range(count)
+    ]
 
 
 def method_with(**options):
@@ -37,7 +41,9 @@ def method_with(**options):
 
 def merge(taus, dtype=torch.float64, damp=DAMP):
     """Merge a stream of tasks and return the update of the merged model."""
-    theta_0 = matrix_with_spectrum(*taus[0].shape, torch.ones(min(taus[0].shape), dtype=torch.float64), 99).to(dtype)
+    theta_0 = matrix_with_spectrum(
+        *taus[0].shape, torch.ones(min(taus[0].shape), dtype=torch.float64), 99
+    ).to(dtype)
     method = method_with(kappa=KAPPA, damp=damp)
     state = method.start("layer", theta_0)
     for tau in taus:
@@ -105,13 +111,25 @@ def test_the_factors_of_an_update_are_as_good_as_the_weights():
     theta_0, left, right = torch.randn(12, 10), torch.randn(12, 2), torch.randn(2, 10)
     method, pretrained = method_with(), {"layer": theta_0}
     states = {"layer": method.start("layer", theta_0)}
-    ((_, by_weight, *_),) = method.add_each(states, pretrained, {"layer": theta_0 + left @ right}, step=1)
-    ((_, by_factors, *_),) = method.add_each(states, pretrained, {"layer": LowRank(left, right)}, step=1)
+    ((_, by_weight, *_),) = method.add_each(
+        states, pretrained, {"layer": theta_0 + left @ right}, step=1
+    )
+    ((_, by_factors, *_),) = method.add_each(
+        states, pretrained, {"layer": LowRank(left, right)}, step=1
+    )
     torch.testing.assert_close(by_weight, by_factors, rtol=0, atol=1e-5)
 
 
 def test_kappa_grows_with_the_block_and_stacks_of_blocks_are_told_apart():
-    names = ["embed", "encoder.0.q", "encoder.1.q", "encoder.2.mlp.3.q", "decoder.0.q", "decoder.1.q", "single.0.q"]
+    names = [
+        "embed",
+        "encoder.0.q",
+        "encoder.1.q",
+        "encoder.2.mlp.3.q",
+        "decoder.0.q",
+        "decoder.1.q",
+        "single.0.q",
+    ]
     expected = [0.9, 0.54, 0.9, 1.26, 0.54, 1.26, 0.9]
     kappas = strengths(names, 0.9, 0.4)
     assert list(kappas) == names
@@ -146,7 +164,10 @@ def test_the_order_of_the_tasks_does_not_matter():
 
 def test_the_depth_ramp_makes_later_blocks_move_more():
     models = pool(2)
-    plain, ramped = (LayerwiseMergingAlgorithm(**SETTINGS, ramp=ramp).run(deepcopy(models)) for ramp in (0.0, 0.4))
+    plain, ramped = (
+        LayerwiseMergingAlgorithm(**SETTINGS, ramp=ramp).run(deepcopy(models))
+        for ramp in (0.0, 0.4)
+    )
     for block, factor in ((0, 0.6), (1, 1.4)):
         key = f"{TOWER}encoder.layers.{block}.mlp.fc1.weight"
         theta_0 = models["_pretrained_"].get_parameter(key)
@@ -160,7 +181,10 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, step):
     with pytest.raises(InterruptedRunError):
         algorithm_in(tmp_path / "parts").run(pool(), on_step=interrupt_after(step))
     algorithm_in(tmp_path / "parts", resume=True).run(pool())
-    last = [read_whole_checkpoint(tmp_path / run / "checkpoints" / "merged_model_3") for run in ("whole", "parts")]
+    last = [
+        read_whole_checkpoint(tmp_path / run / "checkpoints" / "merged_model_3")
+        for run in ("whole", "parts")
+    ]
     assert last[0]["files"] == last[1]["files"]
     assert "nufilt_state/model.safetensors" in last[0]["files"]
 
@@ -191,7 +215,9 @@ def test_a_merge_of_other_layers_is_refused(tmp_path):
     algorithm_in(tmp_path / "fc1", target_modules=["fc1"]).run(first)
     rest = {name: models[name] for name in ("_pretrained_", "task3")}
     rest = saved_pool(tmp_path, rest, tmp_path / "fc1" / "checkpoints" / "merged_model_1")
-    with pytest.raises(ValueError, match=r"merged_model_1' has no 'encoder.* of the same layers only"):
+    with pytest.raises(
+        ValueError, match=r"merged_model_1' has no 'encoder.* of the same layers only"
+    ):
         algorithm_in(tmp_path / "rest").run(rest)
 
 

@@ -32,11 +32,17 @@ def test_best_gives_tasks_of_low_rank_half_of_the_strength_and_a_layer_the_mean_
 def flat(count=8):
     generator = torch.Generator().manual_seed(3)
     random = torch.randn(count, 48, 40, generator=generator, dtype=torch.float64)
-    return list(torch.linalg.qr(random).Q * torch.rand(count, 1, 1, generator=generator, dtype=torch.float64))
+    return list(
+        torch.linalg.qr(random).Q
+        * torch.rand(count, 1, 1, generator=generator, dtype=torch.float64)
+    )
 
 
 def test_no_member_of_best_has_an_update_that_is_shorter_than_a_sum_of_unrelated_tasks():
-    method, theta_0 = Best(ScaleConfig(scale=1.2), ["layer"]), torch.zeros(48, 40, dtype=torch.float64)
+    method, theta_0 = (
+        Best(ScaleConfig(scale=1.2), ["layer"]),
+        torch.zeros(48, 40, dtype=torch.float64),
+    )
     for tasks, is_short in ((flat(), True), (task_vectors((48, 40), count=8), False)):
         state = method.start("layer", theta_0)
         for tau in tasks:

@@ -53,4 +53,8 @@ def marks(chart):
 
 def legend(chart):
     """The names in the legend of colours, in its order."""
-    return next(encoding["legend"]["values"] for encoding in encodings(chart, "color") if encoding.get("legend"))
+    return next(
+        encoding["legend"]["values"]
+        for encoding in encodings(chart, "color")
+        if encoding.get("legend")
+    )

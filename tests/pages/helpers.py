@@ -14,7 +14,9 @@ from tests.analysis.helpers import loss_row, pair_rows
 from tests.compare.helpers import comparison, finished
 
 TASKS = ["digits", "letters", '</ScRiPt ><svg onload="document.title=1">']
-LAYERS = [f"encoder.layers.{block}.{part}" for block in (0, 1) for part in ("self_attn.q_proj", "mlp.fc1")]
+LAYERS = [
+    f"encoder.layers.{block}.{part}" for block in (0, 1) for part in ("self_attn.q_proj", "mlp.fc1")
+]
 
 
 def run_folder(folder):
@@ -24,7 +26,12 @@ def run_folder(folder):
     matrix.record(1, {"digits": 0.9})
     matrix.record(2, {"digits": 0.8, "letters": 0.7})
     matrix.record(3, {"digits": 0.75, "letters": 0.65})
-    about = {"method": "NUFILT", "config": {"null_rank": 8}, "models": {}, "merge_seconds": [0.1, 0.2, 0.3]}
+    about = {
+        "method": "NUFILT",
+        "config": {"null_rank": 8},
+        "models": {},
+        "merge_seconds": [0.1, 0.2, 0.3],
+    }
     matrix.save(folder, {**about, "versions": {"torch": "2.13.0"}})
     with (folder / "layers.csv").open("w", newline="") as file:
         writer = csv.writer(file)
@@ -37,7 +44,10 @@ def run_folder(folder):
 def comparison_folder(folder):
     """Two methods on two orders."""
     folder.mkdir(exist_ok=True)
-    runs = {"NUFILT": [finished(seed, -0.1) for seed in (42, 43)], "sum": [finished(seed, -0.2) for seed in (42, 43)]}
+    runs = {
+        "NUFILT": [finished(seed, -0.1) for seed in (42, 43)],
+        "sum": [finished(seed, -0.2) for seed in (42, 43)],
+    }
     write_json(folder / "results.json", comparison(runs).as_json())
     return folder
 
@@ -49,25 +59,54 @@ def some_analysis():
     """Three tasks in four layers, and the losses of two methods."""
     rng = np.random.default_rng(0)
     losses = [
-        loss_row(method, step, task, layer, value, value, value / 9, value / 9, value / 2, value / 2, 3 * value, 3.0)
+        loss_row(
+            method,
+            step,
+            task,
+            layer,
+            value,
+            value,
+            value / 9,
+            value / 9,
+            value / 2,
+            value / 2,
+            3 * value,
+            3.0,
+        )
         for method in ("NUFILT", "sum")
         for step, task in enumerate(TASKS, 1)
         for layer, value in zip(LAYERS, rng.uniform(1, 2, len(LAYERS)).tolist(), strict=True)
     ]
     shape = (len(LAYERS), len(TASKS), len(TASKS))
-    vector = {"norm": 1.0, "relative_norm": 0.1, "effective_rank": 3.0, "rank_90": 9, "energy_in_top": 0.6}
+    vector = {
+        "norm": 1.0,
+        "relative_norm": 0.1,
+        "effective_rank": 3.0,
+        "rank_90": 9,
+        "energy_in_top": 0.6,
+    }
     energy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    overlaps = pair_rows(LAYERS, TASKS, ("vector", "other_vector", "overlap"), rng.uniform(0.2, 0.5, shape))
+    overlaps = pair_rows(
+        LAYERS, TASKS, ("vector", "other_vector", "overlap"), rng.uniform(0.2, 0.5, shape)
+    )
     affinity = rng.uniform(0.1, 0.4, shape) + 0.5 * np.eye(len(TASKS))
     return Analysis(
         about={"modelpool": "some_pool"},
         tasks=TASKS,
         layers=dict.fromkeys(LAYERS, (16, 16)),
         task_rank=4,
-        vectors=[{"task": task, "layer": layer, **vector, "energy": energy} for task, layer in product(TASKS, LAYERS)],
+        vectors=[
+            {"task": task, "layer": layer, **vector, "energy": energy}
+            for task, layer in product(TASKS, LAYERS)
+        ],
         overlaps=overlaps,
-        affinity=pair_rows(LAYERS, TASKS, ("data", "vector", "affinity"), affinity, rng.uniform(0, 1, (*shape, 2))),
-        theorem=[{"task": task, "layer": layer, "r_d": 1, **THEOREM} for task, layer in product(TASKS, LAYERS)],
+        affinity=pair_rows(
+            LAYERS, TASKS, ("data", "vector", "affinity"), affinity, rng.uniform(0, 1, (*shape, 2))
+        ),
+        theorem=[
+            {"task": task, "layer": layer, "r_d": 1, **THEOREM}
+            for task, layer in product(TASKS, LAYERS)
+        ],
         losses=losses,
         scores={"NUFILT": {"ACC": 0.7, "BWT": -0.1}},
     )
@@ -80,19 +119,44 @@ def analysis_folder(folder):
 
 
 def merge_folder(folder):
-    """What a merge of two models into one that holds another says of itself; the last changes half of the layers."""
+    """What a merge of two models into one that holds another says of itself; the last changes half
+    of the layers.
+    """
     folder.mkdir(exist_ok=True)
     norms = {layer: float(number) for number, layer in enumerate(LAYERS, 1)}
-    report = {"shape": [8, 16], "filtered_share": 0.25, "overlap": 0.125, "loss_before": 2.0, "loss_after": 1.5}
+    report = {
+        "shape": [8, 16],
+        "filtered_share": 0.25,
+        "overlap": 0.125,
+        "loss_before": 2.0,
+        "loss_after": 1.5,
+    }
     layers = {layer: [{"step": 2, "task_norm": norm, **report}] for layer, norm in norms.items()}
     for layer in LAYERS[::2]:
         layers[layer].append({"step": 3, "task_norm": 4 * norms[layer], **report})
     fates = {"merged": (4, 0.75), "averaged": (0, 0.0), "kept": (6, 0.25)}
-    coverage = {fate: {"parameters": count, "share": share} for fate, (count, share) in fates.items()}
-    about = {"method": "NUFILT", "step": 3, "tasks": TASKS, "inputs": {}, "settings": {"null_rank": 8}, "versions": {}}
-    told = {"coverage": {**coverage, "left_out": {"layers.*.mlp.fc2": 2}}, "warnings": ["<i>twice</i>"]}
+    coverage = {
+        fate: {"parameters": count, "share": share} for fate, (count, share) in fates.items()
+    }
+    about = {
+        "method": "NUFILT",
+        "step": 3,
+        "tasks": TASKS,
+        "inputs": {},
+        "settings": {"null_rank": 8},
+        "versions": {},
+    }
+    told = {
+        "coverage": {**coverage, "left_out": {"layers.*.mlp.fc2": 2}},
+        "warnings": ["<i>twice</i>"],
+    }
     write_text(folder / "nufilt.json", json.dumps({**about, **told, "layers": layers}))
     return folder
 
 
-FOLDERS = {"run": run_folder, "comparison": comparison_folder, "analysis": analysis_folder, "merge": merge_folder}
+FOLDERS = {
+    "run": run_folder,
+    "comparison": comparison_folder,
+    "analysis": analysis_folder,
+    "merge": merge_folder,
+}

@@ -1,4 +1,6 @@
-"""Pages in a real browser: no error, the rows and charts are there, tables sort, and a phone shows all of it."""
+"""Pages in a real browser: no error, the rows and charts are there, tables sort, and a phone shows
+all of it.
+"""
 
 import csv
 import json
@@ -13,7 +15,8 @@ from tests.pages.test_charts import luminance
 pytestmark = pytest.mark.slow
 WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
 FLAGS = (
-    "--headless=new --no-sandbox --disable-gpu --disable-background-networking --disable-component-update "
+    "--headless=new --no-sandbox --disable-gpu --disable-background-networking "
+    "--disable-component-update "
     "--disable-sync --no-first-run --window-size=1200,900"
 )
 
@@ -22,7 +25,9 @@ FLAGS = (
 def browser(tmp_path_factory):
     webdriver = pytest.importorskip("selenium.webdriver")
     driver = shutil.which("chromedriver")
-    if driver is None or not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+    if driver is None or not any(
+        map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+    ):
         pytest.skip("there is no Chromium with its chromedriver on this machine")
     options = webdriver.ChromeOptions()
     for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
@@ -49,7 +54,9 @@ def show(browser, page, width=1200):
     browser.get_log("browser")
     browser.get(page.as_uri())
     charts = browser.find_elements("css selector", ".chart")
-    WebDriverWait(browser, 20).until(lambda _: all(chart.find_elements("css selector", "svg") for chart in charts))
+    WebDriverWait(browser, 20).until(
+        lambda _: all(chart.find_elements("css selector", "svg") for chart in charts)
+    )
     return charts
 
 
@@ -67,7 +74,9 @@ def test_every_chart_is_drawn_without_an_error_and_fits(browser, pages, kind, wi
 
 @pytest.mark.parametrize("mode", ["light", "dark"])
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_words_and_charts_can_be_read_in_both_modes_and_nothing_is_cut_at_1280_pixels(browser, pages, kind, mode):
+def test_words_and_charts_can_be_read_in_both_modes_and_nothing_is_cut_at_1280_pixels(
+    browser, pages, kind, mode
+):
     feature = {"name": "prefers-color-scheme", "value": mode}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
     show(browser, pages[kind], 1280)
@@ -76,7 +85,8 @@ def test_words_and_charts_can_be_read_in_both_modes_and_nothing_is_cut_at_1280_p
         const look = (key) => (element) => colour(getComputedStyle(element)[key]);
         const all = (selector) => [...document.querySelectorAll(selector)];
         const words = all("h1, p, th, td, summary").map(look("color"));
-        const labels = all(".role-axis-label text, .role-axis-title text, .role-legend-label text").map(look("fill"));
+        const roles = ["axis-label", "axis-title", "legend-label"];
+        const labels = all(roles.map((role) => `.role-${role} text`).join(", ")).map(look("fill"));
         const cut = all(".wide").filter((part) => part.scrollWidth > part.clientWidth);
         return [look("backgroundColor")(document.body), [...words, ...labels], cut.length];
     """
@@ -93,7 +103,10 @@ def test_a_click_on_a_header_sorts_and_another_turns_it_round(browser, pages):
     table = browser.find_element("css selector", "table")
 
     def column():
-        return [cell.text.partition(" ")[0] for cell in table.find_elements("css selector", "tbody td:nth-child(2)")]
+        return [
+            cell.text.partition(" ")[0]
+            for cell in table.find_elements("css selector", "tbody td:nth-child(2)")
+        ]
 
     header = table.find_elements("css selector", "th")[1]  # ACC
     header.click()
@@ -114,7 +127,8 @@ def choose(browser, chart, control, value):
     element = chart.find_element("css selector", control)
     script = (
         "const [element, value, done] = arguments; element.value = value;"
-        "element.dispatchEvent(new Event(element.tagName === 'SELECT' ? 'change' : 'input', { bubbles: true }));"
+        "element.dispatchEvent(new Event(element.tagName === 'SELECT' ? 'change' : 'input', { "
+        "bubbles: true }));"
         "setTimeout(done, 200);"
     )
     browser.execute_async_script(script, element, value)
@@ -122,7 +136,10 @@ def choose(browser, chart, control, value):
 
 def test_the_step_slider_changes_the_bars(browser, pages):
     chart = show(browser, pages["run"])[1]
-    assert [label.split("; ")[1] for label in labels(chart, "bar")] == ["score (%): 75", "score (%): 65"]
+    assert [label.split("; ")[1] for label in labels(chart, "bar")] == [
+        "score (%): 75",
+        "score (%): 65",
+    ]
     choose(browser, chart, "input[type=range]", "1")
     assert [label.split("; ")[1] for label in labels(chart, "bar")] == ["score (%): 90"]
 

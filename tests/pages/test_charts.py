@@ -9,14 +9,23 @@ import vl_convert
 from PIL import Image
 
 from fusion_bench_nufilt.pages import charts
-from fusion_bench_nufilt.pages.theme import COLOURS, DASHES, SHAPES, chart_definition, save_chart, style
+from fusion_bench_nufilt.pages.theme import (
+    COLOURS,
+    DASHES,
+    SHAPES,
+    chart_definition,
+    save_chart,
+    style,
+)
 from tests.pages.charts import encodings, legend, marks, parts, rows_of, titles
 
 NAN = float("nan")
 CURVES = {"one": [1.0, 2.0, 4.0], "two": [3.0, None, 2.0]}
 LAYERS = ["layers.0.self_attn.q", "layers.0.mlp.fc1", "layers.11.mlp.fc1"]
 KINDS = {
-    "heat map": charts.heat_maps({"a": [[1.0, NAN], [0.5, 0.2]]}, ["r", "s"], ["t", "u"], ("row", "column")),
+    "heat map": charts.heat_maps(
+        {"a": [[1.0, NAN], [0.5, 0.2]]}, ["r", "s"], ["t", "u"], ("row", "column")
+    ),
     "lines": charts.lines({"": CURVES}, [1, 2, 3], "step", "score"),
     "bars by step": charts.bars_by_step({"m": [[50.0, None], [40.0, 60.0]]}, ["t", "u"]),
     "by depth": charts.by_depth({"norm": [dict.fromkeys(LAYERS, 1.0)]}),
@@ -37,23 +46,37 @@ def test_every_kind_is_valid_and_becomes_a_picture_of_its_size(tmp_path, kind):
 
 
 @pytest.mark.parametrize("letter", ["\0", "\x07", "\x1b", "\x7f", "\ufffe", r"\0", r"\x07"])
-def test_a_name_with_a_control_character_is_drawn_escaped(tmp_path, letter):  # it would end the process
-    save_chart(charts.lines({"": {f"one{letter}": [1.0, 2.0]}}, [1, 2], "step", f"sc{letter}ore"), tmp_path / "a.png")
+def test_a_name_with_a_control_character_is_drawn_escaped(
+    tmp_path, letter
+):  # it would end the process
+    save_chart(
+        charts.lines({"": {f"one{letter}": [1.0, 2.0]}}, [1, 2], "step", f"sc{letter}ore"),
+        tmp_path / "a.png",
+    )
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
 def luminance(colour):
     """The relative luminance of a colour, as WCAG has it."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (x / 255 for x in colour)]
-    return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in (x / 255 for x in colour)
+    ]
+    return sum(
+        weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True)
+    )
 
 
 @pytest.mark.parametrize("top", [100.0, 0.4])
 def test_the_number_on_every_cell_can_be_read(top):
     values = [top * step / 100 for step in range(101)]
-    chart = charts.heat_maps({"a": [values]}, ["r"], [str(step) for step in range(101)], ("row", "column"))
+    chart = charts.heat_maps(
+        {"a": [values]}, ["r"], [str(step) for step in range(101)], ("row", "column")
+    )
     svg = vl_convert.vegalite_to_svg(chart_definition(chart))
-    colours = [tuple(map(int, colour)) for colour in re.findall(r'fill="rgb\((\d+), (\d+), (\d+)\)"', svg)][:101]
+    colours = [
+        tuple(map(int, colour)) for colour in re.findall(r'fill="rgb\((\d+), (\d+), (\d+)\)"', svg)
+    ][:101]
     words = re.findall(r'fill="(white|black)">([\d.]+)</text>', svg)
     assert len(words) == len(colours) == 101
     for (word, _), colour in zip(words, colours, strict=True):
@@ -62,12 +85,21 @@ def test_the_number_on_every_cell_can_be_read(top):
 
 
 def test_scores_have_one_decimal_and_shares_two_as_in_tables():
-    assert encodings(charts.heat_maps({"a": [[100.0]]}, ["r"], ["t"], ("row", "column")), "text")[0]["format"] == ".1f"
+    assert (
+        encodings(charts.heat_maps({"a": [[100.0]]}, ["r"], ["t"], ("row", "column")), "text")[0][
+            "format"
+        ]
+        == ".1f"
+    )
     assert encodings(KINDS["heat map"], "text")[0]["format"] == ".2f"
 
 
 def test_a_cell_without_a_number_is_no_cell_and_keeps_its_row_and_column():
-    assert [(row["row"], row["column"]) for row in rows_of(KINDS["heat map"])] == [("r", "t"), ("s", "t"), ("s", "u")]
+    assert [(row["row"], row["column"]) for row in rows_of(KINDS["heat map"])] == [
+        ("r", "t"),
+        ("s", "t"),
+        ("s", "u"),
+    ]
     assert encodings(KINDS["heat map"], "x")[0]["scale"]["domain"] == ["t", "u"]
 
 
@@ -76,8 +108,14 @@ def test_several_sets_are_panels_in_a_picture_and_a_menu_on_a_page():
     picture = charts.heat_maps(maps, ["r"], ["t"], ("row", "column"), panels=2)
     assert picture.to_dict()["columns"] == 2
     assert titles(picture) == [["a", "ACC 1"], ["b"], ["c"]]
-    labels = [[encodings(part, axis)[0].get("axis", "shown") for axis in "xy"] for part in parts(picture)]
-    assert [[axis is not None for axis in axes] for axes in labels] == [[False, True], [True, False], [True, True]]
+    labels = [
+        [encodings(part, axis)[0].get("axis", "shown") for axis in "xy"] for part in parts(picture)
+    ]
+    assert [[axis is not None for axis in axes] for axes in labels] == [
+        [False, True],
+        [True, False],
+        [True, True],
+    ]
     page = charts.heat_maps(maps, ["r"], ["t"], ("row", "column")).to_dict()
     assert page["params"][0]["bind"]["options"] == list(maps)
     assert page["transform"] == [{"filter": "datum.set === show"}]
@@ -105,8 +143,12 @@ def test_a_logarithmic_axis_names_every_place():
 
 
 def test_dashed_lines_have_their_words():
-    chart = charts.lines({"": CURVES}, [1, 2, 3], "step", heights={"all": 3.5}, marks={"": (2, "chance")})
-    places = {row["words"]: row.get("mark", row.get("level")) for row in rows_of(chart) if "words" in row}
+    chart = charts.lines(
+        {"": CURVES}, [1, 2, 3], "step", heights={"all": 3.5}, marks={"": (2, "chance")}
+    )
+    places = {
+        row["words"]: row.get("mark", row.get("level")) for row in rows_of(chart) if "words" in row
+    }
     assert places == {"chance": 2, "all": 3.5}
 
 
@@ -136,8 +178,15 @@ def test_layers_of_one_block_stand_beside_each_other_by_kind():
 
 def test_no_two_of_fifty_six_names_look_the_same_and_a_name_looks_the_same_in_every_chart():
     names = [str(number) for number in range(56)]
-    looks = {channel: style(names, names)[channel].to_dict()["scale"]["range"] for channel in ("color", "shape")}
-    assert len(set(zip(looks["color"], looks["shape"], strict=True))) == len(COLOURS) * len(SHAPES) == 56
+    looks = {
+        channel: style(names, names)[channel].to_dict()["scale"]["range"]
+        for channel in ("color", "shape")
+    }
+    assert (
+        len(set(zip(looks["color"], looks["shape"], strict=True)))
+        == len(COLOURS) * len(SHAPES)
+        == 56
+    )
     assert len(DASHES) > 1
     chart = charts.lines({"": {"5": [1.0]}}, [1], "step", among=names)
     assert encodings(chart, "color")[0]["scale"]["range"] == looks["color"]

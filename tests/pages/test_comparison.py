@@ -17,13 +17,23 @@ from tests.pages.charts import legend, parts, rows_of, titles
 
 SEEDS = (42, 43)
 B32 = "clip-vit-base-patch32_TA8"
-TEXTS = {"table.md", "table.tex", "table.csv", "per_task.md", "per_task.tex", "per_task.csv", "results.json"}
+TEXTS = {
+    "table.md",
+    "table.tex",
+    "table.csv",
+    "per_task.md",
+    "per_task.tex",
+    "per_task.csv",
+    "results.json",
+}
 PICTURES = {"accuracy_matrices.png", "stability_plasticity.png", "accuracy_per_step.png"}
 charts = partial(charts_of, panels=True)
 
 
 def two(**options):
-    return comparison({"m": [finished(s, -0.1) for s in SEEDS], "n": [finished(42), failed(43)]}, **options)
+    return comparison(
+        {"m": [finished(s, -0.1) for s in SEEDS], "n": [finished(42), failed(43)]}, **options
+    )
 
 
 def rows(file):
@@ -32,7 +42,11 @@ def rows(file):
 
 def test_tables_pictures_and_the_page_are_made_and_made_again_from_the_numbers_alone(tmp_path):
     files = two().save(tmp_path)
-    assert set(files) == TEXTS | PICTURES | {"index.html"} == {path.name for path in tmp_path.iterdir()}
+    assert (
+        set(files)
+        == TEXTS | PICTURES | {"index.html"}
+        == {path.name for path in tmp_path.iterdir()}
+    )
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in PICTURES)
     before = {name: (tmp_path / name).read_bytes() for name in files}
     for name in set(files) - {"results.json"}:
@@ -46,14 +60,22 @@ def test_csv_holds_fractions_and_nothing_where_there_is_none(tmp_path):
     table = rows(tmp_path / "table.csv")
     assert float(table["m"]["ACC_mean"]) == pytest.approx(0.5)
     assert float(table["m"]["ACC_std"]) == pytest.approx(0)
-    assert (table["n"]["ACC_std"], table["n"]["finished"], table["n"]["failed"]) == ("", "42", "ValueError: no")
+    assert (table["n"]["ACC_std"], table["n"]["finished"], table["n"]["failed"]) == (
+        "",
+        "42",
+        "ValueError: no",
+    )
     assert float(table["individual"]["paper_ACC"]) == pytest.approx(0.904)
     assert float(rows(tmp_path / "per_task.csv")["individual"]["a_mean"]) == 0.95
 
 
-def test_a_number_that_is_printed_for_the_same_is_on_the_page_and_in_the_csv_with_its_note(tmp_path):
+def test_a_number_that_is_printed_for_the_same_is_on_the_page_and_in_the_csv_with_its_note(
+    tmp_path,
+):
     method = {"task_arithmetic": [finished(42)]}
-    comparison(method, modelpool="flan-t5-base_glue", overrides=["method.shuffle_order=false"]).save(tmp_path)
+    comparison(
+        method, modelpool="flan-t5-base_glue", overrides=["method.shuffle_order=false"]
+    ).save(tmp_path)
     row = rows(tmp_path / "table.csv")["task_arithmetic"]
     assert float(row["paper_ACC"]) == pytest.approx(0.776)
     assert row["paper_note"].startswith("not comparable")
@@ -85,52 +107,78 @@ def test_the_curve_of_a_method_is_its_mean_over_the_seeds_with_a_band_of_one_dev
     # The two orders begin with other tasks, whose scores are those of tests/compare/helpers.py.
     begins = [100 * run.matrix.values[0, 0] for run in (finished(42), finished(43))]
     assert first["y"] == pytest.approx(sum(begins) / 2)
-    assert first["high"] - first["y"] == pytest.approx(abs(begins[0] - begins[1]) / 2**0.5, rel=1e-5)
+    assert first["high"] - first["y"] == pytest.approx(
+        abs(begins[0] - begins[1]) / 2**0.5, rel=1e-5
+    )
     levels = {row["words"]: row["level"] for row in rows_of(chart) if "level" in row}
     assert levels == {"individual models, all tasks": 95.0}
 
 
 def test_one_order_names_the_models_below_the_curve_and_the_best_method_comes_first_in_the_legend():
-    chart = charts_of(comparison({"worse": [finished(42, -0.1)], "better": [finished(42)]}), panels=True)[
-        "accuracy_per_step"
-    ]
+    chart = charts_of(
+        comparison({"worse": [finished(42, -0.1)], "better": [finished(42)]}), panels=True
+    )["accuracy_per_step"]
     assert [row["x"] for row in rows_of(chart, name="worse")] == finished(42).matrix.steps
     assert legend(chart) == ["better", "worse"]
 
 
 def test_what_is_learned_and_kept_stands_beside_every_name_with_the_best_method_first():
-    runs = {f"m{number}": [finished(42, -0.01 * number), finished(43)] for number in (5, *range(12))}
+    runs = {
+        f"m{number}": [finished(42, -0.01 * number), finished(43)] for number in (5, *range(12))
+    }
     chart = charts(comparison(runs))["stability_plasticity"]
     acc, learned, kept = parts(chart)
     assert [row["name"] for row in rows_of(acc)] == [f"m{number}" for number in range(12)]
-    texts = [{row["name"]: row["text"] for row in rows_of(part)}["m10"] for part in (acc, learned, kept)]
+    texts = [
+        {row["name"]: row["text"] for row in rows_of(part)}["m10"] for part in (acc, learned, kept)
+    ]
     assert texts == ["55.0 ± 7.1", "60.0 ± 0.0", "-7.5 ± 10.6"]
     row = rows_of(kept, name="m10")[0]
-    assert (row["low"], row["high"]) == (pytest.approx(-7.5 - 15 / 2**0.5), pytest.approx(-7.5 + 15 / 2**0.5))
-    assert {layer["mark"].get("color") for layer in kept["layer"]} == {COLOURS[0], COLOURS[-1]}  # seen on a dark page
+    assert (row["low"], row["high"]) == (
+        pytest.approx(-7.5 - 15 / 2**0.5),
+        pytest.approx(-7.5 + 15 / 2**0.5),
+    )
+    assert {layer["mark"].get("color") for layer in kept["layer"]} == {
+        COLOURS[0],
+        COLOURS[-1],
+    }  # seen on a dark page
     one = parts(charts(comparison({"m": [finished(42)]}))["stability_plasticity"])[0]
     assert not {"low", "high"} & {*rows_of(one)[0]}  # one seed has no deviation
 
 
 def test_matrices_of_the_first_seed_stand_side_by_side_in_a_picture_and_in_a_menu_on_a_page():
-    picture, page = (charts_of(two(), panels=panels)["accuracy_matrices"] for panels in (True, False))
+    picture, page = (
+        charts_of(two(), panels=panels)["accuracy_matrices"] for panels in (True, False)
+    )
     assert [title[0] for title in titles(picture)] == ["m", "n"]
     assert titles(picture)[0][1].startswith("ACC 50.0")
     assert len(parts(picture)) == 2
     assert page.to_dict()["params"][0]["bind"]["options"] == ["m", "n"]
-    values = [100 * value for row in finished(42, -0.1).matrix.rows() for value in row if value is not None]
+    values = [
+        100 * value
+        for row in finished(42, -0.1).matrix.rows()
+        for value in row
+        if value is not None
+    ]
     assert [row["value"] for row in rows_of(page, set="m")] == pytest.approx(values)
 
 
 def test_the_ablation_ends_in_dots_beside_the_papers_numbers():
     ten = [finished(seed) for seed in range(42, 52)]
     chart = charts_of(
-        comparison({"nufilt": ten, "mine": ten, "gone": []}, modelpool=B32, preset="ablation"), panels=True
+        comparison({"nufilt": ten, "mine": ten, "gone": []}, modelpool=B32, preset="ablation"),
+        panels=True,
     )["ablation"]
     acc, bwt = parts(chart)
-    numbers = {row["name"]: (row.get("value"), row["text"], row.get("paper")) for row in rows_of(acc)}
+    numbers = {
+        row["name"]: (row.get("value"), row["text"], row.get("paper")) for row in rows_of(acc)
+    }
     ours = (60.0, "60.0 ± 0.0")
-    assert numbers == {"nufilt": (*ours, 83.6), "mine": (*ours, None), "gone": (None, "failed", None)}
+    assert numbers == {
+        "nufilt": (*ours, 83.6),
+        "mine": (*ours, None),
+        "gone": (None, "failed", None),
+    }
     assert not any("paper" in row for row in rows_of(bwt))
 
 
@@ -138,9 +186,14 @@ def sensitivity():
     methods = {}
     for panel in SENSITIVITY:
         for spec in panel_specs(panel, width=768):
-            config = {**CONFIG, **{key: int(value) for key, value in (each.split("=") for each in spec.settings)}}
+            config = {
+                **CONFIG,
+                **{key: int(value) for key, value in (each.split("=") for each in spec.settings)},
+            }
             config = {"max_steps": 50, "lora_rank": 64, "null_rank": 128, "task_rank": 8} | config
-            methods[spec.label] = Method(list(spec.overrides), {s: finished(s, config=config) for s in SEEDS})
+            methods[spec.label] = Method(
+                list(spec.overrides), {s: finished(s, config=config) for s in SEEDS}
+            )
     return replace(two(preset="sensitivity"), methods=methods)
 
 

@@ -19,7 +19,9 @@ def runs(change, **options):
 
 
 def cells(table):
-    """By the name of the row, then of the column: the words, and their rank as ``best``, ``second`` or nothing."""
+    """By the name of the row, then of the column: the words, and their rank as ``best``, ``second``
+    or nothing.
+    """
     marks = {1: "best", 2: "second"}
     ranks = table.ranks.reindex_like(table.texts)
     return {
@@ -36,27 +38,53 @@ def three():
     return comparison({"worst": runs(-0.2), "best_one": runs(-0.1), "good": runs(-0.15)})
 
 
-def test_methods_have_mean_and_deviation_of_which_the_best_two_are_marked_and_single_models_their_mean(three):
+def test_methods_have_mean_and_deviation_with_the_best_two_marked_and_single_models_their_mean(
+    three,
+):
     table = cells(main_table(three))
     for column, text in (("ACC %", "50.0 ± 0.0"), ("BWT %", "-15.0 ± 0.0")):
-        assert [table[name][column].mark for name in ("worst", "good", "best_one")] == ["", "second", "best"]
+        assert [table[name][column].mark for name in ("worst", "good", "best_one")] == [
+            "",
+            "second",
+            "best",
+        ]
         assert table["best_one"][column].text == text
-    assert (table["pretrained"]["ACC %"].text, table["individual"]["ACC %"].text) == ("25.0", "95.0")
+    assert (table["pretrained"]["ACC %"].text, table["individual"]["ACC %"].text) == (
+        "25.0",
+        "95.0",
+    )
 
 
 def test_what_is_shown_as_equal_is_marked_as_equal():
-    table = cells(main_table(comparison({"one": runs(-0.1), "two": runs(-0.10001), "three": runs(-0.2)})))
-    assert [table[name]["ACC %"].mark for name in ("one", "two", "three")] == ["best", "best", "second"]
+    table = cells(
+        main_table(comparison({"one": runs(-0.1), "two": runs(-0.10001), "three": runs(-0.2)}))
+    )
+    assert [table[name]["ACC %"].mark for name in ("one", "two", "three")] == [
+        "best",
+        "best",
+        "second",
+    ]
 
 
 def test_a_failed_method_says_so_with_its_reason_and_is_never_the_best():
     partly = [finished(42), failed(43, "ValueError: no"), failed(44, "ValueError: no")]
-    table = main_table(comparison({"good": runs(-0.1), "partly": partly, "never": [failed(s, "gone") for s in SEEDS]}))
+    table = main_table(
+        comparison(
+            {"good": runs(-0.1), "partly": partly, "never": [failed(s, "gone") for s in SEEDS]}
+        )
+    )
     row = cells(table)
-    assert (row["partly"]["ACC %"].text, row["partly"]["ACC %"].mark, row["partly"]["runs"].text) == ("60.0", "", "1/3")
+    assert (
+        row["partly"]["ACC %"].text,
+        row["partly"]["ACC %"].mark,
+        row["partly"]["runs"].text,
+    ) == ("60.0", "", "1/3")
     assert row["never"]["ACC %"].text == "failed"
     assert row["good"]["ACC %"].mark == "best"
-    assert table.notes[-2:] == ["partly failed on seeds 43-44: ValueError: no", "never failed on seeds 42-44: gone"]
+    assert table.notes[-2:] == [
+        "partly failed on seeds 43-44: ValueError: no",
+        "never failed on seeds 42-44: gone",
+    ]
 
 
 def test_every_row_says_which_data_and_which_extra_parameters_a_method_needs():
@@ -67,7 +95,12 @@ def test_every_row_says_which_data_and_which_extra_parameters_a_method_needs():
         "of an earlier version": runs(-0.1),
     }
     table = cells(main_table(comparison(measured)))
-    assert [table[name]["ACC %"].mark for name in measured] == ["", "", "best", "best"]  # references are none of these
+    assert [table[name]["ACC %"].mark for name in measured] == [
+        "",
+        "",
+        "best",
+        "best",
+    ]  # references are none of these
     needs = [(row["extra params"].text, row["data"].text) for row in table.values()]
     assert needs == [
         ("", ""),
@@ -94,10 +127,18 @@ def test_the_papers_numbers_stand_beside_ours_where_they_are_for_the_same():
 
 def test_a_printed_number_that_can_not_be_compared_is_marked_and_says_why():
     overrides = ["method.shuffle_order=false"]
-    measured = {"task_arithmetic": [finished(42)], "wudi": [finished(42)], "adamerging": [finished(42)]}
+    measured = {
+        "task_arithmetic": [finished(42)],
+        "wudi": [finished(42)],
+        "adamerging": [finished(42)],
+    }
     table = main_table(comparison(measured, modelpool="flan-t5-base_glue", overrides=overrides))
     printed = {name: row["paper ACC"].text for name, row in cells(table).items()}
-    assert (printed["task_arithmetic"], printed["adamerging"], printed["wudi"]) == ("77.6†", "77.6†", "82.2")
+    assert (printed["task_arithmetic"], printed["adamerging"], printed["wudi"]) == (
+        "77.6†",
+        "77.6†",
+        "82.2",
+    )
     assert [note[:52] for note in table.notes if note.startswith("†")] == [
         "† the paper's task_arithmetic: not comparable but wi",
         "† the paper's adamerging: not comparable but with fo",
@@ -127,7 +168,10 @@ def test_each_tasks_score_is_in_its_own_column(three):
 
 
 def test_notes_say_what_the_numbers_are_of(three):
-    assert main_table(three).notes[0] == "some_pool: 3 tasks; mean ± standard deviation over seeds 42-44"
+    assert (
+        main_table(three).notes[0]
+        == "some_pool: 3 tasks; mean ± standard deviation over seeds 42-44"
+    )
     assert "torch 2.13.0, device cpu" in main_table(three).notes
     one = main_table(comparison({"m": [finished(7)]}, overrides=["taskpool=x"]))
     assert one.notes[:2] == ["some_pool: 3 tasks; seed 7", "with taskpool=x"]
@@ -142,7 +186,11 @@ def test_a_missing_task_is_a_dash_and_named():
 
 def test_markdown(three):
     text = main_table(three).as_markdown()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
     assert rows[0][:3] == ["method", "ACC %", "BWT %"]
     assert rows[1][1].endswith(":")  # numbers are on the right
     assert ["best_one", "**50.0 ± 0.0**"] in [row[:2] for row in rows]

@@ -5,7 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion_bench_nufilt.compare.experiment import WatchingEvaluator, read_peak, reset_peak, solver_seconds
+from fusion_bench_nufilt.compare.experiment import (
+    WatchingEvaluator,
+    read_peak,
+    reset_peak,
+    solver_seconds,
+)
 from fusion_bench_nufilt.compare.paper import preset_specs
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
@@ -35,7 +40,15 @@ def test_the_total_is_the_solver_and_the_rest_and_iterations_are_those_of_the_me
 
 def test_the_printed_table_is_the_papers():
     _, table = tables({"nufilt": [finished(42)]})
-    assert table["nufilt:max_steps=50"] == ["50", "18.4", "120.5", "138.9", "1.8", "87.5", "83.6 ± 0.2"]
+    assert table["nufilt:max_steps=50"] == [
+        "50",
+        "18.4",
+        "120.5",
+        "138.9",
+        "1.8",
+        "87.5",
+        "83.6 ± 0.2",
+    ]
     assert table["task_arithmetic"] == ["-", "-", "-", "8.3", "-", "87.5", "67.5 ± 0.0"]
     assert table["wudi"][:4] == ["50", "28.9", "-", "37.7"]
 
@@ -61,7 +74,9 @@ def test_solving_is_from_the_making_of_an_optimizer_to_its_last_step(monkeypatch
     now = iter(range(100))
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     with solver_seconds() as seconds:
-        one, other = (torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]) for _ in range(2))  # at 0 and 1
+        one, other = (
+            torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]) for _ in range(2)
+        )  # at 0 and 1
         for optimizer in (one, other, one):  # at 2, 3 and 4
             optimizer.step()
     one.step()

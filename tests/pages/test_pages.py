@@ -40,16 +40,49 @@ def body(page):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("run", ["NUFILT: 3 models merged", "ACC 70.0", "encoder.layers.1.mlp.fc1", "2.13.0", "null_rank"]),
+        (
+            "run",
+            [
+                "NUFILT: 3 models merged",
+                "ACC 70.0",
+                "encoder.layers.1.mlp.fc1",
+                "2.13.0",
+                "null_rank",
+            ],
+        ),
         (
             "comparison",
-            ["some_pool: 2 methods", "NUFILT", "sum", "pretrained", "What is learned, and what is kept of it"],
+            [
+                "some_pool: 2 methods",
+                "NUFILT",
+                "sum",
+                "pretrained",
+                "What is learned, and what is kept of it",
+            ],
         ),
-        ("analysis", ["some_pool: why it merges", "matched pairs have a mean affinity", "Theorem 1", "rho stability"]),
-        ("merge", ["NUFILT: 3 models merged", "4 layers, 75.0% of all", "layers.*.mlp.fc2 (2)", "&lt;i&gt;twice"]),
+        (
+            "analysis",
+            [
+                "some_pool: why it merges",
+                "matched pairs have a mean affinity",
+                "Theorem 1",
+                "rho stability",
+            ],
+        ),
+        (
+            "merge",
+            [
+                "NUFILT: 3 models merged",
+                "4 layers, 75.0% of all",
+                "layers.*.mlp.fc2 (2)",
+                "&lt;i&gt;twice",
+            ],
+        ),
     ],
 )
-def test_a_page_has_the_numbers_of_its_folder_loads_nothing_from_elsewhere_and_weighs_a_megabyte(tmp_path, kind, words):
+def test_a_page_has_the_numbers_of_its_folder_loads_nothing_from_elsewhere_and_weighs_a_megabyte(
+    tmp_path, kind, words
+):
     page = page_of(FOLDERS[kind](tmp_path / kind))
     for word in words:
         assert word in body(page)
@@ -76,7 +109,9 @@ def test_a_page_runs_its_own_two_scripts_and_no_others(tmp_path):
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe-eval" not in policy
     scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
-    digests = [f"sha256-{b64encode(sha256(script.encode()).digest()).decode()}" for script in scripts]
+    digests = [
+        f"sha256-{b64encode(sha256(script.encode()).digest()).decode()}" for script in scripts
+    ]
     assert re.findall(r"'(sha256-[^']*)'", policy) == digests
     assert len(scripts) == 2
 
@@ -97,9 +132,15 @@ def test_a_column_without_a_value_is_left_out_and_per_cents_have_one_decimal():
 
 def test_the_page_of_a_merge_has_the_strongest_layers_first_over_all_its_steps(tmp_path):
     tables = re.findall(r"<tbody>(.*?)</tbody>", body(page_of(merge_folder(tmp_path))))
-    rows = [[re.findall(r"<td[^>]*>(.*?)</td>", row) for row in table.split("</tr>")[:-1]] for table in tables]
+    rows = [
+        [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in table.split("</tr>")[:-1]]
+        for table in tables
+    ]
     steps, layers, coverage = rows
-    assert [[html.unescape(cell) for cell in row[:2]] for row in steps] == [["2", "letters"], ["3", TASKS[2]]]
+    assert [[html.unescape(cell) for cell in row[:2]] for row in steps] == [
+        ["2", "letters"],
+        ["3", TASKS[2]],
+    ]
     assert [float(row[2]) for row in steps] == pytest.approx([30**0.5, 160**0.5], abs=1e-3)
     norms = {LAYERS[2]: 153**0.5, LAYERS[0]: 17**0.5, LAYERS[3]: 4, LAYERS[1]: 2}
     assert [row[0] for row in layers] == list(norms)
@@ -159,9 +200,16 @@ def test_what_can_not_be_made_is_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert leave_results(tmp_path) == []
     assert "there are no tables, pictures and page" in caplog.text
-    assert leave_results(run_folder(tmp_path)) == ["accuracy_matrix.csv", "accuracy_matrix.png", "index.html"]
+    assert leave_results(run_folder(tmp_path)) == [
+        "accuracy_matrix.csv",
+        "accuracy_matrix.png",
+        "index.html",
+    ]
 
 
 def test_making_results_needs_neither_torch_nor_fusion_bench():
-    code = "import fusion_bench_nufilt.pages.write, sys; assert not {'torch', 'fusion_bench'} & set(sys.modules)"
+    code = (
+        "import fusion_bench_nufilt.pages.write, sys; assert not {'torch', 'fusion_bench'} & "
+        "set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,19 +17,33 @@ def test_the_csv_holds_fractions_and_nothing_where_nothing_was_measured(tmp_path
     assert text.decode().splitlines()[2] == "2,letters,0.8,0.7,"
     text = (tmp_path / "index.html").read_text()  # its steps say what was forgotten
     row = text[text.index("<td>digits</td>") :].partition("</tr>")[0]
-    assert [row.count(f">{number}</td>") for number in ("90.0", "75.0", "-15.0", "0.1")] == [1, 1, 1, 1]
+    assert [row.count(f">{number}</td>") for number in ("90.0", "75.0", "-15.0", "0.1")] == [
+        1,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_the_means_are_those_of_each_kind_of_layer(monkeypatch):
     shown = []
-    monkeypatch.setattr("fusion_bench_nufilt.pages.run.lines", lambda *arguments: shown.append(arguments))
-    layers = [f"layers.{block}.{part}" for block in (0, 1) for part in ("self_attn.q_proj", "mlp.fc1")]
-    rows = [(step, layer, 10 * step + place) for step in (1, 2) for place, layer in enumerate(layers)]
+    monkeypatch.setattr(
+        "fusion_bench_nufilt.pages.run.lines", lambda *arguments: shown.append(arguments)
+    )
+    layers = [
+        f"layers.{block}.{part}" for block in (0, 1) for part in ("self_attn.q_proj", "mlp.fc1")
+    ]
+    rows = [
+        (step, layer, 10 * step + place) for step in (1, 2) for place, layer in enumerate(layers)
+    ]
     layer_charts(pd.DataFrame(rows, columns=["step", "layer", "overlap"]))
     ((curves, steps, _),) = shown
     assert steps == [1, 2]
     assert curves == {"overlap of new and old subspaces": {"attention": [11, 21], "MLP": [12, 22]}}
-    assert list(curves.popitem()[1]) == ["attention", "MLP"]  # as in the explorer, so that the colours are the same
+    assert list(curves.popitem()[1]) == [
+        "attention",
+        "MLP",
+    ]  # as in the explorer, so that the colours are the same
 
 
 def test_damaged_layers_are_named(tmp_path):

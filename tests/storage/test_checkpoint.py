@@ -10,7 +10,11 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
-from fusion_bench_nufilt.storage.checkpoint import load_checkpoint, read_whole_checkpoint, save_checkpoint
+from fusion_bench_nufilt.storage.checkpoint import (
+    load_checkpoint,
+    read_whole_checkpoint,
+    save_checkpoint,
+)
 from fusion_bench_nufilt.storage.files import atomic_file, atomic_folder, restore_folder, write_text
 from tests.models import Shared, clip, llava, t5
 
@@ -19,7 +23,9 @@ def everything_in(folder):
     return sorted(path.name for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize(("make", "cls"), [(clip, CLIPVisionModel), (t5, T5ForConditionalGeneration)])
+@pytest.mark.parametrize(
+    ("make", "cls"), [(clip, CLIPVisionModel), (t5, T5ForConditionalGeneration)]
+)
 def test_from_pretrained_loads_what_was_saved(tmp_path, make, cls):
     model = make()
     save_checkpoint(model, tmp_path / "merged_model_0", {}, {})
@@ -35,7 +41,10 @@ def test_a_head_with_a_weight_of_its_own_is_not_called_tied(tmp_path):
             model.lm_head.weight = nn.Parameter(model.shared.weight + 1)
         model.config.tie_word_embeddings = True  # as transformers 5 sets it for every T5
         save_checkpoint(model, tmp_path / str(tied), {}, {})
-        assert json.loads((tmp_path / str(tied) / "config.json").read_text())["tie_word_embeddings"] is tied
+        assert (
+            json.loads((tmp_path / str(tied) / "config.json").read_text())["tie_word_embeddings"]
+            is tied
+        )
 
 
 def test_any_module_is_saved_as_safetensors_with_tied_weights_once(tmp_path):
@@ -51,7 +60,8 @@ def fail(atomic, path, name):
 
 
 @pytest.mark.parametrize(
-    ("atomic", "path", "name"), [(atomic_folder, "step", "report.json"), (atomic_file, "step/report.json", "")]
+    ("atomic", "path", "name"),
+    [(atomic_folder, "step", "report.json"), (atomic_file, "step/report.json", "")],
 )
 def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path, atomic, path, name):
     (tmp_path / "step").mkdir()
@@ -63,7 +73,10 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path, atomic, path
 
 
 def test_a_disk_that_is_full_is_named_and_nothing_is_left_on_it(full_disk):
-    text = rf"no room left on the disk for '{full_disk / 'step'}': .*No space left on device.*Make room"
+    text = (
+        rf"no room left on the disk for '{full_disk / 'step'}': "
+        ".*No space left on device.*Make room"
+    )
     full_disk.mkdir()
     with pytest.raises(OSError, match=text):
         save_checkpoint(nn.Linear(200, 200), full_disk / "step", {}, {})
@@ -84,7 +97,9 @@ class KilledError(Exception):
 
 
 @pytest.mark.parametrize("killed_at", range(8))
-def test_a_save_that_is_killed_at_any_moment_leaves_the_old_folder_or_the_new_one(tmp_path, monkeypatch, killed_at):
+def test_a_save_that_is_killed_at_any_moment_leaves_the_old_folder_or_the_new_one(
+    tmp_path, monkeypatch, killed_at
+):
     save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {"step": 1}, {})
     moments = []
 
@@ -126,7 +141,9 @@ def test_a_model_like_it_gets_every_bit_back(tmp_path, make, dtype):
             parameter.zero_()
     save_checkpoint(model, tmp_path / "step", {}, {})
     load_checkpoint(other, tmp_path / "step")
-    assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items()
+    )
 
 
 def test_the_manifest_says_what_it_was_told(tmp_path):

@@ -32,7 +32,9 @@ def clip_taskpool(**test_datasets):
 @pytest.fixture
 def birds(tmp_path):
     features = Features({"image": Value("int64"), "label": ClassLabel(names=["owl", "emu"])})
-    Dataset.from_dict({"image": [0, 1], "label": [0, 1]}, features).to_parquet(tmp_path / "birds" / "test.parquet")
+    Dataset.from_dict({"image": [0, 1], "label": [0, 1]}, features).to_parquet(
+        tmp_path / "birds" / "test.parquet"
+    )
     return str(tmp_path / "birds")
 
 
@@ -43,8 +45,14 @@ def loaded(path, **options):
 WRONG = {
     "no_such_folder": (loaded("no/such/folder"), "'no/such/folder'"),
     "no_such_configuration": (loaded("BIRDS", name="none"), "BuilderConfig 'none' not found"),
-    "no_such_split": (loaded("BIRDS", split="test[:1]+clean"), "it has no split 'clean', only test: correct it in"),
-    "inside_another_loader": ({"_target_": "split", "dataset": loaded("no/such/folder")}, "'no/such/folder'"),
+    "no_such_split": (
+        loaded("BIRDS", split="test[:1]+clean"),
+        "it has no split 'clean', only test: correct it in",
+    ),
+    "inside_another_loader": (
+        {"_target_": "split", "dataset": loaded("no/such/folder")},
+        "'no/such/folder'",
+    ),
     "own_images": (
         {
             "_target_": "fusion_bench_nufilt.taskpools.local_tasks.load_image_task",
@@ -66,7 +74,9 @@ def wrong(case, birds):
 @pytest.mark.parametrize("case", WRONG)
 def test_test_data_that_cannot_be_loaded_is_refused_before_any_model_is(case, birds):
     config, expected = wrong(case, birds)
-    with pytest.raises(ValueError, match=f"^task 'birds': its data set .*{re.escape(expected)}") as error:
+    with pytest.raises(
+        ValueError, match=f"^task 'birds': its data set .*{re.escape(expected)}"
+    ) as error:
         NufiltContinualMergingAlgorithm().run(untouched(), clip_taskpool(birds=config))
     assert "\n" not in str(error.value)
 
@@ -94,8 +104,12 @@ def test_a_name_without_an_owner_that_the_hub_does_not_know_has_its_remedy(monke
     from datasets.exceptions import DatasetNotFoundError
 
     def refuse(*args, **kwargs):
-        raise DatasetNotFoundError("Dataset 'birds' doesn't exist on the Hub or cannot be accessed.")
+        raise DatasetNotFoundError(
+            "Dataset 'birds' doesn't exist on the Hub or cannot be accessed."
+        )
 
     monkeypatch.setattr("datasets.load_dataset_builder", refuse)
-    with pytest.raises(ValueError, match=re.escape("cannot be accessed: name its owner as well (OWNER/birds)")):
+    with pytest.raises(
+        ValueError, match=re.escape("cannot be accessed: name its owner as well (OWNER/birds)")
+    ):
         check_test_sets(clip_taskpool(birds=loaded("birds")))

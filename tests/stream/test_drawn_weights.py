@@ -20,7 +20,9 @@ WITH, WITHOUT = True, False
 def encoder(folder, name, pooler, base=None):
     """Save a tiny BERT with or without its pooler."""
     torch.manual_seed(0)
-    model = build(hf.BertModel, hf.BertConfig(**SMALL, vocab_size=40, max_position_embeddings=16), 0)
+    model = build(
+        hf.BertModel, hf.BertConfig(**SMALL, vocab_size=40, max_position_embeddings=16), 0
+    )
     model = finetuned(model, seed=len(name), scale=0.0 if base is None else 0.002)
     if not pooler:
         model.pooler = None
@@ -47,17 +49,26 @@ def from_folders(folder, **targets):
 def from_pool(folder, **targets):
     entry = {"_target_": "transformers.AutoModel.from_pretrained"}
     names = {"_pretrained_": "base", "one": "one", "other": "other"}
-    models = {name: {**entry, "pretrained_model_name_or_path": str(folder / file)} for name, file in names.items()}
+    models = {
+        name: {**entry, "pretrained_model_name_or_path": str(folder / file)}
+        for name, file in names.items()
+    }
     algorithm = LayerwiseMergingAlgorithm("spectral", shuffle_order=False, **targets)
     return algorithm.run(BaseModelPool(models)).state_dict()
 
 
 def from_modules(folder, **targets):
     models = {}
-    for seed, (name, file) in enumerate({"_pretrained_": "base", "one": "one", "other": "other"}.items()):
+    for seed, (name, file) in enumerate(
+        {"_pretrained_": "base", "one": "one", "other": "other"}.items()
+    ):
         torch.manual_seed(seed)
         models[name] = hf.AutoModel.from_pretrained(folder / file)
-    return LayerwiseMergingAlgorithm("spectral", shuffle_order=False, **targets).run(models).state_dict()
+    return (
+        LayerwiseMergingAlgorithm("spectral", shuffle_order=False, **targets)
+        .run(models)
+        .state_dict()
+    )
 
 
 @pytest.mark.parametrize("merge", [from_folders, from_pool, from_modules])
@@ -71,7 +82,9 @@ def test_left_out_every_route_gives_the_same_encoder_and_keeps_the_pooler_of_the
     encoder = {key for key in results[0] if "pooler" not in key}
     assert all(torch.equal(results[0][key], results[1][key]) for key in encoder)
     base = tensors(folders / "base")
-    assert {key for key in results[0] if "pooler" in key} == {key for key in base if "pooler" in key}
+    assert {key for key in results[0] if "pooler" in key} == {
+        key for key in base if "pooler" in key
+    }
     for result in results:
         assert all(torch.equal(result[key], base[key]) for key in base if "pooler" in key)
 
@@ -83,12 +96,18 @@ def test_a_pooler_that_was_drawn_and_then_saved_is_refused_as_well(tmp_path):
     torch.nn.init.normal_(model.pooler.dense.weight, std=0.02)
     model.save_pretrained(tmp_path / "other")
     for merge in (from_folders, from_modules):
-        with pytest.raises(ValueError, match=rf"other', layer 'pooler\.dense' .* drawn at random{HINT}"):
+        with pytest.raises(
+            ValueError, match=rf"other', layer 'pooler\.dense' .* drawn at random{HINT}"
+        ):
             merge(tmp_path)
 
 
 def test_a_layer_that_is_zero_at_first_is_none_that_was_drawn():
-    models = {"_pretrained_": hf.BertModel(hf.BertConfig(**SMALL, vocab_size=40, max_position_embeddings=16))}
+    models = {
+        "_pretrained_": hf.BertModel(
+            hf.BertConfig(**SMALL, vocab_size=40, max_position_embeddings=16)
+        )
+    }
     torch.nn.init.zeros_(models["_pretrained_"].encoder.layer[0].output.dense.weight)
     models["one"] = finetuned(models["_pretrained_"], 1)
     NufiltContinualMergingAlgorithm().run(models)
@@ -96,5 +115,7 @@ def test_a_layer_that_is_zero_at_first_is_none_that_was_drawn():
 
 def test_state_dicts_are_refused_with_what_to_do():
     models = {"_pretrained_": torch.nn.Linear(2, 2), "one": torch.nn.Linear(2, 2).state_dict()}
-    with pytest.raises(ValueError, match="model 'one' is a state dict, and run takes torch modules: load it"):
+    with pytest.raises(
+        ValueError, match="model 'one' is a state dict, and run takes torch modules: load it"
+    ):
         NufiltContinualMergingAlgorithm().run(models)

@@ -80,11 +80,23 @@ BWT = ((0.25 - 1) + (0.25 - 0.5) + (0.25 - 1 / 3)) / 3
     [
         ("last", [(4, task) for task in TASKS], math.nan, math.nan),
         ("diagonal", DIAGONAL, BWT, math.nan),
-        ("every_step", [(step, task) for step in (1, 2, 3, 4) for task in TASKS[:step]], BWT, math.nan),
-        ("every_step_all", [(step, task) for step in (1, 2, 3, 4) for task in TASKS], BWT, (1 + 1 / 2 + 1 / 3) / 3),
+        (
+            "every_step",
+            [(step, task) for step in (1, 2, 3, 4) for task in TASKS[:step]],
+            BWT,
+            math.nan,
+        ),
+        (
+            "every_step_all",
+            [(step, task) for step in (1, 2, 3, 4) for task in TASKS],
+            BWT,
+            (1 + 1 / 2 + 1 / 3) / 3,
+        ),
     ],
 )
-def test_what_is_scored_after_which_step_and_every_task_is_loaded_once(evaluate, evaluated, bwt, fwt):
+def test_what_is_scored_after_which_step_and_every_task_is_loaded_once(
+    evaluate, evaluated, bwt, fwt
+):
     pool = V01Pool(TASKS)
     result = run(pool, evaluate)
     assert pool.evaluated == evaluated
@@ -138,7 +150,10 @@ def test_a_pool_of_fusion_bench_that_can_not_be_narrowed_scores_one_batch_before
         seen = ()
 
         def evaluate(self, model):
-            self.seen = (*self.seen, (bool(getattr(self, "fast_dev_run", False)), RuntimeConstants.debug))
+            self.seen = (
+                *self.seen,
+                (bool(getattr(self, "fast_dev_run", False)), RuntimeConstants.debug),
+            )
             return {task: {"accuracy": 0.5} for task in TASKS}
 
     pool = Batches()
@@ -154,7 +169,9 @@ def test_a_task_that_the_pool_lacks_is_missing_and_the_merge_goes_on(caplog):
 
 
 def test_models_named_after_glue_find_their_tasks():
-    assert run(V01Pool(["cola", "stsb"]), "last", names=["glue-cola", "glue-stsb"]).acc == pytest.approx(0.5)
+    assert run(
+        V01Pool(["cola", "stsb"]), "last", names=["glue-cola", "glue-stsb"]
+    ).acc == pytest.approx(0.5)
 
 
 def test_tasks_of_the_pool_beyond_the_stream_are_in_the_final_report_only():
@@ -192,7 +209,10 @@ def test_the_matrix_is_printed_whole_with_acc_and_bwt(capsys):
 
 def test_the_file_holds_fractions_and_no_value_where_nothing_was_measured(tmp_path):
     matrix([[0.9], [math.nan, 0.7], [0.6, 0.65]]).save(tmp_path, {"method": "m", "seed": 1})
-    content = json.loads((tmp_path / "accuracy_matrix.json").read_text(), parse_constant=lambda word: pytest.fail(word))
+    content = json.loads(
+        (tmp_path / "accuracy_matrix.json").read_text(),
+        parse_constant=lambda word: pytest.fail(word),
+    )
     assert content["accuracy_matrix"] == [[0.9, None, None], [None, 0.7, None], [0.6, 0.65, None]]
     assert (content["seed"], content["tasks"], content["missing"]) == (1, ["a", "b", "c"], ["c"])
     assert content["ACC"] == pytest.approx(0.625)
@@ -201,5 +221,7 @@ def test_the_file_holds_fractions_and_no_value_where_nothing_was_measured(tmp_pa
 def test_a_pool_that_returns_no_scores_is_named():
     pool = WholePool(TASKS)
     pool.evaluate = lambda model: None
-    with pytest.raises(ValueError, match="the task pool WholePool returned None in place of scores by task"):
+    with pytest.raises(
+        ValueError, match="the task pool WholePool returned None in place of scores by task"
+    ):
         Evaluator(pool).report(Counter(), TASKS)

@@ -1,4 +1,6 @@
-"""FusionBench's own pools and methods on the demo: the same results through our protocol as through theirs."""
+"""FusionBench's own pools and methods on the demo: the same results through our protocol as through
+theirs.
+"""
 
 from copy import deepcopy
 
@@ -35,7 +37,9 @@ def test_prompts_are_encoded_once_for_all_steps(pools, monkeypatch):
     encoded = []
     encode = HFCLIPClassifier.set_classification_task
     monkeypatch.setattr(
-        HFCLIPClassifier, "set_classification_task", lambda *args: encoded.append(args[1]) or encode(*args)
+        HFCLIPClassifier,
+        "set_classification_task",
+        lambda *args: encoded.append(args[1]) or encode(*args),
     )
     evaluator = Evaluator(taskpool)
     model = modelpool.load_pretrained_model()

@@ -1,4 +1,6 @@
-"""Classifiers with heads of their own through `fusion_bench`: the backbone is merged, each task's head is kept."""
+"""Classifiers with heads of their own through `fusion_bench`: the backbone is merged, each task's
+head is kept.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,11 @@ import transformers as hf
 from fusion_bench import BaseModelPool
 from safetensors.torch import load_file
 
-from fusion_bench_nufilt import LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm, load_task
+from fusion_bench_nufilt import (
+    LayerwiseMergingAlgorithm,
+    NufiltContinualMergingAlgorithm,
+    load_task,
+)
 from tests.classifiers import KINDS, logits_and_accuracy, train
 from tests.merge.helpers import RANKS
 from tests.models import finetuned
@@ -23,11 +29,16 @@ def save(folder, kind):
 
 
 def pool(folder, names, kind):
-    """Of folders that are all loaded as classifiers, the base with a head that is drawn at random."""
+    """Of folders that are all loaded as classifiers, the base with a head that is drawn at
+    random.
+    """
     target = f"{KINDS[kind][0].__module__}.{KINDS[kind][0].__name__}.from_pretrained"
     names = ("_pretrained_", *names)
     return BaseModelPool(
-        {name: {"_target_": target, "pretrained_model_name_or_path": str(folder / name)} for name in names}
+        {
+            name: {"_target_": target, "pretrained_model_name_or_path": str(folder / name)}
+            for name in names
+        }
     )
 
 
@@ -38,7 +49,9 @@ def step(folder, number):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_scores_as_the_merged_backbone_with_the_head_put_on_by_hand(tmp_path, kind):
     models = save(tmp_path, kind)
-    merged = logging_to(tmp_path / "log", NufiltContinualMergingAlgorithm(**OPTIONS)).run(pool(tmp_path, models, kind))
+    merged = logging_to(tmp_path / "log", NufiltContinualMergingAlgorithm(**OPTIONS)).run(
+        pool(tmp_path, models, kind)
+    )
     backbone = merged.base_model.state_dict()
     for task, model in models.items():
         by_hand = type(model)(model.config).eval()
@@ -57,11 +70,17 @@ def test_a_step_scores_as_the_merged_backbone_with_the_head_put_on_by_hand(tmp_p
 @pytest.mark.parametrize(("algorithm", "options"), [("nufilt", RANKS), ("sum", {})])
 def test_models_in_memory_give_the_bases_class_and_heads(algorithm, options):
     base, models = train("bert")
-    method, bare = (LayerwiseMergingAlgorithm(algorithm, **options, shuffle_order=False) for _ in range(2))
+    method, bare = (
+        LayerwiseMergingAlgorithm(algorithm, **options, shuffle_order=False) for _ in range(2)
+    )
     merged = method.run({"_pretrained_": base, **models})
-    expected = bare.run({"_pretrained_": base, **{task: model.bert for task, model in models.items()}})
+    expected = bare.run(
+        {"_pretrained_": base, **{task: model.bert for task, model in models.items()}}
+    )
     assert type(merged) is type(base)
-    assert all(torch.equal(value, expected.state_dict()[key]) for key, value in merged.state_dict().items())
+    assert all(
+        torch.equal(value, expected.state_dict()[key]) for key, value in merged.state_dict().items()
+    )
     assert not bare.task_heads
     for task, model in models.items():
         kept = method.head_tensors[task]
@@ -77,7 +96,9 @@ def test_a_resumed_run_and_one_that_goes_on_keep_the_earlier_heads(tmp_path):
         logging_to(log, NufiltContinualMergingAlgorithm(**OPTIONS)).run(
             pool(tmp_path, models, "vit"), on_step=interrupt_after(2)
         )
-    logging_to(log, NufiltContinualMergingAlgorithm(**OPTIONS, resume=True)).run(pool(tmp_path, models, "vit"))
+    logging_to(log, NufiltContinualMergingAlgorithm(**OPTIONS, resume=True)).run(
+        pool(tmp_path, models, "vit")
+    )
     (tmp_path / "_merged_").symlink_to(step(log, 2))
     more = logging_to(tmp_path / "more", NufiltContinualMergingAlgorithm(**OPTIONS))
     more.run(pool(tmp_path, ["_merged_", "letters"], "vit"))
@@ -92,7 +113,10 @@ def test_a_head_that_comes_after_the_first_step_unchecked_is_refused():
     one, two = finetuned(base, 1), finetuned(base, 2)
     two.config.id2label = {0: "no", 1: "yes"}
     method = NufiltContinualMergingAlgorithm(**OPTIONS, check_models=False)
-    with pytest.raises(ValueError, match=r"model 'two' has a head of its own \(classifier\).*set heads='classifier'"):
+    with pytest.raises(
+        ValueError,
+        match=r"model 'two' has a head of its own \(classifier\).*set heads='classifier'",
+    ):
         method.run({"_pretrained_": base, "one": one, "two": two})
     checked = NufiltContinualMergingAlgorithm(**OPTIONS, target_modules="all-linear")
     checked.run({"_pretrained_": base, "one": one, "two": two})
@@ -108,9 +132,13 @@ def relabelled(base, seed):
 
 
 def in_two_parts(folder, algorithm, base, one, two, **later):
-    """Merge ``one``, and then ``two`` onto the checkpoint of that; ``later`` has options of the second run."""
+    """Merge ``one``, and then ``two`` onto the checkpoint of that; ``later`` has options of the
+    second run.
+    """
     options = {**algorithm, "shuffle_order": False, "target_modules": "all-linear"}
-    logging_to(folder / "log", LayerwiseMergingAlgorithm(**options)).run({"_pretrained_": base, "one": one})
+    logging_to(folder / "log", LayerwiseMergingAlgorithm(**options)).run(
+        {"_pretrained_": base, "one": one}
+    )
     for name, model in {"_pretrained_": base, "two": two}.items():
         model.save_pretrained(folder / name)
     (folder / "_merged_").symlink_to(step(folder / "log", 1))
@@ -128,10 +156,14 @@ def test_a_head_that_was_set_aside_stays_aside_when_a_model_with_the_bases_label
 ):
     base = hf.BertForSequenceClassification(KINDS["bert"][1]).eval()
     one, two = relabelled(base, 1), finetuned(base, 2)
-    parts, method = in_two_parts(tmp_path, ALGORITHMS[algorithm], base, one, two, check_models=check_models)
+    parts, method = in_two_parts(
+        tmp_path, ALGORITHMS[algorithm], base, one, two, check_models=check_models
+    )
     assert torch.equal(parts.classifier.weight, base.classifier.weight)
     assert list(method.task_heads) == ["one", "two"]
-    whole = LayerwiseMergingAlgorithm(**ALGORITHMS[algorithm], shuffle_order=False, target_modules="all-linear")
+    whole = LayerwiseMergingAlgorithm(
+        **ALGORITHMS[algorithm], shuffle_order=False, target_modules="all-linear"
+    )
     expected = whole.run({"_pretrained_": base, "one": one, "two": two}).state_dict()
     assert all(torch.equal(value, expected[key]) for key, value in parts.state_dict().items())
 
@@ -140,4 +172,11 @@ def test_a_head_that_was_set_aside_stays_aside_when_a_model_with_the_bases_label
 def test_a_head_that_an_earlier_merge_took_for_a_layer_is_refused_unchecked(tmp_path, algorithm):
     base = hf.BertForSequenceClassification(KINDS["bert"][1]).eval()
     with pytest.raises(ValueError, match=r"model 'two' has a head of its own \(classifier\)"):
-        in_two_parts(tmp_path, ALGORITHMS[algorithm], base, finetuned(base, 1), relabelled(base, 2), check_models=False)
+        in_two_parts(
+            tmp_path,
+            ALGORITHMS[algorithm],
+            base,
+            finetuned(base, 1),
+            relabelled(base, 2),
+            check_models=False,
+        )

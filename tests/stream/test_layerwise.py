@@ -10,7 +10,12 @@ import torch
 from fusion_bench.utils import instantiate
 from torch import nn
 
-from fusion_bench_nufilt import FusionConfig, LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm, fuse_layers
+from fusion_bench_nufilt import (
+    FusionConfig,
+    LayerwiseMergingAlgorithm,
+    NufiltContinualMergingAlgorithm,
+    fuse_layers,
+)
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.storage.files import HOLDER, LOCK
@@ -40,9 +45,13 @@ def test_a_dict_of_models_is_merged_as_fuse_layers_says(make):
     states = {name: {layer: before[name][key] for key, layer in layers.items()} for name in models}
     expected = states["_pretrained_"]
     for step in (1, 2, 3):
-        expected, _ = fuse_layers(states["_pretrained_"], expected, states[f"task{step}"], config, seed=7, step=step)
+        expected, _ = fuse_layers(
+            states["_pretrained_"], expected, states[f"task{step}"], config, seed=7, step=step
+        )
     for key, value in merged.items():
-        assert torch.equal(value, expected[layers[key]] if key in layers else before["_pretrained_"][key]), key
+        assert torch.equal(
+            value, expected[layers[key]] if key in layers else before["_pretrained_"][key]
+        ), key
     for name, model in models.items():
         assert same(model.state_dict(), before[name]), f"the user's model {name} was changed"
 
@@ -50,7 +59,9 @@ def test_a_dict_of_models_is_merged_as_fuse_layers_says(make):
 def test_an_attribute_is_what_a_run_merges_with():
     models, algorithm = pool(2), NufiltContinualMergingAlgorithm(**SMALL)
     algorithm.null_rank, algorithm.target_modules = 9, "all-linear"
-    expected = NufiltContinualMergingAlgorithm(**{**SMALL, "null_rank": 9, "target_modules": "all-linear"})
+    expected = NufiltContinualMergingAlgorithm(
+        **{**SMALL, "null_rank": 9, "target_modules": "all-linear"}
+    )
     assert same(algorithm.run(models).state_dict(), expected.run(models).state_dict())
     algorithm.null_rank = -1
     with pytest.raises(ValueError, match="null_rank"):
@@ -65,17 +76,24 @@ def test_the_order_is_the_seeds():
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_other_ones():
     models = pool(3)
-    results = [NufiltContinualMergingAlgorithm(**SMALL, seed=seed).run(models).state_dict() for seed in (1, 1, 2)]
+    results = [
+        NufiltContinualMergingAlgorithm(**SMALL, seed=seed).run(models).state_dict()
+        for seed in (1, 1, 2)
+    ]
     assert same(results[0], results[1])
     assert not same(results[0], results[2])
 
 
 def test_weights_shared_by_modules_are_merged_once_and_stay_shared():
     base = Shared()
-    merged = NufiltContinualMergingAlgorithm(**SMALL, target_modules="all-linear").run(pool(3, base))
+    merged = NufiltContinualMergingAlgorithm(**SMALL, target_modules="all-linear").run(
+        pool(3, base)
+    )
     assert merged.first.weight is merged.second.weight
     assert merged.head.weight is merged.embedding.weight
-    unshared = nn.ModuleDict({"first": nn.Linear(6, 6, bias=False), "head": nn.Linear(6, 10, bias=False)})
+    unshared = nn.ModuleDict(
+        {"first": nn.Linear(6, 6, bias=False), "head": nn.Linear(6, 10, bias=False)}
+    )
     models = {}
     for name, model in pool(3, base).items():
         models[name] = deepcopy(unshared)
@@ -116,7 +134,12 @@ def test_files_of_a_run_with_a_log_directory(tmp_path):
 def test_the_config_of_an_algorithm_says_everything():
     config = NufiltContinualMergingAlgorithm(null_rank=5, seed=3).config
     assert config._target_ == "fusion_bench_nufilt.stream.layerwise.NufiltContinualMergingAlgorithm"
-    assert (config.null_rank, config.lora_rank, config.seed, config.evaluate) == (5, 64, 3, "diagonal")
+    assert (config.null_rank, config.lora_rank, config.seed, config.evaluate) == (
+        5,
+        64,
+        3,
+        "diagonal",
+    )
 
 
 # --- bad input: refused before any work ---
@@ -130,26 +153,42 @@ def spoil(model, value):
     mlp(model).fc1.weight.data[0, 0] = value
 
 
-LACKS = rf"model 'task3' lacks layer '{re.escape(TOWER)}encoder\.layers\.1\.self_attn\.k_proj\.weight' \(32, 32\)"
-SHAPE = r"model 'task3', tensor '.*fc1\.weight': shape \(65, 32\) differs from \(64, 32\) of the base"
+LACKS = (
+    rf"model 'task3' lacks layer '{re.escape(TOWER)}"
+    r"encoder\.layers\.1\.self_attn\.k_proj\.weight' \(32, 32\)"
+)
+SHAPE = (
+    r"model 'task3', tensor '.*fc1\.weight': shape \(65, 32\) differs from \(64, 32\) of the base"
+)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda models: models.pop("_pretrained_"), r"no '_pretrained_' model, only \['task1', 'task2', 'task3'\]"),
+        (
+            lambda models: models.pop("_pretrained_"),
+            r"no '_pretrained_' model, only \['task1', 'task2', 'task3'\]",
+        ),
         (lambda models: [models.pop(f"task{i}") for i in (1, 2, 3)], "model pool is empty"),
         (lambda models: tower(models["task3"]).encoder.layers.pop(1), LACKS),
         (lambda models: setattr(mlp(models["task3"]), "fc1", nn.Linear(32, 65)), SHAPE),
-        (lambda models: spoil(models["task3"], float("nan")), r"'task3', tensor '.*fc1\.weight' has NaN or infinite"),
-        (lambda models: spoil(models["_pretrained_"], float("inf")), r"'_pretrained_', tensor '.*fc1\.weight' has NaN"),
+        (
+            lambda models: spoil(models["task3"], float("nan")),
+            r"'task3', tensor '.*fc1\.weight' has NaN or infinite",
+        ),
+        (
+            lambda models: spoil(models["_pretrained_"], float("inf")),
+            r"'_pretrained_', tensor '.*fc1\.weight' has NaN",
+        ),
     ],
 )
 def test_a_bad_pool_is_refused_before_any_work(damage, message):
     models = pool(3)
     damage(models)
     with pytest.raises(ValueError, match=message):
-        NufiltContinualMergingAlgorithm(**SMALL).run(models, on_step=lambda *_: pytest.fail("merged"))
+        NufiltContinualMergingAlgorithm(**SMALL).run(
+            models, on_step=lambda *_: pytest.fail("merged")
+        )
 
 
 def test_a_target_that_matches_nothing():
@@ -173,7 +212,13 @@ def test_a_log_directory_that_cannot_be_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("evaluate", "sometimes"), ("seed", 1.5), ("seed", None), ("shuffle_order", "yes"), ("save_on_every_step", 1)],
+    [
+        ("evaluate", "sometimes"),
+        ("seed", 1.5),
+        ("seed", None),
+        ("shuffle_order", "yes"),
+        ("save_on_every_step", 1),
+    ],
 )
 def test_a_protocol_value_out_of_range_is_refused_by_name(key, value):
     with pytest.raises(ValueError, match=key):
@@ -221,7 +266,8 @@ def test_a_preset_reproduces_the_published_stream(preset, monkeypatch):
 def test_a_score_of_ones_own_is_a_function_of_the_step_and_the_merged_model():
     seen = {}
     merged = NufiltContinualMergingAlgorithm(**SMALL).run(
-        pool(3), on_step=lambda step, model: seen.update({step: mlp(model).fc1.weight.norm().item()})
+        pool(3),
+        on_step=lambda step, model: seen.update({step: mlp(model).fc1.weight.norm().item()}),
     )
     assert list(seen) == [1, 2, 3]
     assert seen[3] == mlp(merged).fc1.weight.norm().item()

@@ -1,4 +1,6 @@
-"""What is wrong with the input of a run is one line, and pictures reach the trackers that take some."""
+"""What is wrong with the input of a run is one line, and pictures reach the trackers that take
+some.
+"""
 
 import io
 import logging
@@ -29,10 +31,14 @@ def fail():
 
 @pytest.fixture
 def hydra(monkeypatch):
-    """Pretend that Hydra runs a program: FusionBench's, or a sweep of its runs, or one of someone else's."""
+    """Pretend that Hydra runs a program: FusionBench's, or a sweep of its runs, or one of someone
+    else's.
+    """
 
     def run(program="fusion_bench", mode=RunMode.RUN):
-        monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": {"mode": mode}}))
+        monkeypatch.setattr(
+            HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": {"mode": mode}})
+        )
         if program == "fusion_bench":
             monkeypatch.setitem(sys.modules, CLI, ModuleType(CLI))
         else:
@@ -41,8 +47,14 @@ def hydra(monkeypatch):
     return run
 
 
-def test_under_fusion_bench_it_is_the_one_line_that_python_prints_and_the_log_file_has_the_trace(hydra, tmp_path):
-    root, terminal, file = logging.getLogger(), io.StringIO(), logging.FileHandler(tmp_path / "cli.log")
+def test_under_fusion_bench_it_is_the_one_line_that_python_prints_and_the_log_file_has_the_trace(
+    hydra, tmp_path
+):
+    root, terminal, file = (
+        logging.getLogger(),
+        io.StringIO(),
+        logging.FileHandler(tmp_path / "cli.log"),
+    )
     handlers = [logging.StreamHandler(terminal), file]
     hydra()
     for handler in handlers:
@@ -61,9 +73,13 @@ def test_under_fusion_bench_it_is_the_one_line_that_python_prints_and_the_log_fi
 
 
 @pytest.mark.parametrize("how", [{"mode": RunMode.MULTIRUN}, {"program": "another"}])
-def test_in_a_sweep_and_another_program_it_is_of_the_kind_that_hydra_prints_in_one_line(caplog, hydra, how):
+def test_in_a_sweep_and_another_program_it_is_of_the_kind_that_hydra_prints_in_one_line(
+    caplog, hydra, how
+):
     hydra(**how)
-    with pytest.raises(CompactHydraException, match=r"^model 'task2' lacks layer '\\x1b\[31mfc1'$") as caught:
+    with pytest.raises(
+        CompactHydraException, match=r"^model 'task2' lacks layer '\\x1b\[31mfc1'$"
+    ) as caught:
         fail()
     assert isinstance(caught.value, ValueError)
     logging.getLogger(CLI).error(caught.value, exc_info=caught.value)  # as FusionBench does
@@ -89,23 +105,36 @@ def test_under_fusion_bench_an_option_of_a_wrong_value_is_one_line_too(hydra, al
 
 WRONG = {
     "modelpool.models must give each model a name, got 7": {"modelpool": {"models": 7}},
-    "Recursive interpolation detected full_key: modelpool.seed object_type=dict": {"modelpool": {"seed": "${.seed}"}},
-    "Interpolation key 'no' not found full_key: taskpool[0] object_type=list": {"modelpool": {}, "taskpool": ["${no}"]},
+    "Recursive interpolation detected full_key: modelpool.seed object_type=dict": {
+        "modelpool": {"seed": "${.seed}"}
+    },
+    "Interpolation key 'no' not found full_key: taskpool[0] object_type=list": {
+        "modelpool": {},
+        "taskpool": ["${no}"],
+    },
 }
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_what_is_wrong_with_the_configuration_of_a_pool_is_one_line_for_methods_from_here_alone(hydra, line):
+def test_what_is_wrong_with_the_configuration_of_a_pool_is_one_line_for_methods_from_here_alone(
+    hydra, line
+):
     hydra()
     main = checking_config(lambda config: "done")
-    for target, ours in (("fusion_bench_nufilt.NufiltContinualMergingAlgorithm", True), ("fusion_bench.Ties", False)):
+    for target, ours in (
+        ("fusion_bench_nufilt.NufiltContinualMergingAlgorithm", True),
+        ("fusion_bench.Ties", False),
+    ):
         config = OmegaConf.create({"method": {"_target_": target}, **WRONG[line]})
         if ours:
             with pytest.raises(SystemExit, match=f"^{re.escape(line)}$"):
                 main(config)
         else:
             assert main(config) == "done"
-    assert main(OmegaConf.create({"method": {"_target_": "fusion_bench_nufilt.X"}, "modelpool": {}})) == "done"
+    assert (
+        main(OmegaConf.create({"method": {"_target_": "fusion_bench_nufilt.X"}, "modelpool": {}}))
+        == "done"
+    )
 
 
 @pytest.fixture
@@ -131,7 +160,8 @@ def test_others_get_it_by_their_own_methods(picture):
     got = []
     wandb = SimpleNamespace(log_image=lambda name, images, step: got.append((name, images, step)))
     mlflow = SimpleNamespace(
-        run_id="7", experiment=SimpleNamespace(log_artifact=lambda run, file: got.append((run, file)))
+        run_id="7",
+        experiment=SimpleNamespace(log_artifact=lambda run, file: got.append((run, file))),
     )
     log_picture([wandb, mlflow], "matrix", picture, 2)
     assert got == [("matrix", [str(picture)], 2), ("7", str(picture))]

@@ -52,5 +52,7 @@ def test_a_device_without_an_eigenvalue_solver_leaves_the_layers_to_the_cpu(capl
 
 @pytest.mark.parametrize("devices", ["some", [], [-1], [True], "0,1", 2])
 def test_what_is_no_list_of_gpus_is_refused(devices):
-    with pytest.raises(ValueError, match=r"devices must be all, or a list of numbers of GPUs such as \[0,1\], got"):
+    with pytest.raises(
+        ValueError, match=r"devices must be all, or a list of numbers of GPUs such as \[0,1\], got"
+    ):
         DeviceConfig(devices)

@@ -1,4 +1,6 @@
-"""An interrupted run goes on with the same result; one more model on top of a merge is the same thing."""
+"""An interrupted run goes on with the same result; one more model on top of a merge is the same
+thing.
+"""
 
 import json
 import shutil
@@ -12,9 +14,23 @@ from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from fusion_bench_nufilt.storage.files import MANIFEST
 from tests.models import clip, finetuned, llama, tower
-from tests.stream.helpers import InterruptedRunError, interrupt_after, logging_to, noting, pool, saved_pool
+from tests.stream.helpers import (
+    InterruptedRunError,
+    interrupt_after,
+    logging_to,
+    noting,
+    pool,
+    saved_pool,
+)
 
-SMALL = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5, "shuffle_order": False, "other_params": "mean"}
+SMALL = {
+    "null_rank": 6,
+    "lora_rank": 4,
+    "task_rank": 3,
+    "max_steps": 5,
+    "shuffle_order": False,
+    "other_params": "mean",
+}
 
 
 def algorithm_in(folder, **settings):
@@ -25,7 +41,10 @@ def without_times(folder):
     """All that a run leaves behind and that must not depend on when it ran."""
     rows = pd.read_csv(folder / "layers.csv", dtype=str)
     assert (rows["seconds"].astype(float) >= rows["solving_seconds"].astype(float)).all()
-    weights = [read_whole_checkpoint(path)["files"] for path in sorted((folder / "checkpoints").glob("merged_model_*"))]
+    weights = [
+        read_whole_checkpoint(path)["files"]
+        for path in sorted((folder / "checkpoints").glob("merged_model_*"))
+    ]
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report_*.json"))]
     return rows.drop(columns=["seconds", "solving_seconds"]).to_csv(), weights, reports
 
@@ -70,7 +89,8 @@ def test_scores_of_an_earlier_run_do_not_pass_for_this_ones(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"), [({"seed": 43}, "seed"), ({"null_rank": 5}, "null_rank"), ({"evaluate": "last"}, "evaluate")]
+    ("settings", "named"),
+    [({"seed": 43}, "seed"), ({"null_rank": 5}, "null_rank"), ({"evaluate": "last"}, "evaluate")],
 )
 def test_a_run_with_other_settings_is_not_gone_on_with(tmp_path, settings, named):
     algorithm_in(tmp_path).run(pool(2))
@@ -89,7 +109,9 @@ def test_other_models_and_other_weights_under_the_same_name_are_not_gone_on_with
         algorithm_in(tmp_path, resume=True).run(models)
 
 
-def test_of_a_model_that_an_unchecked_run_had_not_read_it_is_said_that_it_may_have_changed(tmp_path, caplog):
+def test_of_a_model_that_an_unchecked_run_had_not_read_it_is_said_that_it_may_have_changed(
+    tmp_path, caplog
+):
     with pytest.raises(InterruptedRunError):
         algorithm_in(tmp_path, check_models=False).run(pool(3), on_step=interrupt_after(2))
     algorithm_in(tmp_path, resume=True).run(pool(3))
@@ -100,7 +122,9 @@ def test_the_same_weights_from_another_place_are_gone_on_with(tmp_path):
     models, steps = pool(3), []
     with pytest.raises(InterruptedRunError):
         algorithm_in(tmp_path / "run").run(models, on_step=interrupt_after(2))
-    algorithm_in(tmp_path / "run", resume=True).run(saved_pool(tmp_path, models), on_step=noting(steps))
+    algorithm_in(tmp_path / "run", resume=True).run(
+        saved_pool(tmp_path, models), on_step=noting(steps)
+    )
     assert steps == [3]
 
 
@@ -113,7 +137,9 @@ def test_without_checkpoints_there_is_nothing_to_resume():
 def test_models_merged_onto_a_merge_give_the_bits_of_one_stream(tmp_path, by):
     models = pool()
     whole = algorithm_in(tmp_path / "whole").run(models).state_dict()
-    algorithm_in(tmp_path / "first").run({key: models[key] for key in ("_pretrained_", "task1", "task2")})
+    algorithm_in(tmp_path / "first").run(
+        {key: models[key] for key in ("_pretrained_", "task1", "task2")}
+    )
     checkpoint = tmp_path / "first" / "checkpoints" / "merged_model_1"
     rest = {key: models[key] for key in ("_pretrained_", "task3", "task4")}
     if by == "manifest":
@@ -121,12 +147,20 @@ def test_models_merged_onto_a_merge_give_the_bits_of_one_stream(tmp_path, by):
     else:
         rest["_merged_"] = type(clip()).from_pretrained(checkpoint)
     steps, number = [], None if by == "manifest" else 2
-    merged = algorithm_in(tmp_path / "rest", num_merged=number).run(rest, on_step=noting(steps)).state_dict()
+    merged = (
+        algorithm_in(tmp_path / "rest", num_merged=number)
+        .run(rest, on_step=noting(steps))
+        .state_dict()
+    )
     assert steps == [3, 4]
     assert all(torch.equal(value, whole[key]) for key, value in merged.items())
     manifest = read_whole_checkpoint(tmp_path / "rest" / "checkpoints" / "merged_model_3")
     assert manifest["step"] == 4
-    assert manifest["tasks"] == [*(("task1", "task2") if by == "manifest" else ()), "task3", "task4"]
+    assert manifest["tasks"] == [
+        *(("task1", "task2") if by == "manifest" else ()),
+        "task3",
+        "task4",
+    ]
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"a,b\n1", b"step,task\none,two", b'"'])
@@ -153,7 +187,11 @@ def test_a_merge_that_was_changed_is_not_gone_on_from_unless_the_user_knows(tmp_
     merged_onto(tmp_path, models)
     path = tmp_path / "checkpoints" / "merged_model_0" / file
     if file == "model.safetensors":
-        save_file({key: value * (1 + 1e-7) for key, value in load_file(path).items()}, path, {"format": "pt"})
+        save_file(
+            {key: value * (1 + 1e-7) for key, value in load_file(path).items()},
+            path,
+            {"format": "pt"},
+        )
     else:
         path.write_text(json.dumps({**json.loads(path.read_text()), "step": 1, "order": ["task9"]}))
     with pytest.raises(ValueError, match=r"is not what was saved .*method\.verify=false goes on"):
@@ -165,7 +203,9 @@ def test_a_merge_of_another_pretrained_model_is_not_gone_on_from(tmp_path):
     models = pool(2)
     algorithm_in(tmp_path).run({key: models[key] for key in ("_pretrained_", "task1")})
     tower(models["_pretrained_"]).encoder.layers[0].mlp.fc1.weight.data[0, 0] += 1e-4
-    with pytest.raises(ValueError, match="was merged from another '_pretrained_' model than the pool's"):
+    with pytest.raises(
+        ValueError, match="was merged from another '_pretrained_' model than the pool's"
+    ):
         merged_onto(tmp_path, models)
 
 
@@ -195,12 +235,16 @@ def test_a_bad_merge_is_refused_before_any_work():
     models["_merged_"] = models.pop("task1")
     tower(models["_merged_"]).encoder.layers[0].mlp.fc1.weight.data[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"_merged_.*fc1"):
-        NufiltContinualMergingAlgorithm(**SMALL, num_merged=1).run(models, on_step=lambda *_: pytest.fail("merged"))
+        NufiltContinualMergingAlgorithm(**SMALL, num_merged=1).run(
+            models, on_step=lambda *_: pytest.fail("merged")
+        )
 
 
 @pytest.mark.parametrize("order", [("task1", "grown", "task2"), ("grown", "task1", "task2")])
 def test_a_mean_goes_on_from_the_models_that_it_is_of(tmp_path, order):
-    """A model with a grown vocabulary is not in the mean of the embedding, and does not count there."""
+    """A model with a grown vocabulary is not in the mean of the embedding, and does not count
+    there.
+    """
     base = llama()
     models = {**pool(2, base), "grown": finetuned(base, 3)}
     models["grown"].resize_token_embeddings(base.config.vocab_size + 3)
@@ -208,5 +252,7 @@ def test_a_mean_goes_on_from_the_models_that_it_is_of(tmp_path, order):
     with pytest.raises(InterruptedRunError):
         algorithm_in(tmp_path, **settings).run(models, on_step=interrupt_after(2))
     merged = algorithm_in(tmp_path, resume=True, **settings).run(models).state_dict()
-    expected = [models[name].state_dict()["model.embed_tokens.weight"] for name in ("task1", "task2")]
+    expected = [
+        models[name].state_dict()["model.embed_tokens.weight"] for name in ("task1", "task2")
+    ]
     torch.testing.assert_close(merged["model.embed_tokens.weight"], torch.stack(expected).mean(0))

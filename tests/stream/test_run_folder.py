@@ -14,7 +14,12 @@ from tests.conftest import REPO
 from tests.stream.helpers import pool
 from tests.stream.test_resume import algorithm_in
 
-RUN = {"method": "NUFILT", "order": ["a", "b"], "inputs": {"a": {"sha256": "1f"}}, "settings": {"seed": 42}}
+RUN = {
+    "method": "NUFILT",
+    "order": ["a", "b"],
+    "inputs": {"a": {"sha256": "1f"}},
+    "settings": {"seed": 42},
+}
 ABOUT = {"step": 1, "tasks": ["a"], "merge_seconds": [0.1], **RUN}
 
 
@@ -49,7 +54,11 @@ def test_files_of_the_user_in_the_log_directory_stay(tmp_path):
 
 def test_a_step_of_an_earlier_version_is_refused_and_not_overwritten(folder):
     path = folder.path / "checkpoints" / "merged_model_0" / MANIFEST
-    old = {key: value for key, value in json.loads(path.read_text()).items() if key not in (*RUN, "digest")}
+    old = {
+        key: value
+        for key, value in json.loads(path.read_text()).items()
+        if key not in (*RUN, "digest")
+    }
     path.write_text(json.dumps({**old, "run": {"seed": 42}}))
     with pytest.raises(ValueError, match="another version of this package"):
         folder.newest_step(1, 1, RUN)
@@ -65,7 +74,14 @@ def test_a_damaged_report_is_none(folder, content, caplog):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("step", "1"), ("step", 0), ("files", None), ("files", {"x": 3}), ("inputs", []), ("merge_seconds", [None])],
+    [
+        ("step", "1"),
+        ("step", 0),
+        ("files", None),
+        ("files", {"x": 3}),
+        ("inputs", []),
+        ("merge_seconds", [None]),
+    ],
 )
 def test_a_damaged_manifest_makes_the_step_again(folder, field, value, caplog):
     path = folder.path / "checkpoints" / "merged_model_0" / MANIFEST

@@ -38,14 +38,25 @@ metric_list:
 def folder(tmp_path_factory):
     """A tokenizer of whole words, and two tasks that differ in their answers."""
     folder = tmp_path_factory.mktemp("lm")
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="fog").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="fog"
+    ).save_pretrained(folder)
     for name, label in (("cats", 0), ("dogs", 1), ("birds", 0)):
-        lines = [json.dumps({"text": text, "label": label}) for text in ("the", "a mat on", "in the fog a")]
+        lines = [
+            json.dumps({"text": text, "label": label})
+            for text in ("the", "a mat on", "in the fog a")
+        ]
         (folder / f"{name}.json").write_text("\n".join(lines))
-        (folder / f"{name}.yaml").write_text(TASK.format(name=f"nufilt_{name}", data=folder / f"{name}.json"))
-    group = "group: nufilt_pets\ntask: [nufilt_birds]\naggregate_metric_list: [{metric: acc_norm}]\n"
+        (folder / f"{name}.yaml").write_text(
+            TASK.format(name=f"nufilt_{name}", data=folder / f"{name}.json")
+        )
+    group = (
+        "group: nufilt_pets\ntask: [nufilt_birds]\naggregate_metric_list: [{metric: acc_norm}]\n"
+    )
     (folder / "pets.yaml").write_text(group)
     return folder
 
@@ -61,7 +72,9 @@ def always_saying(word, model, decoder):
     """Change a language model so that its next word is always the same."""
     decoder.norm.weight.fill_(1)
     decoder.embed_tokens.weight.copy_(decoder.embed_tokens.weight.abs() + 1)
-    for layer in decoder.layers:  # what is left is the embedding of the last word, which is positive
+    for (
+        layer
+    ) in decoder.layers:  # what is left is the embedding of the last word, which is positive
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
     model.lm_head.weight.zero_()
@@ -87,10 +100,14 @@ def test_only_the_tasks_asked_for_are_scored_and_data_are_read_once(folder, monk
     reads = []
     read = ConfigurableTask.download
     monkeypatch.setattr(
-        ConfigurableTask, "download", lambda task, *args: reads.append(task.config.task) or read(task, *args)
+        ConfigurableTask,
+        "download",
+        lambda task, *args: reads.append(task.config.task) or read(task, *args),
     )
     names = ["nufilt_cats", "nufilt_dogs", "nufilt_pets"]  # the last one is a group
-    taskpool = pool(folder, names, metric="acc_norm", num_fewshot=0)  # of other tests' pools, none has this setting
+    taskpool = pool(
+        folder, names, metric="acc_norm", num_fewshot=0
+    )  # of other tests' pools, none has this setting
     taskpool.check()
     evaluator = Evaluator(taskpool)
     for asked in (names[1:2], names[:2], names[2:], names[1:2]):
@@ -104,17 +121,26 @@ def test_only_the_tasks_asked_for_are_scored_and_data_are_read_once(folder, monk
 def test_a_stream_of_language_models_has_its_matrix(folder):
     base = llama()
     models = {"_pretrained_": base, "one": finetuned(base, 1), "two": finetuned(base, 2)}
-    algorithm = NufiltContinualMergingAlgorithm(null_rank=4, lora_rank=4, max_steps=2, evaluate="every_step")
+    algorithm = NufiltContinualMergingAlgorithm(
+        null_rank=4, lora_rank=4, max_steps=2, evaluate="every_step"
+    )
     algorithm.run(models, pool(folder, {"one": "nufilt_cats", "two": "nufilt_dogs"}))
     assert 0 <= algorithm.matrix.acc <= 1
     assert -1 <= algorithm.matrix.bwt <= 1
 
 
 def test_what_lm_eval_lacks_is_named_before_any_model_is_loaded(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("fusion_bench_nufilt.stream.algorithm.load_model", lambda *args: pytest.fail("loaded"))
-    (tmp_path / "lost.yaml").write_text(TASK.format(name="nufilt_lost", data=tmp_path / "lost.json"))
+    monkeypatch.setattr(
+        "fusion_bench_nufilt.stream.algorithm.load_model", lambda *args: pytest.fail("loaded")
+    )
+    (tmp_path / "lost.yaml").write_text(
+        TASK.format(name="nufilt_lost", data=tmp_path / "lost.json")
+    )
     models = {"_pretrained_": llama(), "one": llama()}
-    for task, message in (("no_such_task", "knows no task 'no_such_task'"), ("nufilt_lost", "can't load task")):
+    for task, message in (
+        ("no_such_task", "knows no task 'no_such_task'"),
+        ("nufilt_lost", "can't load task"),
+    ):
         taskpool = LMEvalTaskPool({"one": task}, str(folder), include_path=str(tmp_path))
         with pytest.raises(ValueError, match=f"lm-eval {message}"):
             NufiltContinualMergingAlgorithm().run(models, taskpool)
@@ -133,7 +159,9 @@ def test_an_analysis_looks_at_the_prompts_without_padding(folder, tmp_path):
     assert moments.tokens == 1 + 3 + 4
     first = modules[0]
     with torch.no_grad():
-        words = torch.tensor([WORDS.index(word) for word in ["the", "a", "mat", "on", "in", "the", "fog", "a"]])
+        words = torch.tensor(
+            [WORDS.index(word) for word in ["the", "a", "mat", "on", "in", "the", "fog", "a"]]
+        )
         X = model.model.layers[0].input_layernorm(model.model.embed_tokens(words))
     assert first == "model.layers.0.self_attn.q_proj"
     assert torch.allclose(moments.read(first), second_moment(X), atol=1e-6)

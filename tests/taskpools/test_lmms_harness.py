@@ -21,7 +21,17 @@ from fusion_bench_nufilt.taskpools.lmms_tasks import captions
 from tests.models import llava
 from tests.taskpools.test_lm_harness import always_saying
 
-WORDS = ["<unk>", "<s>", "</s>", "USER:", "ASSISTANT:", "red", "blue", *(f"word{i}" for i in range(42)), "<image>"]
+WORDS = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    "USER:",
+    "ASSISTANT:",
+    "red",
+    "blue",
+    *(f"word{i}" for i in range(42)),
+    "<image>",
+]
 TASK = """
 task: {name}
 dataset_path: parquet
@@ -44,17 +54,23 @@ TEMPLATE = (
 def folder(tmp_path_factory):
     """A processor for tiny LLaVA models, and two tasks that differ in their answers."""
     folder = tmp_path_factory.mktemp("lmms")
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
     inputs = ["input_ids", "attention_mask"]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special, model_input_names=inputs)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     images = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    processor = LlavaProcessor(images, tokenizer, patch_size=8, num_additional_image_tokens=1, chat_template=TEMPLATE)
+    processor = LlavaProcessor(
+        images, tokenizer, patch_size=8, num_additional_image_tokens=1, chat_template=TEMPLATE
+    )
     processor.vision_feature_select_strategy = "default"
     processor.save_pretrained(folder)
-    (folder / "utils.py").write_text("def pictures(doc):\n    return [doc['image'].convert('RGB')]\n")
+    (folder / "utils.py").write_text(
+        "def pictures(doc):\n    return [doc['image'].convert('RGB')]\n"
+    )
     features = Features({"image": Image(), "answer": Value("string")})
     for colour in ("red", "blue"):
         rows = {"image": [Picture.new("RGB", (16, 16), colour)] * 3, "answer": [colour] * 3}
@@ -76,8 +92,13 @@ def pool(folder, python, **options):
 def lmms_eval():
     """The Python that has it."""
     python = os.environ.get("LMMS_EVAL_PYTHON", sys.executable)
-    if subprocess.run([python, "-c", "import lmms_eval"], capture_output=True, check=False).returncode:
-        pytest.skip(f"{python} has no lmms-eval; LMMS_EVAL_PYTHON names the Python of an environment that has it")
+    if subprocess.run(
+        [python, "-c", "import lmms_eval"], capture_output=True, check=False
+    ).returncode:
+        pytest.skip(
+            f"{python} has no lmms-eval; LMMS_EVAL_PYTHON names the Python of an environment that "
+            "has it"
+        )
     return python
 
 
@@ -112,9 +133,11 @@ def stand_in(folder, results, prints="", status=0):
         "if '-c' in sys.argv: sys.exit()\n"
         "options = dict(word.lstrip('-').split('=', 1) for word in sys.argv[3:])\n"
         "model = pathlib.Path(options['model_args'].split(',')[0].split('=')[1])\n"
-        "assert {'model.safetensors', 'tokenizer.json'} <= {file.name for file in model.iterdir()}\n"
+        "assert {'model.safetensors', 'tokenizer.json'} <= {file.name for file in "
+        "model.iterdir()}\n"
         "out = pathlib.Path(options['output_path'], 'model'); out.mkdir(parents=True)\n"
-        f"if {results!r}: (out / '1_results.json').write_text({json.dumps({'results': results})!r})\n"
+        f"if {results!r}: (out / "
+        f"'1_results.json').write_text({json.dumps({'results': results})!r})\n"
         f"print({prints!r}, sorted(options.items()))\n"
         f"sys.exit({status})\n"
     )
@@ -122,28 +145,38 @@ def stand_in(folder, results, prints="", status=0):
     return program
 
 
-RESULTS = {"red": {"alias": "red", "exact_match,none": 0.25, "exact_match_stderr,none": "N/A"}, "blue": {"anls,x": 0.5}}
+RESULTS = {
+    "red": {"alias": "red", "exact_match,none": 0.25, "exact_match_stderr,none": "N/A"},
+    "blue": {"anls,x": 0.5},
+}
 
 
 def test_scores_are_by_the_names_of_the_models(folder, tmp_path):
     report = pool(folder, stand_in(tmp_path, RESULTS)).evaluate(llava())
     assert report == {"one": {"accuracy": 0.25}, "two": {"accuracy": 0.5}}
-    assert pool(folder, tmp_path / "python").evaluate(llava(), ["two"]) == {"two": {"accuracy": 0.5}}
+    assert pool(folder, tmp_path / "python").evaluate(llava(), ["two"]) == {
+        "two": {"accuracy": 0.5}
+    }
     assert pool(folder, tmp_path / "python").evaluate(llava(), []) == {}
     with pytest.raises(ValueError, match="task 'red' has no metric CIDEr, only exact_match"):
         pool(folder, tmp_path / "python", metric="CIDEr").evaluate(llava(), ["one"])
 
 
 @pytest.mark.parametrize(
-    ("results", "prints", "status"), [({}, "oh", 0), (RESULTS, "Error oh in generating", 0), (RESULTS, "oh", 1)]
+    ("results", "prints", "status"),
+    [({}, "oh", 0), (RESULTS, "Error oh in generating", 0), (RESULTS, "oh", 1)],
 )
-def test_whatever_goes_wrong_is_an_error_with_what_was_printed(folder, tmp_path, results, prints, status):
+def test_whatever_goes_wrong_is_an_error_with_what_was_printed(
+    folder, tmp_path, results, prints, status
+):
     with pytest.raises(RuntimeError, match=r"lmms-eval failed on blue, red:\n.*oh"):
         pool(folder, stand_in(tmp_path, results, prints, status)).evaluate(llava())
 
 
 def test_an_environment_without_lmms_eval_is_refused_at_once(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"'/no/python' has no lmms-eval.*LMMS_EVAL_PYTHON.*taskpool=dummy"):
+    with pytest.raises(
+        ValueError, match=r"'/no/python' has no lmms-eval.*LMMS_EVAL_PYTHON.*taskpool=dummy"
+    ):
         pool(folder, "/no/python")
 
 
@@ -174,7 +207,9 @@ def test_what_lmms_eval_lacks_is_named_before_any_model_is_loaded(tmp_path, task
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    taskpool = LMMSEvalTaskPool({"one": task.format(folder=tmp_path)}, "", str(python), include_path=str(tmp_path))
+    taskpool = LMMSEvalTaskPool(
+        {"one": task.format(folder=tmp_path)}, "", str(python), include_path=str(tmp_path)
+    )
     if said is None:
         taskpool.check()
         return
@@ -196,7 +231,9 @@ def task_of(file):
     class Loader(yaml.SafeLoader):
         """Reads !function as lmms-eval does."""
 
-    Loader.add_constructor("!function", lambda loader, node: getattr(captions, node.value.removeprefix("captions.")))
+    Loader.add_constructor(
+        "!function", lambda loader, node: getattr(captions, node.value.removeprefix("captions."))
+    )
     return yaml.load(file.read_text(), Loader)
 
 
@@ -205,17 +242,26 @@ def test_a_task_file_names_what_there_is_and_a_metric_that_the_pool_knows(file):
     task = task_of(file)
     assert task["task"] == file.stem
     assert task["metric_list"][0]["metric"] in LMMSEvalTaskPool.metrics
-    doc = {"image": Picture.new("L", (2, 2)), "names": "tench, Tinca tinca", "caption": ["A red bus.", "the bus"]}
+    doc = {
+        "image": Picture.new("L", (2, 2)),
+        "names": "tench, Tinca tinca",
+        "caption": ["A red bus.", "the bus"],
+    }
     assert task["doc_to_visual"](doc)[0].mode == "RGB"
     assert task["metric_list"][0]["metric"] in task["process_results"](doc, ["A tench!"])
 
 
 def test_a_caption_of_imagenet_is_right_if_it_is_a_name_of_the_class():
     features = Features({"label": ClassLabel(names=["tench, Tinca tinca", "great white shark"])})
-    (first, second) = captions.with_class_names(Dataset.from_dict({"label": [1, 0]}, features=features))
+    (first, second) = captions.with_class_names(
+        Dataset.from_dict({"label": [1, 0]}, features=features)
+    )
     answers = {"Great white shark.": (1, 0), "the Tinca Tinca": (0, 1), "shark": (0, 0), "": (0, 0)}
     for answer, scores in answers.items():
-        assert tuple(captions.matches_a_name(doc, [answer])["exact_match"] for doc in (first, second)) == scores
+        assert (
+            tuple(captions.matches_a_name(doc, [answer])["exact_match"] for doc in (first, second))
+            == scores
+        )
 
 
 def test_of_imagenet_only_the_validation_images_are_loaded(tmp_path):
@@ -231,7 +277,9 @@ def test_of_imagenet_only_the_validation_images_are_loaded(tmp_path):
     task = task_of(TASK_FILES[0])
     found = load_dataset(str(tmp_path), cache_dir=str(tmp_path / "cache"), **task["dataset_kwargs"])
     assert list(found) == [task["test_split"]]
-    assert task["process_docs"](found["validation"], str(tmp_path))[0]["names"] == "great white shark"
+    assert (
+        task["process_docs"](found["validation"], str(tmp_path))[0]["names"] == "great white shark"
+    )
 
 
 def test_captions_of_vizwiz_are_scored_by_cider():
@@ -239,7 +287,10 @@ def test_captions_of_vizwiz_are_scored_by_cider():
     docs = [{"caption": ["A red bus on a street."]}, {"caption": ["Two dogs sleep in the grass."]}]
     right = ["a red bus on the street", "two dogs sleep in grass"]
     for answers, expected in ((right, 10), (right[::-1], 0)):
-        scored = [captions.with_references(doc, [text])["CIDEr"] for doc, text in zip(docs, answers, strict=True)]
+        scored = [
+            captions.with_references(doc, [text])["CIDEr"]
+            for doc, text in zip(docs, answers, strict=True)
+        ]
         assert captions.cider(scored) == pytest.approx(expected)
 
 
@@ -248,11 +299,15 @@ def test_the_models_of_llava_bring_it_along(monkeypatch):
     taskpool = compose_run(["modelpool=llava-1.5-7b"]).modelpool.taskpool
     assert taskpool._target_ == "fusion_bench_nufilt.taskpools.LMMSEvalTaskPool"
     assert (taskpool.python, taskpool.tasks.iconqa) == ("/lmms/bin/python", "iconqa_val")
-    assert taskpool.tasks.keys() == compose_run(["modelpool=llava-1.5-7b"]).modelpool.models.keys() - {"_pretrained_"}
+    assert taskpool.tasks.keys() == compose_run(
+        ["modelpool=llava-1.5-7b"]
+    ).modelpool.models.keys() - {"_pretrained_"}
     ours = {task for task in taskpool.tasks.values() if task.startswith("nufilt_")}
     assert ours == {file.stem for file in TASK_FILES}
 
 
 def test_the_tasks_of_this_project_are_known_where_no_folder_is_named(folder, tmp_path):
     stand_in(tmp_path, RESULTS, status=f"options['include_path'] != {str(TASK_FILES[0].parent)!r}")
-    assert pool(folder, tmp_path / "python").evaluate(llava(), ["one"]) == {"one": {"accuracy": 0.25}}
+    assert pool(folder, tmp_path / "python").evaluate(llava(), ["one"]) == {
+        "one": {"accuracy": 0.25}
+    }

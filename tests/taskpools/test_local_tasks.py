@@ -22,7 +22,9 @@ def write_folders(folder, task):
 
 
 def write_dataset(folder, task):
-    """The same as a saved data set, in the demo's order of classes, which the labels have no names for."""
+    """The same as a saved data set, in the demo's order of classes, which the labels have no names
+    for.
+    """
     pictures = list(load_test_dataset(task))
     columns = {key: [item[key] for item in pictures] for key in ("image", "label")}
     features = Features({"image": Image(), "label": Value("int64")})
@@ -43,7 +45,13 @@ def scores(test_datasets):
 
 def entry(name, path, **options):
     target = "fusion_bench_nufilt.taskpools.local_tasks.load_image_task"
-    return {"_target_": target, "name": name, "path": str(path), "template": TASKS["shapes"].template, **options}
+    return {
+        "_target_": target,
+        "name": name,
+        "path": str(path),
+        "template": TASKS["shapes"].template,
+        **options,
+    }
 
 
 def test_folders_and_saved_data_sets_score_as_the_same_pictures_do_through_the_demo(demo, tmp_path):
@@ -53,7 +61,9 @@ def test_folders_and_saved_data_sets_score_as_the_same_pictures_do_through_the_d
         {
             "shapes": {"_target_": "fusion_bench_nufilt.demo.load_test_dataset", "task": "shapes"},
             "my_folders": entry("my_folders", tmp_path / "png"),
-            "my_saved": entry("my_saved", tmp_path / "saved", classnames=list(TASKS["shapes"].classes)),
+            "my_saved": entry(
+                "my_saved", tmp_path / "saved", classnames=list(TASKS["shapes"].classes)
+            ),
         }
     )
     assert folders["accuracy"] == saved["accuracy"] == builtin["accuracy"]
@@ -96,10 +106,25 @@ def test_what_can_not_be_a_task_is_refused_with_the_reason(tmp_path):
 
     images = np.zeros((3, 4), dtype=np.uint8).tolist()
     refused(tmp_path, r"'a heart' has no \{\}", template="a heart")
-    refused(tmp_path / "nowhere", "nowhere' has neither subfolders with images.* nor a saved data set")
+    refused(
+        tmp_path / "nowhere", "nowhere' has neither subfolders with images.* nor a saved data set"
+    )
     DatasetDict(train=Dataset.from_dict({"image": images})).save_to_disk(tmp_path / "splits")
     refused(tmp_path / "splits", "several splits")
-    refused(saved(tmp_path / "a", image=images, digit=[1, 2, 3]), "no column label, only image, digit")
-    refused(saved(tmp_path / "b", image=images, label=[0, 1, 2]), "labels in .* have no names.*: give classnames")
-    refused(saved(tmp_path / "c", image=images, label=[0, 1, 2]), "label 2 .* not one of 0 to 1", classnames=["a", "b"])
-    refused(saved(tmp_path / "d", image=images, label=["a", "b", "c"]), "label 'a' .* 0 to 2", classnames=list("abc"))
+    refused(
+        saved(tmp_path / "a", image=images, digit=[1, 2, 3]), "no column label, only image, digit"
+    )
+    refused(
+        saved(tmp_path / "b", image=images, label=[0, 1, 2]),
+        "labels in .* have no names.*: give classnames",
+    )
+    refused(
+        saved(tmp_path / "c", image=images, label=[0, 1, 2]),
+        "label 2 .* not one of 0 to 1",
+        classnames=["a", "b"],
+    )
+    refused(
+        saved(tmp_path / "d", image=images, label=["a", "b", "c"]),
+        "label 'a' .* 0 to 2",
+        classnames=list("abc"),
+    )

@@ -1,4 +1,6 @@
-"""The contribution and the patches in FusionBench's source distribution, in an environment without the plugin."""
+"""The contribution and the patches in FusionBench's source distribution, in an environment without
+the plugin.
+"""
 
 import hashlib
 import json
@@ -23,7 +25,8 @@ from tests.tools.test_upstream import upstream
 pytestmark = pytest.mark.slow
 
 with_transformers_4 = pytest.mark.skipif(
-    transformers.__version__ >= "5", reason="FusionBench 0.2.33 alone can't import its classes for CLIP with it"
+    transformers.__version__ >= "5",
+    reason="FusionBench 0.2.33 alone can't import its classes for CLIP with it",
 )
 OPTIONS = {"null_rank": 8, "lora_rank": 4, "task_rank": 2, "max_steps": 5, "seed": 43}
 SETTINGS = [f"method.{key}={value}" for key, value in OPTIONS.items()]
@@ -37,7 +40,9 @@ def distribution(tmp_path_factory):
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder), *wanted]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
-        pytest.skip(f"pip cannot fetch FusionBench's source distribution: {done.stderr.strip()[-200:]}")
+        pytest.skip(
+            f"pip cannot fetch FusionBench's source distribution: {done.stderr.strip()[-200:]}"
+        )
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as file:
         file.extractall(folder, filter="data")
@@ -55,27 +60,50 @@ def checkout(distribution, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
-    """Run Python in an environment of the same packages without the plugin, in a folder without ``config``."""
+    """Run Python in an environment of the same packages without the plugin, in a folder without
+    ``config``.
+    """
     folder = tmp_path_factory.mktemp("elsewhere")
     venv.create(folder / "venv", with_pip=False)
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
-    # A folder that a .pth file names is searched, but no .pth file in it is read: editable installs stay out.
-    (packages / "shared.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    # A folder that a .pth file names is searched, but no .pth file in it is read: editable installs
+    # stay out.
+    (packages / "shared.pth").write_text(
+        "\n".join(path for path in sys.path if path.endswith("site-packages"))
+    )
     (folder / "cwd").mkdir()
 
     def run(*arguments, checkout, plugin=False, check=True):
         paths = [checkout, *([REPO] if plugin else [])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "COLUMNS": "200"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "COLUMNS": "200",
+        }
         command = [str(folder / "venv" / "bin" / "python"), *arguments]
         done = subprocess.run(
-            command, cwd=folder / "cwd", env=environment, capture_output=True, text=True, timeout=600, check=False
+            command,
+            cwd=folder / "cwd",
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
         )
         if check:
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done
 
-    if run("-c", "from fusion_bench_nufilt import FusionConfig", checkout=folder, check=False).returncode == 0:
-        pytest.skip("the plugin is installed as a copy, so that no environment without it can share its packages")
+    if (
+        run(
+            "-c", "from fusion_bench_nufilt import FusionConfig", checkout=folder, check=False
+        ).returncode
+        == 0
+    ):
+        pytest.skip(
+            "the plugin is installed as a copy, so that no environment without it can share its "
+            "packages"
+        )
     return run
 
 
@@ -88,12 +116,23 @@ def write_pool(config, name, pool, taskpool=None):
 
 
 def digests(folder):
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.glob("*.safetensors")
+    }
 
 
 def test_the_contributed_tests_pass(checkout, elsewhere):
     for what, count in (("nufilt", 37), ("order_free", 6)):
-        discover = ["-m", "unittest", "discover", "-s", str(checkout / "tests"), "-p", f"test_{what}.py"]
+        discover = [
+            "-m",
+            "unittest",
+            "discover",
+            "-s",
+            str(checkout / "tests"),
+            "-p",
+            f"test_{what}.py",
+        ]
         assert f"Ran {count} tests" in elsewhere(*discover, checkout=checkout).stderr
     elsewhere(str(checkout / "examples" / "nufilt" / "merge_own_models.py"), checkout=checkout)
 
@@ -106,10 +145,19 @@ def test_the_command_line_gives_the_plugins_bits(make, checkout, elsewhere, tmp_
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
         load = f"transformers.{type(base).__name__}.from_pretrained"
-        pool["models"][name] = {"_target_": load, "pretrained_model_name_or_path": str(tmp_path / name)}
+        pool["models"][name] = {
+            "_target_": load,
+            "pretrained_model_name_or_path": str(tmp_path / name),
+        }
     write_pool(tmp_path / "tiny", "tiny", pool)
     logs = tmp_path / "logs"
-    tiny = ["--config-dir", str(tmp_path / "tiny"), "method=nufilt/nufilt", "modelpool=tiny", f"path.log_dir={logs}"]
+    tiny = [
+        "--config-dir",
+        str(tmp_path / "tiny"),
+        "method=nufilt/nufilt",
+        "modelpool=tiny",
+        f"path.log_dir={logs}",
+    ]
     elsewhere("-m", "fusion_bench", *tiny, *SETTINGS, checkout=checkout)
     assert len(list(logs.glob("checkpoints/*"))) == 3
     NufiltContinualMergingAlgorithm(**OPTIONS).run(models).save_pretrained(tmp_path / "ours")
@@ -118,7 +166,9 @@ def test_the_command_line_gives_the_plugins_bits(make, checkout, elsewhere, tmp_
 
 @with_transformers_4
 @pytest.mark.oldest
-def test_steps_are_scored_by_fusionbench_as_the_plugin_scores_them(checkout, elsewhere, demo, fusion_bench, tmp_path):
+def test_steps_are_scored_by_fusionbench_as_the_plugin_scores_them(
+    checkout, elsewhere, demo, fusion_bench, tmp_path
+):
     pictures = load_test_dataset("digits")
     rows = [pictures[i] for i in range(len(pictures))]
     for task in ("mnist", "svhn"):  # whose classes are ten digits, too
@@ -126,49 +176,87 @@ def test_steps_are_scored_by_fusionbench_as_the_plugin_scores_them(checkout, els
         datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / task)
     load = {"_target_": "transformers.CLIPVisionModel.from_pretrained"}
     names = {"_pretrained_": "_pretrained_", "mnist": "digits", "svhn": "letters"}
-    models = {name: {**load, "pretrained_model_name_or_path": str(demo / part)} for name, part in names.items()}
+    models = {
+        name: {**load, "pretrained_model_name_or_path": str(demo / part)}
+        for name, part in names.items()
+    }
     disk = {"_target_": "datasets.load_from_disk"}
     whole_clip = {"pretrained_model_name_or_path": str(demo / "clip")}
     parts = {"clip_model": "CLIPModel", "processor": "CLIPProcessor"}
     taskpool = {
         "_target_": "fusion_bench.taskpool.CLIPVisionModelTaskPool",
         "_recursive_": False,
-        **{part: whole_clip | {"_target_": f"transformers.{kind}.from_pretrained"} for part, kind in parts.items()},
-        "test_datasets": {task: {**disk, "dataset_path": str(tmp_path / task)} for task in ("mnist", "svhn")},
+        **{
+            part: whole_clip | {"_target_": f"transformers.{kind}.from_pretrained"}
+            for part, kind in parts.items()
+        },
+        "test_datasets": {
+            task: {**disk, "dataset_path": str(tmp_path / task)} for task in ("mnist", "svhn")
+        },
         "dataloader_kwargs": {"batch_size": 20, "num_workers": 0},
     }
-    pool = {"_target_": "fusion_bench.modelpool.CLIPVisionModelPool", "_recursive_": False, "models": models}
+    pool = {
+        "_target_": "fusion_bench.modelpool.CLIPVisionModelPool",
+        "_recursive_": False,
+        "models": models,
+    }
     write_pool(tmp_path / "tiny", "tiny", pool, taskpool)
-    pools = [f"hydra.searchpath=[file://{tmp_path / 'tiny'}]", "modelpool=tiny", "taskpool=tiny", *SETTINGS]
+    pools = [
+        f"hydra.searchpath=[file://{tmp_path / 'tiny'}]",
+        "modelpool=tiny",
+        "taskpool=tiny",
+        *SETTINGS,
+    ]
     theirs = tmp_path / "theirs"
-    every_step = ["method=nufilt/nufilt", "method.evaluate_on_every_step=true", f"path.log_dir={theirs}"]
+    every_step = [
+        "method=nufilt/nufilt",
+        "method.evaluate_on_every_step=true",
+        f"path.log_dir={theirs}",
+    ]
     elsewhere("-m", "fusion_bench", *pools, *every_step, checkout=checkout)
     fusion_bench(*pools, "method=nufilt", "method.evaluate=every_step")
     order = json.loads((theirs / "model_names.json").read_text())
     assert sorted(order) == ["mnist", "svhn"]
     assert len(json.loads((theirs / "layers_1.json").read_text())) > 0
     for step, tasks in enumerate((order[:1], order)):
-        checkpoints = [logs / "checkpoints" / f"merged_model_{step}" for logs in (theirs, fusion_bench.logs)]
+        checkpoints = [
+            logs / "checkpoints" / f"merged_model_{step}" for logs in (theirs, fusion_bench.logs)
+        ]
         assert digests(checkpoints[0]) == digests(checkpoints[1]) != {}
-        report, ours = (json.loads((logs / f"report_{step}.json").read_text()) for logs in (theirs, fusion_bench.logs))
+        report, ours = (
+            json.loads((logs / f"report_{step}.json").read_text())
+            for logs in (theirs, fusion_bench.logs)
+        )
         assert [task for task in order if task in report] == tasks
-        assert [report[task]["accuracy"] for task in tasks] == [ours[task]["accuracy"] for task in tasks]
+        assert [report[task]["accuracy"] for task in tasks] == [
+            ours[task]["accuracy"] for task in tasks
+        ]
 
 
 def test_with_plugin_and_contribution_each_name_has_one_meaning(checkout, elsewhere):
     def method(name):
-        done = elsewhere("-m", "fusion_bench", "--cfg", "job", f"method={name}", checkout=checkout, plugin=True)
+        done = elsewhere(
+            "-m", "fusion_bench", "--cfg", "job", f"method={name}", checkout=checkout, plugin=True
+        )
         return yaml.safe_load(done.stdout)["method"]
 
     assert method("nufilt/nufilt")["_target_"] == "fusion_bench.method.NUFILTMerging"
     of_text = method("nufilt/nufilt_nlp")
-    assert (of_text["_target_"], of_text["shuffle_order"]) == ("fusion_bench.method.NUFILTMerging", False)
+    assert (of_text["_target_"], of_text["shuffle_order"]) == (
+        "fusion_bench.method.NUFILTMerging",
+        False,
+    )
     ours = "fusion_bench_nufilt.NufiltContinualMergingAlgorithm"
     assert (method("nufilt")["_target_"], method("nufilt")["lora_rank"]) == (ours, 64)
-    assert (method("nufilt/filter_only")["_target_"], method("nufilt/filter_only")["lora_rank"]) == (ours, 0)
+    assert (
+        method("nufilt/filter_only")["_target_"],
+        method("nufilt/filter_only")["lora_rank"],
+    ) == (ours, 0)
 
 
-PATCHES = sorted(path for path in (REPO / "tools" / "patches").rglob("*.patch") if path.parent.name != "mergekit")
+PATCHES = sorted(
+    path for path in (REPO / "tools" / "patches").rglob("*.patch") if path.parent.name != "mergekit"
+)
 
 
 OF_CLIP = ("0003", "0005")
@@ -177,18 +265,29 @@ OF_CLIP = ("0003", "0005")
 @pytest.mark.parametrize(
     "patch",
     [
-        pytest.param(path, marks=[with_transformers_4, pytest.mark.oldest] if path.name.startswith(OF_CLIP) else ())
+        pytest.param(
+            path,
+            marks=[with_transformers_4, pytest.mark.oldest]
+            if path.name.startswith(OF_CLIP)
+            else (),
+        )
         for path in PATCHES
     ],
     ids=lambda path: f"{path.parent.name}-{path.name[:4]}",
 )
 def test_a_patch_mends_what_its_test_shows(patch, distribution, elsewhere, tmp_path):
-    """On top of those before it: OPCM can't even be made without the second where Ray is installed."""
+    """On top of those before it: OPCM can't even be made without the second where Ray is
+    installed.
+    """
     folder = shutil.copytree(distribution, tmp_path / "fusion_bench")
     (folder / "fusion_bench_config").rename(folder / "config")  # as in its repository
     (folder / "fusion_bench_config").symlink_to("config")
     changes = patch.read_text()
-    (test,) = [line[6:] for line in changes.splitlines() if line.startswith("+++ b/tests/") and "/test_" in line[10:]]
+    (test,) = [
+        line[6:]
+        for line in changes.splitlines()
+        if line.startswith("+++ b/tests/") and "/test_" in line[10:]
+    ]
     if "lm_eval" in test:
         pytest.importorskip("lm_eval", reason="the task pool of lm-eval needs lm-eval")
 

@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusion_bench_nufilt import FusionConfig, LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm, fuse_layers
+from fusion_bench_nufilt import (
+    FusionConfig,
+    LayerwiseMergingAlgorithm,
+    NufiltContinualMergingAlgorithm,
+    fuse_layers,
+)
 from fusion_bench_nufilt.layers import TargetConfig, coverage, select_layers
 from tests.conftest import REPO
 from tests.families import FAMILIES, openclip
@@ -25,7 +30,10 @@ upstream = importlib.util.module_from_spec(_spec)
 sys.modules["upstream_tool"] = upstream
 _spec.loader.exec_module(upstream)
 
-MODELS = {**FAMILIES, **{make.__name__: make for make in (openclip, clip, full_clip, t5, llama, llava)}}
+MODELS = {
+    **FAMILIES,
+    **{make.__name__: make for make in (openclip, clip, full_clip, t5, llama, llava)},
+}
 MODELS |= {family: partial(released, family) for family in ("SmolVLM", "Phi-4-multimodal")}
 SMALL = {"null_rank": 8, "lora_rank": 4, "task_rank": 2, "max_steps": 5}
 METHODS = """\
@@ -36,13 +44,21 @@ if TYPE_CHECKING:
     from .model_stock import ModelStock
     from .opcm import OPCMForCLIP
 """
-NAVIGATION = "nav:\n          - OPCM: algorithms/opcm.md\n          - Model Stock: algorithms/model_stock.md\n"
+NAVIGATION = (
+    "nav:\n          - OPCM: algorithms/opcm.md\n          - Model Stock: "
+    "algorithms/model_stock.md\n"
+)
 API = "        members:\n        - ContinualDOPForCLIP\n"
 
 
 def skeleton(folder):
     """What the tool needs of a checkout."""
-    files = {upstream.METHODS: METHODS, "mkdocs.yml": NAVIGATION, upstream.API: API, "config/README.md": ""}
+    files = {
+        upstream.METHODS: METHODS,
+        "mkdocs.yml": NAVIGATION,
+        upstream.API: API,
+        "config/README.md": "",
+    }
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
@@ -51,7 +67,9 @@ def skeleton(folder):
 
 @pytest.fixture(scope="module")
 def laid(tmp_path_factory):
-    """A stand-in for a checkout with both contributions in it, and the paths of their files by their names."""
+    """A stand-in for a checkout with both contributions in it, and the paths of their files by
+    their names.
+    """
     checkout = skeleton(tmp_path_factory.mktemp("checkout"))
     return checkout, {what: upstream.lay(checkout, what) for what in ("order_free", "nufilt")}
 
@@ -85,7 +103,13 @@ def test_no_reference_to_the_plugin_remains(laid, what):
     checkout, paths = laid
     for path in paths[what]:
         text = (checkout / path).read_text()
-        for word in ("fusion_bench_nufilt", "fusion-bench-nufilt", "nufilt merge", "nufilt compare", "benchmarks/"):
+        for word in (
+            "fusion_bench_nufilt",
+            "fusion-bench-nufilt",
+            "nufilt merge",
+            "nufilt compare",
+            "benchmarks/",
+        ):
             assert word not in text, f"{path}: {word}"
 
 
@@ -97,7 +121,9 @@ def test_they_stay_small(laid):
     """NUFILT in the lines of its package, the order-free methods in those of all their files."""
     checkout, paths = laid
     assert lines((checkout / "fusion_bench/method/nufilt").glob("*.py")) <= 1000
-    assert lines(checkout / path for path in paths["order_free"] if path not in paths["nufilt"]) <= 500
+    assert (
+        lines(checkout / path for path in paths["order_free"] if path not in paths["nufilt"]) <= 500
+    )
 
 
 def is_formatted(files, folder):
@@ -113,8 +139,14 @@ def test_black_and_isort_find_nothing_to_change(laid):
 
 def test_each_line_is_put_where_it_belongs_and_once(laid):
     checkout, _ = laid
-    methods, navigation = (checkout / upstream.METHODS).read_text(), (checkout / "mkdocs.yml").read_text()
-    assert '    "dop": ["ContinualDOPForCLIP"],\n    "nufilt": ["NUFILTMerging"],\n    "order_free": [' in methods
+    methods, navigation = (
+        (checkout / upstream.METHODS).read_text(),
+        (checkout / "mkdocs.yml").read_text(),
+    )
+    assert (
+        '    "dop": ["ContinualDOPForCLIP"],\n    "nufilt": ["NUFILTMerging"],\n    "order_free": ['
+        in methods
+    )
     assert "import ModelStock\n    from .nufilt import NUFILTMerging\n    from .opcm" in methods
     ast.parse(methods)
     assert "opcm.md\n          - NUFILT: algorithms/nufilt.md\n          - Order-Free" in navigation
@@ -145,18 +177,26 @@ def test_the_layers_are_the_plugins_for_every_family(method, name):
         assert in_blocks == pytest.approx(covered.merged_share_of_blocks)
 
 
-@pytest.mark.parametrize("name", ["clip", "t5", "llama", "gpt2", "resnet", "openclip", "convnext", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["clip", "t5", "llama", "gpt2", "resnet", "openclip", "convnext", "mixtral"]
+)
 def test_the_bits_are_the_plugins(method, name):
     base = MODELS[name]()
     pool = {"_pretrained_": base, **{f"task {i}": finetuned(base, i) for i in range(3)}}
-    options = {**SMALL, "seed": 43, "other_params": "mean" if name in ("clip", "openclip") else "pretrained"}
+    options = {
+        **SMALL,
+        "seed": 43,
+        "other_params": "mean" if name in ("clip", "openclip") else "pretrained",
+    }
     theirs = method("nufilt").NUFILTMerging(**options).run(pool).state_dict()
     ours = NufiltContinualMergingAlgorithm(**options).run(pool).state_dict()
     assert all(torch.equal(theirs[key], value) for key, value in ours.items())
     assert not all(torch.equal(value, ours[key]) for key, value in base.state_dict().items())
 
 
-@pytest.mark.parametrize("options", [{}, {"null_space": False}, {"null_space": "zero"}, {"first_task": "release"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"null_space": False}, {"null_space": "zero"}, {"first_task": "release"}]
+)
 def test_each_step_has_the_plugins_bits(method, options):
     theirs, generator = method("nufilt.fusion"), torch.Generator().manual_seed(0)
     shapes = [(24, 16), (16, 16), (12, 40), *([] if options else [(300, 264)])]
@@ -167,7 +207,9 @@ def test_each_step_has_the_plugins_bits(method, options):
         a = b = pretrained
         for step in (1, 2, 3):
             task = {"layer": (theta_0 + 0.1 * draw()).to(dtype)}
-            a, reports = fuse_layers(pretrained, a, task, FusionConfig(**SMALL, **options), step=step)
+            a, reports = fuse_layers(
+                pretrained, a, task, FusionConfig(**SMALL, **options), step=step
+            )
             config = theirs.FusionConfig(**SMALL, **options)
             ((_, weight, measures),) = theirs.fuse_layers(pretrained, b, task, config, step=step)
             b = {"layer": weight}
@@ -185,7 +227,9 @@ def test_each_step_has_the_plugins_bits(method, options):
     ],
 )
 def test_order_free_methods_have_the_plugins_results(method, theirs, ours):
-    """The contribution is shorter, computes everything in float64 and keeps directions in float32."""
+    """The contribution is shorter, computes everything in float64 and keeps directions in
+    float32.
+    """
     base = clip()
     pool = {"_pretrained_": base, **{f"task {i}": finetuned(base, i) for i in range(3)}}
     merged = getattr(method("order_free"), theirs)().run(pool).state_dict()
@@ -199,12 +243,17 @@ def test_the_plugin_says_which_one_runs(method, caplog):
     caplog.set_level("INFO")
     base = clip()
     NufiltContinualMergingAlgorithm().run({"_pretrained_": base, "task": finetuned(base, 1)})
-    assert "this is NUFILT of fusion_bench_nufilt; FusionBench's own is method=nufilt/nufilt" in caplog.text
+    assert (
+        "this is NUFILT of fusion_bench_nufilt; FusionBench's own is method=nufilt/nufilt"
+        in caplog.text
+    )
 
 
 def git(*arguments, where):
     identity = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
-    return subprocess.run(["git", *identity, *arguments], cwd=where, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["git", *identity, *arguments], cwd=where, check=True, capture_output=True, text=True
+    ).stdout
 
 
 @pytest.mark.parametrize("what", upstream.CONTRIBUTIONS)
@@ -215,7 +264,9 @@ def test_the_patch_is_what_was_laid_by_the_author_that_is_named(tmp_path, what):
     git("commit", "--quiet", "--message", "FusionBench", where=checkout)
     git("clone", "--quiet", str(checkout), str(clean), where=tmp_path)
     paths = upstream.lay(checkout, what)
-    (tmp_path / "patch").write_text(upstream.format_patch(checkout, paths, what, "Ada L <ada@x.org>"))
+    (tmp_path / "patch").write_text(
+        upstream.format_patch(checkout, paths, what, "Ada L <ada@x.org>")
+    )
     assert len(git("log", "--oneline", where=checkout).splitlines()) == 1
     git("am", "--quiet", str(tmp_path / "patch"), where=clean)
     for path in paths:
@@ -242,7 +293,9 @@ def package(tmp_path):
 
     (source,) = map(Path, fusion_bench.__path__)
     for patch in upstream.PATCHES:
-        for path in (line[6:] for line in patch.read_text().splitlines() if line.startswith("--- a/")):
+        for path in (
+            line[6:] for line in patch.read_text().splitlines() if line.startswith("--- a/")
+        ):
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             installed = source.parent / re.sub("^config/", "fusion_bench_config/", path)
             shutil.copy(installed, tmp_path / path)
@@ -267,10 +320,14 @@ def test_all_patches_apply_together_and_are_formatted_as_fusionbench_is(package)
 
 
 def test_patches_are_by_the_author_that_is_named(package):
-    assert upstream.fixes(upstream.AUTHOR) == "".join(patch.read_text() for patch in upstream.PATCHES)
+    assert upstream.fixes(upstream.AUTHOR) == "".join(
+        patch.read_text() for patch in upstream.PATCHES
+    )
     (package / "fixes").write_text(upstream.fixes("Ada L <ada@x.org>"))
     git("am", "--quiet", "fixes", where=package)
-    authors = git("log", "--format=%an <%ae>", f"-{len(upstream.PATCHES)}", where=package).splitlines()
+    authors = git(
+        "log", "--format=%an <%ae>", f"-{len(upstream.PATCHES)}", where=package
+    ).splitlines()
     assert set(authors) == {"Ada L <ada@x.org>"}
 
 

@@ -29,9 +29,11 @@ _REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class LoraAdapter(FullModel):
-    r"""A peft LoRA adapter: :math:`\theta_t = \theta_0 + s\,B A` for its targets, full tensors for `modules_to_save`.
+    r"""A peft LoRA adapter: :math:`\theta_t = \theta_0 + s\,B A` for its targets, full tensors for
+    `modules_to_save`.
 
-    Other kinds of adapters are refused. What an adapter neither changes nor brings is as in the base.
+    Other kinds of adapters are refused. What an adapter neither changes nor brings is as in the
+    base.
     """
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
@@ -41,10 +43,16 @@ class LoraAdapter(FullModel):
             raise ValueError(f"adapter '{name}' is of type {kind}: only LORA can be merged")
         for key, what in _REFUSED.items():
             if self.config.get(key):
-                raise ValueError(f"adapter '{name}' uses {what}: merge it into its base with peft, give that folder")
+                raise ValueError(
+                    f"adapter '{name}' uses {what}: merge it into its base with peft, give that "
+                    "folder"
+                )
         if (start := str(self.config.get("init_lora_weights", True))).startswith(_REFUSED_INITS):
             remedy = "save it with peft's path_initial_model_for_weight_conversion"
-            raise ValueError(f"adapter '{name}' was initialised with {start}, which changes the base as well: {remedy}")
+            raise ValueError(
+                f"adapter '{name}' was initialised with {start}, which changes the base as well: "
+                f"{remedy}"
+            )
         super().__init__(checkpoint, architecture)
 
     def has(self, param: str) -> bool:
@@ -55,7 +63,9 @@ class LoraAdapter(FullModel):
         saved: defaultdict[str, list[str]] = defaultdict(list)  # whole tensors by param
         for key, info in tensors.items():
             name = key.removeprefix(PREFIX).replace(".base_layer.bias", ".bias")  # trained biases
-            module, is_a, _ = name.partition(EMBEDDING_A if EMBEDDING_A in name else ".lora_A.weight")
+            module, is_a, _ = name.partition(
+                EMBEDDING_A if EMBEDDING_A in name else ".lora_A.weight"
+            )
             partner = re.sub(r"\.lora_(embedding_)?B(\.weight)?$", r".lora_\1A\2", key)
             if is_a and len(info.shape) == 2:
                 if architecture.stacks_of(outer := module.split(".base_layer")[0]):
@@ -68,7 +78,8 @@ class LoraAdapter(FullModel):
                 param = architecture.param(name.removesuffix(".lora_magnitude_vector") + ".weight")
                 self.magnitudes[param] = key
             elif ".base_layer." in name:
-                continue  # the base's own weight, which peft saves along with an adapted embedding or head
+                # the base's own weight, which peft saves along with an adapted embedding or head
+                continue
             elif ".lora_" not in name:
                 param = architecture.param(name)
                 saved[param].append(key)
@@ -77,12 +88,21 @@ class LoraAdapter(FullModel):
                 unknown.append(key)
         self._add_experts(architecture, wrapped)
         self._check_tied(architecture, saved)
-        promised = {"use_dora": self.pairs.keys() <= self.magnitudes.keys(), "trainable_token_indices": self._trained}
-        if lost := [option for option, there in promised.items() if self.config.get(option) and not there]:
+        promised = {
+            "use_dora": self.pairs.keys() <= self.magnitudes.keys(),
+            "trainable_token_indices": self._trained,
+        }
+        if lost := [
+            option for option, there in promised.items() if self.config.get(option) and not there
+        ]:
             what = f"uses {some(lost)} and lacks tensors of it"
-            raise ValueError(f"adapter '{self.source.name}' {what}: merge it into its base with peft")
+            raise ValueError(
+                f"adapter '{self.source.name}' {what}: merge it into its base with peft"
+            )
         if unknown:
-            raise ValueError(f"adapter '{self.source.name}': {some(unknown)}: no LoRA of a linear layer")
+            raise ValueError(
+                f"adapter '{self.source.name}': {some(unknown)}: no LoRA of a linear layer"
+            )
 
     def _check_tied(self, architecture: Architecture, saved: Mapping[str, Sequence[str]]) -> None:
         """Refuse a full tensor that was trained apart from the one to which the base ties it."""
@@ -90,7 +110,9 @@ class LoraAdapter(FullModel):
         for param, keys in saved.items():
             if len(tied := architecture.names(param)) < 2:
                 continue
-            alone = len(keys) == 1 and any(f".{keys[0]}".endswith(f".{module}.weight") for module in trained)
+            alone = len(keys) == 1 and any(
+                f".{keys[0]}".endswith(f".{module}.weight") for module in trained
+            )
             if alone or len({self.source.read(key)[1] for key in keys if len(keys) > 1}) > 1:
                 ties = f"'{keys[0]}' apart from what the base ties it to ({some(tied)})"
                 remedy = "save the base with tie_word_embeddings=False, and merge into that"
@@ -98,21 +120,38 @@ class LoraAdapter(FullModel):
 
     def _add_tokens(self, architecture: Architecture, module: str, key: str) -> None:
         """Note the rows of an embedding that the adapter trained, which replace the base's."""
-        param, numbers = architecture.param(f"{module}.weight"), self.config.get("trainable_token_indices")
+        param, numbers = (
+            architecture.param(f"{module}.weight"),
+            self.config.get("trainable_token_indices"),
+        )
         if isinstance(numbers, dict):
-            numbers = next((numbers[name] for name in numbers if f".{module}".endswith(f".{name}")), None)
+            numbers = next(
+                (numbers[name] for name in numbers if f".{module}".endswith(f".{name}")), None
+            )
         count, rows = self.source.tensors[key].shape[0], architecture.rows(param)
-        if not numbers or len(numbers) != count or max(numbers) >= rows or param in {*self.keys, *self.pairs}:
+        if (
+            not numbers
+            or len(numbers) != count
+            or max(numbers) >= rows
+            or param in {*self.keys, *self.pairs}
+        ):
             what = f"{count} rows for the tokens {numbers} of '{param}' with {rows} rows"
-            raise ValueError(f"adapter '{self.source.name}' has {what}: merge it into its base with peft")
+            raise ValueError(
+                f"adapter '{self.source.name}' has {what}: merge it into its base with peft"
+            )
         self._trained[param] = {number: place for place, number in enumerate(numbers)}
         self.keys[param], self.params[param] = key, self.source.tensors[key].shape
         self.show_rows(param, range(rows))
 
     def _add_pair(self, param: str, module: str, key_a: str) -> None:
-        """Note the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of a layer's update, and their scaling."""
+        """Note the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of a layer's update, and their
+        scaling.
+        """
         name, tensors = self.source.name, self.source.tensors
-        key_b, transposed = re.sub(r"\.lora_(embedding_)?A", r".lora_\1B", key_a), key_a.endswith(EMBEDDING_A)
+        key_b, transposed = (
+            re.sub(r"\.lora_(embedding_)?A", r".lora_\1B", key_a),
+            key_a.endswith(EMBEDDING_A),
+        )
         if key_b not in tensors:
             raise ValueError(f"adapter '{name}' has '{key_a}' and no '{key_b}'")
         targets = self.config.get("target_parameters") or ()
@@ -122,13 +161,19 @@ class LoraAdapter(FullModel):
         (_, d_i), (d_o, _) = tensors[key_a].shape, tensors[key_b].shape
         if self.config.get("fan_in_fan_out") and param not in self._transposed and not transposed:
             none = f"'{param}' of the base is none"
-            raise ValueError(f"adapter '{name}' is for transposed layers (fan_in_fan_out), and {none}")
+            raise ValueError(
+                f"adapter '{name}' is for transposed layers (fan_in_fan_out), and {none}"
+            )
         self.pairs[param] = key_a, key_b, scaling
         self.params[param] = (d_i, d_o) if transposed or param in self._transposed else (d_o, d_i)
 
     def _add_experts(self, architecture: Architecture, modules: Mapping[str, str]) -> None:
-        """Note the factors of fused experts, by the key of A with the module that has the experts."""
-        for key_a, key_b, parameter, experts in find_experts(self.checkpoint, architecture, modules):
+        """Note the factors of fused experts, by the key of A with the module that has the
+        experts.
+        """
+        for key_a, key_b, parameter, experts in find_experts(
+            self.checkpoint, architecture, modules
+        ):
             count = next(iter(experts.values())).count
             scaling = self._scaling(parameter, key_a, key_b, count)
             for param, expert in experts.items():
@@ -137,7 +182,8 @@ class LoraAdapter(FullModel):
                 self.params[param] = architecture.views[param].part_shape
 
     def _scaling(self, name: str, key_a: str, key_b: str, experts: int = 1) -> float:
-        """Return what the product of two factors is multiplied by; refuse factors that do not belong together.
+        """Return what the product of two factors is multiplied by; refuse factors that do not
+        belong together.
 
         ``name`` is that of the module or parameter to which the patterns in the config apply.
         """
@@ -147,7 +193,9 @@ class LoraAdapter(FullModel):
         expected = self._pattern("rank_pattern", name, self.config.get("r", rank))
         if len(shape_b) != 2 or not shape_a[0] == shape_b[1] == expected * experts:
             shapes = f"A is {shape_a}, B {shape_b}, and the rank in its config {expected}"
-            raise ValueError(f"adapter '{self.source.name}', '{name}': {shapes}: they do not belong together")
+            raise ValueError(
+                f"adapter '{self.source.name}', '{name}': {shapes}: they do not belong together"
+            )
         alpha = self._pattern("alpha_pattern", name, self.config.get("lora_alpha", 8))
         return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
 
@@ -157,10 +205,14 @@ class LoraAdapter(FullModel):
             raise ValueError(f"adapter '{self.source.name}' {twice}")
 
     def _pattern(self, field: str, module: str, default: Any) -> Any:
-        """Return the value of the first expression that matches the end of a module's name, as peft does."""
+        """Return the value of the first expression that matches the end of a module's name, as peft
+        does.
+        """
         of = f"adapter '{self.source.name}', {field}"
         values = self.config.get(field) or {}
-        return next((values[key] for key in values if matches(rf"(.*\.)?({key})", module, of=of)), default)
+        return next(
+            (values[key] for key in values if matches(rf"(.*\.)?({key})", module, of=of)), default
+        )
 
 
 def open_task(name: str, architecture: Architecture, strength: float) -> FullModel:

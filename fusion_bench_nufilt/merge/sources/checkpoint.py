@@ -63,36 +63,56 @@ _Files = Mapping[str, Mapping[str, TensorInfo]]  # the tensors of each weight fi
 class Checkpoint(Source):
     """A model in safetensors files, of which only headers are read until a tensor is asked for.
 
-    ``name`` is the user's name for it, and ``folder`` has its small files. No files are ``opened`` while the weights
-    are still on the hub, from where :meth:`fetch` downloads them. ``tensors`` are those that a merge works on, by key:
-    a weight in FP8 or MXFP4 and its scales are one tensor, and a tensor that was :meth:`split` is several.
+    ``name`` is the user's name for it, and ``folder`` has its small files. No files are ``opened``
+    while the weights are still on the hub, from where :meth:`fetch` downloads them. ``tensors`` are
+    those that a merge works on, by key: a weight in FP8 or MXFP4 and its scales are one tensor, and
+    a tensor that was :meth:`split` is several.
     """
 
-    def __init__(self, name: str, folder: Path, files: _Files, opened: dict[str, TensorFile] | None = None) -> None:
+    def __init__(
+        self, name: str, folder: Path, files: _Files, opened: dict[str, TensorFile] | None = None
+    ) -> None:
         self.name, self.folder, self.files, self.remote = name, folder, list(files), opened is None
         self.tensors: dict[str, TensorInfo] = {}
         self.opened = opened or {}
         for file, found in files.items():
             if twice := sorted(self.tensors.keys() & found.keys()):
-                raise ValueError(f"'{name}' has {some(twice)} in '{file}' and in another file: remove one of them")
+                raise ValueError(
+                    f"'{name}' has {some(twice)} in '{file}' and in another file: remove one of "
+                    "them"
+                )
             self.tensors |= found
         if other := other_quantisation(self.tensors, self.quantisation):
-            remedy = "name the model that it was quantised from, or remove quantization_config if it is not quantised"
-            raise ValueError(f"model '{name}' is quantised by {other}, and only FP8 and MXFP4 can be merged: {remedy}")
-        self.tensors, self.measured = join_scales(name, join_blocks(name, self.tensors), self.quantisation)
+            remedy = (
+                "name the model that it was quantised from, or remove quantization_config if it is "
+                "not quantised"
+            )
+            raise ValueError(
+                f"model '{name}' is quantised by {other}, and only FP8 and MXFP4 can be merged: "
+                f"{remedy}"
+            )
+        self.tensors, self.measured = join_scales(
+            name, join_blocks(name, self.tensors), self.quantisation
+        )
         self.whole = self.tensors  # before they are split
 
     @classmethod
     def open(cls, name: str) -> "Checkpoint":
-        """Read the headers of a folder or, where there is none, of a hub repository ``owner/model@revision``."""
+        """Read the headers of a folder or, where there is none, of a hub repository
+        ``owner/model@revision``.
+        """
         folder = Path(name).expanduser()
         if not folder.is_dir():
             try:
                 folder = download(name, name.partition("@")[2] or None, [_ADAPTER])
             except HFValidationError as error:
-                raise ValueError(f"'{name}' is neither a folder nor the name of a hub repository") from error
+                raise ValueError(
+                    f"'{name}' is neither a folder nor the name of a hub repository"
+                ) from error
             except Exception as error:  # no network, no such repository, no access
-                raise ValueError(f"'{name}' is no folder, and the hub can't give it: {error}") from error
+                raise ValueError(
+                    f"'{name}' is no folder, and the hub can't give it: {error}"
+                ) from error
             shards = set(_weight_map(folder).values()) or {SINGLE}
             if not is_adapter(folder) and not all((folder / file).is_file() for file in shards):
                 return cls(name, folder, _hub_headers(name, folder.name))
@@ -101,27 +121,40 @@ class Checkpoint(Source):
     @classmethod
     def from_folder(cls, name: str, folder: Path) -> "Checkpoint":
         files = {file: TensorFile(folder / file) for file in _weight_files(name, folder)}
-        checkpoint = cls(name, folder, {file: opened.tensors for file, opened in files.items()}, files)
+        checkpoint = cls(
+            name, folder, {file: opened.tensors for file, opened in files.items()}, files
+        )
         promised = {key for key, file in _weight_map(folder).items() if file in files}
         if lost := sorted(promised.difference(*(file.tensors for file in files.values()))):
-            raise ValueError(f"'{name}': {INDEX} names tensors that its files lack: {some(lost)}; fetch it again")
+            raise ValueError(
+                f"'{name}': {INDEX} names tensors that its files lack: {some(lost)}; fetch it again"
+            )
         return checkpoint
 
     def fetch(self) -> None:
         if self.remote:
             local = self.from_folder(self.name, download(self.name, self.folder.name, self.files))
-            self.folder, self.whole, self.opened, self.remote = local.folder, local.whole, local.opened, False
+            self.folder, self.whole, self.opened, self.remote = (
+                local.folder,
+                local.whole,
+                local.opened,
+                False,
+            )
             self.split(self.parts)
 
     def folder_with(self, *files: str) -> Path:
-        """Return the folder; if it is the hub's, download the files that match these patterns first."""
+        """Return the folder; if it is the hub's, download the files that match these patterns
+        first.
+        """
         here = Path(self.name).expanduser().is_dir()
         return self.folder if here else download(self.name, self.folder.name, files)
 
     @property
     def label(self) -> str:
         """The name without the user's directories, for files that others will see."""
-        return printable(Path(self.name).absolute().name if Path(self.name).expanduser().is_dir() else self.name)
+        return printable(
+            Path(self.name).absolute().name if Path(self.name).expanduser().is_dir() else self.name
+        )
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +162,9 @@ class Checkpoint(Source):
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The content of config.json, empty if there is none; one with far too many layers is refused."""
+        """The content of config.json, empty if there is none; one with far too many layers is
+        refused.
+        """
         path = self.folder / "config.json"
         config: dict[str, Any] = dict(read_json(path, _ModelConfig) or {})
         most, entries = max(1000, len(self.tensors)), list(config.items())
@@ -137,9 +172,13 @@ class Checkpoint(Source):
             if isinstance(value, dict):
                 entries += value.items()
             numbers = value if isinstance(value, list) else [value]
-            if _COUNTS.fullmatch(key) and any(isinstance(number, int) and number > most for number in numbers):
+            if _COUNTS.fullmatch(key) and any(
+                isinstance(number, int) and number > most for number in numbers
+            ):
                 can_have = f"'{self.name}' with its {len(self.tensors)} tensors can have"
-                raise ValueError(f"'{path}', field '{key}': {value} are more than {can_have}; fetch it again")
+                raise ValueError(
+                    f"'{path}', field '{key}': {value} are more than {can_have}; fetch it again"
+                )
         return config
 
     @property
@@ -150,11 +189,14 @@ class Checkpoint(Source):
 
     @cached_property
     def adapter_config(self) -> AdapterConfig:
-        """The content of adapter_config.json, which scales an adapter's update; empty if there is none."""
+        """The content of adapter_config.json, which scales an adapter's update; empty if there is
+        none.
+        """
         return read_json(self.folder / "adapter_config.json", AdapterConfig) or {}
 
     def small_files(self, names: str = ".*") -> dict[str, bytes]:
-        """Return the content of all files but weights whose names match an expression, by path in the folder.
+        """Return the content of all files but weights whose names match an expression, by path in
+        the folder.
 
         Raises:
             ValueError: a file can't be read, is too large, or is a link out of the folder.
@@ -164,24 +206,38 @@ class Checkpoint(Source):
         if self.files != [SINGLE]:
             found.append(self.folder / INDEX)
         skip = {CARD, ".gitattributes", MANIFEST}
-        found = sorted(path for path in found if path.name not in skip and re.fullmatch(names, path.name))
+        found = sorted(
+            path for path in found if path.name not in skip and re.fullmatch(names, path.name)
+        )
         found = [path for path in found if path.is_file()]
         homes = [self.folder.resolve()]
-        if self.folder.resolve().parent.name == "snapshots":  # the hub's cache keeps files beside its snapshots
+        if (
+            self.folder.resolve().parent.name == "snapshots"
+        ):  # the hub's cache keeps files beside its snapshots
             homes.append(self.folder.resolve().parents[1] / "blobs")
         for path in found:
             if not any(path.resolve().is_relative_to(home) for home in homes):
-                raise ValueError(f"'{path}' is a link to '{path.resolve()}', out of the folder: copy the file there")
+                raise ValueError(
+                    f"'{path}' is a link to '{path.resolve()}', out of the folder: copy the file "
+                    "there"
+                )
             if (size := path.stat().st_size) > _MOST_BYTES:
-                raise ValueError(f"'{path}' has {size / 1e9:.1f} GB and is no weight file: move it elsewhere")
+                raise ValueError(
+                    f"'{path}' has {size / 1e9:.1f} GB and is no weight file: move it elsewhere"
+                )
         try:
             return {path.relative_to(self.folder).as_posix(): path.read_bytes() for path in found}
         except OSError as error:
             raise ValueError(f"'{error.filename}' can't be read: {error.strerror}") from error
 
     def identity(self) -> list[object]:
-        """Return what identifies this checkpoint, and shows that it was changed, without reading its weights."""
-        files = [[name, file.stamp, hashlib.sha256(file.header).hexdigest()] for name, file in self.opened.items()]
+        """Return what identifies this checkpoint, and shows that it was changed, without reading
+        its weights.
+        """
+        files = [
+            [name, file.stamp, hashlib.sha256(file.header).hexdigest()]
+            for name, file in self.opened.items()
+        ]
         return [self.label, files, self.adapter_config, self.quantisation]
 
     def file(self, key: str) -> TensorFile:
@@ -196,7 +252,11 @@ class Checkpoint(Source):
 
     def read(self, key: str, where: torch.device | str = "cpu") -> tuple[Tensor, str]:
         info = self.tensors[key]
-        stored = info.read(self.opened) if isinstance(info, Quantised | Packed) else self.file(key).read(info)
+        stored = (
+            info.read(self.opened)
+            if isinstance(info, Quantised | Packed)
+            else self.file(key).read(info)
+        )
         tensor = stored.to(where)
         if not is_finite(tensor):
             raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")
@@ -208,14 +268,23 @@ def is_adapter(folder: Path) -> bool:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Return each tensor's file as in the index, or nothing without one; files outside the folder are refused."""
+    """Return each tensor's file as in the index, or nothing without one; files outside the folder
+    are refused.
+    """
     index = read_json(folder / INDEX, _Index)
     files = index["weight_map"] if index else {}
     if index and not files:
         raise ValueError(f"'{folder / INDEX}' names no tensor; fetch it again")
     # Any other name may belong to a file that is not weights, or that lies elsewhere.
-    if wrong := [file for file in files.values() if Path(file).name != file or not file.endswith(".safetensors")]:
-        raise ValueError(f"'{folder / INDEX}' names {some(dict.fromkeys(wrong))}: no safetensors files of this folder")
+    if wrong := [
+        file
+        for file in files.values()
+        if Path(file).name != file or not file.endswith(".safetensors")
+    ]:
+        raise ValueError(
+            f"'{folder / INDEX}' names {some(dict.fromkeys(wrong))}: no safetensors files of this "
+            "folder"
+        )
     return files
 
 
@@ -226,24 +295,36 @@ def _weight_files(name: str, folder: Path) -> list[str]:
         return [SINGLE]
     if files := sorted(set(_weight_map(folder).values())):
         if absent := [file for file in files if not (folder / file).is_file()]:
-            raise ValueError(f"'{name}': {INDEX} names shards that are not there: {some(absent)}; fetch them")
+            raise ValueError(
+                f"'{name}': {INDEX} names shards that are not there: {some(absent)}; fetch them"
+            )
         return files
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     if len(files) == 1:
         return files
     if files:
-        raise ValueError(f"'{name}' has {len(files)} safetensors files and no {INDEX} that tells which belong together")
+        raise ValueError(
+            f"'{name}' has {len(files)} safetensors files and no {INDEX} that tells which belong "
+            "together"
+        )
     if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES):
         pickled = f"pickled weights ({some(pickles)}), which run code when opened and are refused"
-        raise ValueError(f"'{name}' holds {pickled}. Where you trust them, convert them with: {_conversion(folder)}")
+        raise ValueError(
+            f"'{name}' holds {pickled}. Where you trust them, convert them with: "
+            f"{_conversion(folder)}"
+        )
     raise ValueError(f"'{name}' holds no safetensors file")
 
 
 def _conversion(folder: Path) -> str:
     """Return the command that saves the pickled weights of a folder as safetensors beside them."""
-    kinds = (read_json(folder / "config.json", _ModelConfig) or {}).get("architectures") or ["AutoModel"]
+    kinds = (read_json(folder / "config.json", _ModelConfig) or {}).get("architectures") or [
+        "AutoModel"
+    ]
     kind, where = kinds[0] if kinds[0].isidentifier() else "AutoModel", json.dumps(str(folder))
-    load = f'import transformers; model = transformers.{kind}.from_pretrained({where}, dtype="auto")'
+    load = (
+        f'import transformers; model = transformers.{kind}.from_pretrained({where}, dtype="auto")'
+    )
     return f"python -c {shlex.quote(f'{load}; model.save_pretrained({where})')}"
 
 
@@ -255,14 +336,23 @@ def _hub_headers(name: str, commit: str) -> _Files:
         convert = "Convert it with https://huggingface.co/spaces/safetensors/convert"
         raise ValueError(f"'{name}' on the hub {none}. {convert}") from error
     except Exception as error:
-        raise ValueError(f"'{name}': the hub can't give the headers of its weights: {error}") from error
+        raise ValueError(
+            f"'{name}': the hub can't give the headers of its weights: {error}"
+        ) from error
     return {
-        file: {key: TensorInfo(file, str(t.dtype), tuple(t.shape), *t.data_offsets) for key, t in found.tensors.items()}
+        file: {
+            key: TensorInfo(file, str(t.dtype), tuple(t.shape), *t.data_offsets)
+            for key, t in found.tensors.items()
+        }
         for file, found in metadata.files_metadata.items()
     }
 
 
 def download(name: str, revision: str | None, files: Sequence[str]) -> Path:
-    """Download the small files and some others into a folder that is named after their commit, and return it."""
+    """Download the small files and some others into a folder that is named after their commit, and
+    return it.
+    """
     repository, wanted = name.partition("@")[0], [*_SMALL, *files]
-    return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=wanted))
+    return Path(
+        huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=wanted)
+    )

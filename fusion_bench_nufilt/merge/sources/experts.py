@@ -1,14 +1,17 @@
-"""Adapters on fused experts (peft's ``target_parameters``), whose factors hold those of all experts of a parameter.
+"""Adapters on fused experts (peft's ``target_parameters``), whose factors hold those of all experts
+of a parameter.
 
-For a parameter ``(experts, height, width)`` of the loaded model, A is ``(experts * rank, a)``, expert by expert, and B
-is ``(b, experts * rank)``. Three things differ between adapters:
+For a parameter ``(experts, height, width)`` of the loaded model, A is ``(experts * rank, a)``,
+expert by expert, and B is ``(b, experts * rank)``. Three things differ between adapters:
 
-- peft wraps a module once for each of its parameters and calls what is inside ``base_layer``, so that no name tells
-  the parameter. The sides do: no expert's gate_up_proj, n x 2m, has the sides of its down_proj, m x n.
-- An expert's update is B A or its transpose, by the versions of peft (0.17 and 0.18, 0.19.0, later ones) and of
-  transformers. The sides tell which, unless they are equal. All experts of a model are alike in this.
-- The columns of B are rank by rank, or expert by expert as unsloth had them until 17 September 2026. Only the field
-  ``lora_B_layout``, which unsloth has written since, tells them apart.
+- peft wraps a module once for each of its parameters and calls what is inside ``base_layer``, so
+  that no name tells the parameter. The sides do: no expert's gate_up_proj, n x 2m, has the sides of
+  its down_proj, m x n.
+- An expert's update is B A or its transpose, by the versions of peft (0.17 and 0.18, 0.19.0, later
+  ones) and of transformers. The sides tell which, unless they are equal. All experts of a model are
+  alike in this.
+- The columns of B are rank by rank, or expert by expert as unsloth had them until 17 September
+  2026. Only the field ``lora_B_layout``, which unsloth has written since, tells them apart.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,7 +39,9 @@ class Expert:
     grouped: bool  # whether B's columns are expert by expert
 
     def cut(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of the layer's update, without its scaling."""
+        """Return the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of the layer's update, without
+        its scaling.
+        """
         a = a.unflatten(0, (self.count, -1))[self.number]
         sides = (self.count, -1) if self.grouped else (-1, self.count)
         b = b.unflatten(1, sides).select(1 if self.grouped else 2, self.number)
@@ -53,7 +58,8 @@ def find_experts(
     ``modules`` has the wrapped module of each A, by its key.
 
     Raises:
-        ValueError: the factors fit no parameter of the base, or nothing tells how they are to be read.
+        ValueError: the factors fit no parameter of the base, or nothing tells how they are to be
+            read.
     """
     fits, transposed = {}, {}
     for key_a, module in modules.items():
@@ -62,18 +68,30 @@ def find_experts(
             raise ValueError(f"adapter '{adapter.name}' has '{key_a}' and no '{key_b}'")
         (total, a), (b, *_) = adapter.tensors[key_a].shape, adapter.tensors[key_b].shape
         stacks = architecture.stacks_of(module)
-        fitting = [name for name, (count, *sides) in stacks.items() if {a, b} == {*sides} and total % count == 0]
+        fitting = [
+            name
+            for name, (count, *sides) in stacks.items()
+            if {a, b} == {*sides} and total % count == 0
+        ]
         if len(fitting) != 1:
             shapes = f"A is {adapter.tensors[key_a].shape}, B {adapter.tensors[key_b].shape}"
-            raise ValueError(f"adapter '{adapter.name}', '{module}': {shapes}, for one of {stacks}: {_OTHER_BASE}")
+            raise ValueError(
+                f"adapter '{adapter.name}', '{module}': {shapes}, for one of {stacks}: "
+                f"{_OTHER_BASE}"
+            )
         fits[key_a] = key_b, fitting[0], stacks[fitting[0]]
         if a != b:
             transposed[key_a] = stacks[fitting[0]][1:] != (b, a)
     for key_a, (key_b, name, (count, *sides)) in fits.items():
         alike = {transposed[key_a]} if key_a in transposed else {*transposed.values()}
         if len(alike) != 1:
-            what = f"the square experts of '{name}', {sides}, and no other: whether B A or its transpose is added"
-            raise ValueError(f"adapter '{adapter.name}' changes {what} depends on peft's version: {_WITH_PEFT}")
+            what = (
+                f"the square experts of '{name}', {sides}, and no other: whether B A or its "
+                "transpose is added"
+            )
+            raise ValueError(
+                f"adapter '{adapter.name}' changes {what} depends on peft's version: {_WITH_PEFT}"
+            )
         grouped = _is_grouped(adapter, count, adapter.tensors[key_a].shape[0] // count)
         places = _places(architecture, name, count, sides[0], adapter.name)
         yield (
@@ -92,24 +110,41 @@ _WITH_PEFT = "merge it into its base with the peft that trained it, and give tha
 
 
 def _is_grouped(adapter: Checkpoint, count: int, rank: int) -> bool:
-    """Tell whether B's columns are expert by expert; for one expert or rank 1, the two orders are the same."""
+    """Tell whether B's columns are expert by expert; for one expert or rank 1, the two orders are
+    the same.
+    """
     config: Mapping[str, Any] = adapter.adapter_config
     layout = config.get("lora_B_layout")
     if min(count, rank) == 1 or layout in _LAYOUTS:
         return min(count, rank) > 1 and layout == _LAYOUTS[1]
     marked = (config.get("auto_mapping") or {}).get("unsloth_fixed")
-    if layout is None and not marked and not str(config.get("base_model_name_or_path")).startswith("unsloth/"):
+    if (
+        layout is None
+        and not marked
+        and not str(config.get("base_model_name_or_path")).startswith("unsloth/")
+    ):
         return False
-    what = "is of unsloth and has no lora_B_layout" if layout is None else f"has lora_B_layout '{layout}'"
-    values = "rank_major (peft, and unsloth since 17 September 2026) or grouped_by_expert (unsloth before)"
+    what = (
+        "is of unsloth and has no lora_B_layout"
+        if layout is None
+        else f"has lora_B_layout '{layout}'"
+    )
+    values = (
+        "rank_major (peft, and unsloth since 17 September 2026) or grouped_by_expert (unsloth "
+        "before)"
+    )
     raise ValueError(f"adapter '{adapter.name}' {what}: set it in adapter_config.json to {values}")
 
 
 def _places(
     architecture: Architecture, name: str, count: int, height: int, adapter: str
 ) -> Iterator[tuple[str, int, slice, bool]]:
-    """Yield the params that hold a parameter ``(count, height, width)``, each with its expert, rows and ``flipped``."""
-    numbers = torch.arange(count * height).reshape(count, height, 1)  # of the rows, stored as the parameter would be
+    """Yield the params that hold a parameter ``(count, height, width)``, each with its expert, rows
+    and ``flipped``.
+    """
+    numbers = torch.arange(count * height).reshape(
+        count, height, 1
+    )  # of the rows, stored as the parameter would be
     for key, stored in architecture.undo({name: numbers}).items():
         param = architecture.param(key)
         parts = architecture.parts(param) or [param]
@@ -117,5 +152,13 @@ def _places(
             number, first = divmod(int(rows.min()), height)
             stop = int(rows.max()) - number * height + 1
             if part not in architecture.views or stop - first != rows.numel():
-                raise ValueError(f"adapter '{adapter}' changes '{name}', which is no stack of layers: {_WITH_PEFT}")
-            yield part, number, slice(first, stop), (rows.shape[-1] > 1) != architecture.views[part].transposed
+                raise ValueError(
+                    f"adapter '{adapter}' changes '{name}', which is no stack of layers: "
+                    f"{_WITH_PEFT}"
+                )
+            yield (
+                part,
+                number,
+                slice(first, stop),
+                (rows.shape[-1] > 1) != architecture.views[part].transposed,
+            )

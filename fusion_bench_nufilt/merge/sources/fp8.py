@@ -1,4 +1,6 @@
-"""Weights stored in FP8 with a scale for every block: read as float32, and quantised again in the same blocks."""
+"""Weights stored in FP8 with a scale for every block: read as float32, and quantised again in the
+same blocks.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,7 +53,9 @@ class Quantisation(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Quantised(TensorInfo):
-    """An FP8 tensor in a file, and the place of its scales; ``dtype`` is the dtype in which it is read."""
+    """An FP8 tensor in a file, and the place of its scales; ``dtype`` is the dtype in which it is
+    read.
+    """
 
     what: str  # the model and the tensor, for errors
     scale_key: str
@@ -64,17 +68,24 @@ class Quantised(TensorInfo):
         return [TensorInfo(self.file, _FP8, self.shape, self.start, self.stop), self.scale]
 
     def rows(self, first: int, last: int) -> "Quantised":
-        """Return these entries of the first dimension as a tensor of its own; they must not cut a block."""
+        """Return these entries of the first dimension as a tensor of its own; they must not cut a
+        block.
+        """
         height = self.block[0]
         cut = super().rows(first, last)
         if height >= self.shape[0]:  # one scale for all
             return replace(cut, block=(last - first, *self.block[1:]))
         if first % height or (last % height and last != self.shape[0]):
-            raise ValueError(f"{self.what}: rows {first} to {last} of {self.shape} cut its blocks of {self.block}")
+            raise ValueError(
+                f"{self.what}: rows {first} to {last} of {self.shape} cut its blocks of "
+                f"{self.block}"
+            )
         return replace(cut, scale=self.scale.rows(first // height, -(-last // height)))
 
     def around(self, start: int, stop: int) -> tuple["Quantised", int]:
-        """Return the whole blocks of rows that hold elements ``start`` to ``stop``, and the number of their first."""
+        """Return the whole blocks of rows that hold elements ``start`` to ``stop``, and the number
+        of their first.
+        """
         width = math.prod(self.shape[1:])
         height = self.block[0] if self.block[0] < self.shape[0] else 1
         first, last = start // width // height * height, -(-stop // (width * height)) * height
@@ -86,13 +97,17 @@ class Quantised(TensorInfo):
         return self._values(weight, scale)
 
     def quantise(self, values: Tensor) -> list[tuple[TensorInfo, Tensor]]:
-        """Quantise values of its shape to FP8 with a scale of amax / 448 for every block, as the files hold both."""
+        """Quantise values of its shape to FP8 with a scale of amax / 448 for every block, as the
+        files hold both.
+        """
         tiles, scale_dtype = _tiles(values.float(), self.block), FLOATS[self.scale.dtype]
         inside = tuple(range(1, tiles.ndim, 2))
         amax = torch.maximum(tiles.amax(inside, keepdim=True), -tiles.amin(inside, keepdim=True))
         scale = (amax / _LARGEST).clamp_min(torch.finfo(scale_dtype).tiny).to(scale_dtype)
         # A scale that is rounded down would take the largest values out of range.
-        weight = _joined((tiles / scale.float()).clamp_(-_LARGEST, _LARGEST), self.shape).to(torch.float8_e4m3fn)
+        weight = _joined((tiles / scale.float()).clamp_(-_LARGEST, _LARGEST), self.shape).to(
+            torch.float8_e4m3fn
+        )
         return list(zip(self.stored, (weight, scale.reshape(self.scale.shape)), strict=True))
 
     def rounded(self, values: Tensor) -> Tensor:
@@ -107,7 +122,9 @@ class Quantised(TensorInfo):
 
 
 def _tiles(values: Tensor, block: Sequence[int]) -> Tensor:
-    """Return values ``(n, m, ...)`` as ``(n / b, b, m / c, c, ...)``, padded with zeros to whole blocks."""
+    """Return values ``(n, m, ...)`` as ``(n / b, b, m / c, c, ...)``, padded with zeros to whole
+    blocks.
+    """
     missing = [-size % side for size, side in zip(values.shape, block, strict=True)]
     if any(missing):
         values = pad(values, [size for count in reversed(missing) for size in (0, count)])
@@ -124,7 +141,8 @@ def _joined(tiles: Tensor, shape: Sequence[int]) -> Tensor:
 def join_scales(
     model: str, tensors: Mapping[str, TensorInfo], config: Quantisation
 ) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Return a model's tensors, with FP8 weights and their scales joined, and the names of its activation scales.
+    """Return a model's tensors, with FP8 weights and their scales joined, and the names of its
+    activation scales.
 
     An FP8 weight without a scale stays as it is, and is refused where it is needed.
     """
@@ -135,19 +153,36 @@ def join_scales(
             continue
         what, scale = f"model '{model}', tensor '{key}'", tensors[scale_key]
         if scale.dtype not in FLOATS:
-            raise ValueError(f"{what}: its scales '{scale_key}' are stored as {scale.dtype}, only {', '.join(FLOATS)}")
+            raise ValueError(
+                f"{what}: its scales '{scale_key}' are stored as {scale.dtype}, only "
+                f"{', '.join(FLOATS)}"
+            )
         block = _block(what, info.shape, scale.shape, config)
-        joined[key] = Quantised(info.file, "F32", info.shape, info.start, info.stop, what, scale_key, scale, block)
-        beside = (f"{prefix}{name}" for name in _INPUT_SCALES for prefix in (key.removesuffix("weight"), f"{key}_"))
+        joined[key] = Quantised(
+            info.file, "F32", info.shape, info.start, info.stop, what, scale_key, scale, block
+        )
+        beside = (
+            f"{prefix}{name}"
+            for name in _INPUT_SCALES
+            for prefix in (key.removesuffix("weight"), f"{key}_")
+        )
         measured += [name for name in beside if joined.pop(name, None)]
         del joined[scale_key]
     return joined, measured
 
 
-def _block(what: str, shape: tuple[int, ...], scale: tuple[int, ...], config: Quantisation) -> tuple[int, ...]:
+def _block(
+    what: str, shape: tuple[int, ...], scale: tuple[int, ...], config: Quantisation
+) -> tuple[int, ...]:
     """Return the sides of the blocks, on which the shapes and config.json must agree."""
     ones = (1,) * len(shape)
-    counts = ones if math.prod(scale) == 1 else (scale + ones)[: len(shape)] if scale == shape[: len(scale)] else scale
+    counts = (
+        ones
+        if math.prod(scale) == 1
+        else (scale + ones)[: len(shape)]
+        if scale == shape[: len(scale)]
+        else scale
+    )
     sides = (*ones[:-2], *_sides(config))
     block = []
     if len(counts) == len(shape) >= 2:
@@ -157,7 +192,9 @@ def _block(what: str, shape: tuple[int, ...], scale: tuple[int, ...], config: Qu
             elif count == -(-size // side):
                 block.append(side)
     if len(block) != len(shape):
-        raise ValueError(f"{what} of shape {shape}: no blocks of {sides} have scales of shape {scale}")
+        raise ValueError(
+            f"{what} of shape {shape}: no blocks of {sides} have scales of shape {scale}"
+        )
     return tuple(block)
 
 
@@ -168,10 +205,14 @@ def _sides(config: Quantisation) -> Sequence[int]:
 
 
 def other_quantisation(names: Iterable[str], config: Quantisation) -> str | None:
-    """Return the name of a quantisation that can't be read, if config.json or the tensors' names show one."""
+    """Return the name of a quantisation that can't be read, if config.json or the tensors' names
+    show one.
+    """
     method, form = config.get("quant_method"), config.get("format")
     if method == "compressed-tensors" and form != "float-quantized":
         return f"{method} in the format {form}"
     if method not in (None, "fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors"):
         return str(method)
-    return next((what for name in names for suffix, what in _NAMES.items() if name.endswith(suffix)), None)
+    return next(
+        (what for name in names for suffix, what in _NAMES.items() if name.endswith(suffix)), None
+    )

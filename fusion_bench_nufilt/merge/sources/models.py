@@ -1,4 +1,6 @@
-"""Base, merged and task models, whose tensors are addressed by param, whatever their files call them."""
+"""Base, merged and task models, whose tensors are addressed by param, whatever their files call
+them.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,14 +19,17 @@ from .checkpoint import Checkpoint
 from .experts import Expert
 from .source import Source
 
-EMBEDDING_A = ".lora_embedding_A"  # (rank, tokens); it and B (d, rank) hold the transpose of the update
+EMBEDDING_A = (
+    ".lora_embedding_A"  # (rank, tokens); it and B (d, rank) hold the transpose of the update
+)
 
 
 class FullModel:
     """A model with all its weights, in files or in memory.
 
-    By param, ``params`` has the shape of each tensor that the model changes or brings, ``keys`` the key of each that it
-    holds in full, and ``pairs`` the keys of the factors A and B of a layer's update, with their scaling.
+    By param, ``params`` has the shape of each tensor that the model changes or brings, ``keys`` the
+    key of each that it holds in full, and ``pairs`` the keys of the factors A and B of a layer's
+    update, with their scaling.
     """
 
     def __init__(self, source: Source, architecture: Architecture) -> None:
@@ -33,20 +38,27 @@ class FullModel:
         self.keys: dict[str, str] = {}
         self.pairs: dict[str, tuple[str, str, float]] = {}
         self.ignored: list[str] = []
-        self.tied: dict[str, str] = {}  # the param of each further key that the base ties, such as an untied head
+        self.tied: dict[
+            str, str
+        ] = {}  # the param of each further key that the base ties, such as an untied head
         self.head: dict[str, str] = {}  # keys of the task's own head, by param
         self.strength = 1.0  # of its update in a merge
         self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths, by param
         self.experts: dict[str, Expert] = {}  # by param, its place in factors of several experts
-        self._trained: dict[str, dict[int, int]] = {}  # by param, the stored place of each row that an adapter trained
-        self._rows: dict[str, list[int]] = {}  # by param, the stored row for each of the base's, or -1 for none
+        self._trained: dict[
+            str, dict[int, int]
+        ] = {}  # by param, the stored place of each row that an adapter trained
+        self._rows: dict[
+            str, list[int]
+        ] = {}  # by param, the stored row for each of the base's, or -1 for none
         self._transposed = {param for param, view in architecture.views.items() if view.transposed}
         architecture.split(source)
         self._find_tensors(architecture)
 
     def _find_tensors(self, architecture: Architecture) -> None:
         for param, keys in architecture.by_param(self.source).items():
-            # Where a model that the base ties is stored untied, the param's own name wins: the embedding, not the head.
+            # Where a model that the base ties is stored untied, the param's own name wins: the
+            # embedding, not the head.
             key = next((key for key in keys if architecture.module_name(key) == param), keys[0])
             self.keys[param], self.params[param] = key, self.source.tensors[key].shape
             self.tied |= {other: param for other in keys if other != key}
@@ -74,7 +86,9 @@ class FullModel:
             self.head[param] = self.keys.pop(param)
 
     def show_rows(self, param: str, rows: Sequence[int]) -> None:
-        """Present a tensor with the base's rows: ``rows`` has the number of each here, or -1 to take the base's."""
+        """Present a tensor with the base's rows: ``rows`` has the number of each here, or -1 to
+        take the base's.
+        """
         self._rows[param] = [self._stored_row(param, row) for row in rows]
         self.params[param] = (len(rows), *self.params[param][1:])
 
@@ -82,12 +96,18 @@ class FullModel:
         return self._trained[param].get(row, -1) if param in self._trained else row
 
     def row(self, param: str, row: int, base: "FullModel") -> Tensor:
-        """Read a row of a tensor, flattened, by its number here; an adapter that lacks it returns the base's."""
+        """Read a row of a tensor, flattened, by its number here; an adapter that lacks it returns
+        the base's.
+        """
         width = math.prod(base.params[param][1:])
         if param in self.keys and (stored := self._stored_row(param, row)) >= 0:
             return self.source.elements(self.keys[param], stored * width, (stored + 1) * width)
         theta_0 = base.source.elements(base.keys[param], row * width, (row + 1) * width)
-        return self.elements(param, row * width, (row + 1) * width, theta_0) if param in self.pairs else theta_0
+        return (
+            self.elements(param, row * width, (row + 1) * width, theta_0)
+            if param in self.pairs
+            else theta_0
+        )
 
     def _shown(self, param: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
         """Return some elements of a tensor as :meth:`show_rows` presents it, given the base's."""
@@ -103,15 +123,19 @@ class FullModel:
         return torch.cat(pieces)
 
     def weight(self, param: str, theta_0: Tensor) -> tuple[Tensor | LowRank, str]:
-        """Read a whole tensor, or the factors of a layer's update; return it and the digest of what was read.
+        """Read a whole tensor, or the factors of a layer's update; return it and the digest of what
+        was read.
 
-        ``theta_0`` is the base's tensor, on whose device it is put, and which provides the rows that the model lacks.
+        ``theta_0`` is the base's tensor, on whose device it is put, and which provides the rows
+        that the model lacks.
         """
         read = partial(self.source.read, where=theta_0.device)
         if param in self._rows:
             value = self._shown(param, 0, theta_0.numel(), theta_0.flatten()).reshape(theta_0.shape)
             if not is_finite(value):
-                raise ValueError(f"model '{self.source.name}', tensor '{param}' has NaN or infinite values")
+                raise ValueError(
+                    f"model '{self.source.name}', tensor '{param}' has NaN or infinite values"
+                )
             return value, digest(value)
         if param in self.keys:
             return read(self.keys[param])
@@ -134,7 +158,9 @@ class FullModel:
         return (weight.T if param in self._transposed else weight), digests + digest_m
 
     def at_strength(self, new: Tensor | LowRank, theta_0: Tensor) -> Tensor | LowRank:
-        """Return a weight, or the factors of an update, with the update times the model's strength."""
+        """Return a weight, or the factors of an update, with the update times the model's
+        strength.
+        """
         if self.strength == 1:
             return new
         if isinstance(new, LowRank):

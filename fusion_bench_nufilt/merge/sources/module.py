@@ -18,13 +18,16 @@ class MemorySource(Source):
 
     Args:
         name: the user's name for the model.
-        tensors: by key; neither they nor the mapping are copied, so that one can be replaced once it was read.
+        tensors: by key; neither they nor the mapping are copied, so that one can be replaced once
+            it was read.
         config: the content that the model's config.json has.
     """
 
     in_memory = True
 
-    def __init__(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None
+    ) -> None:
         self.name = self.label = name
         self.config = config or {}
         self.whole = self.tensors = {key: describe(value) for key, value in tensors.items()}
@@ -33,8 +36,14 @@ class MemorySource(Source):
     def split(self, parts: Mapping[str, Parts]) -> None:
         super().split(parts)
         if parts:
-            split = {part(key, rows): self._whole[key][slice(*rows)] for key in parts for rows in parts[key]}
-            self._values = {key: split[key] if key in split else self._whole[key] for key in self.tensors}
+            split = {
+                part(key, rows): self._whole[key][slice(*rows)]
+                for key in parts
+                for rows in parts[key]
+            }
+            self._values = {
+                key: split[key] if key in split else self._whole[key] for key in self.tensors
+            }
 
     def read(self, key: str, where: torch.device | str = "cpu") -> tuple[Tensor, str]:
         """Return a tensor, which shares the model's memory on its own device, and no digest."""
@@ -56,13 +65,19 @@ class MemorySource(Source):
 
 
 def module_source(name: str, model: nn.Module, without: Collection[str] = ()) -> MemorySource:
-    """Return the source of a model's parameters and buffers, but those that were drawn at random for lack of others."""
+    """Return the source of a model's parameters and buffers, but those that were drawn at random
+    for lack of others.
+    """
     state = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
-    return MemorySource(name, {key: state[key] for key in state if key not in without}, config_of(model))
+    return MemorySource(
+        name, {key: state[key] for key in state if key not in without}, config_of(model)
+    )
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """Return the labels and class of a transformers or timm model, in the form of its config.json."""
+    """Return the labels and class of a transformers or timm model, in the form of its
+    config.json.
+    """
     config, of_timm = getattr(model, "config", None), getattr(model, "pretrained_cfg", None) or {}
     if callable(to_json := getattr(config, "to_json_string", None)):
         return {**json.loads(to_json()), "architectures": [type(model).__name__]}
@@ -70,4 +85,8 @@ def config_of(model: nn.Module) -> dict[str, Any]:
         return {}
     classifier = {"classifier": of_timm.get("classifier")}
     size = getattr(model, "num_classes", 0)
-    return {"architecture": of_timm["architecture"], "num_classes": size, "pretrained_cfg": classifier}
+    return {
+        "architecture": of_timm["architecture"],
+        "num_classes": size,
+        "pretrained_cfg": classifier,
+    }

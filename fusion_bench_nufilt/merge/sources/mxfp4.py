@@ -1,8 +1,10 @@
-"""Weights in MXFP4, as gpt-oss stores its experts: read as bfloat16, which holds their values exactly or overflows.
+"""Weights in MXFP4, as gpt-oss stores its experts: read as bfloat16, which holds their values
+exactly or overflows.
 
-A value is a code of four bits times a power of two, which 32 codes share. ``NAME_blocks`` are two codes a byte, the
-lower half first, ``(experts, outputs, blocks, 16)``; ``NAME_scales`` are exponents plus 127, ``(experts, outputs,
-blocks)``. The tensor ``NAME`` is ``(experts, inputs, outputs)``. See the OCP Microscaling formats specification.
+A value is a code of four bits times a power of two, which 32 codes share. ``NAME_blocks`` are two
+codes a byte, the lower half first, ``(experts, outputs, blocks, 16)``; ``NAME_scales`` are
+exponents plus 127, ``(experts, outputs, blocks)``. The tensor ``NAME`` is ``(experts, inputs,
+outputs)``. See the OCP Microscaling formats specification.
 """
 
 from collections.abc import Mapping
@@ -17,12 +19,16 @@ from fusion_bench_nufilt.storage.tensors import TensorFile, TensorInfo
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _CODES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)], dtype=torch.bfloat16)
-_PAIRS = torch.stack([_CODES.repeat(16), _CODES.repeat_interleave(16)], dim=1)  # both values of each byte
+_PAIRS = torch.stack(
+    [_CODES.repeat(16), _CODES.repeat_interleave(16)], dim=1
+)  # both values of each byte
 
 
 @dataclass(frozen=True)
 class Packed(TensorInfo):
-    """An MXFP4 tensor; ``shape`` and ``dtype`` are those in which it is read, and its place is that of the blocks."""
+    """An MXFP4 tensor; ``shape`` and ``dtype`` are those in which it is read, and its place is that
+    of the blocks.
+    """
 
     blocks: TensorInfo
     scales: TensorInfo
@@ -33,7 +39,9 @@ class Packed(TensorInfo):
         return replace(super().rows(first, last), blocks=blocks, scales=scales)
 
     def around(self, start: int, stop: int) -> tuple["Packed", int]:
-        """Return the experts that hold elements ``start`` to ``stop``, and the number of their first element."""
+        """Return the experts that hold elements ``start`` to ``stop``, and the number of their
+        first element.
+        """
         _, inputs, outputs = self.shape
         size = inputs * outputs
         return self.rows(start // size, -(-stop // size)), start // size * size
@@ -62,9 +70,15 @@ def join_blocks(model: str, tensors: Mapping[str, TensorInfo]) -> dict[str, Tens
         blocks, scales = joined.pop(key), joined.pop(name + _SCALES, None)
         fits = scales and blocks.shape == (*scales.shape, 16) and len(scales.shape) == 3
         if scales is None or not fits or {blocks.dtype, scales.dtype} != {"U8"}:
-            other = f"'{name + _SCALES}' {scales.dtype} {scales.shape}" if scales else f"no '{name + _SCALES}'"
+            other = (
+                f"'{name + _SCALES}' {scales.dtype} {scales.shape}"
+                if scales
+                else f"no '{name + _SCALES}'"
+            )
             what = f"model '{model}', tensor '{key}' {blocks.dtype} {blocks.shape} with {other}"
-            raise ValueError(f"{what}: MXFP4 has U8 blocks (experts, outputs, blocks, 16) and their scales")
+            raise ValueError(
+                f"{what}: MXFP4 has U8 blocks (experts, outputs, blocks, 16) and their scales"
+            )
         experts, outputs, count, _ = blocks.shape
         shape = (experts, 32 * count, outputs)
         joined[name] = Packed(blocks.file, "BF16", shape, blocks.start, blocks.stop, blocks, scales)

@@ -1,4 +1,6 @@
-"""Where a merge reads a model's tensors: what the files of a checkpoint and a model in memory have in common."""
+"""Where a merge reads a model's tensors: what the files of a checkpoint and a model in memory have
+in common.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +18,9 @@ Parts = Sequence[tuple[int, int]]  # first and last row of each part of a tensor
 class Source(ABC):
     """The tensors of a model.
 
-    ``name`` is the user's name for the model, and ``label`` one for files that others will see. ``tensors`` describes
-    those that a merge works on, by key; ``whole`` describes them as they are stored, before :meth:`split`.
+    ``name`` is the user's name for the model, and ``label`` one for files that others will see.
+    ``tensors`` describes those that a merge works on, by key; ``whole`` describes them as they are
+    stored, before :meth:`split`.
     """
 
     name: str
@@ -32,19 +35,25 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, key: str, where: torch.device | str = "cpu") -> tuple[Tensor, str]:
-        """Read a tensor, whose values must be finite, to a device; return it and the digest of its bytes."""
+        """Read a tensor, whose values must be finite, to a device; return it and the digest of its
+        bytes.
+        """
 
     @abstractmethod
     def elements(self, key: str, start: int, stop: int) -> Tensor:
         """Read the elements ``start`` to ``stop`` of a flattened tensor."""
 
     def split(self, parts: Mapping[str, Parts]) -> None:
-        """Make groups of rows of some tensors tensors of their own, under the keys that :func:`part` gives them."""
+        """Make groups of rows of some tensors tensors of their own, under the keys that
+        :func:`part` gives them.
+        """
         self.parts = parts
         self.tensors = split_rows(self.whole, parts)
 
     def check_floats(self, keys: Iterable[str]) -> None:
-        """Raise a ValueError that names a tensor if one that the merge computes with is not floating point."""
+        """Raise a ValueError that names a tensor if one that the merge computes with is not
+        floating point.
+        """
         for key in keys:
             if (dtype := self.tensors[key].dtype) not in FLOATS:
                 only = f"only {', '.join(FLOATS)}; name the model it was quantised from"
@@ -56,8 +65,12 @@ def part(key: str, rows: tuple[int, int]) -> str:
     return f"{key}[{rows[0]}:{rows[1]}]"
 
 
-def split_rows(tensors: Mapping[str, TensorInfo], parts: Mapping[str, Parts]) -> dict[str, TensorInfo]:
-    """Return the tensors; those in ``parts`` are replaced by their groups of rows, under the keys of :func:`part`."""
+def split_rows(
+    tensors: Mapping[str, TensorInfo], parts: Mapping[str, Parts]
+) -> dict[str, TensorInfo]:
+    """Return the tensors; those in ``parts`` are replaced by their groups of rows, under the keys
+    of :func:`part`.
+    """
     found: dict[str, TensorInfo] = {}
     for key, info in tensors.items():
         rows = parts.get(key)

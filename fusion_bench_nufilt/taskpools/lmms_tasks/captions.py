@@ -1,4 +1,6 @@
-"""Functions of the task files beside this; lmms-eval reads them in its own environment, without this package."""
+"""Functions of the task files beside this; lmms-eval reads them in its own environment, without
+this package.
+"""
 
 import re
 from typing import Any
@@ -14,7 +16,8 @@ def picture(doc: dict[str, Any]) -> list[Any]:
 def with_class_names(dataset: Any, card: str = "ILSVRC/imagenet-1k") -> Any:
     """Add the names of each item's class, such as ``tench, Tinca tinca``, to a data set of labels.
 
-    The names are those of the data set, or of its card, which datasets 5 passes over where single files are loaded.
+    The names are those of the data set, or of its card, which datasets 5 passes over where single
+    files are loaded.
     """
     labels = dataset.features["label"]
     if not hasattr(labels, "names"):
@@ -24,7 +27,9 @@ def with_class_names(dataset: Any, card: str = "ILSVRC/imagenet-1k") -> Any:
 
 def matches_a_name(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     """Score whether an answer is one of the names, ignoring case, punctuation and articles."""
-    return {"exact_match": float(normalised(results[0]) in map(normalised, doc["names"].split(",")))}
+    return {
+        "exact_match": float(normalised(results[0]) in map(normalised, doc["names"].split(",")))
+    }
 
 
 def with_references(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
