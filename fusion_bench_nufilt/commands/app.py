@@ -12,7 +12,6 @@ from typer.core import TyperCommand
 COMMANDS = {
     "merge": "Merge fine-tuned models into one, layer by layer, without loading a model.",
     "mergekit": "Run mergekit with the methods of nufilt merge.",
-    "push": "Upload a merged folder to the Hugging Face hub.",
     "compare": "Compare continual merging methods over task orders.",
     "report": "Make one self-contained page of a run, a comparison, an analysis or a merge.",
     "analyze": "Show why a merge works: subspaces of data and task vectors, what methods move, "
@@ -24,7 +23,6 @@ EXAMPLES = {
         "--base BASE --merged OUT --task T3 --out OUT3",
     ),
     "mergekit": ("mergekit.yaml OUT --lazy-unpickle",),
-    "push": ("OUT owner/merged --private",),
     "compare": (
         "--methods spectral,nufilt:null_rank=21:lora_rank=10,opcm",
         "--preset paper --seeds 42:52 --jobs 2",

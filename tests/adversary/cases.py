@@ -9,9 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import yaml
 from fusion_bench import BaseModelPool
@@ -217,34 +215,6 @@ def store_cases(good: Path) -> Iterator[Case]:
         yield from json_cases("nufilt compare, kept runs", path, content, read, opened)
 
 
-OTHERS = (".env", "run1/optimizer.pt")  # beside a result, and not of it
-
-
-def push_cases(good: Path, content: dict[str, Any]) -> Iterator[Case]:
-    """Every field of a manifest by which a result is uploaded, to a stand-in for the hub."""
-    listed = {*content["files"], "nufilt.json"}
-
-    def push(_: Path, wrong: bool) -> str:
-        uploaded: set[str] = set()
-        hub = SimpleNamespace(
-            create_repo=lambda *_, **__: SimpleNamespace(repo_id="a/b"),
-            create_commit=lambda _, added, **__: uploaded.update(
-                each.path_in_repo for each in added
-            ),
-        )
-        where = "fusion_bench_nufilt.commands.push"
-        with (
-            patch(f"{where}.HfApi", lambda **_: hub),
-            patch(f"{where}.get_token", lambda: "hf_token"),
-        ):
-            outcome = nufilt("push", "one", "a/b", wrong=wrong)
-        return outcome if uploaded <= listed else f"uploads: {sorted(uploaded - listed)}"
-
-    return json_cases(
-        "nufilt push", "one/nufilt.json", content, (r"files|files\.[^/]+\.(size|sha256)",), push
-    )
-
-
 STEP = {"step": 1, "tasks": ["a"], "order": ["a", "b"], "merge_seconds": [0.5], "method": "NUFILT"}
 RUN = {
     "settings": {"seed": 42, "null_rank": 8},
@@ -312,7 +282,7 @@ def cases(good: Path) -> list[Case]:
             return nufilt(*command, wrong=wrong)
 
         found += json_cases(door, "one/nufilt.json", content, ("step|settings",), merge_of)
-    return [*found, *store_cases(good), *push_cases(good, content), *step_cases(good)]
+    return [*found, *store_cases(good), *step_cases(good)]
 
 
 def good_folder(folder: Path) -> Path:
@@ -320,8 +290,5 @@ def good_folder(folder: Path) -> Path:
     for name, make in FOLDERS.items():
         make(folder / name)
         (folder / name / "notes.txt").write_text("precious")
-    (folder / "one" / "run1").mkdir()
-    for name in OTHERS:
-        (folder / "one" / name).write_text("precious")
     os.makedirs(folder / "nothing")
     return folder

@@ -30,7 +30,6 @@ FAULTS = (
     "hangs",
     "control codes",
     "foreign files",
-    "uploads",
 )
 OUTCOMES: dict[str, Counter[str]] = {}
 SEED = 0  # of the sample
