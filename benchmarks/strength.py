@@ -30,8 +30,6 @@ METHODS = {
     "tsv_stream": {"scale": 1.5, "ramp": 0.4},
     "spectral": {"damp": 1.0, "ramp": 0.4},
     "sum": {"scale": 0.4, "ramp": 0.4},
-    "dc_merge": {},
-    "ram_sums": {},
     "wudi_sums": {},
     "nufilt/all_linear": {},
 }

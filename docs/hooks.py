@@ -18,13 +18,12 @@ from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import choices
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.merge import Settings
-from fusion_bench_nufilt.methods.dc_merge import DcMergeConfig
 from fusion_bench_nufilt.methods.spectral import SpectralConfig
 from fusion_bench_nufilt.methods.sums import WudiConfig
 from fusion_bench_nufilt.stream import ProtocolConfig
 from fusion_bench_nufilt.stream.protocol import DeviceConfig
 
-METHODS = (FusionConfig, SpectralConfig, WudiConfig, DcMergeConfig)
+METHODS = (FusionConfig, SpectralConfig, WudiConfig)
 KINDS = (*METHODS, TargetConfig, DeviceConfig, ProtocolConfig, RuleConfig, Settings)
 # A page says `<!-- options: FusionConfig -->` where a table is to stand, or `<!-- options:
 # FusionConfig lr ridge -->` for these two options; in options.md the table is committed, too.

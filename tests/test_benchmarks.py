@@ -27,13 +27,10 @@ import llm_tasks
 import low_rank
 from fast_dop import optimize_weight
 from merge_step import METHODS, MODELS, make_layer, measure_memory, merge, prepared, report, split
-from order_free_choice import GRIDS, choose, describe, settings
 from plain import needed_flops, plain_step
 
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.methods import ORDER_FREE
-from fusion_bench_nufilt.methods.best import Best
-from fusion_bench_nufilt.methods.order_free import ScaleConfig
 
 
 @pytest.mark.parametrize(
@@ -132,34 +129,6 @@ def test_the_faster_dop_ends_where_fusion_bench_s_does(shape):
     dop.svd_proj_space = "u"
     with pytest.raises(ValueError, match="default settings"):
         optimize_weight(dop, theta_0, models, "layer", 1)
-
-
-def test_the_grids_are_those_of_the_rule():
-    rows = re.findall(
-        r"^\| `(\w+)` \| ([^|]+) \|$",
-        (REPO / "docs/notes/order_free_rule.md").read_text(),
-        re.MULTILINE,
-    )
-    grids = {}
-    for member, grid in rows:
-        words = (option.split(" ", 1) for option in grid.split("; "))
-        grids[member] = {name: tuple(map(float, values.split(", "))) for name, values in words}
-    assert grids == GRIDS
-
-
-def test_the_setting_with_the_best_mean_is_chosen():
-    scores = {describe(member, setting): {"a": 1.0, "b": 1.0} for member, setting in settings()}
-    assert choose("sum", scores) == {"scale": 0.2, "ramp": 0.0}
-    scores["sum:scale=0.3:ramp=0.4"] = {"a": 3.0, "b": 0.0}
-    scores["sum:scale=0.4:ramp=0"] = {"a": 0.0, "b": 2.0}
-    assert choose("sum", scores) == {"scale": 0.3, "ramp": 0.4}
-
-
-def test_the_members_of_best_have_the_chosen_settings():
-    scores = json.loads((REPO / "benchmarks/order_free_choice.json").read_text())
-    for member in Best(ScaleConfig(), []).members:
-        chosen = {key: vars(member.options)[key] for key in GRIDS[member.name]}
-        assert choose(member.name, scores) == {**chosen, "ramp": 0.4}
 
 
 def test_a_split_task_is_never_trained_on_what_it_is_tested_on(tmp_path, monkeypatch):

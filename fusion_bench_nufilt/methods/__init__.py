@@ -4,14 +4,12 @@ from fusion_bench_nufilt.core.options import unknown
 
 from .base import LayerMethod, Report, State, variant
 from .best import Best
-from .dc_merge import DcMerge
 from .nufilt import Nufilt
-from .ram_sums import RamSums
 from .spectral import Spectral
-from .sums import Isotropic, Sum, Sylvester, WudiSums
+from .sums import Isotropic, Sum, WudiSums
 from .tsv import TsvStream
 
-ORDER_FREE = (Spectral, Sum, Isotropic, WudiSums, TsvStream, Sylvester, Best, DcMerge, RamSums)
+ORDER_FREE = (Spectral, Sum, Isotropic, WudiSums, TsvStream, Best)
 """The methods that keep sums over the tasks, whose result does not depend on the tasks' order."""
 VARIANTS = (
     variant(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fusion_bench_nufilt.core import options
-from fusion_bench_nufilt.core.options import check_choices, check_positive, is_number
+from fusion_bench_nufilt.core.options import check_positive, is_number
 from fusion_bench_nufilt.core.subspace import gram_matrix
 from fusion_bench_nufilt.core.weights import LowRank, wide_dtype, widened
 from fusion_bench_nufilt.layers.names import block_of
@@ -34,8 +34,7 @@ option = partial(options.option, panel="Order-free methods")
 
 @dataclass(frozen=True)
 class RampConfig:
-    """The setting that all order-free methods have; any others must be choices or numbers above
-    zero.
+    """The setting that all order-free methods have; any others must be numbers above zero.
 
     Raises:
         ValueError: a value is out of its range; the message names the key.
@@ -48,7 +47,6 @@ class RampConfig:
     )
 
     def __post_init__(self) -> None:
-        check_choices(self)
         check_positive(
             self,
             *(each.name for each in fields(self) if each.type is float and each.name != "ramp"),

@@ -1,13 +1,10 @@
 """Order-free methods that keep running sums."""
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-
-from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
 
 from .base import State
 from .order_free import OrderFree, ScaleConfig, map_spectrum, option
@@ -22,24 +19,13 @@ class SumConfig(ScaleConfig):
 
 
 @dataclass(frozen=True)
-class RidgeConfig(ScaleConfig):
-    """The settings of a method that solves a ridge problem."""
+class WudiConfig(ScaleConfig):
+    """The settings of WUDI in closed form."""
 
     eps: float = option(
         0.1,
         "Ridge of the least-squares problem, over the mean eigenvalue of its matrix.",
         symbol="ε",
-    )
-
-
-@dataclass(frozen=True)
-class WudiConfig(RidgeConfig):
-    """The settings of WUDI in closed form."""
-
-    filter: Literal["ridge", "spectral"] = option(
-        "ridge",
-        "Against faint directions: ridge damps them by eps, spectral cuts them off at the "
-        "effective rank.",
     )
 
 
@@ -91,18 +77,14 @@ class WudiSums(OrderFree):
 
     With a ridge it is :math:`X = \lambda\, R\,(M + \varepsilon\,\bar\mu I)^{-1}`. The ``moments``
     are :math:`M = \sum_t \tau_t^\top \tau_t / w_t` with the mean eigenvalue :math:`\bar\mu`, and
-    the ``targets`` are :math:`R = \sum_t \tau_t \tau_t^\top \tau_t / w_t`. With the spectral filter
-    it is :math:`X = \lambda\, R\,M_K^+`, where :math:`M_K` has only the K strongest eigenvectors of
-    M, with the effective rank :math:`K = (\sum_j \mu_j)^2 / \sum_j \mu_j^2` of its eigenvalues,
-    rounded up.
+    the ``targets`` are :math:`R = \sum_t \tau_t \tau_t^\top \tau_t / w_t`.
     """
 
     name = "wudi_sums"
     label = "WUDI (running sums)"
     citation = (
         "the minimum of WUDI's loss ([Cheng et al., 2025](https://arxiv.org/abs/2503.08099)) from "
-        "running sums, as in "
-        "SWUDI ([2606.07289](https://arxiv.org/abs/2606.07289))"
+        "running sums, as in SWUDI ([2606.07289](https://arxiv.org/abs/2606.07289))"
     )
     Options = WudiConfig
 
@@ -122,68 +104,6 @@ class WudiSums(OrderFree):
 
     def update(self, state: State, scale: float) -> Tensor:
         M, R = state["moments"].double(), state["targets"].double()
-        if self.options.filter == "spectral":
-            mu, Q = torch.linalg.eigh(M)
-            K = math.ceil(
-                mu.sum() ** 2 / mu.square().sum() - 1e-6
-            )  # of equal eigenvalues, none is cut off
-            mu, Q = mu[-K:], Q[:, -K:]
-            return scale * (R @ Q / mu) @ Q.mT
-        ridge = (
-            self.options.eps
-            * M.diagonal().mean()
-            * torch.eye(len(M), dtype=M.dtype, device=M.device)
-        )
+        identity = torch.eye(len(M), dtype=M.dtype, device=M.device)
+        ridge = self.options.eps * M.diagonal().mean() * identity
         return scale * torch.cholesky_solve(R.mT, torch.linalg.cholesky(M + ridge)).mT
-
-
-class Sylvester(OrderFree):
-    r"""Two-sided least squares.
-
-    It minimises :math:`\sum_t \|D_t^{1/2} (X - \tau_t)\|_F^2 + \|(X - \tau_t)\, E_t^{1/2}\|_F^2`
-    with a ridge, where :math:`D_t = U_t d_t U_t^\top` and :math:`E_t = V_t d_t V_t^\top` weigh the
-    directions of a task by their strength. With C and G their sums, ``left`` and ``right``, and the
-    ``targets`` :math:`R = 2 \sum_t U_t d_t s_t V_t^\top`, X is the solution of the Sylvester
-    equation :math:`C X + X G + \varepsilon\,(\bar\gamma_C + \bar\gamma_G) X = R`, in which
-    :math:`\bar\gamma` are the mean eigenvalues.
-    """
-
-    name = "sylvester"
-    label = "two-sided least squares"
-    citation = (
-        "two-sided least squares from running sums, an unpublished method of fusion-bench-nufilt"
-    )
-    Options = RidgeConfig
-
-    options: RidgeConfig
-
-    def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
-        return {"left": (d_o, d_o), "right": (d_i, d_i), "targets": (d_o, d_i)}
-
-    def gather(self, state: State, task: TaskVector) -> State:
-        tau = task.matrix.double()
-        left, right = weights_of_directions(tau)
-        new = {"left": left, "right": right, "targets": 2 * tau @ right}
-        return {**state, **{name: state[name] + value for name, value in new.items()}}
-
-    def update(self, state: State, scale: float) -> Tensor:
-        c, P = torch.linalg.eigh(state["left"].double())
-        g, Q = torch.linalg.eigh(state["right"].double())
-        denominators = (
-            c.clamp_min(0)[:, None] + g.clamp_min(0) + self.options.eps * (c.mean() + g.mean())
-        )
-        return scale * (P @ (P.mT @ state["targets"].double() @ Q / denominators) @ Q.mT)
-
-
-def weights_of_directions(tau: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return :math:`U d U^\top` and :math:`V d V^\top` with :math:`d = (s / s_1)^6`, from the
-    smaller Gram matrix.
-    """
-    if tau.shape[0] < tau.shape[1]:
-        right, left = weights_of_directions(tau.mT)
-        return left, right
-    gram = gram_matrix(tau)
-    s_1 = torch.linalg.vector_norm(tau @ top_eigenvectors(gram, 1))
-    squares, unit = gram / s_1**2, tau / s_1
-    fourth = squares @ squares
-    return unit @ fourth @ unit.mT, fourth @ squares
