@@ -37,7 +37,6 @@ from fusion_bench_nufilt.storage.files import checked, content_digest, parse_jso
 from fusion_bench_nufilt.storage.schemas import Count
 
 from .going_on import find_model, inherited
-from .mergekit import from_mergekit
 from .options import SIZES, takes_options, typed_values
 from .terminal import AsJson, Quiet, bars_on, interruptible, terminal, warn
 
@@ -300,7 +299,7 @@ def read_recipe(file: Path) -> dict[str, Any]:
                 )
             content = _recipe_of(checked(content, _Made), file.absolute().parent)
         elif isinstance(content, dict) and "merge_method" in content:
-            content = from_mergekit(content)
+            raise ValueError(f"it is a file of mergekit, run by: nufilt mergekit {file} OUT")
         settings = checked(content, _Recipe).pop("settings", None) or {}
         return dict(checked({**content, **settings}, _Recipe))
     except (YAMLError, OmegaConfBaseException, ValueError, OSError, RecursionError) as error:

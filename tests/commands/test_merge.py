@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from fusion_bench_nufilt.commands.merge import gather, read_recipe
 from tests.commands.helpers import nufilt
@@ -314,3 +315,19 @@ def test_words_choose_layers_as_in_the_yaml(tmp_path):
     )
     assert "3 layers" in nufilt("merge", *arguments, *words)[1]
     assert "2 layers" in nufilt("merge", *arguments, "--target-modules", r".*v_proj")[1]
+
+
+def test_weights_are_the_strengths_of_the_tasks_updates(tmp_path, monkeypatch):
+    save_stream(tmp_path, llama(tie_word_embeddings=False), tasks=2)
+    monkeypatch.chdir(tmp_path)
+    words = ("merge", "--base", "base", "--task", "task1", "--task", "task2", "--out", "out")
+    code, text = nufilt(*words, "--method", "sum", "--weights", "0.5")
+    assert (code, "there are 1 weights for 2 tasks" in text) == (1, True), text
+    code, text = nufilt(
+        *words, "--method", "sum", "--weights", "0.5", "--weights", "2", "scale=0.5"
+    )
+    assert code == 0, text
+    base, task1, task2 = (tensors(tmp_path / name) for name in ("base", "task1", "task2"))
+    for key, theta_0 in base.items():
+        expected = theta_0 + 0.25 * (task1[key] - theta_0) + (task2[key] - theta_0)
+        torch.testing.assert_close(tensors(tmp_path / "out")[key], expected, rtol=0, atol=2e-7)

@@ -1,10 +1,9 @@
-"""mergekit with the methods of this package gives what `nufilt merge` gives of the same file."""
+"""mergekit with the methods of this package gives what `nufilt merge` gives of the same models."""
 
 import pytest
 import torch
 import yaml
 
-from fusion_bench_nufilt.commands.mergekit import from_mergekit
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.methods import METHODS
 from tests.commands.helpers import nufilt
@@ -44,13 +43,23 @@ def write(folder, method, weights=None, tasks=("task2", "task1", "task3"), **par
         "parameters": {**ranks, **parameters},
     }
     (folder / "mergekit.yaml").write_text(yaml.safe_dump(content))
+    recipe = {
+        "base": "base",
+        "tasks": list(tasks),
+        "method": method,
+        "weights": [model["parameters"]["weight"] for model in models],
+        **content["parameters"],
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return content
 
 
 def both(folder):
-    """All tensors of what mergekit makes of the file, and of what `nufilt merge` does."""
+    """All tensors of what mergekit makes of its file, and of what `nufilt merge` does of the
+    recipe.
+    """
     theirs = ("mergekit", "mergekit.yaml", "theirs", *WITHOUT)
-    for words in (theirs, ("merge", "mergekit.yaml", "--out", "ours")):
+    for words in (theirs, ("merge", "recipe.yaml", "--out", "ours")):
         code, text = nufilt(*words, "--quiet")
         assert code == 0, text
     return tensors(folder / "theirs"), tensors(folder / "ours")
@@ -69,8 +78,7 @@ def test_every_tensor_has_the_bits_of_nufilt_merge(folder, method):
 def test_options_weights_and_the_seed_are_parameters_of_the_file(folder, method):
     own = {"null_rank": 5} if method == "nufilt" else {"scale": 0.7}
     given = {"seed": 7, "target_modules": r".*(q_proj|up_proj)", "other_params": "first", **own}
-    content = write(folder, method, {"task2": 0.5, "task3": 2}, **given)
-    assert from_mergekit(content)["weights"] == [0.5, 1, 2]
+    write(folder, method, {"task2": 0.5, "task3": 2}, **given)
     assert same(*both(folder))
 
 
@@ -117,6 +125,39 @@ def test_a_bad_file_is_refused_in_one_line(folder, method, parameters, message):
     assert not list(folder.glob("out/*.safetensors"))
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("exclude_modules", ["up_proj", "down_proj"], r"exclude_modules: '(.*\.)?(up_proj|down_"),
+        ("target_modules", [{"filter": "mlp", "value": "x"}], "give target_modules one value"),
+        ("scale", [0.5, 1], "give scale one value"),
+        ("seed", {"value": 1}, "give seed one value"),
+    ],
+)
+def test_a_list_for_an_option_is_refused_before_any_work(folder, option, value, message):
+    write(folder, "best", **{option: value})
+    code, text = nufilt("mergekit", "mergekit.yaml", "out", "--quiet")
+    assert (code, message in text) == (1, True), text
+    assert not (folder / "out").exists()
+
+
+def test_what_is_to_be_written_in_place_of_a_list_excludes_the_same_layers(folder):
+    write(folder, "best", exclude_modules=["up_proj", "self_attn.q_proj"])
+    assert nufilt("merge", "recipe.yaml", "--out", "ours")[0] == 0
+    _, text = nufilt("mergekit", "mergekit.yaml", "theirs", "--quiet")
+    remedy = yaml.safe_load(text.partition(": write ")[2])
+    write(folder, "best", **remedy)
+    code, text = nufilt("mergekit", "mergekit.yaml", "theirs", *WITHOUT, "--quiet")
+    assert code == 0, text
+    assert same(tensors(folder / "theirs"), tensors(folder / "ours"))
+
+
+def test_a_list_of_weights_is_mergekits_gradient_of_strengths(folder):
+    write(folder, "best", {"task1": [0, 1]})
+    code, text = nufilt("mergekit", "mergekit.yaml", "theirs", *WITHOUT, "--quiet")
+    assert code == 0, text
+
+
 @pytest.mark.parametrize("content", ["- models\n", "models: [\n", None])
 def test_what_is_no_file_of_mergekit_is_refused_in_one_line(folder, content):
     if content is not None:
@@ -145,7 +186,7 @@ def test_what_the_dtype_can_not_hold_is_refused_as_by_nufilt_merge(folder, tenso
     write(folder, "sum", dict.fromkeys(("task1", "task2", "task3"), 2), other_params="mean")
     for words in (
         ("mergekit", "mergekit.yaml", "theirs", *WITHOUT),
-        ("merge", "mergekit.yaml", "--out", "ours"),
+        ("merge", "recipe.yaml", "--out", "ours"),
     ):
         code, text = nufilt(*words, "--quiet")
         assert (code, f"error: tensor '{tensor}': {message}" in text) == (1, True), text
