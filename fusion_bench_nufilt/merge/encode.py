@@ -13,7 +13,6 @@ from .architecture import Layer
 from .beside import state_layout, state_tensors
 from .engine import MergedLayer
 from .plan import Plan
-from .sources.fp8 import Quantised
 
 
 class LayerBytes:
@@ -35,16 +34,12 @@ class LayerBytes:
         ]
         for key in layer.keys:
             place = plan.places[key]
-            new = (
-                place.quantise(weight)
-                if isinstance(place, Quantised)
-                else [(place, weight.to(FLOATS[place.dtype]))]
-            )
-            if not is_finite(new[-1][1]):  # the scale, if there is one: FP8 values are clamped
+            value = weight.to(FLOATS[place.dtype])
+            if not is_finite(value):
                 raise ValueError(
                     f"tensor '{key}': the merged weight is too large for {place.dtype}"
                 )
-            stored += [(info, value.cpu()) for info, value in new]
+            stored.append((place, value.cpu()))
         record["written"] = [
             (info.file, info.start, info.stop, digest(value)) for info, value in stored
         ]

@@ -23,7 +23,6 @@ from .beside import state_tensors
 from .forecast import batches, layer_budget, layer_memory, solving_memory
 from .output import Record
 from .plan import BATCHES_PER_GPU, Plan
-from .sources.fp8 import Quantised
 
 
 @dataclasses.dataclass
@@ -132,11 +131,7 @@ class LayerMerger:
             rounded = layer.view.part(theta_0)
             if kept:
                 info, exact = merged.source.tensors[merged.keys[layer.param]], kept["weight"]
-                rounded = (
-                    info.rounded(exact)
-                    if isinstance(info, Quantised)
-                    else exact.to(FLOATS[info.dtype])
-                )
+                rounded = exact.to(FLOATS[info.dtype])
             weight, read["merged"] = merged.weight(layer.param, rounded)
             assert isinstance(weight, Tensor)
             if self.plan.state is not None and kept:

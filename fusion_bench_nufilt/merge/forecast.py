@@ -13,9 +13,7 @@ from fusion_bench_nufilt.storage.tensors import FLOATS
 
 from .architecture import Layer
 from .beside import state_layout, state_tensors
-from .layout import as_written
 from .plan import Plan
-from .sources.fp8 import Quantised
 
 # Each worker's stack, allocator arena and buffers for matrix products: measured, and rounded up.
 _WORKER_BYTES = 64 * 2**20
@@ -101,25 +99,7 @@ def peak_memory(plan: Plan, workers: int | None = None) -> int:
     workers.
     """
     count = workers or plan.settings.workers
-    return process_memory(count) + max(
-        layer_budget(plan, workers), count * _quantising_memory(plan)
-    )
-
-
-def _quantising_memory(plan: Plan) -> int:
-    """Return the bytes held while a tensor outside the merged layers is quantised, for which all of
-    it is read.
-    """
-    keys = (
-        key
-        for param, keys in plan.others.items()
-        if plan.merged or param in plan.averaged
-        for key in keys
-    )
-    written = (as_written(plan.base.tensors[key], plan.settings.dtype) for key in keys)
-    return 20 * max(
-        (math.prod(info.shape) for info in written if isinstance(info, Quantised)), default=0
-    )
+    return process_memory(count) + layer_budget(plan, workers)
 
 
 def disk_bytes(plan: Plan) -> int:

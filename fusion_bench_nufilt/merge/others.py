@@ -1,12 +1,9 @@
-"""The tensors outside the merged layers: copied or averaged, a bounded number of bytes at a time.
-
-Only a tensor that changes and is stored in FP8 is held whole, since its scales need all of it.
-"""
+"""The tensors outside the merged layers: copied or averaged, a bounded part at a time."""
 
 import hashlib
 import logging
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -41,17 +38,17 @@ def write_other(plan: Plan, param: str, output: Output) -> None:
     }
     for key in plan.others[param]:
         finite = True
-        for place, pieces in _new_tensors(plan, param, key, read):
-            sha, offset = hashlib.sha256(), place.start
-            for piece in pieces:
-                data = raw(piece)
-                output.write(place.file, data, offset)
-                offset += len(data)
-                sha.update(data)
-                finite = finite and (
-                    place.dtype not in FLOATS or is_finite(piece.view(FLOATS[place.dtype]))
-                )
-            record["written"].append((place.file, place.start, place.stop, sha.hexdigest()))
+        place = plan.places[key]
+        sha, offset = hashlib.sha256(), place.start
+        for piece in _new_tensor(plan, param, key, read):
+            data = raw(piece)
+            output.write(place.file, data, offset)
+            offset += len(data)
+            sha.update(data)
+            finite = finite and (
+                place.dtype not in FLOATS or is_finite(piece.view(FLOATS[place.dtype]))
+            )
+        record["written"].append((place.file, place.start, place.stop, sha.hexdigest()))
         if not finite:
             record["not_finite"] = key
             log.warning(NOT_FINITE, key)
@@ -73,34 +70,23 @@ def _in_mean(plan: Plan, param: str) -> tuple[int, dict[str, FullModel]]:
     return plan.before.get("mean_counts", {}).get(param, plan.first_step - 1), having
 
 
-def _new_tensors(
-    plan: Plan, param: str, key: str, read: defaultdict[str, Any]
-) -> Iterator[tuple[TensorInfo, Iterable[Tensor]]]:
-    """Yield what the result's files hold for a tensor of the base, in pieces; update the digests of
-    what is read.
+def _new_tensor(plan: Plan, param: str, key: str, read: defaultdict[str, Any]) -> Iterable[Tensor]:
+    """Return what the result holds for a tensor of the base, in pieces; update the digests of what
+    is read.
     """
 
     def note(source: str, value: Tensor) -> None:
         read[source].update(raw(value))
 
-    info, place, values = plan.base.tensors[key], plan.places[key], _values(plan, param, key, note)
+    info, dtype = plan.base.tensors[key], plan.places[key].dtype
     grows = param in plan.vocabulary.params
     kept = info.dtype not in FLOATS or not (param in plan.averaged or plan.merged or grows)
+    if kept and info.dtype == dtype and not isinstance(info, Quantised | Packed):
+        return _copied(plan, info, read)
+    values = _values(plan, param, key, note)
     if grows:
         values = plan.vocabulary.grown(param, values, plan.dtype(key), read)
-    if kept and isinstance(info, Quantised) and isinstance(place, Quantised):
-        deque(values, maxlen=0)  # digests are of the values, however they are stored
-        for before, after in zip(info.stored, place.stored, strict=True):
-            yield after, plan.base.opened[before.file].chunks(before)
-    elif kept and info.dtype == place.dtype and not isinstance(info, Quantised | Packed):
-        yield place, _copied(plan, info, read)
-    elif isinstance(place, Quantised):
-        yield from (
-            (info, [value])
-            for info, value in place.quantise(torch.cat(list(values)).reshape(place.shape))
-        )
-    else:
-        yield place, _narrowed(values, key, FLOATS[place.dtype])
+    return _narrowed(values, key, FLOATS[dtype])
 
 
 def _copied(plan: Plan, info: TensorInfo, read: defaultdict[str, Any]) -> Iterator[Tensor]:

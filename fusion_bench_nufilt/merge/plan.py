@@ -25,7 +25,6 @@ from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo
 from .architecture import Architecture, Layer
 from .layout import Files, arrange, as_written, find_places, make_headers
 from .sources.checkpoint import Checkpoint
-from .sources.fp8 import Quantised
 from .sources.models import FullModel
 from .sources.source import Source
 from .vocabulary import Vocabulary
@@ -77,10 +76,9 @@ class Settings:
         panel="Files",
         scope="merge",
     )
-    dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = _option(
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _option(
         "auto",
-        "Type of the result: auto is the base's, with FP8 as bfloat16; fp8 quantises the base's "
-        "FP8 tensors again.",
+        "Type of the result: auto is the base's, with FP8 as bfloat16.",
         panel="Files",
     )
     max_shard_size: int | None = _option(
@@ -308,9 +306,7 @@ class Plan(Selection):
             as_written(self.base.tensors[layer.keys[0]], self.settings.dtype)
             for layer in self.layers
         )
-        rounded = any(
-            isinstance(info, Quantised) or FLOATS[info.dtype].itemsize < 4 for info in written
-        )
+        rounded = any(FLOATS[info.dtype].itemsize < 4 for info in written)
         if self.method.state_is_weight:
             return rounded and self.settings.accumulate == "float32"
         return self.settings.state

@@ -16,7 +16,7 @@ from .changes import refuse_losses
 from .checks import CHANGED, check_merged, check_state, check_task, verify_merged
 from .forecast import layer_memory, process_memory
 from .heads import describe_heads, take_heads
-from .layout import check_fp8, small_files_of
+from .layout import small_files_of
 from .plan import Plan, Settings, select
 from .relation import check_relation
 from .sources.adapters import open_task
@@ -147,8 +147,6 @@ def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
     """
     plan.base.check_floats(key for layer in plan.layers for key in layer.keys)
     yield from _join_vocabularies(plan, architecture)
-    if plan.settings.dtype == "fp8":
-        check_fp8(plan.pretrained.checkpoint)
     if plan.merged is not None:
         yield from check_merged(plan, plan.merged)
     if plan.coverage.warning:

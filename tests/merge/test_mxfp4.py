@@ -154,7 +154,6 @@ def refuse(folder, message, **options):
 
 def test_what_can_not_be_decoded_is_refused_by_name(stream):
     what = f"base', tensor '{DOWN}_blocks' U8"
-    refuse(stream, "base' has no weights in FP8 that tell the blocks", settings={"dtype": "fp8"})
     change(stream / "base", f"{DOWN}_scales", lambda scales: scales.fill_(255))
     refuse(stream, rf"base', tensor '{DOWN}\[0:1\]' has NaN or infinite values")
     change(stream / "base", f"{DOWN}_scales", lambda scales: scales[:, 1:].contiguous())

@@ -3,7 +3,6 @@ is touched.
 """
 
 import json
-import pickle
 import re
 import shutil
 
@@ -12,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fusion_bench_nufilt.merge import forecast, merge_folders
 from fusion_bench_nufilt.merge.forecast import disk_bytes
 from tests.families import FAMILIES
 from tests.merge.helpers import (
@@ -20,7 +18,6 @@ from tests.merge.helpers import (
     change_json,
     hashes,
     interrupt,
-    manifest,
     merge,
     plan,
     same,
@@ -148,48 +145,6 @@ def test_the_result_is_a_plain_model_in_bfloat16(stream):
     )
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_quantised_again_it_has_the_bases_blocks_and_the_merged_values_quantised_by_hand(
-    tmp_path, scheme
-):
-    save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
-    quantise(tmp_path / "base", scheme)
-    wide = tensors(merge(tmp_path, ["task1", "task2"], "wide", base="base_wide"))
-    out = merge(tmp_path, ["task1", "task2"], settings={"dtype": "fp8"})
-    found, before, (sides, suffix, dtype, _) = (
-        tensors(out),
-        tensors(tmp_path / "base"),
-        SCHEMES[scheme],
-    )
-    for key in filter(re.compile(LAYERS).fullmatch, before):
-        stored, scales = by_hand(wide[key], sides, dtype)
-        assert torch.equal(found[key].float(), stored.float())
-        assert torch.equal(found[key + suffix], scales.reshape(before[key + suffix].shape))
-        wide[key], wide[key + suffix] = stored, scales.reshape(before[key + suffix].shape)
-    assert {key: value.dtype for key, value in found.items()} == {
-        key: value.dtype for key, value in wide.items()
-    }
-    for name in ("config.json", "model.safetensors.index.json"):
-        assert (out / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
-
-
-def test_other_tensors_keep_their_bits_in_fp8_and_are_dequantised_otherwise(stream):
-    options = {"target_modules": ["q_proj"]}
-    again = tensors(merge(stream, ["task1"], "again", settings={"dtype": "fp8"}, **options))
-    plain = tensors(merge(stream, ["task1"], "plain", **options))
-    digests = [manifest(stream / name)["inputs"]["base"]["sha256"] for name in ("again", "plain")]
-    assert digests[0] == digests[1]
-    base, wide = tensors(stream / "base"), tensors(stream / "base_wide")
-    assert torch.equal(again[UP].view(torch.uint8), base[UP].view(torch.uint8))
-    assert torch.equal(again[f"{UP}_scale_inv"], base[f"{UP}_scale_inv"])
-    assert torch.equal(plain[UP], wide[UP].bfloat16())
-    averaged = {**options, "other_params": "mean", "settings": {"dtype": "fp8"}}
-    mean = tensors(merge(stream, ["task1"], "mean", **averaged))
-    stored, scales = by_hand(tensors(stream / "task1")[UP].float(), (12, 20), torch.float32)
-    assert torch.equal(mean[UP].float(), stored.float())
-    assert torch.equal(mean[f"{UP}_scale_inv"], scales)
-
-
 def test_an_adapter_on_an_fp8_base_is_merged_as_on_the_base_dequantised_by_hand(tmp_path):
     models = save_stream(tmp_path, llama(), tasks=1, dtype=torch.bfloat16)
     save_adapter(tmp_path, models["_pretrained_"])
@@ -199,9 +154,8 @@ def test_an_adapter_on_an_fp8_base_is_merged_as_on_the_base_dequantised_by_hand(
     assert same(found, {key: value.bfloat16() for key, value in wide.items()})
 
 
-@pytest.mark.parametrize("dtype", ["auto", "fp8"])
-def test_one_by_one_with_float32_layers_kept_is_the_stream_at_once(stream, dtype):
-    settings = {"accumulate": "float32", "dtype": dtype}
+def test_one_by_one_with_float32_layers_kept_is_the_stream_at_once(stream):
+    settings = {"accumulate": "float32"}
     at_once = merge(stream, ["task1", "task2"], "at_once", settings=settings)
     merge(stream, ["task1"], "one", settings=settings)
     two = merge(stream, ["task2"], "two", merged="one", settings=settings)
@@ -211,32 +165,11 @@ def test_one_by_one_with_float32_layers_kept_is_the_stream_at_once(stream, dtype
         merge(stream, ["task2"], "three", merged="one", settings={**settings, "verify": False})
 
 
-@pytest.mark.parametrize("dtype", ["auto", "fp8"])
-def test_an_interrupted_merge_goes_on_to_the_same_files(stream, dtype):
-    options = {"tasks": ["task1", "task2"], "settings": {"dtype": dtype}}
+def test_an_interrupted_merge_goes_on_to_the_same_files(stream):
+    options = {"tasks": ["task1", "task2"]}
     expected = hashes(merge(stream, out="expected", **options))
     assert interrupt(stream, **options) >= 8
     assert hashes(merge(stream, **options)) == expected
-    assert manifest(stream / "out")["settings"]["dtype"] == dtype
-
-
-def test_the_memory_to_quantise_other_tensors_is_predicted(stream, monkeypatch):
-    monkeypatch.setattr(forecast, "process_memory", lambda workers: 0)
-    monkeypatch.setattr(forecast, "layer_budget", lambda plan, workers: 0)  # the layers need less
-    options = {"target_modules": ["k_proj"], "other_params": "mean"}
-    plain, again = (
-        plan(stream, ["task1"], settings={"dtype": dtype}, **options) for dtype in ("auto", "fp8")
-    )
-    assert forecast.peak_memory(again) == again.settings.workers * 20 * 64 * 32
-    assert forecast.peak_memory(plain) == 0
-
-
-def test_a_plan_that_went_to_another_machine_writes_the_same_blocks(stream):
-    settings = {"dtype": "fp8"}
-    sent = pickle.loads(pickle.dumps(plan(stream, ["task1"], settings=settings)))
-    assert hashes(merge_folders(sent, stream / "sent")) == hashes(
-        merge(stream, ["task1"], settings=settings)
-    )
 
 
 def test_fused_experts_in_fp8_have_scales_of_their_own(tmp_path):
@@ -261,17 +194,8 @@ def test_fused_experts_in_fp8_have_scales_of_their_own(tmp_path):
     )
     wide = tensors(merge(tmp_path, ["task1"], "reference", base="wide"))
     assert torch.equal(tensors(merge(tmp_path, ["task1"], "plain"))[key], wide[key].bfloat16())
-    again = tensors(merge(tmp_path, ["task1"], "again", settings={"dtype": "fp8"}))
-    experts = [by_hand(expert, (20, 12), torch.float32) for expert in wide[key]]
-    assert torch.equal(again[key].float(), torch.stack([stored.float() for stored, _ in experts]))
-    assert torch.equal(again[scale], torch.stack([scales for _, scales in experts]))
     save_file({**state, scale: torch.ones(1)}, file)  # one scale for all experts
     merge(tmp_path, ["task1"], "shared")
-    refuse(
-        tmp_path,
-        rf"'{key}' \(3, 64, 32\) with scales \(1,\) that several layers share",
-        settings={"dtype": "fp8"},
-    )
     save_file({**state, scale: torch.ones(3, 5)}, file)
     refuse(
         tmp_path,
@@ -280,11 +204,12 @@ def test_fused_experts_in_fp8_have_scales_of_their_own(tmp_path):
     )
 
 
-def test_a_layer_of_zeros_is_quantised_to_zeros(stream):
-    for name in ("base", "task1"):
-        change(stream / name, UP, torch.zeros_like)
-    found = tensors(merge(stream, ["task1"], settings={"dtype": "fp8"}))
-    assert not back_by_hand(found[UP], found[f"{UP}_scale_inv"], (12, 20)).any()
+def test_other_tensors_are_dequantised_and_scales_of_activations_dropped(stream):
+    path = next(file for file in (stream / "base").glob("*.safetensors") if UP in load_file(file))
+    save_file({**load_file(path), UP.replace("weight", "input_scale"): torch.ones(())}, path)
+    found = tensors(merge(stream, ["task1"], target_modules=["q_proj"]))
+    assert found.keys() == tensors(stream / "task1").keys()
+    assert torch.equal(found[UP], tensors(stream / "base_wide")[UP].bfloat16())
 
 
 def refuse(folder, message, tasks=("task1",), **options):
@@ -309,25 +234,6 @@ def test_fp8_that_does_not_fit_its_scales_is_refused_by_name(stream):
     refuse(stream, f"{what} {shapes}")
     change(stream / "base", f"{UP}_scale_inv", lambda scale: scale.to(torch.uint8))
     refuse(stream, rf"{what}: its scales '{UP}_scale_inv' are stored as U8")
-
-
-def test_what_can_not_be_quantised_again_is_refused_before_any_work(stream):
-    fp8 = {"settings": {"dtype": "fp8"}}
-    refuse(
-        stream,
-        "task1' has no weights in FP8 that tell the blocks: leave dtype out",
-        base="task1",
-        **fp8,
-    )
-    path = next(file for file in (stream / "base").glob("*.safetensors") if UP in load_file(file))
-    save_file({**load_file(path), UP.replace("weight", "input_scale"): torch.ones(())}, path)
-    refuse(
-        stream,
-        r"scales of its activations \('model.layers.0.mlp.up_proj.input_scale'\), "
-        "which are measured",
-        **fp8,
-    )
-    assert tensors(merge(stream, ["task1"])).keys() == tensors(stream / "task1").keys()
 
 
 @pytest.mark.parametrize(

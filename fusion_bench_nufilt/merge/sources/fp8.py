@@ -1,13 +1,10 @@
-"""Weights stored in FP8 with a scale for every block: read as float32, and quantised again in the
-same blocks.
-"""
+"""Weights stored in FP8 with a scale for every block, read as float32."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,7 +13,6 @@ from typing_extensions import TypedDict
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorFile, TensorInfo
 
 _FP8 = "F8_E4M3"
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
 _SCALES = ("_scale_inv", "_scale")  # suffixes of a weight's key; the weight is multiplied by either
 _INPUT_SCALES = ("input_scale", "activation_scale")
 _SIDES = (128, 128)  # of the blocks, where config.json does not give them
@@ -58,14 +54,8 @@ class Quantised(TensorInfo):
     """
 
     what: str  # the model and the tensor, for errors
-    scale_key: str
     scale: TensorInfo
     block: tuple[int, ...]  # the sides of the blocks, each of which has a scale
-
-    @property
-    def stored(self) -> list[TensorInfo]:
-        """The weight and its scales as the files hold them."""
-        return [TensorInfo(self.file, _FP8, self.shape, self.start, self.stop), self.scale]
 
     def rows(self, first: int, last: int) -> "Quantised":
         """Return these entries of the first dimension as a tensor of its own; they must not cut a
@@ -93,32 +83,11 @@ class Quantised(TensorInfo):
 
     def read(self, files: Mapping[str, TensorFile]) -> Tensor:
         """Return the values in float32."""
-        weight, scale = (files[info.file].read(info) for info in self.stored)
-        return self._values(weight, scale)
-
-    def quantise(self, values: Tensor) -> list[tuple[TensorInfo, Tensor]]:
-        """Quantise values of its shape to FP8 with a scale of amax / 448 for every block, as the
-        files hold both.
-        """
-        tiles, scale_dtype = _tiles(values.float(), self.block), FLOATS[self.scale.dtype]
-        inside = tuple(range(1, tiles.ndim, 2))
-        amax = torch.maximum(tiles.amax(inside, keepdim=True), -tiles.amin(inside, keepdim=True))
-        scale = (amax / _LARGEST).clamp_min(torch.finfo(scale_dtype).tiny).to(scale_dtype)
-        # A scale that is rounded down would take the largest values out of range.
-        weight = _joined((tiles / scale.float()).clamp_(-_LARGEST, _LARGEST), self.shape).to(
-            torch.float8_e4m3fn
-        )
-        return list(zip(self.stored, (weight, scale.reshape(self.scale.shape)), strict=True))
-
-    def rounded(self, values: Tensor) -> Tensor:
-        """Return values of its shape as quantising and reading them again gives them."""
-        (_, weight), (_, scale) = self.quantise(values)
-        return self._values(weight, scale)
-
-    def _values(self, weight: Tensor, scale: Tensor) -> Tensor:
-        tiles = _tiles(weight.float(), self.block)
-        scale = scale.float().reshape([size for count in tiles.shape[::2] for size in (count, 1)])
-        return _joined(tiles.mul_(scale), self.shape)
+        stored = TensorInfo(self.file, _FP8, self.shape, self.start, self.stop)
+        tiles = _tiles(files[self.file].read(stored).float(), self.block)
+        scale = files[self.scale.file].read(self.scale).float()
+        sides = [size for count in tiles.shape[::2] for size in (count, 1)]
+        return _joined(tiles.mul_(scale.reshape(sides)), self.shape)
 
 
 def _tiles(values: Tensor, block: Sequence[int]) -> Tensor:
@@ -140,13 +109,13 @@ def _joined(tiles: Tensor, shape: Sequence[int]) -> Tensor:
 
 def join_scales(
     model: str, tensors: Mapping[str, TensorInfo], config: Quantisation
-) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Return a model's tensors, with FP8 weights and their scales joined, and the names of its
-    activation scales.
+) -> dict[str, TensorInfo]:
+    """Return a model's tensors, with FP8 weights and their scales joined, and without the scales of
+    its activations.
 
     An FP8 weight without a scale stays as it is, and is refused where it is needed.
     """
-    joined, measured = dict(tensors), []
+    joined = dict(tensors)
     for key, info in tensors.items():
         scale_key = next((name for suffix in _SCALES if (name := key + suffix) in tensors), None)
         if info.dtype != _FP8 or scale_key is None:
@@ -159,16 +128,13 @@ def join_scales(
             )
         block = _block(what, info.shape, scale.shape, config)
         joined[key] = Quantised(
-            info.file, "F32", info.shape, info.start, info.stop, what, scale_key, scale, block
+            info.file, "F32", info.shape, info.start, info.stop, what, scale, block
         )
-        beside = (
-            f"{prefix}{name}"
-            for name in _INPUT_SCALES
-            for prefix in (key.removesuffix("weight"), f"{key}_")
-        )
-        measured += [name for name in beside if joined.pop(name, None)]
+        for name in _INPUT_SCALES:
+            joined.pop(key.removesuffix("weight") + name, None)
+            joined.pop(f"{key}_{name}", None)
         del joined[scale_key]
-    return joined, measured
+    return joined
 
 
 def _block(
