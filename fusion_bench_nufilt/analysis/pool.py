@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,10 @@ from .record import (
 from .settings import AnalysisConfig
 from .subspaces import TaskVector, affinity_by_rank, data_subspace, task_vector
 from .summary import Analysis, Row
-from .surrogates import check_theorem, split_by_data
 
 log = logging.getLogger(__name__)
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
-_THEOREM_RANKS = (1, 4, 8)
 MEMORY = 4 * 10**9  # bytes of the moments that are recorded together
 
 
@@ -90,18 +88,6 @@ class PoolAnalysis:
             f"{needed / 3e6:.0f} MB on disk"
         )
 
-    @cached_property
-    def propagated_inputs(self) -> dict[str, list[Any]]:
-        """Batches of a few samples of each task for the propagated losses; none if they are
-        switched off.
-        """
-        samples = self.config.propagated
-        return (
-            {task: list(loader) for task, loader in self._draw_inputs(samples).items()}
-            if samples
-            else {}
-        )
-
     def load(self, task: str) -> nn.Module:
         """Load a task's model, and check that it can be merged."""
         model, drawn = self.experiment.load(task)
@@ -125,11 +111,13 @@ class PoolAnalysis:
             self.moments[task] = self._moments(task, model)
             samples[task] = {"samples": self._samples[task], "inputs": self.moments[task].tokens}
             subspaces = self._data_subspaces(self.moments[task])
-            examine = partial(self._examine, task, model, subspaces)
-            found = map_layers(examine, list(self.views), torch.device("cpu"))
-            for layer, (vector, rows) in zip(self.views, found, strict=True):
-                data[layer][task], vectors[layer][task] = subspaces[layer], vector
-                result.theorem += rows
+            layers = list(self.views)
+            task_vectors = map_layers(
+                partial(self._task_vector, model), layers, torch.device("cpu")
+            )
+            for layer, vector in zip(layers, task_vectors, strict=True):
+                data[layer][task] = subspaces[layer]
+                vectors[layer][task] = vector
             on_task()
         for layer, view in self.views.items():
             size = float(torch.linalg.vector_norm(layer_weight(self.pretrained, view)))
@@ -172,20 +160,10 @@ class PoolAnalysis:
         solved = dict(zip(self.owners, found, strict=True))
         return {layer: solved[self.owner[view.module]] for layer, view in self.views.items()}
 
-    def _examine(
-        self, task: str, model: nn.Module, data: Mapping[str, Tensor], layer: str
-    ) -> tuple[TaskVector, list[Row]]:
-        """Return a task's vector in a layer, and Theorem 1 evaluated for it and the subspaces of
-        its data.
-        """
-        view, rows = self.views[layer], []
+    def _task_vector(self, model: nn.Module, layer: str) -> TaskVector:
+        view = self.views[layer]
         tau = layer_weight(model, view) - layer_weight(self.pretrained, view)
-        for rank in (rank for rank in _THEOREM_RANKS if rank <= min(view.shape)):
-            V = data[layer][:, :rank]
-            check = check_theorem(*split_by_data(tau, V), V, max(rank, self.config.task_rank))
-            about = {"task": task, "layer": layer, "r_d": rank}
-            rows.append({**about, **asdict(check), "violated": check.violated})
-        return task_vector(tau, max(RANKS)), rows
+        return task_vector(tau, max(RANKS))
 
     def _affinities(
         self, layer: str, data: Mapping[str, Tensor], vectors: Mapping[str, TaskVector]

@@ -92,13 +92,12 @@ def forward(model: nn.Module, batch: Any) -> None:
 
 @contextmanager
 def watched_layers(
-    model: nn.Module, names: Sequence[str], receive: Callable[[str, Tensor, Tensor], None]
+    model: nn.Module, names: Sequence[str], receive: Callable[[str, Tensor], None]
 ) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Call ``receive`` with the name, the input and the output of each named layer whenever the
-    model runs.
+    """Call ``receive`` with the name and the input of each named layer whenever the model runs.
 
-    Yields a function from an input or output ``(..., d)`` to its rows ``(n, d)`` that are not
-    padding, by the ``attention_mask`` of the transformer that is running; a model may hold several.
+    Yields a function from an input ``(..., d_i)`` to its rows ``(n, d_i)`` that are not padding, by
+    the ``attention_mask`` of the transformer that is running; a model may hold several.
     """
     mask: Tensor | None = None  # 1 for a token, 0 for padding
 
@@ -107,8 +106,8 @@ def watched_layers(
         given = kwargs.get("attention_mask", mask)
         mask = given if isinstance(given, Tensor) and given.dim() == 2 else None
 
-    def pass_on(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        receive(name, args[0], output)
+    def pass_on(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        receive(name, args[0])
 
     def tokens(X: Tensor) -> Tensor:
         return (
@@ -120,9 +119,8 @@ def watched_layers(
             if isinstance(module, PreTrainedModel):
                 stack.callback(module.register_forward_pre_hook(note_mask, with_kwargs=True).remove)
         for name in names:
-            stack.callback(
-                model.get_submodule(name).register_forward_hook(partial(pass_on, name)).remove
-            )
+            module = model.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(partial(pass_on, name)).remove)
         yield tokens
 
 
@@ -215,7 +213,7 @@ def _run_and_sum(
     sums = {name: torch.zeros([_width(model, name)] * 2, dtype=torch.float64) for name in layers}
     counts = dict.fromkeys(layers, 0)
 
-    def add(name: str, X: Tensor, _: Tensor) -> None:
+    def add(name: str, X: Tensor) -> None:
         rows = widened(tokens(X).cpu())
         sums[name] += gram_matrix(rows)
         counts[name] += len(rows)
@@ -235,7 +233,7 @@ def shared_inputs(model: nn.Module, names: Sequence[str], inputs: Loader) -> dic
     first: dict[int, tuple[str, Tensor]] = {}  # holds the tensors, so that no address is used twice
     owner: dict[str, str] = {}
 
-    def receive(name: str, X: Tensor, _: Tensor) -> None:
+    def receive(name: str, X: Tensor) -> None:
         owner.setdefault(name, first.setdefault(id(X), (name, X))[0])
 
     with watched_layers(model, names, receive):

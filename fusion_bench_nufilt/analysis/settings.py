@@ -26,12 +26,6 @@ class AnalysisConfig:
     samples: int = option(
         1000, "Test samples of each task, drawn at random; all if there are fewer."
     )
-    propagated: int = option(
-        100,
-        "Samples of each task for the losses with each model's own inputs, to which changes in "
-        "earlier layers are "
-        "passed on; 0 leaves them out, which saves most of the time.",
-    )
     activations: Literal["own", "pretrained"] = option(
         "own", "The model whose layer inputs are recorded: each task's own, or the pretrained one."
     )
@@ -46,7 +40,6 @@ class AnalysisConfig:
 
     def __post_init__(self) -> None:
         check_whole(self, "data_rank", "task_rank", "samples", least=1)
-        check_whole(self, "propagated")
         check_choices(self)
         if self.data_rank > self.task_rank:
             ranks = f"r_d = {self.data_rank} and r_v = {self.task_rank}"

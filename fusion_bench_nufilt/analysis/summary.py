@@ -26,7 +26,7 @@ Row = dict[str, Any]
 LOSSES = ["stability", "plasticity"]
 
 #: The prefix of the two losses' names for each way of measuring them.
-_PREFIXES = {"fixed": "", "relative": "relative_", "propagated": "propagated_"}
+_PREFIXES = {"fixed": "", "relative": "relative_"}
 
 
 @dataclass
@@ -50,7 +50,6 @@ class Analysis:
     affinity: list[Row] = field(
         default_factory=list
     )  # one for each layer, task's data and task vector
-    theorem: list[Row] = field(default_factory=list)  # a TheoremCheck for each task, layer and r_d
     losses: list[Row] = field(default_factory=list)  # one for each method, step and layer
     scores: dict[str, dict[str, float | None]] = field(
         default_factory=dict
@@ -88,7 +87,7 @@ def save_analysis(analysis: Analysis, folder: Path) -> tuple[Row, list[str]]:
     write_json(folder / "analysis.json", content)
     write_text(folder / "reading.md", "".join(f"- {sentence}\n" for sentence in content["reading"]))
     files = ["analysis.json", "reading.md"]
-    for name in ("vectors", "overlaps", "theorem", "losses", "affinity"):
+    for name in ("vectors", "overlaps", "losses", "affinity"):
         table = pd.DataFrame(
             getattr(analysis, name), dtype=object
         )  # whole numbers beside None stay whole
@@ -114,7 +113,6 @@ def reading(content: Row) -> list[str]:
         pairs=[(value, one, other) for value, _, _, one, other in sorted(pairs, reverse=True)],
         layers=sorted(by_layer.items(), key=lambda row: -row[1]),
         dominance=content.get("affinity", {}).get("all", {}).get("dominance"),
-        theorem=content.get("theorem"),
         methods={name: row for name, row in content.get("methods", {}).items() if "fixed" in row},
     )
 
@@ -164,15 +162,12 @@ def summarise(analysis: Analysis) -> Row:
         chosen = example_pairs(by_group["all"]["mean"]) if len(analysis.tasks) > 1 else []
         content["pairs"] = analysis.pairs or chosen
         content["affinity_by_rank"] = _by_rank(affinity, fmean(widths["all"]))
-    if analysis.theorem:
-        content["theorem"] = _theorem(pd.DataFrame(analysis.theorem))
     if analysis.losses:
         losses = pd.DataFrame(analysis.losses)
         by_method = losses.groupby("method", sort=False)
         content["methods"] = {
             name: {**analysis.scores.get(name, {}), **_method(rows)} for name, rows in by_method
         }
-        content["corollary"] = _corollary(losses)
         content["failures"] = analysis.failures
     finite: Row = _for_json(content)
     return finite
@@ -262,32 +257,13 @@ def _by_rank(affinity: pd.DataFrame, width: float) -> Row:
     }
 
 
-def _theorem(rows: pd.DataFrame) -> list[Row]:
-    rows = rows.assign(
-        holds=np.isfinite(rows["zeta"]), holds_spectral=np.isfinite(rows["zeta_spectral"])
-    )
-    by_rank = rows.groupby("r_d", as_index=False).agg(
-        pairs=("layer", "size"),
-        condition_holds=("holds", "sum"),
-        condition_holds_spectral=("holds_spectral", "sum"),
-        median_affinity=("misalignment", lambda misalignment: 1 - misalignment.median()),
-        violations=("violated", "sum"),
-    )
-    return list(by_rank.to_dict("records"))
-
-
 def _method(rows: pd.DataFrame) -> Row:
     later = rows[rows["step"] > 1]
     if later.empty:
         return {}
-    known = {
-        name: prefix
-        for name, prefix in _PREFIXES.items()
-        if later[f"{prefix}plasticity"].notna().any()
-    }
     content = {
         name: _losses(later, [f"{prefix}{loss}" for loss in LOSSES])
-        for name, prefix in known.items()
+        for name, prefix in _PREFIXES.items()
     }
     return content | {
         "rank_correlation": {
@@ -326,20 +302,3 @@ def _correlation(rows: pd.DataFrame, columns: list[str]) -> Row:
         "layers_and_steps": rho(rows),
         "layers": rows.groupby("step")[columns].apply(rho).mean(),
     }
-
-
-def _corollary(losses: pd.DataFrame) -> Row:
-    content: Row = {}
-    for loss in (
-        LOSSES
-    ):  # the left side of Corollary 1 as a share of the right side, where it was evaluated
-        left, right = losses[loss].astype(float), losses[f"{loss}_bound"].astype(float)
-        shares = (left / right)[right > 0]
-        if len(shares):
-            content[loss] = {
-                "median_share": float(shares.median()),
-                "largest_share": float(shares.max()),
-                "violations": int((shares > 1 + 1e-5).sum()),
-                "pairs": len(shares),
-            }
-    return content

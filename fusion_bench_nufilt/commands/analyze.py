@@ -1,7 +1,6 @@
 """`nufilt analyze`: the paper's measures besides accuracy."""
 
 import json
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +27,7 @@ from .terminal import AsJson, Quiet, bars_on, name_files, only_log_of, terminal,
 
 without_data = partial(typer.Option, rich_help_panel="Folders, without data")
 
-NEED_DATA = ("modelpool", "methods", "run", "samples", "propagated", "activations", "pairs", "seed")
+NEED_DATA = ("modelpool", "methods", "samples", "activations", "pairs", "seed")
 
 
 @takes_options(AnalysisConfig)
@@ -47,13 +46,6 @@ def analyze(
             help="Methods to measure, as in nufilt compare, or none. By default NUFILT and its "
             "ablations, with "
             "ranks in proportion to the width, and the data-free methods of the paper.",
-        ),
-    ] = None,
-    run: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Log directory of a finished run on the model pool, instead of --methods; repeat "
-            "it."
         ),
     ] = None,
     base: Annotated[
@@ -88,7 +80,6 @@ def analyze(
             list(overrides or ()),
         )
         from fusion_bench_nufilt.analysis.folders import analyze_folders
-        from fusion_bench_nufilt.analysis.measure import finished_runs
         from fusion_bench_nufilt.analysis.summary import save_analysis
 
         refuse_foreign(out, "analysis.json")
@@ -100,14 +91,13 @@ def analyze(
         read_json(
             out / "analysis.json", AnalysisContent, "name a new or an empty folder", sealed=True
         )
-        runs = finished_runs([folder.expanduser() for folder in run or ()])
         lock = lock_folder(out)
         try:
             if plan is not None:
                 with bars_on(console)(total=len(plan.layers), desc="Analysing layers") as bar:
                     analysis = analyze_folders(plan, config.task_rank, bar.update)
             else:
-                analysis = _pool(console, methods, runs, words, modelpool, config, out, targets)
+                analysis = _pool(console, methods, words, modelpool, config, out, targets)
             content, files = save_analysis(analysis, out)
             files += write_results(out)
         finally:
@@ -120,10 +110,6 @@ def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
     if ("base" in typed) != ("task" in typed):
         raise ValueError(
             "--base and --task go together: name the pretrained model and at least one task"
-        )
-    if "run" in typed and "methods" in typed:
-        raise ValueError(
-            "--run and --methods: what is measured is either finished runs or methods to run now"
         )
     if "merged" in typed and "base" not in typed:
         raise ValueError("--merged goes with --base and --task")
@@ -150,15 +136,10 @@ def _plan(
 
 
 def _pool(
-    console: Console,
-    methods: str | None,
-    runs: Sequence[Any],
-    overrides: list[str],
-    modelpool: str,
-    *analysis: Any,
+    console: Console, methods: str | None, overrides: list[str], modelpool: str, *analysis: Any
 ) -> Any:
-    """Analyse a model pool, and methods or finished runs on it."""
-    from fusion_bench_nufilt.analysis.measure import default_methods, measure_methods, measure_run
+    """Analyse a model pool, and methods on it."""
+    from fusion_bench_nufilt.analysis.measure import default_methods, measure_methods
     from fusion_bench_nufilt.analysis.pool import PoolAnalysis
     from fusion_bench_nufilt.compare.configs import compose_run, quiet
     from fusion_bench_nufilt.compare.experiment import Experiment
@@ -169,16 +150,15 @@ def _pool(
     with quiet():
         pool = PoolAnalysis(Experiment(compose_run(without_method(words))), modelpool, *analysis)
         console.print(pool.memory_note)
-        wanted = "" if runs or methods == "none" else methods or default_methods(pool.width)
-        specs = parse_methods(wanted, overrides)
+        if methods == "none":
+            specs = []
+        else:
+            specs = parse_methods(methods or default_methods(pool.width), overrides)
         bars = bars_on(console)
         with bars(total=len(pool.tasks), desc="Analysing tasks") as bar:
             result = pool.run(bar.update)
-        steps = len(pool.tasks) * (len(specs) + len(runs))
-        with bars(total=steps, desc="Measuring methods") as bar:
+        with bars(total=len(pool.tasks) * len(specs), desc="Measuring methods") as bar:
             measure_methods(pool, result, specs, words, bar.update)
-            for run in runs:
-                measure_run(pool, result, run, bar.update)
     for label, reason in result.failures.items():
         console.print(f"[yellow]{shown(label)} failed:[/yellow] {shown(reason)}")
     return result

@@ -25,11 +25,7 @@ _BOTH = ("stability", "plasticity")
 _LOSSES = {key: f"{key} loss" for key in _BOTH} | {
     key: f"{key} mean" for key in ("harmonic", "arithmetic")
 }
-_INPUTS = {
-    "fixed": "fixed inputs",
-    "relative": "fixed inputs, relative",
-    "propagated": "propagated inputs",
-}
+_INPUTS = {"fixed": "fixed inputs", "relative": "fixed inputs, relative"}
 _FROM_0_TO_1 = alt.Scale(domain=[0, 1])
 
 
@@ -47,7 +43,6 @@ class AnalysisContent(TypedDict):
     affinity: NotRequired[dict[str, Json]]
     affinity_by_rank: NotRequired[dict[str, list[float]]]
     pairs: NotRequired[list[list[int]]]
-    theorem: NotRequired[list[dict[str, float]]]
     methods: NotRequired[dict[str, Json]]
     versions: NotRequired[Json]
 
@@ -95,9 +90,6 @@ def _page(content: AnalysisContent, tables: Tables) -> str:
         content=content,
         charts=charts,
         measured=measured,
-        theorem=pd.DataFrame(content.get("theorem", ())).rename(
-            columns=lambda name: name.replace("_", " ")
-        ),
     )
 
 

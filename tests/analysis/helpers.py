@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from fusion_bench_nufilt.pages.names import kind
 
-LOSS_NAMES = ("{}", "relative_{}", "data_free_{}", "{}_bound", "propagated_{}")
+LOSS_NAMES = ("{}", "relative_{}", "data_free_{}")
 LOSS_COLUMNS = ["method", "step", "task", "layer"]
 LOSS_COLUMNS += [name.format(loss) for name in LOSS_NAMES for loss in ("stability", "plasticity")]
 

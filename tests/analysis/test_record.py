@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusion_bench_nufilt.analysis.measure import output_distance
 from fusion_bench_nufilt.analysis.pool import merged_layers
 from fusion_bench_nufilt.analysis.record import (
     known_moments,
@@ -118,18 +117,6 @@ def test_samples_are_drawn_once_for_a_seed():
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
     assert len(task_inputs(pool, "a", 100, 0).dataset) == 20
-
-
-def test_output_distance_is_that_of_the_layers_outputs():
-    a, b, loader = clip(0), clip(1), pictures(6)
-    views = merged_layers(a, "auto")
-    name, last = list(views.items())[-1]
-    Y_a, Y_b = (
-        model.get_submodule(last.module)(inputs_of(model, last.module, loader)) for model in (a, b)
-    )
-    expected = pytest.approx(float((Y_a - Y_b).square().sum(dim=1).mean()), rel=1e-4)
-    assert output_distance(a, b, loader, views)[name] == expected
-    assert set(output_distance(a, a, loader, views).values()) == {0.0}
 
 
 def test_a_task_pool_that_lacks_inputs_is_named():

@@ -52,9 +52,6 @@ def comparison_folder(folder):
     return folder
 
 
-THEOREM = {"misalignment": 0.4, "zeta": np.inf, "zeta_spectral": np.inf, "violated": False}
-
-
 def some_analysis():
     """Three tasks in four layers, and the losses of two methods."""
     rng = np.random.default_rng(0)
@@ -70,8 +67,6 @@ def some_analysis():
             value / 9,
             value / 2,
             value / 2,
-            3 * value,
-            3.0,
         )
         for method in ("NUFILT", "sum")
         for step, task in enumerate(TASKS, 1)
@@ -103,10 +98,6 @@ def some_analysis():
         affinity=pair_rows(
             LAYERS, TASKS, ("data", "vector", "affinity"), affinity, rng.uniform(0, 1, (*shape, 2))
         ),
-        theorem=[
-            {"task": task, "layer": layer, "r_d": 1, **THEOREM}
-            for task, layer in product(TASKS, LAYERS)
-        ],
         losses=losses,
         scores={"NUFILT": {"ACC": 0.7, "BWT": -0.1}},
     )

@@ -65,7 +65,6 @@ def body(page):
             [
                 "some_pool: why it merges",
                 "matched pairs have a mean affinity",
-                "Theorem 1",
                 "rho stability",
             ],
         ),
