@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 import typer
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import BeforeValidator, ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
@@ -302,7 +301,7 @@ def read_recipe(file: Path) -> dict[str, Any]:
             raise ValueError(f"it is a file of mergekit, run by: nufilt mergekit {file} OUT")
         settings = checked(content, _Recipe).pop("settings", None) or {}
         return dict(checked({**content, **settings}, _Recipe))
-    except (YAMLError, OmegaConfBaseException, ValueError, OSError, RecursionError) as error:
+    except (YAMLError, ValueError, OSError, RecursionError) as error:
         raise ValueError(
             f"the recipe '{file}' can't be read: {' '.join(str(error).split())}"
         ) from None

@@ -4,7 +4,6 @@ schema.
 
 import errno
 import hashlib
-import io
 import json
 import os
 import re
@@ -18,9 +17,9 @@ from glob import escape as without_wildcards
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import psutil
 import yaml
 from filelock import BaseFileLock, FileLock, Timeout
-from omegaconf import OmegaConf
 from pydantic import TypeAdapter, ValidationError
 from rich.markup import escape
 from safetensors import SafetensorError
@@ -91,10 +90,15 @@ def atomic_file(target: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``target``, which becomes ``target`` when the block ends
     without an error.
     """
+    for leftover in target.parent.glob(f".{without_wildcards(target.name)}-[0-9]*"):
+        process = leftover.name.rpartition("-")[2]
+        if process.isdecimal() and not psutil.pid_exists(int(process)):  # it was killed
+            leftover.unlink(missing_ok=True)
     temporary = target.with_name(f".{target.name}-{os.getpid()}")
     try:
         with naming_full_disk(target.parent):
             yield temporary
+            _give_usual_mode(temporary)
             sync(temporary)
             temporary.replace(target)
     finally:
@@ -143,6 +147,8 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         with naming_full_disk(target):
             yield temporary
             for file in temporary.rglob("*"):
+                if file.is_file():
+                    _give_usual_mode(file)
                 sync(file)
             if target.exists():
                 target.rename(_aside(target))
@@ -166,6 +172,13 @@ def restore_folder(target: Path) -> None:
 
 def _aside(target: Path) -> Path:
     return target.with_name(f".{target.name}.old")
+
+
+def _give_usual_mode(file: Path) -> None:
+    """Let those read a file whom the user's umask lets; safetensors lets its owner alone."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
 
 
 def sync(path: Path) -> None:
@@ -206,28 +219,21 @@ def file_name(name: str) -> str:
     )
 
 
-def read_yaml(file: Path) -> Any:
-    """Read a YAML file of at most 1 MB, 10,000 values and 20 levels, without aliases and
-    interpolations.
+class _YamlLoader(yaml.SafeLoader):
+    """Reads ``1e-3`` as a number, as Hydra does; YAML 1.1 wants a dot in it."""
 
-    This takes two seconds at most; a ValueError or YAMLError gives the line of what exceeds the
-    limits.
+
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def read_yaml(file: Path) -> Any:
+    """Return the content of a YAML file, ``{}`` if it is empty; a ValueError or YAMLError says what
+    is wrong with it.
     """
-    with file.open("rb") as stream:
-        content, depth = stream.read(10**6 + 1), 0
-    if len(content) > 10**6:
-        raise ValueError("it has more than 1 MB")
-    text = content.decode()
-    for number, event in enumerate(yaml.parse(text)):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-            event, yaml.CollectionEndEvent
-        )
-        line = f"line {event.start_mark.line + 1} has"
-        if isinstance(event, yaml.AliasEvent) or "${" in getattr(event, "value", ""):
-            raise ValueError(f"{line} an alias or interpolation")
-        if depth > 20 or number > 10_000:
-            raise ValueError(f"{line} more than 20 levels or 10,000 values")
-    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+    content = yaml.load(file.read_text(encoding="utf-8"), Loader=_YamlLoader)
+    return {} if content is None else content
 
 
 def read_json(

@@ -48,11 +48,7 @@ def faults(some: list[Case], folder) -> list[str]:
 
 def test_a_sample_of_bad_input_is_refused_by_name_or_does_nothing(doors_only, inputs):
     every = [case for case in cases(inputs) if case.quick]
-    bombs = [case for case in every if "bomb" in case.name]
-    assert (
-        faults(bombs + sample(every, FAST // len({case.door for case in every}), seed=0), inputs)
-        == []
-    )
+    assert faults(sample(every, FAST // len({case.door for case in every}), seed=0), inputs) == []
 
 
 @pytest.mark.slow

@@ -2,11 +2,12 @@
 
 import json
 import os
+import subprocess
 from contextlib import suppress
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
@@ -90,6 +91,30 @@ def test_what_a_killed_process_left_gives_way_to_the_next_save(tmp_path):
     (tmp_path / ".step-123.new" / "half").touch()
     save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {}, {})
     assert everything_in(tmp_path) == ["model.safetensors", "nufilt.json", "step"]
+
+
+def test_what_a_killed_process_left_of_a_file_gives_way_to_the_next_write(tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    living, killed = (tmp_path / f".table.csv-{pid}" for pid in (os.getppid(), dead.pid))
+    living.touch()
+    killed.touch()
+    write_text(tmp_path / "table.csv", "a,b")
+    assert everything_in(tmp_path) == [living.name, "table.csv"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
+def test_the_umask_says_who_may_read_what_is_written(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        save_checkpoint(clip(), tmp_path / "step", {}, {"state": torch.ones(2)})
+        with atomic_file(tmp_path / "sums.safetensors") as temporary:
+            save_file({"sums": torch.ones(2)}, temporary)
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 5
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
 
 
 class KilledError(Exception):

@@ -1,5 +1,6 @@
 """A checkpoint folder: the tensors in its files, and everything beside the weights."""
 
+import difflib
 import hashlib
 import json
 import re
@@ -101,6 +102,7 @@ class Checkpoint(Source):
         """
         folder = Path(name).expanduser()
         if not folder.is_dir():
+            _refuse_mistyped(name)
             try:
                 folder = download(name, name.partition("@")[2] or None, [_ADAPTER])
             except HFValidationError as error:
@@ -259,6 +261,29 @@ class Checkpoint(Source):
         if not is_finite(tensor):
             raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")
         return tensor, digest(stored)
+
+
+def _refuse_mistyped(name: str) -> None:
+    """Raise a ValueError for a name that is no folder's and was meant to be one: that of a file, a
+    path, or one that differs from a folder's in a letter.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        raise ValueError(f"'{name}' is a file: name the folder that it is in, '{path.parent}'")
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1  # a hub name has one at most
+    if "@" in name and not is_path:  # a revision on the hub
+        return
+    folders = []
+    if path.parent.is_dir():
+        folders = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+    length = len(path.name)
+    one_letter = (length - 1) / length if length > 2 else 1.0  # as difflib counts
+    meant = difflib.get_close_matches(path.name, folders, n=1, cutoff=one_letter)
+    if meant:
+        on_hub = "" if is_path else f" If you mean the hub's '{name}', say '{name}@main'."
+        raise ValueError(f"no folder '{name}': did you mean '{path.with_name(meant[0])}'?{on_hub}")
+    if is_path:
+        raise ValueError(f"no folder '{name}'")
 
 
 def is_adapter(folder: Path) -> bool:
