@@ -24,7 +24,7 @@ from fusion_bench_nufilt.compare.overrides import key_value
 from fusion_bench_nufilt.core.options import split_options, unknown, with_scope
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.merge import Plan, Settings, merge_folders, plan_merge
-from fusion_bench_nufilt.merge.changes import kept_from_base
+from fusion_bench_nufilt.merge.checks import kept_from_base
 from fusion_bench_nufilt.merge.distributed import cluster_nodes
 from fusion_bench_nufilt.merge.folders import check_disk, check_output
 from fusion_bench_nufilt.merge.forecast import disk_bytes, peak_memory
@@ -206,8 +206,11 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
         kept = (f"{task} ({', '.join(head['modules'])})" for task, head in plan.heads.items())
         yield "heads", f"kept for each task: {', '.join(kept)}"
     yield "copied", f"{len(plan.others) - averaged} tensors, bit by bit"
-    if left := kept_from_base(plan):
-        yield "", f"whatever a task changed in {len(left)} tensors is left out: {some(left)}"
+    unchanged = kept_from_base(plan)
+    if unchanged:
+        option = "" if plan.targets.other_params == "mean" else "; other_params=mean averages them"
+        changes = f"whatever a task changed in {len(unchanged)} tensors is left out"
+        yield "", f"{changes}: {some(unchanged)}{option}"
     if plan.vocabulary.params:
         yield "tokenizer", str(plan.vocabulary)
     if plan.settings.engine == "local":

@@ -108,6 +108,17 @@ def verify_merged(plan: Plan) -> Iterator[str]:
     verify_files(merged.folder, plan.before, CHANGED, names)
 
 
+def kept_from_base(plan: Plan) -> list[str]:
+    """Return the tensors outside the merged layers that some tasks have and that do not change."""
+    kept: dict[str, None] = {}
+    for task in plan.tasks:
+        averaged = plan.averaged_of(task)
+        for param in task.keys:
+            if param in plan.others and param not in averaged:
+                kept[param] = None
+    return list(kept)
+
+
 def check_task(
     selection: Selection, task: FullModel, architecture: Architecture, averaged: set[str]
 ) -> Iterator[str]:

@@ -31,7 +31,6 @@ from fusion_bench_nufilt.storage.tensors import end_of_file
 from .architecture import Layer
 from .beside import state_layout
 from .card import model_card
-from .changes import account, changes, refuse_losses
 from .checks import verify_merged
 from .distributed import merge_on_cluster
 from .encode import LayerBytes
@@ -87,13 +86,10 @@ def merge_folders(
             )
         about = _about(plan, output.done, run)
         _check_inputs(plan, about["inputs"])
-        found = account(plan, about["changes"])
         write_files(output.model, files)
-        (output.model / CARD).write_text(model_card(plan, [*found, *about["warnings"]]))
+        (output.model / CARD).write_text(model_card(plan, about["warnings"]))
         write_manifest(output.model, about)
         output.finish()
-        for sentence in (each for each in found if "Left out" in each):
-            log.warning("%s", sentence)
     return out
 
 
@@ -194,10 +190,6 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
     written = map_layers(
         lambda param: write_other(plan, param, output), others, torch.device("cpu")
     )
-    for _ in written if plan.settings.strict else ():
-        progress(len(done), total)
-    if plan.settings.strict:  # before the layers, which take most of the time
-        refuse_losses(plan, done.values())
     for _ in chain(_merge_layers(plan, layers, output), written):
         progress(len(done), total)
 
@@ -293,7 +285,6 @@ def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
         "sha256": combined_digest(
             (record["param"], [entry[3] for entry in record["written"]]) for record in records
         ),
-        "changes": changes(plan, records),
         "run": run,
         "versions": package_versions(),
         "warnings": warnings

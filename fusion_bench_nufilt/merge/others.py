@@ -13,7 +13,6 @@ from torch import Tensor
 from fusion_bench_nufilt.core.weights import is_finite, wide_dtype
 from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, FLOATS, TensorInfo, raw
 
-from .changes import changed_by
 from .output import Output, Record
 from .plan import Plan
 from .sources.fp8 import Quantised
@@ -29,13 +28,7 @@ NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the 
 def write_other(plan: Plan, param: str, output: Output) -> None:
     """Write a tensor outside the merged layers, under every key that the result has for it."""
     read: defaultdict[str, Any] = defaultdict(hashlib.sha256)  # digests by model
-    record: Record = {
-        "param": param,
-        "written": [],
-        "read": {},
-        "reports": [],
-        "changed": changed_by(plan, param),
-    }
+    record: Record = {"param": param, "written": [], "read": {}, "reports": []}
     for key in plan.others[param]:
         finite = True
         place = plan.places[key]

@@ -36,7 +36,6 @@ class Record(TypedDict, total=False):
     written: Required[Annotated[list[tuple[str, NonNegativeInt, int, str]], Field(min_length=1)]]
     read: Required[dict[str, str]]  # digests of what was read, by the model's role in the merge
     reports: Required[list[dict[str, Any]]]
-    changed: list[str]  # the models whose tensor outside the merged layers is not the base's
     mean_count: Count
     not_finite: str
 

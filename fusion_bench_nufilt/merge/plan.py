@@ -96,12 +96,6 @@ class Settings:
         "Check by digests that earlier results and the models named in a manifest are unchanged.",
         scope="run",
     )
-    strict: bool = _option(
-        False,
-        "Refuse a merge whose result would lack something that a task changed.",
-        panel="Layers",
-        scope="run",
-    )
     max_memory: int | None = _option(
         None, "The most memory to use, such as 4GB, with fewer layers at a time.", scope="run"
     )

@@ -12,7 +12,6 @@ from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, read_manifest
 from fusion_bench_nufilt.storage.schemas import Manifest
 
 from .architecture import Architecture
-from .changes import refuse_losses
 from .checks import CHANGED, check_merged, check_state, check_task, verify_merged
 from .forecast import layer_memory, process_memory
 from .heads import describe_heads, take_heads
@@ -160,8 +159,6 @@ def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
         yield f"{some(twice)} comes more than once in the stream"
     for task in plan.tasks:
         yield from check_task(plan, task, architecture, plan.averaged)
-    if plan.settings.strict:
-        refuse_losses(plan, ())
     if plan.merged is not None:
         yield from check_state(plan, plan.merged.source.name)
     yield from check_relation(plan)

@@ -198,7 +198,7 @@ def test_a_manifest_does_not_choose_where_to_connect_compute_or_write(tmp_path):
         "step": 9,
         "null_rank": 3,
     }
-    settings |= {"strict": True, "verify": False, "max_memory": 1}
+    settings |= {"verify": False, "max_memory": 1}
     content = {
         "inputs": {"base": {"name": "b"}, "task 0": {"name": "t"}},
         "step": 1,

@@ -38,9 +38,6 @@ class FullModel:
         self.keys: dict[str, str] = {}
         self.pairs: dict[str, tuple[str, str, float]] = {}
         self.ignored: list[str] = []
-        self.tied: dict[
-            str, str
-        ] = {}  # the param of each further key that the base ties, such as an untied head
         self.head: dict[str, str] = {}  # keys of the task's own head, by param
         self.strength = 1.0  # of its update in a merge
         self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths, by param
@@ -61,7 +58,6 @@ class FullModel:
             # embedding, not the head.
             key = next((key for key in keys if architecture.module_name(key) == param), keys[0])
             self.keys[param], self.params[param] = key, self.source.tensors[key].shape
-            self.tied |= {other: param for other in keys if other != key}
 
     @property
     def checkpoint(self) -> Checkpoint:
