@@ -5,7 +5,6 @@ the task pool `nufilt_demo` hand the loaders to FusionBench's own CLIP pools.
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 from tqdm.auto import tqdm
 from transformers import CLIPModel, CLIPProcessor, CLIPTokenizer, CLIPVisionModel
+from transformers.utils import logging as transformers_logging
 
 from fusion_bench_nufilt.core.options import unknown
 from fusion_bench_nufilt.storage.files import atomic_folder
@@ -27,7 +27,15 @@ from fusion_bench_nufilt.taskpools.local_tasks import register_task
 
 from .render import SIDE
 from .tasks import TASKS
-from .train import Recipe, active_recipe, draw_pictures, finetune, normalise, pretrain
+from .train import (
+    Recipe,
+    active_recipe,
+    draw_pictures,
+    finetune,
+    normalise,
+    pretrain,
+    terminal,
+)
 
 PARTS = ("clip", "_pretrained_", *TASKS)  # each after those from which it is made
 
@@ -53,12 +61,16 @@ def load_vision_model(name: str) -> CLIPVisionModel:
     """Load the pretrained vision tower (`_pretrained_`) or the one fine-tuned on a task."""
     if name not in (towers := PARTS[1:]):
         raise ValueError(unknown("model of the demo", name, towers))
-    return CLIPVisionModel.from_pretrained(demo_folder() / name)
+    folder = demo_folder() / name
+    with _quiet_transformers():
+        return CLIPVisionModel.from_pretrained(folder)
 
 
 def load_clip() -> CLIPModel:
     """Load the whole pretrained CLIP."""
-    return CLIPModel.from_pretrained(demo_folder() / "clip")
+    folder = demo_folder() / "clip"
+    with _quiet_transformers():
+        return CLIPModel.from_pretrained(folder)
 
 
 def load_processor() -> CLIPProcessor:
@@ -108,9 +120,10 @@ def demo_folder() -> Path:
         with held:
             if missing := _missing(folder):  # unless another process built them meanwhile
                 _say(f"building the demo, once, in {folder} (a minute or two)")
-                for part in tqdm(missing, unit="model", disable=None):
-                    with _reproducible(recipe), atomic_folder(folder / part) as draft:
-                        _make(recipe, part, draft, folder / "clip")
+                with _quiet_transformers():
+                    for part in tqdm(missing, "Demo", unit="model", file=terminal(), disable=None):
+                        with _reproducible(recipe), atomic_folder(folder / part) as draft:
+                            _make(recipe, part, draft, folder / "clip")
     return folder
 
 
@@ -143,7 +156,22 @@ def _make(recipe: Recipe, part: str, draft: Path, pretrained: Path) -> None:
 
 
 def _say(message: str) -> None:
-    print(f"fusion_bench_nufilt.demo: {message}", file=sys.stderr, flush=True)
+    print(f"fusion_bench_nufilt.demo: {message}", file=terminal(), flush=True)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Hide the bars of transformers, and its report that a vision tower has no words."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 @contextmanager

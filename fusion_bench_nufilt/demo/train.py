@@ -8,10 +8,12 @@ import hashlib
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -94,6 +96,13 @@ def normalise(pictures: Tensor) -> Tensor:
     does.
     """
     return ((pictures.float() / 255 - MEAN) / STD).movedim(-1, -3)
+
+
+def terminal() -> TextIO:
+    """Return standard error, also while a comparison silences it: training takes minutes."""
+    if getattr(sys.stderr, "name", None) == os.devnull and sys.__stderr__ is not None:
+        return sys.__stderr__
+    return sys.stderr
 
 
 def make_tokenizer(folder: Path) -> CLIPTokenizer:
@@ -190,7 +199,7 @@ def minimise(
     """Train by AdamW; the learning rate rises linearly and then falls to zero along a cosine."""
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=decay, betas=(0.9, 0.98))
-    for step in trange(steps, unit="step", leave=False, disable=None):
+    for step in trange(steps, unit="step", leave=False, file=terminal(), disable=None):
         rise = min(1.0, (step + 1) / (warmup + 1))
         fall = 0.5 * (1 + math.cos(math.pi * step / steps))
         optimizer.param_groups[0]["lr"] = lr * rise * fall

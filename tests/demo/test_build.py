@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt import demo as room
+from fusion_bench_nufilt.compare.configs import quiet
 from fusion_bench_nufilt.demo.train import TINY, Recipe, active_recipe
 
 WEIGHTS = "model.safetensors"
@@ -105,3 +106,20 @@ def test_the_environment_chooses_the_recipe_and_the_folder(monkeypatch, tmp_path
     monkeypatch.setenv("NUFILT_DEMO", "huge")
     with pytest.raises(ValueError, match=r"huge.*full, tiny"):
         active_recipe()
+
+
+def test_building_and_loading_tell_what_is_built_and_nothing_else(copy, made, capfd):
+    shutil.rmtree(copy / "digits")
+    room.load_vision_model("digits")
+    room.load_clip()
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
+    assert "building the demo, once" in said.err
+
+
+def test_it_tells_that_it_is_built_while_a_comparison_silences_everything(copy, made, capfd):
+    shutil.rmtree(copy / "digits")
+    with quiet():
+        room.demo_folder()
+    assert "building the demo, once" in capfd.readouterr().err
