@@ -3,6 +3,7 @@ used again only if that description is still the same; otherwise, what differs i
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ class Difference(NamedTuple):
     wanted: Any
 
     def __str__(self) -> str:
+        if all(re.fullmatch(r"[0-9a-f]{64}", str(value)) for value in (self.stored, self.wanted)):
+            return f"{self.name} is not the same"  # digests tell a reader nothing
         return f"{self.name} is {_short(self.stored)} there and {_short(self.wanted)} here"
 
 

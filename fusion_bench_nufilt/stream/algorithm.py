@@ -192,6 +192,8 @@ class ContinualMergingAlgorithm(
         self._inputs: dict[str, Input] = {
             name: {"name": name, "source": source} for name, source in sources.items()
         }
+        if self.folder is not None:
+            self.folder.refuse_other_run(self._description())
         self.scores = self._scores(taskpool)
         self.check_data()
         pretrained, self.drawn = self._load(modelpool, PRETRAINED)
@@ -209,6 +211,7 @@ class ContinualMergingAlgorithm(
                     self.check_model(pretrained, model, name, drawn)
                     del model
         if self.folder is not None:
+            self.folder.begin(self._description())
             write_text(self.folder.path / "model_names.json", json.dumps(names))
         merged = self.merge_stream(modelpool, pretrained, names)
         if self.scores is not None:
@@ -309,13 +312,12 @@ class ContinualMergingAlgorithm(
         """Give ``merged`` the weights of the newest complete step in the log directory; return that
         step's number.
         """
-        first, last = self.first_step, self._last_step
-        if (
-            self.folder is None
-            or (found := self.folder.newest_step(first, last, self._description())) is None
-        ):
-            return first - 1
-        folder, manifest = found
+        if self.folder is None:
+            return self.first_step - 1
+        newest = self.folder.newest_step(self.first_step, self._last_step)
+        if newest is None:
+            return self.first_step - 1
+        folder, manifest = newest
         step = manifest["step"]
         log.info("going on after step %d", step)
         if unread := [

@@ -16,12 +16,22 @@ from fusion_bench_nufilt.storage.checkpoint import (
     read_whole_checkpoint,
     save_checkpoint,
 )
-from fusion_bench_nufilt.storage.files import lock_folder, read_json, restore_folder, write_text
+from fusion_bench_nufilt.storage.files import (
+    MANIFEST,
+    lock_folder,
+    read_json,
+    restore_folder,
+    write_json,
+    write_text,
+)
 from fusion_bench_nufilt.storage.schemas import Manifest
 
 log = logging.getLogger(__name__)
 
-_UNREAD = "not read yet"  # in the place of a model's digest
+#: What the run in a log directory depends on.
+RUN = "run.json"
+#: The fields of a step's manifest without which a run can't go on from it.
+_NEEDED = ("step", "merge_seconds", "inputs")
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,29 @@ class RunFolder:
     """
 
     path: Path  # the log directory
+
+    def refuse_other_run(self, run: Mapping[str, Any]) -> None:
+        """Raise a ValueError if the folder has results of another run than ``run`` describes; it
+        names what differs.
+        """
+        manifests = self.path.glob(f"checkpoints/merged_model_*/{MANIFEST}")
+        for file in [self.path / RUN, *sorted(manifests)]:
+            try:
+                saved = read_json(file, Manifest)
+            except ValueError as error:  # a step that is damaged is made again
+                log.warning("%s", error)
+                continue
+            found = [] if saved is None else differences(saved, run)
+            if found:
+                raise ValueError(
+                    f"'{self.path}' holds another run: {resumable.in_one_line(found)}. Take "
+                    "another log directory (path.log_dir), or remove this one"
+                )
+
+    def begin(self, run: Mapping[str, Any]) -> None:
+        """Note what the run in this folder depends on, unless the folder has results of another."""
+        self.refuse_other_run(run)
+        write_json(self.path / RUN, run)
 
     def save_report(self, step: int, report: dict[str, Any]) -> None:
         write_text(self._report(step), json.dumps(report))
@@ -68,13 +101,9 @@ class RunFolder:
         read_whole_checkpoint(self.checkpoint(step))
         load_checkpoint(model, self.checkpoint(step))
 
-    def newest_step(
-        self, first: int, last: int, run: Mapping[str, Any]
-    ) -> tuple[Path, Manifest] | None:
+    def newest_step(self, first: int, last: int) -> tuple[Path, Manifest] | None:
         """Return the folder and manifest of the newest complete step between two; damaged steps are
         passed over.
-
-        Refuse a step of another run than ``run`` describes, naming what differs.
         """
         for step in range(last, first - 1, -1):
             folder = self.checkpoint(step)
@@ -83,23 +112,14 @@ class RunFolder:
                 continue
             try:
                 manifest = read_whole_checkpoint(folder)
+                missing = [field for field in _NEEDED if field not in manifest]
+                if missing:
+                    raise ValueError(f"the manifest of '{folder}' has no {missing[0]}")
+                if manifest["step"] != step:
+                    raise ValueError(f"'{folder}' is of step {manifest['step']}")
             except ValueError as error:
                 log.warning("step %d: %s; looking for the step before", step, error)
                 continue
-            if manifest.get("step", step) != step:
-                log.warning(
-                    "step %d: '%s' is of step %d; looking for the step before",
-                    step,
-                    folder,
-                    manifest["step"],
-                )
-                continue
-            if other := differences(manifest, run):
-                raise ValueError(
-                    f"step {step} in '{folder}' is of a run with another {', '.join(other)}: "
-                    "resume with the same, or "
-                    "take another log directory"
-                )
             return folder, manifest
         return None
 
@@ -128,27 +148,24 @@ def open_run_folder(path: str | None) -> Iterator[RunFolder | None]:
         lock.release()
 
 
-def differences(manifest: Manifest, run: Mapping[str, Any]) -> list[str]:
-    """Name what differs between the run that wrote a manifest and the run that is described.
+def differences(saved: Manifest, run: Mapping[str, Any]) -> list[resumable.Difference]:
+    """Return what differs between the run that is described in a file and ``run``, as far as the
+    weights depend on it.
 
-    Models are compared by their weights: the same weights may come from another place.
+    Models are compared by their weights, which may have come from another place; where no run has
+    read them, by their source.
     """
-    if lacking := [
-        key
-        for key in ("step", "merge_seconds", "method", "order", "inputs", "settings")
-        if key not in manifest
-    ]:
-        return [f"version of this package (its manifest has no {', '.join(lacking)})"]
-    before, now = _depends_on(manifest), _depends_on(run)
-    for model in manifest["inputs"].keys() & run["inputs"].keys():
-        if before[f"model '{model}'"] == _UNREAD:
-            del now[f"model '{model}'"]
-    return [each.name for each in resumable.differences({key: before.get(key) for key in now}, now)]
-
-
-def _depends_on(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that decides the weights after each step."""
-    models = {
-        f"model '{name}'": model.get("sha256", _UNREAD) for name, model in run["inputs"].items()
-    }
-    return {"method": run["method"], "order": run["order"], **run["settings"], **models}
+    before: dict[str, Any] = {"method": saved.get("method"), "order": saved.get("order")}
+    before |= saved.get("settings", {})
+    now = {"method": run["method"], "order": run["order"], **run["settings"]}
+    inputs = saved.get("inputs", {})
+    for name in {**inputs, **run["inputs"]}:
+        old = inputs.get(name, {})
+        new = run["inputs"].get(name, {})
+        digests = [model["sha256"] for model in (old, new) if "sha256" in model]
+        if len(digests) == 1 and old and new:  # one of them has not read it yet
+            continue
+        key = "sha256" if len(digests) == 2 else "source"
+        before[f"model '{name}'"] = old.get(key)
+        now[f"model '{name}'"] = new.get(key)
+    return resumable.differences(before, now)

@@ -222,9 +222,13 @@ def step_cases(good: Path) -> Iterator[Case]:
 
     def resume(good: Path, wrong: bool) -> str:
         run = {"method": "NUFILT", "order": ["a", "b"], **RUN}
-        return tried(
-            lambda: RunFolder(good / "steps").newest_step(1, 1, run), "merged_model_0", wrong
-        )
+
+        def go_on() -> object:
+            log_directory = RunFolder(good / "steps")
+            log_directory.refuse_other_run(run)
+            return log_directory.newest_step(1, 1)
+
+        return tried(go_on, "steps", wrong)
 
     def merged(good: Path, wrong: bool) -> str:
         models = {

@@ -84,7 +84,7 @@ def test_a_damaged_step_is_made_again(tmp_path, file, caplog):
 def test_scores_of_an_earlier_run_do_not_pass_for_this_ones(tmp_path):
     algorithm_in(tmp_path).run(pool(2))
     (tmp_path / "report_1.json").write_text("{}")  # as a run with scores would have left it
-    algorithm_in(tmp_path, seed=43).run(pool(2))
+    algorithm_in(tmp_path).run(pool(2))
     assert not list(tmp_path.glob("report_*.json"))
 
 
@@ -101,11 +101,11 @@ def test_a_run_with_other_settings_is_not_gone_on_with(tmp_path, settings, named
 def test_other_models_and_other_weights_under_the_same_name_are_not_gone_on_with(tmp_path):
     models = pool(2)
     algorithm_in(tmp_path).run(models)
-    with pytest.raises(ValueError, match=r"another order, model 'task3'"):
+    with pytest.raises(ValueError, match=r"order is .*; model 'task3' is null there"):
         algorithm_in(tmp_path, resume=True).run(pool(3))
     with torch.no_grad():
         next(models["task1"].parameters()).add_(0.01)
-    with pytest.raises(ValueError, match="another model 'task1'"):
+    with pytest.raises(ValueError, match="model 'task1' is not the same"):
         algorithm_in(tmp_path, resume=True).run(models)
 
 
