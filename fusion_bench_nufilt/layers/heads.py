@@ -21,19 +21,27 @@ class Heads:
     A head is the module that maps to the labels, with everything else that lies outside the
     backbone of the task's class, such as both layers of RoBERTa's ``classifier``. It is kept for
     its task if the base lacks it or has it for other labels; a head for the same labels is a layer
-    like any other. What is kept for one task is kept for all.
+    like any other. The base's own head, such as that of a masked language model, is a head, too, if
+    a task of another class lacks it. What is kept for one task is kept for all.
 
     Args:
         rule: ``auto``, ``none``, or an expression for the names of modules.
         base: the base's tensors. Those of tasks must have the same names.
         config: the content of the base's config.json.
         backbone: where the backbone lies in the base's classes of models with heads (``vit``).
+        embeddings: the base's tensors with a row for every token.
     """
 
     def __init__(
-        self, rule: str, base: Shapes, config: Mapping[str, Any], backbone: str = ""
+        self,
+        rule: str,
+        base: Shapes,
+        config: Mapping[str, Any],
+        backbone: str = "",
+        embeddings: Collection[str] = (),
     ) -> None:
         self.rule, self.base, self.labels = rule, base, labels(config)
+        self._class, self._embeddings = config.get("architectures"), embeddings
         self.modules: set[str] = set()
         within_backbone = any(name.startswith(f"{backbone}.") for name in base)
         self._backbone = f"{backbone}." if within_backbone else ""
@@ -64,6 +72,8 @@ class Heads:
             self.modules |= self._own(
                 task, config, _named(config) or {key.rpartition(".")[0] for key in whole}
             )
+            if trained is None and config.get("architectures") != self._class:
+                self.modules |= self._of_base(task)
         elif self.rule != "none":
             found = {
                 path for key in task for path in _paths(key) if matches(self.rule, path, of="heads")
@@ -105,8 +115,24 @@ class Heads:
         if not own:
             return set()
         head = {name for name in task if name in outside or _within(name, own)}
-        rest = {path for name in task.keys() - head for path in _paths(name)}
-        return {next(path for path in _paths(name) if path not in rest) for name in head}
+        return _modules(head, task)
+
+    def _of_base(self, task: Shapes) -> set[str]:
+        """Return the modules outside the backbone that the base has and a task lacks.
+
+        An output layer alone, as of a causal language model, is no layer that is merged.
+        """
+        if not self._backbone:
+            return set()
+        head = {
+            name for name in self.base if not name.startswith(self._backbone) and name not in task
+        }
+        layers = [
+            name
+            for name in head - {*self._embeddings}
+            if name.endswith(".weight") and len(self.base[name]) >= 2
+        ]
+        return _modules(head, self.base) if layers else set()
 
     def _is_outside(self, name: str) -> bool:
         if self._backbone and not name.startswith(self._backbone):
@@ -152,6 +178,12 @@ def _named(config: Mapping[str, Any]) -> Collection[str]:
     """Return the modules that a timm configuration calls the classifier."""
     names = (config.get("pretrained_cfg") or {}).get("classifier") or ()
     return [names] if isinstance(names, str) else names
+
+
+def _modules(tensors: Collection[str], model: Iterable[str]) -> set[str]:
+    """Return the outermost modules that hold some tensors of a model, and no other of it."""
+    others = {path for name in model if name not in tensors for path in _paths(name)}
+    return {next(path for path in _paths(name) if path not in others) for name in tensors}
 
 
 def _paths(name: str) -> list[str]:

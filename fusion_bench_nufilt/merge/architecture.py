@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -75,9 +75,9 @@ class Architecture:
         parameters = (loaded or model).named_parameters()
         self._stacks = {name: tuple(value.shape) for name, value in parameters if value.ndim == 3}
         self.backbone = getattr(self.model, "base_model_prefix", "")
-        first: dict[int, str] = {}
-        names = self.model.named_parameters(remove_duplicate=False)
-        self._params = {name: first.setdefault(id(parameter), name) for name, parameter in names}
+        self._params: dict[str, str] = {}
+        for names in _shared_names(self.model):
+            self._params |= dict.fromkeys(names, self._first(names))
         self.views: dict[str, View] = {}  # of all layers, by param
         self._parts: dict[str, Parts] = {}  # of parameters that hold several layers
         for key, group in groupby(views(self.model), lambda view: view.key):
@@ -95,6 +95,13 @@ class Architecture:
         """
         built, origin = _on_meta(base)
         return cls(*as_stored(built, base.tensors), origin, built)
+
+    def _first(self, names: Sequence[str]) -> str:
+        """Return the name by which a weight of several names goes: one in the backbone, if there is
+        one, since a head that shares the embedding may come before it.
+        """
+        in_backbone = [name for name in names if name.startswith(f"{self.backbone}.")]
+        return (in_backbone or names)[0]
 
     def param_of(self, view: View) -> str:
         param = self._params[view.key]
@@ -250,7 +257,28 @@ def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
                 base.name,
                 reason,
             )
-    return from_names(base.tensors), "names of the tensors"
+    model: Any = from_names(base.tensors)
+    model.base_model_prefix = _backbone_of(str(config.get("model_type")))
+    return model, "names of the tensors"
+
+
+def _backbone_of(model_type: str) -> str:
+    """Return where the backbone lies in models of a type, empty for one that is not known."""
+    import transformers
+
+    try:
+        kind = transformers.MODEL_MAPPING[transformers.CONFIG_MAPPING[model_type]]
+        return str(getattr(kind, "base_model_prefix", ""))
+    except (KeyError, ImportError):
+        return ""
+
+
+def _shared_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter, of which a tied one has several."""
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return list(names.values())
 
 
 def _untie_head(model: Any) -> None:

@@ -38,7 +38,13 @@ def take_heads(
     before: Manifest,
 ) -> Heads:
     """Find the heads of the tasks, and take them out of the merge."""
-    heads = Heads(rule, base.params, base.source.config, architecture.backbone)
+    heads = Heads(
+        rule,
+        base.params,
+        base.source.config,
+        architecture.backbone,
+        architecture.embeddings(base.params),
+    )
     heads.keep(before.get("heads", {}).values())
     for task in tasks:
         find_head(heads, task)

@@ -96,7 +96,13 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._base = FullModel(module_source(PRETRAINED, pretrained), self._architecture)
         stored = self._model(PRETRAINED, pretrained, self.drawn).params
         config = self._base.source.config
-        self._heads = Heads(self.targets.heads, stored, config, self._architecture.backbone)
+        self._heads = Heads(
+            self.targets.heads,
+            stored,
+            config,
+            self._architecture.backbone,
+            self._architecture.embeddings(stored),
+        )
         self._heads.keep(self.before.get("heads", {}).values())
         self._heads.add(
             PRETRAINED, self._base.params, config, ()

@@ -11,9 +11,9 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from fusion_bench_nufilt import load_task
+from fusion_bench_nufilt import LayerwiseMergingAlgorithm, load_task
 from tests.classifiers import KINDS, labels, logits_and_accuracy, train
-from tests.merge.helpers import change_json, manifest, merge, plan, same, tensors
+from tests.merge.helpers import change, change_json, manifest, merge, plan, same, tensors
 from tests.models import SMALL, build, finetuned
 
 VIT = {**SMALL, "image_size": 16, "patch_size": 8}
@@ -132,6 +132,116 @@ def test_classifiers_of_the_same_labels_share_their_head_unless_the_user_names_i
     ]  # one task's own head is every task's
     with pytest.raises(ValueError, match=r"one': heads='clasifier' matches none of its modules"):
         plan(tmp_path, ["one", "two"], heads="clasifier")
+
+
+#: Encoders: configuration, model with the head of a masked language model, classifier.
+ENCODERS = {
+    "bert": (hf.BertConfig, hf.BertForMaskedLM, hf.BertForSequenceClassification),
+    "bert pretraining": (hf.BertConfig, hf.BertForPreTraining, hf.BertForSequenceClassification),
+    "roberta": (hf.RobertaConfig, hf.RobertaForMaskedLM, hf.RobertaForSequenceClassification),
+    "xlm-roberta": (
+        hf.XLMRobertaConfig,
+        hf.XLMRobertaForMaskedLM,
+        hf.XLMRobertaForSequenceClassification,
+    ),
+    "deberta": (
+        hf.DebertaV2Config,
+        hf.DebertaV2ForMaskedLM,
+        hf.DebertaV2ForSequenceClassification,
+    ),
+    "distilbert": (
+        hf.DistilBertConfig,
+        hf.DistilBertForMaskedLM,
+        hf.DistilBertForSequenceClassification,
+    ),
+    "electra": (hf.ElectraConfig, hf.ElectraForPreTraining, hf.ElectraForSequenceClassification),
+    "modernbert": (
+        hf.ModernBertConfig,
+        hf.ModernBertForMaskedLM,
+        hf.ModernBertForSequenceClassification,
+    ),
+}
+
+
+def save_encoders(folder, family, counts=(3, 4)):
+    """A masked language model, and the classifiers ``task1``, ``task2`` made from it; return all by
+    name.
+    """
+    config, with_lm_head, classifier = ENCODERS[family]
+    size = {"n_layers": 2, "n_heads": 2, "dim": 32, "hidden_dim": 64}
+    size = size if family == "distilbert" else {**SMALL, "pad_token_id": 0, "num_labels": 2}
+    tokens = dict.fromkeys(("bos_token_id", "cls_token_id", "eos_token_id", "sep_token_id"), 1)
+    size |= {"vocab_size": 50, **(tokens if family == "modernbert" else {})}
+    base = build(with_lm_head, config(**size), 0)
+    models = {"_pretrained_": base}
+    for i, count in enumerate(counts, 1):
+        task = build(classifier, config(**{**size, "num_labels": count}), i)
+        task.base_model.load_state_dict(base.base_model.state_dict(), strict=False)
+        models[f"task{i}"] = finetuned(task, i, scale=0.002)
+        models[f"task{i}"].save_pretrained(folder / f"task{i}")
+    base.save_pretrained(folder / "base")
+    return models
+
+
+LINEAR = {"method": "sum", "target_modules": "all-linear", "other_params": "mean"}
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_the_base_may_have_the_head_of_a_masked_language_model(tmp_path, family):
+    models = save_encoders(tmp_path, family)
+    out = merge(tmp_path, ["task1", "task2"], **LINEAR)
+    base, result, backbone = tensors(tmp_path / "base"), tensors(out), models["_pretrained_"]
+    for key, value in base.items():
+        in_backbone = key.startswith(f"{backbone.base_model_prefix}.")
+        assert in_backbone != torch.equal(result[key], value), key
+    words = torch.arange(3, 19).reshape(2, 8)
+    for task, count in (("task1", 3), ("task2", 4)):
+        kept = load_file(out / "heads" / f"{task}.safetensors")
+        assert not any("embedding" in key for key in kept)
+        assert load_task(out, task)(words).logits.shape == (2, count)
+
+
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta"])
+def test_pools_and_folders_take_the_same_heads_from_a_masked_language_model(tmp_path, family):
+    models = save_encoders(tmp_path, family)
+    result = tensors(merge(tmp_path, ["task1", "task2"], **LINEAR))
+    merge(tmp_path, ["task1"], "one", **LINEAR)
+    assert same(tensors(merge(tmp_path, ["task2"], "two", merged="one", **LINEAR)), result)
+    options = {key: value for key, value in LINEAR.items() if key != "method"}
+    algorithm = LayerwiseMergingAlgorithm("sum", shuffle_order=False, **options)
+    loaded = algorithm.run(models).state_dict()
+    assert same({key: loaded[key] for key in result}, result)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "deberta"])
+def test_a_masked_language_model_whose_config_names_no_class_takes_classifiers(tmp_path, family):
+    save_encoders(tmp_path, family)
+    expected = tensors(merge(tmp_path, ["task1", "task2"], **LINEAR))
+    change_json(tmp_path / "base" / "config.json", architectures=None)
+    assert same(tensors(merge(tmp_path, ["task1", "task2"], "out2", **LINEAR)), expected)
+
+
+@pytest.mark.parametrize("order", [["task1", "lm"], ["lm", "task1"]])
+def test_a_masked_language_model_among_classifiers_keeps_its_head(tmp_path, order):
+    base = save_encoders(tmp_path, "roberta")["_pretrained_"]
+    task = finetuned(base, 5, scale=0.002)
+    task.save_pretrained(tmp_path / "lm")
+    out = merge(tmp_path, order, **LINEAR)
+    before, after = tensors(tmp_path / "base"), tensors(out)
+    assert torch.equal(after["lm_head.dense.weight"], before["lm_head.dense.weight"])
+    loaded = load_task(out, "lm").state_dict()
+    assert torch.equal(loaded["lm_head.dense.weight"], task.lm_head.dense.weight)
+    embedding = "roberta.embeddings.word_embeddings.weight"
+    assert torch.equal(loaded[embedding], after[embedding])
+
+
+def test_a_classifier_without_its_output_layer_is_refused_though_the_base_has_one(tmp_path):
+    base = build(hf.ViTForImageClassification, hf.ViTConfig(**VIT, num_labels=3), 0)
+    base.save_pretrained(tmp_path / "base")
+    finetuned(base, 1, scale=0.002).save_pretrained(tmp_path / "task1")
+    change(tmp_path / "task1", "classifier.weight", lambda value: None)
+    with pytest.raises(ValueError, match=r"task1' lacks layer 'classifier\.weight'"):
+        merge(tmp_path, ["task1"], **LINEAR)
 
 
 def test_without_heads_another_number_of_labels_is_refused(tmp_path):
