@@ -29,7 +29,3 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
         # both work.
         own = Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config"
         search_path.append("fusion-bench", f"file://{own}")
-        if (command := sys.modules.get("fusion_bench.scripts.cli")) is not None:
-            from fusion_bench_nufilt.stream.program import checking_config
-
-            command.main = checking_config(command.main)

@@ -20,6 +20,8 @@ from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fusion_bench_nufilt.stream.errors import what_is_wrong
+
 from .overrides import key_of
 
 PROGRAM = "fabric_model_fusion"
@@ -31,7 +33,8 @@ def composing() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        line = what_is_wrong(error, DictConfig({})) or " ".join(str(error).split())
+        raise ValueError(line) from None
 
 
 def compose_run(overrides: Sequence[str]) -> DictConfig:
@@ -68,12 +71,22 @@ def plain(config: DictConfig) -> Any:
         )
 
 
-def make(config: DictConfig, fabric: Fabric, load_v01: Callable[[DictConfig], Any]) -> Any:
-    """Make a method or pool as FusionBench's program does; ``load_v01`` reads configs of
+def make(
+    section: str, config: DictConfig, fabric: Fabric, load_v01: Callable[[DictConfig], Any]
+) -> Any:
+    """Make the method or a pool as FusionBench's program does; ``load_v01`` reads configs of
     FusionBench 0.1.
     """
-    recursive = config.get("_recursive_", False)
-    made = instantiate(config, _recursive_=recursive) if "_target_" in config else load_v01(config)
+    try:
+        if "_target_" in config:
+            made = instantiate(config, _recursive_=config.get("_recursive_", False))
+        else:
+            made = load_v01(config)
+    except Exception as error:
+        line = what_is_wrong(error, DictConfig({section: config}))
+        if line is None:
+            raise
+        raise ValueError(line) from error
     for attribute in ("_fabric_instance", "_fabric"):  # the second is that of version 0.1
         if hasattr(made, attribute):
             setattr(made, attribute, fabric)

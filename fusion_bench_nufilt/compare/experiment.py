@@ -150,16 +150,17 @@ class Experiment:
 
     @cached_property
     def modelpool(self) -> Any:
-        return make(self._config.modelpool, self.fabric, load_modelpool_from_config)
+        return make("modelpool", self._config.modelpool, self.fabric, load_modelpool_from_config)
 
     @cached_property
     def evaluator(self) -> WatchingEvaluator:
-        taskpool = make(taskpool_config(self._config), self.fabric, load_taskpool_from_config)
+        config = taskpool_config(self._config)
+        taskpool = make("taskpool", config, self.fabric, load_taskpool_from_config)
         part = None if self._validation is None else partial(part_of_test_data, self._validation)
         return WatchingEvaluator(taskpool, self.fabric.device, part)
 
     def make_method(self, config: dict[str, Any]) -> Any:
-        return make(DictConfig(config), self.fabric, load_algorithm_from_config)
+        return make("method", DictConfig(config), self.fabric, load_algorithm_from_config)
 
     @property
     def tasks(self) -> list[str]:

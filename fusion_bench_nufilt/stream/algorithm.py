@@ -35,13 +35,7 @@ from .models import (
     merged_checkpoint,
     source_of,
 )
-from .program import (
-    OneLineErrors,
-    ReportedTaskPool,
-    log_picture,
-    one_line_errors,
-    use_bundled_taskpool,
-)
+from .program import ReportedTaskPool, log_picture, use_bundled_taskpool
 from .protocol import DeviceConfig, Evaluate, ProtocolConfig, task_order
 from .run_folder import RunFolder, open_run_folder
 
@@ -52,9 +46,7 @@ _NOT_IN_THE_RESULT = ("_target_", *with_scope((ProtocolConfig, DeviceConfig), "r
 
 @auto_register_config
 @takes_options(ProtocolConfig)
-class ContinualMergingAlgorithm(
-    OneLineErrors, LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm
-):
+class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm):
     """Merges a stream of models one after another, scores the result, saves every step.
 
     A subclass says how one model is merged (:meth:`merge_step`) and which models it refuses
@@ -178,7 +170,7 @@ class ContinualMergingAlgorithm(
                 model, for scores of your own; later steps change this model.
         """
         modelpool = pools.as_pool(modelpool)
-        with one_line_errors(), open_run_folder(self.log_dir) as self.folder:
+        with open_run_folder(self.log_dir) as self.folder:
             return self._run(modelpool, taskpool, on_step)
 
     def _run(self, modelpool: BaseModelPool, taskpool: Any, on_step: OnStep | None) -> nn.Module:

@@ -1,10 +1,7 @@
 """How a run connects to the FusionBench program that it is part of, and to experiment trackers."""
 
 import logging
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,94 +10,12 @@ from fusion_bench.taskpool import DummyTaskPool
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from PIL import Image
 from torch import nn
-
-from fusion_bench_nufilt.storage.files import printable
 
 log = logging.getLogger(__name__)
 
 
-class InputError(CompactHydraException, ValueError):
-    """An error in the input of a run, which Hydra prints without a trace."""
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Have `fusion_bench` end with a single line that says what is wrong with its input; elsewhere,
-    change nothing.
-
-    The log file of the run has the trace. In another Hydra program, or in a sweep, which goes on
-    with its other runs, the run fails with an :class:`InputError` instead.
-    """
-    try:
-        yield
-    except (
-        ValueError,
-        OSError,
-        ImportError,
-    ) as error:  # a hub out of reach, or a full disk, is an OSError
-        if not HydraConfig.initialized() or isinstance(error, InputError):
-            raise
-        for handler in logging.getLogger().handlers:
-            if not isinstance(handler, logging.FileHandler):
-                handler.addFilter(_shorten)
-        line = printable(" ".join(str(error).split()))
-        alone = "fusion_bench.scripts.cli" in sys.modules and HydraConfig.get().mode == RunMode.RUN
-        raise (SystemExit if alone else InputError)(
-            line
-        ) from error  # Python prints the line of a SystemExit
-
-
-class OneLineErrors:
-    """A base class whose subclasses report bad options in one line."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.__init__ = one_line_errors()(cls.__init__)  # type: ignore[method-assign]
-
-
-def checking_config(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
-    """Have FusionBench's main function report in one line what is wrong with the configuration of
-    our methods.
-    """
-
-    @wraps(main)
-    def check_first(config: DictConfig) -> Any:
-        if not str(config.get("method", {}).get("_target_", "")).startswith("fusion_bench_nufilt."):
-            return main(config)
-        with one_line_errors():
-            _check_config(config)
-            return main(config)
-
-    return check_first
-
-
-def _check_config(config: DictConfig) -> None:
-    try:
-        OmegaConf.resolve(config)
-    except OmegaConfBaseException:
-        OmegaConf.to_container(config, resolve=True)  # its error names the place
-        raise
-    if not OmegaConf.is_dict(models := config.modelpool.get("models", config.modelpool)):
-        raise ValueError(f"modelpool.models must give each model a name, got {models!r}")
-
-
-def _shorten(record: logging.LogRecord) -> bool:
-    """Keep the line that Python prints, and the trace of an :class:`InputError`, off the
-    terminal.
-    """
-    error = record.exc_info and record.exc_info[1]
-    if isinstance(error, InputError):
-        record.exc_info = record.exc_text = None
-    return not isinstance(error, SystemExit)
-
-
-@one_line_errors()
 def use_bundled_taskpool(program: Any) -> None:
     """Unless the user named a task pool, use the one that the model pool brings along, or one of
     the same name.
