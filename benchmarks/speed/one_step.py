@@ -1,7 +1,7 @@
 """One merging step, timed: the plain computation, ours, spectral voting, and FusionBench's OPCM,
 WUDI and DOP.
 
-Writes results.md and results.json. README.md beside this file says what is measured and how.
+Writes results.md and results.json. README.md in the folder above says what is measured and how.
 """
 
 import argparse

@@ -1,16 +1,13 @@
-"""Make fresh benchmarks for methods found on others: eight small tasks, the demo, and a long stream
-of both.
+"""Make held-out benchmarks for methods found on others: eight small tasks, the demo, and a long
+stream of both.
 
-    python benchmarks/judges.py --mini8 MINI8 --out JUDGES [mini8] [demo] [long]
+    python benchmarks/accuracy/clips.py --mini8 MINI8 --out CLIPS [mini8] [demo] [long]
 
 ``MINI8`` holds the scripts that train a small CLIP and its fine-tuned towers (``prepare.py``,
 ``common.py``). Neither they nor their pictures, nor anything made of them, is part of this project.
-Each judge becomes a folder of towers and one of images, with a model pool of its name:
+Each benchmark becomes a folder of towers and one of images, with a model pool of its name:
 
-    nufilt compare --modelpool judge_long "hydra.searchpath=[file://JUDGES/config]" ...
-
-Each benchmark was defined, and committed, before anything was merged on it; see
-docs/notes/judges.md.
+    nufilt compare --modelpool clips_long "hydra.searchpath=[file://CLIPS/config]" ...
 """
 
 import argparse
@@ -35,7 +32,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("judges", nargs="*", default=["demo", "mini8", "long"], metavar="JUDGE")
+    parser.add_argument(
+        "benchmarks", nargs="*", default=["demo", "mini8", "long"], metavar="BENCHMARK"
+    )
     parser.add_argument(
         "--mini8", required=True, type=Path, help="folder of prepare.py and common.py"
     )
@@ -52,14 +51,14 @@ def main() -> None:
     seed = arguments.seed
     mini8, out = arguments.mini8.resolve(), arguments.out.resolve()
     data = (arguments.data or mini8 / "../../data/mini8").resolve()
-    for judge in arguments.judges:
-        folder = out / judge
-        if judge == "demo":
+    for benchmark in arguments.benchmarks:
+        folder = out / benchmark
+        if benchmark == "demo":
             models, templates = make_demo(folder, seed), demo_templates()
         else:
-            names = EIGHT if judge == "mini8" else (*EIGHT, "cars")
+            names = EIGHT if benchmark == "mini8" else (*EIGHT, "cars")
             reshuffle(data, names, folder / "data", seed)
-            templates = {} if judge == "mini8" else demo_templates()
+            templates = {} if benchmark == "mini8" else demo_templates()
             for task in templates:
                 draw_task(task, folder / "data", seed)
             models = folder / "models"
@@ -68,11 +67,11 @@ def main() -> None:
         write_images(folder / "data", templates, folder / "images")
         write_pool(
             out / "config",
-            judge,
+            benchmark,
             models,
             folder / "images",
             templates,
-            DEMO if judge == "demo" else MINI8,
+            DEMO if benchmark == "demo" else MINI8,
         )
 
 
@@ -136,8 +135,9 @@ def make_demo(folder: Path, seed: int) -> Path:
     from fusion_bench_nufilt.demo import TASKS, demo_folder, load_test_dataset, load_train_dataset
     from fusion_bench_nufilt.demo.train import RECIPES
 
-    os.environ |= {"NUFILT_CACHE": str(folder), "NUFILT_DEMO": "full"}
-    RECIPES["full"] = dataclasses.replace(RECIPES["full"], seed=seed)
+    size = os.environ.setdefault("NUFILT_DEMO", "full")
+    os.environ["NUFILT_CACHE"] = str(folder)
+    RECIPES[size] = dataclasses.replace(RECIPES[size], seed=seed)
     models = demo_folder()
     (folder / "data").mkdir(exist_ok=True)
     for name, task in TASKS.items():
@@ -150,21 +150,21 @@ def make_demo(folder: Path, seed: int) -> Path:
 
 
 def write_images(data: Path, templates: dict[str, str], out: Path) -> None:
-    script = Path(__file__).parent.parent / "examples/local_clip/npz_to_folders.py"
+    script = Path(__file__).parents[2] / "examples/local_clip/npz_to_folders.py"
     files = [data / f"{task}.npz" for task in templates]
     subprocess.run([sys.executable, script, *files, "--out", out, "--train"], check=True)
 
 
 def write_pool(
     config: Path,
-    judge: str,
+    benchmark: str,
     models: Path,
     images: Path,
     templates: dict[str, str],
     recipe: dict[str, float],
 ) -> None:
     """Write a model pool and a task pool like those in ``examples/local_clip``."""
-    name, clip = f"judge_{judge}", str(models / "clip")
+    name, clip = f"clips_{benchmark}", str(models / "clip")
     loaders = "fusion_bench_nufilt.taskpools.local_tasks"
     pretrained = models / "_pretrained_" if (models / "_pretrained_").is_dir() else models / "clip"
     modelpool = {

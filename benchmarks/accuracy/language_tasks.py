@@ -1,10 +1,9 @@
-"""The eight tasks of the language benchmark, and the texts for its perplexity, as lm-eval tasks."""
+"""The eight tasks of the language model and the text encoder, as lm-eval tasks."""
 
 import csv
 import json
 import random
 import subprocess
-import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ SOURCES = {
     "cardiffnlp/tweeteval": "4fbd22cd78421f05b1ecdb4fc5725bc7a7bd8f66",
     "arkilpatel/SVAMP": "689d7ccac74b9983a2ac7cc3b264f441b99e7c53",
     "PolyAI-LDN/task-specific-datasets": "57ec275d8078af65b7731c2a98be812d844a6d6b",
-    "pytorch/examples": "77f55b912142e11fcfdf5b530231fb9c52f181e8",
 }
 
 
@@ -182,24 +180,8 @@ def write_task(name: str, task: Task, clones: Path, out: Path) -> Examples:
     train, test = parts if len(parts) == 2 else (parts[0][TEST:], parts[0])
     answers = list(task.answers.values())
     rows = [{"text": text, "label": answers.index(answer)} for text, answer in test[:TEST]]
-    kind = {"output_type": "multiple_choice", "doc_to_text": "{{text}}", "doc_to_choice": answers}
-    write_lm_eval(out, name, rows, "acc", **kind, doc_to_target="label")
+    write_lm_eval(out, name, rows, answers)
     return train[:TRAIN]
-
-
-def write_general(clones: Path, out: Path) -> None:
-    """Write texts that no model is tuned on: Wikipedia and Python's standard library."""
-    wikipedia = show(clones, "pytorch/examples", "word_language_model/data/wikitext-2/test.txt")
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    code = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
-    for name, text in (("wikitext", wikipedia), ("python", code)):
-        rows = [{"text": text[start : start + 1000]} for start in range(0, 200_000, 5_000)]
-        kind = {
-            "output_type": "loglikelihood_rolling",
-            "doc_to_text": "",
-            "doc_to_target": "{{text}}",
-        }
-        write_lm_eval(out, name, rows, "byte_perplexity", **kind)
 
 
 def write_pools(
@@ -215,16 +197,20 @@ def write_pools(
         file.write_text(yaml.safe_dump(content, sort_keys=False))
 
 
-def write_lm_eval(
-    out: Path, name: str, rows: list[dict[str, object]], metric: str, **kind: object
-) -> None:
+def write_lm_eval(out: Path, name: str, rows: list[dict[str, object]], answers: list[str]) -> None:
+    """Write the texts of a task, and the task that chooses between its answers."""
     out.mkdir(parents=True, exist_ok=True)
     data = out / f"{name}.json"
     data.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
-    files = {
+    content = {
+        "task": f"heldout_{name}",
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(data)}},
         "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{text}}",
+        "doc_to_choice": answers,
+        "doc_to_target": "label",
+        "metric_list": [{"metric": "acc"}],
     }
-    content = {"task": f"judge_{name}", **files, **kind, "metric_list": [{"metric": metric}]}
     (out / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")

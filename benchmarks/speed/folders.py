@@ -1,14 +1,14 @@
 """Measure time, memory and traffic of `nufilt merge` on synthetic checkpoints of full size.
 
-    python benchmarks/folders.py --size 1B --size 7B --folder /a/disk/with/room
+    python benchmarks/speed/folders.py --size 1B --size 7B --folder /a/disk/with/room
 
 Makes a base, a merged model and a task in bfloat16 (a 7B takes 42 GB, and 14 GB for the result),
 merges the task as step 2 in a process of its own, and prints a row of a table. The updates have a
 decaying spectrum and the rounding of bfloat16, as fine-tuned models have: the time of the singular
 subspaces depends on it.
 
-    python benchmarks/folders.py --size 7B --blocks 1 --stream two --no-state --again="--method
-    best"
+    python benchmarks/speed/folders.py --size 7B --blocks 1 --stream two --no-state \\
+        --again="--method best"
 
 merges both models at once, and `--stream adapters` eight LoRA adapters of rank 16.
 """

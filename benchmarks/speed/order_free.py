@@ -1,53 +1,32 @@
 """Time order-free methods and NUFILT with one thread on eight tasks, one after another and at once,
 and on two at once.
 
-    python benchmarks/order_free.py --models clip-b32,clip-l14,flan-t5-base
-    python benchmarks/order_free.py --models 2048x2048,11008x4096 --methods best --repeats 1
+    python benchmarks/speed/order_free.py --models clip-b32,clip-l14,flan-t5-base
+    python benchmarks/speed/order_free.py --models 2048x2048,11008x4096 --methods best --repeats 1
 
 Prints a table of CPU seconds, medians, all methods side by side. A model is one layer of every
-shape times their number. `gpu.py` also measures the rendering of methods whose update is made of
-polar factors with Newton-Schulz iterations.
+shape times their number.
 """
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from unittest.mock import patch
 
 import pandas as pd
 import torch
-from merge_step import CONFIG, MODELS, Shape, make_layer, now, timed
-from torch import Tensor
+from one_step import CONFIG, MODELS, Shape, make_layer, now, timed
 
 from fusion_bench_nufilt.core import fuse_layers
-from fusion_bench_nufilt.methods import ORDER_FREE, LayerMethod, find_method, sums, tsv
+from fusion_bench_nufilt.methods import ORDER_FREE, LayerMethod, find_method
 
 TASKS = 8
 Kinds = Sequence[type[LayerMethod]]
-POLAR = ("isotropic", "tsv_stream")  # methods whose update is made of polar factors
-
-
-def polar(X: Tensor, f: Callable[[Tensor], Tensor] = torch.ones_like) -> Tensor:
-    r"""Do the work of ``map_spectrum`` where f is constant, with products alone: Newton-Schulz
-    iterations.
-
-    The first eleven steps lift singular values of :math:`10^{-6}` to about 1, and the other four
-    make them 1.
-    """
-    if X.shape[0] < X.shape[1]:
-        return polar(X.mT, f).mT
-    P = X / torch.linalg.matrix_norm(X)
-    for a, b, c in [(3.4445, -4.7750, 2.0315)] * 11 + [(1.875, -1.25, 0.375)] * 4:
-        G = P.mT @ P
-        P = a * P + P @ torch.addmm(b * G, G, G, alpha=c)
-    mean = (P * X).sum() / X.shape[1]  # of the singular values
-    return f(mean.expand(X.shape[1]))[0] * P
 
 
 @torch.no_grad()
 def measure(
-    shape: Shape, repeats: int, device: str = "cpu", kinds: Kinds = ORDER_FREE, polars: bool = False
+    shape: Shape, repeats: int, device: str = "cpu", kinds: Kinds = ORDER_FREE
 ) -> pd.DataFrame:
     """Return by method the seconds a layer takes, those of its last rendering alone, and the GB of
     GPU memory.
@@ -85,14 +64,6 @@ def measure(
                 "render": renders[-1],
             }
             row |= {"method": kind.name, "two": sum(adds[:2]) + renders[1], "memory": max(peaks)}
-            if polars and kind.name in POLAR:
-                exact = render()
-                with (
-                    patch.object(sums, "map_spectrum", polar),
-                    patch.object(tsv, "polar_factor", polar),
-                ):
-                    row["polar"], _ = timed(render, clock)
-                    row["difference"] = float((render() - exact).norm() / (exact - theta_0).norm())
             rows.append(row)
     return pd.DataFrame(rows).groupby("method", sort=False).agg("median")
 

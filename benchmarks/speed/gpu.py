@@ -20,13 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import merge_step
+import one_step
 import pandas as pd
 import torch
 
 from fusion_bench_nufilt.core import fuse_layers
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 COLUMNS = ("what", "method", "seconds", "GPU memory (GB)", "remark")
 
 
@@ -52,7 +52,7 @@ def about(args: argparse.Namespace) -> None:
     facts = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "CUDA": torch.version.cuda,
-        **merge_step.machine(args),
+        **one_step.machine(args),
     }
     query = ["nvidia-smi", "--query-gpu=driver_version,memory.total", "--format=csv,noheader"]
     if shutil.which(query[0]):
@@ -85,22 +85,22 @@ def steps(model: str, title: str, tasks: int, times: int, args: argparse.Namespa
     """A stream by ours, with models in the GPU's memory and in the machine's; steps of the others,
     added up.
     """
-    shapes, merge_step.Steps.patience = (
-        merge_step.MODELS["tiny" if args.tiny else model],
+    shapes, one_step.Steps.patience = (
+        one_step.MODELS["tiny" if args.tiny else model],
         0.1 if args.tiny else 2.0,
     )
-    layers, exact = {shape: merge_step.make_layer(shape, 0, args.device) for shape in shapes}, {}
-    for method in merge_step.SOLVERS:
+    layers, exact = {shape: one_step.make_layer(shape, 0, args.device) for shape in shapes}, {}
+    for method in one_step.SOLVERS:
         with failing_alone(args, title, method):
             fused = list(
-                merge_step.merge(method, list(layers.values()), args.device)
+                one_step.merge(method, list(layers.values()), args.device)
             )  # first calls are slow
             exact |= dict(zip(layers, fused, strict=True)) if method == "ours" else {}
             for home in dict.fromkeys((args.device, "cpu")):
                 seconds, memory = _stream(shapes, tasks, method, home, args.device)
                 name = method if home == args.device else f"{method}, models in main memory"
                 add(args, title, name, times * seconds, memory, "")
-    for method in (method for method in merge_step.METHODS if method not in merge_step.SOLVERS):
+    for method in (method for method in one_step.METHODS if method not in one_step.SOLVERS):
         with failing_alone(args, title, method):
             total = most = 0.0
             for done, (shape, number) in enumerate(shapes.items(), 1):
@@ -117,20 +117,20 @@ def steps(model: str, title: str, tasks: int, times: int, args: argparse.Namespa
 
 
 def _one_layer(
-    method: str, layer: merge_step.Layer, device: str
+    method: str, layer: one_step.Layer, device: str
 ) -> tuple[torch.Tensor, float, float]:
     """Return the merged weight, seconds and GB of the second call, or of the first, slower one if
     that is long.
     """
     merged: list[torch.Tensor] = []
     for _ in range(2):
-        group, merge_step.Steps.skipped = merge_step.prepared(method, [layer]), 0.0
-        seconds, memory = merge_step.timed(
-            lambda group=group: merged.extend(merge_step.merge(method, group, device))
+        group, one_step.Steps.skipped = one_step.prepared(method, [layer]), 0.0
+        seconds, memory = one_step.timed(
+            lambda group=group: merged.extend(one_step.merge(method, group, device))
         )
         if seconds > 5:
             break
-    return merged[-1], seconds + merge_step.Steps.skipped, memory
+    return merged[-1], seconds + one_step.Steps.skipped, memory
 
 
 def _stream(shapes: Any, tasks: int, method: str, home: str, device: str) -> tuple[float, float]:
@@ -138,56 +138,48 @@ def _stream(shapes: Any, tasks: int, method: str, home: str, device: str) -> tup
     the models there.
     """
     every = dict(enumerate(shape for shape, number in shapes.items() for _ in range(number)))
-    layers = {str(i): merge_step.make_layer(shape, i, device) for i, shape in every.items()}
+    layers = {str(i): one_step.make_layer(shape, i, device) for i, shape in every.items()}
     theta_0, merged = (
         {name: layer[k].to(home) for name, layer in layers.items()} for k in range(2)
     )
     config, total, most = (
-        dataclasses.replace(merge_step.CONFIG, solver=merge_step.SOLVERS[method]),
+        dataclasses.replace(one_step.CONFIG, solver=one_step.SOLVERS[method]),
         0.0,
         0.0,
     )
     for step in range(4, 4 + tasks):
         task = {}
         for i, shape in every.items():
-            other_0, _, other_t, _ = merge_step.make_layer(shape, 10_000 * step + i, device)
+            other_0, _, other_t, _ = one_step.make_layer(shape, 10_000 * step + i, device)
             task[str(i)] = theta_0[str(i)] + (other_t - other_0).to(home)
         merge_one = partial(fuse_layers, theta_0, merged, task, config, step=step, device=device)
-        seconds, memory = merge_step.timed(lambda: merged.update(merge_one()[0]))  # noqa: B023
+        seconds, memory = one_step.timed(lambda: merged.update(merge_one()[0]))  # noqa: B023
         total, most = total + seconds, max(most, memory)
     return total, most
 
 
 def order_free(args: argparse.Namespace) -> None:
-    """Eight tasks at once by the order-free methods, with rendering by eigenvectors and by
-    Newton-Schulz.
-    """
+    """Eight tasks at once by the order-free methods."""
     from order_free import ORDER_FREE, measure
 
     models = {
-        "CLIP B/32": merge_step.MODELS["clip-b32"],
+        "CLIP B/32": one_step.MODELS["clip-b32"],
         "one layer of 4096x4096": {(4096, 4096): 1},
     }
-    for model, shapes in (
-        {"tiny layers": merge_step.MODELS["tiny"]} if args.tiny else models
-    ).items():
+    if args.tiny:
+        models = {"tiny layers": one_step.MODELS["tiny"]}
+    for model, shapes in models.items():
+        title = f"{model}, eight tasks at once"
         for kind in ORDER_FREE:
-            with failing_alone(args, title := f"{model}, eight tasks at once", kind.name):
-                measure((192, 160), 1, args.device, [kind], polars=True)  # first calls are slow
-                each = [
-                    measure(shape, 1, args.device, [kind], polars=True).loc[kind.name]
-                    for shape in shapes
-                ]
-                total = sum(number * row for number, row in zip(shapes.values(), each, strict=True))
-                remark = f"{total['render']:.3g} s for rendering"
-                if "polar" in total:
-                    difference = max(row["difference"] for row in each)
-                    remark += (
-                        f"; by Newton-Schulz {total['polar']:.3g} s, which differs by "
-                        f"{difference:.0e} ‖X‖"
-                    )
-                memory = max(row["memory"] for row in each)
-                add(args, title, kind.name, total["at once"], memory, remark)
+            with failing_alone(args, title, kind.name):
+                measure((192, 160), 1, args.device, [kind])  # first calls are slow
+                seconds = render = memory = 0.0
+                for shape, number in shapes.items():
+                    row = measure(shape, 1, args.device, [kind]).loc[kind.name]
+                    seconds += number * row["at once"]
+                    render += number * row["render"]
+                    memory = max(memory, row["memory"])
+                add(args, title, kind.name, seconds, memory, f"{render:.3g} s for rendering")
 
 
 def folders(args: argparse.Namespace) -> None:

@@ -1,10 +1,15 @@
 """What a merge of 70B or 671B parameters takes on 1 to 64 workers: measured here, added up for
 there.
 
-    python benchmarks/scale.py                  # the tables of docs/scale.md
-    python benchmarks/scale.py --check 0.1B     # simulated against real, on Ray clusters of 1, 2
-    and 3 nodes python benchmarks/scale.py --check 1B --nodes 2 --threads 2     # two nodes beside
-    two threads
+    python benchmarks/speed/scale.py
+
+prints the tables of docs/scale.md.
+
+    python benchmarks/speed/scale.py --check 0.1B
+    python benchmarks/speed/scale.py --check 1B --nodes 2 --threads 2
+
+hold the simulation against real merges on Ray clusters of 1, 2 and 3 nodes on this machine, and two
+nodes against two threads.
 
 A layer's seconds are those of one CPU, counted while it works on a layer whose sides are divided by
 `--shrink`, times the ratio of operations. What is simulated: workers with some CPUs each, which

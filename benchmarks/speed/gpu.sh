@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # What merges cost on one NVIDIA GPU, in at most nine minutes: OUT/gpu.md, with its log beside it.
 #
-#     benchmarks/gpu.sh OUT                         # from the root; torch must be there, pip installs what else is not
-#     benchmarks/gpu.sh OUT --device cpu --tiny     # tiny sizes on a CPU, to try it
+#     benchmarks/speed/gpu.sh OUT                         # from the root; torch must be there, pip installs what else is not
+#     benchmarks/speed/gpu.sh OUT --device cpu --tiny     # tiny sizes on a CPU, to try it
 #
 # TMPDIR is where models are made (60 GB for a whole 7B, or it is cut), PYTHON an interpreter, WHEELS a folder for pip.
 set -uo pipefail
 begin=$(date +%s)
-out=${1:?usage: benchmarks/gpu.sh OUT [--device cpu] [--tiny]}
+out=${1:?usage: benchmarks/speed/gpu.sh OUT [--device cpu] [--tiny]}
 shift
 mkdir -p "$out"
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/nufilt_gpu.XXXXXX")
@@ -25,4 +25,4 @@ if ! "$python" -c "$needed" 2>>"$out/setup.log"; then
     timeout 150 "$python" -m pip install --quiet --constraint "$scratch/constraints.txt" \
         ${WHEELS:+--no-index --find-links "$WHEELS"} --editable . hypothesis 2>&1 | tee -a "$out/setup.log"
 fi
-"$python" benchmarks/gpu.py "$out" --scratch "$scratch" --until $((begin + 530)) "$@"
+"$python" benchmarks/speed/gpu.py "$out" --scratch "$scratch" --until $((begin + 530)) "$@"
