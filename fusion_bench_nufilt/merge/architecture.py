@@ -257,9 +257,9 @@ def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
                 base.name,
                 reason,
             )
-    model: Any = from_names(base.tensors)
-    model.base_model_prefix = _backbone_of(str(config.get("model_type")))
-    return model, "names of the tensors"
+    told_by_names: Any = from_names(base.tensors)
+    told_by_names.base_model_prefix = _backbone_of(str(config.get("model_type")))
+    return told_by_names, "names of the tensors"
 
 
 def _backbone_of(model_type: str) -> str:
