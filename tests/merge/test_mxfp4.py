@@ -23,6 +23,7 @@ from tests.merge.helpers import (
     save_stream,
     tensors,
 )
+from tests.models import llama
 
 DOWN = "model.layers.1.mlp.experts.down_proj"
 EXPERTS = ("gate_up_proj", "down_proj")
@@ -163,3 +164,16 @@ def test_what_can_not_be_decoded_is_refused_by_name(stream):
     )
     change(stream / "base", f"{DOWN}_scales", lambda scales: None)
     refuse(stream, rf"{what} \(3, 32, 2, 16\) with no '{DOWN}_scales'")
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_tensors_that_are_only_named_like_blocks_are_tensors_like_others(tmp_path, scaled):
+    save_stream(tmp_path, llama(), tasks=1, shards="1GB")
+    named = {"extra_blocks": torch.ones(3, 4), "mask_blocks": torch.ones(3, dtype=torch.uint8)}
+    if scaled:
+        named |= {"extra_scales": torch.ones(3), "mask_scales": torch.ones(3, dtype=torch.uint8)}
+    for name in ("base", "task1"):
+        file = max((tmp_path / name).glob("*.safetensors"))
+        save_file({**load_file(file), **named}, file, metadata={"format": "pt"})
+    out = tensors(merge(tmp_path, ["task1"]))
+    assert same({key: out[key] for key in named}, named)

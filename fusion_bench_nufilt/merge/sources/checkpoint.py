@@ -92,7 +92,8 @@ class Checkpoint(Source):
                 f"model '{name}' is quantised by {other}, and only FP8 and MXFP4 can be merged: "
                 f"{remedy}"
             )
-        self.tensors = join_scales(name, join_blocks(name, self.tensors), self.quantisation)
+        self.tensors = join_blocks(name, self.tensors, self.quantisation)
+        self.tensors = join_scales(name, self.tensors, self.quantisation)
         self.whole = self.tensors  # before they are split
 
     @classmethod

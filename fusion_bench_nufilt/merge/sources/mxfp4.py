@@ -16,6 +16,8 @@ from torch.nn.functional import embedding
 
 from fusion_bench_nufilt.storage.tensors import TensorFile, TensorInfo
 
+from .fp8 import Quantisation
+
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _CODES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)], dtype=torch.bfloat16)
@@ -58,28 +60,40 @@ def decode(blocks: Tensor, scales: Tensor) -> Tensor:
     return values.flatten(-2).transpose(1, 2).contiguous()
 
 
-def join_blocks(model: str, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+def join_blocks(
+    model: str, tensors: Mapping[str, TensorInfo], config: Quantisation
+) -> dict[str, TensorInfo]:
     """Return a model's tensors, with blocks and scales of MXFP4 joined.
 
+    Tensors of such names that are stored otherwise are tensors like others, unless config.json says
+    that the model is in MXFP4.
+
     Raises:
-        ValueError: blocks lack their scales, or either are not stored as above.
+        ValueError: blocks of a model in MXFP4 lack their scales, or these have another shape.
     """
     joined = dict(tensors)
-    for key in [key for key in tensors if key.endswith(_BLOCKS)]:
+    for key, blocks in tensors.items():
+        if not key.endswith(_BLOCKS) or blocks.dtype != "U8":
+            continue
         name = key.removesuffix(_BLOCKS)
-        blocks, scales = joined.pop(key), joined.pop(name + _SCALES, None)
-        fits = scales and blocks.shape == (*scales.shape, 16) and len(scales.shape) == 3
-        if scales is None or not fits or {blocks.dtype, scales.dtype} != {"U8"}:
-            other = (
-                f"'{name + _SCALES}' {scales.dtype} {scales.shape}"
-                if scales
-                else f"no '{name + _SCALES}'"
-            )
+        scales = tensors.get(name + _SCALES)
+        if scales is None or not _fits(blocks, scales):
+            if config.get("quant_method") != "mxfp4":
+                continue
+            other = f"no '{name + _SCALES}'"
+            if scales is not None:
+                other = f"'{name + _SCALES}' {scales.dtype} {scales.shape}"
             what = f"model '{model}', tensor '{key}' {blocks.dtype} {blocks.shape} with {other}"
             raise ValueError(
                 f"{what}: MXFP4 has U8 blocks (experts, outputs, blocks, 16) and their scales"
             )
+        del joined[key], joined[name + _SCALES]
         experts, outputs, count, _ = blocks.shape
         shape = (experts, 32 * count, outputs)
         joined[name] = Packed(blocks.file, "BF16", shape, blocks.start, blocks.stop, blocks, scales)
     return joined
+
+
+def _fits(blocks: TensorInfo, scales: TensorInfo) -> bool:
+    """Tell whether two tensors of bytes are blocks of MXFP4 and their scales."""
+    return scales.dtype == "U8" and len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16)
