@@ -52,7 +52,7 @@ def merge_folders(
     """Carry out a plan, and return ``out``.
 
     A tensor goes through all tasks before the next one is read, so that each input is read once,
-    whatever the number of tasks, and nothing in between is stored. A run that was interrupted goes
+    after the samples for the plan, and nothing in between is stored. A run that was interrupted goes
     on where it stopped.
 
     Args:

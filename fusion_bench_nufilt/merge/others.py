@@ -4,7 +4,7 @@ import hashlib
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -123,8 +123,13 @@ def _values(
     base, merged, dtype = plan.base, plan.merged, plan.dtype(key)
     count, tasks = _in_mean(plan, param)
     averaged = param in plan.averaged
-    for start in range(0, numel := math.prod(base.tensors[key].shape), CHUNK_BYTES // 8):
-        between = start, min(start + CHUNK_BYTES // 8, numel)
+    models = list(tasks.values()) if averaged else []
+    if merged is not None:
+        models.append(merged)
+    numel = math.prod(base.tensors[key].shape)
+    length = _piece_length([base.tensors[key].unit, *(model.unit(param) for model in models)])
+    for start in range(0, numel, length):
+        between = start, min(start + length, numel)
         theta_0 = base.elements(key, *between)
         note("base", theta_0)
         value = theta_0 = theta_0.to(dtype)
@@ -144,6 +149,15 @@ def _values(
         if averaged and not is_finite(value):
             raise ValueError(f"tensor '{param}': the mean has values that {dtype} can't hold")
         yield value
+
+
+def _piece_length(units: Sequence[int]) -> int:
+    """Return the length of the pieces of a tensor, which cut no unit of the largest size, so that
+    none is decoded twice.
+    """
+    most = CHUNK_BYTES // 8
+    largest = max(units)
+    return most - most % largest if largest <= most else largest
 
 
 def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:

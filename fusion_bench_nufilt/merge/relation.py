@@ -1,9 +1,10 @@
 """Was a model fine-tuned from the base? Its weights tell: they are close to the base's."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from fusion_bench_nufilt.layers.names import block_of
 from fusion_bench_nufilt.layers.targets import leave_out
@@ -22,13 +23,26 @@ _SAMPLED_LAYERS, _SAMPLED_ELEMENTS = 8, 2**20
 def check_relation(plan: Plan) -> Iterator[str]:
     """Warn if the weights suggest another base, and refuse a layer that was drawn at random.
 
-    Of files, a sample of the layers is read; of models in memory, all layers.
+    Of files, a sample of the layers is read, each layer once; of models in memory, all layers.
     """
-    for model in plan.models.values():
-        is_full = type(model) is FullModel and model is not plan.pretrained
-        if is_full and not (model.source.remote or plan.base.remote):
-            layers = plan.layers if model.source.in_memory else _sample(plan.layers)
-            yield from _compare(plan, model, [layer for layer in layers if model.has(layer.param)])
+    models = [
+        model
+        for model in plan.models.values()
+        if type(model) is FullModel and model is not plan.pretrained and not model.source.remote
+    ]
+    if not models or plan.base.remote:
+        return
+    layers = plan.layers if plan.base.in_memory else _sample(plan.layers)
+    products: list[dict[Layer, Tensor]] = [{} for _ in models]
+    for layer in layers:
+        count = min(math.prod(layer.view.shape), _SAMPLED_ELEMENTS)
+        x = plan.base.elements(layer.keys[0], 0, count)
+        for model, of_layers in zip(models, products, strict=True):
+            if model.has(layer.param):
+                y = model.elements(layer.param, 0, count, x)
+                of_layers[layer] = _inner_products(x.double(), y.double())
+    for model, of_layers in zip(models, products, strict=True):
+        yield from _compare(plan, model, of_layers)
 
 
 def _sample(layers: Sequence[Layer]) -> list[Layer]:
@@ -40,23 +54,20 @@ def _sample(layers: Sequence[Layer]) -> list[Layer]:
     return list(dict.fromkeys([*layers[::step][:_SAMPLED_LAYERS], *outside[:_SAMPLED_LAYERS]]))
 
 
-def _compare(plan: Plan, model: FullModel, layers: Sequence[Layer]) -> Iterator[str]:
-    base, name, apart = plan.base, model.source.name, []
-    total = torch.zeros(
-        4, dtype=torch.float64
-    )  # inner products of the base's and the model's values x and y
-    for layer in layers:
-        count = min(math.prod(layer.view.shape), _SAMPLED_ELEMENTS)
-        x = base.elements(layer.keys[0], 0, count).double()
-        y = model.elements(layer.param, 0, count, x).double()
-        products = torch.stack([x @ x, y @ y, x @ y, (y - x) @ (y - x)]).cpu()
-        total += products
-        if _unrelated(*products[:3].tolist()):
-            apart.append(layer)
-    xx, yy, xy, dd = total.tolist()
+def _inner_products(x: Tensor, y: Tensor) -> Tensor:
+    """Return the inner products of the base's and a model's values: x x, y y, x y, and that of the
+    difference with itself.
+    """
+    return torch.stack([x @ x, y @ y, x @ y, (y - x) @ (y - x)]).cpu()
+
+
+def _compare(plan: Plan, model: FullModel, products: Mapping[Layer, Tensor]) -> Iterator[str]:
+    base, name = plan.base, model.source.name
+    apart = [layer for layer, each in products.items() if _unrelated(*each[:3].tolist())]
+    xx, yy, xy, dd = sum(products.values(), torch.zeros(4, dtype=torch.float64)).tolist()
     if not xx * yy > 0:
         return
-    if 0 < len(apart) <= (len(layers) + 1) // 2:
+    if 0 < len(apart) <= (len(products) + 1) // 2:
         layer, why = (
             apart[0],
             "has nothing to do with the pretrained model's: one of them was drawn at random",
@@ -68,9 +79,9 @@ def _compare(plan: Plan, model: FullModel, layers: Sequence[Layer]) -> Iterator[
     if cosine < _LEAST_COSINE or change > _MOST_CHANGE:
         evidence = f"their weights have cosine {cosine:.3f}, ||tau|| / ||theta_0|| is {change:.2f}"
         other = f"'{name}' looks as if it was made from another base than '{base.name}'"
-        yield f"{other}: over {len(layers)} layers {evidence}"
+        yield f"{other}: over {len(products)} layers {evidence}"
     elif not dd:
-        yield f"'{name}' does not differ from the base in the {len(layers)} layers looked at"
+        yield f"'{name}' does not differ from the base in the {len(products)} layers looked at"
 
 
 def _unrelated(xx: float, yy: float, xy: float) -> bool:

@@ -37,6 +37,11 @@ class TensorInfo:
     def nbytes(self) -> int:
         return self.stop - self.start
 
+    @property
+    def unit(self) -> int:
+        """The number of elements that are read together, or not at all."""
+        return 1
+
     def rows(self, first: int, last: int) -> Self:
         """Return these entries of the first dimension, which are contiguous, as a tensor of its
         own.

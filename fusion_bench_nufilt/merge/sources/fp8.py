@@ -72,12 +72,22 @@ class Quantised(TensorInfo):
             )
         return replace(cut, scale=self.scale.rows(first // height, -(-last // height)))
 
+    @property
+    def _height(self) -> int:
+        """The number of rows that are read together: those of a block, or one if all rows share
+        their scales.
+        """
+        return self.block[0] if self.block[0] < self.shape[0] else 1
+
+    @property
+    def unit(self) -> int:
+        return self._height * math.prod(self.shape[1:])
+
     def around(self, start: int, stop: int) -> tuple["Quantised", int]:
         """Return the whole blocks of rows that hold elements ``start`` to ``stop``, and the number
         of their first.
         """
-        width = math.prod(self.shape[1:])
-        height = self.block[0] if self.block[0] < self.shape[0] else 1
+        width, height = math.prod(self.shape[1:]), self._height
         first, last = start // width // height * height, -(-stop // (width * height)) * height
         return self.rows(first, min(last, self.shape[0])), first * width
 

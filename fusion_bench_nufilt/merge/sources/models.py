@@ -3,7 +3,7 @@ them.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -17,6 +17,7 @@ from fusion_bench_nufilt.storage.tensors import digest
 from ..architecture import Architecture
 from .checkpoint import Checkpoint
 from .experts import Expert
+from .last_read import LastRead
 from .source import Source
 
 EMBEDDING_A = (
@@ -42,6 +43,7 @@ class FullModel:
         self.strength = 1.0  # of its update in a merge
         self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths, by param
         self.experts: dict[str, Expert] = {}  # by param, its place in factors of several experts
+        self._factors: LastRead[tuple[Tensor, Tensor, str]] = LastRead()
         self._trained: dict[
             str, dict[int, int]
         ] = {}  # by param, the stored place of each row that an adapter trained
@@ -136,14 +138,16 @@ class FullModel:
         if param in self.keys:
             return read(self.keys[param])
         key_a, key_b, scaling = self.pairs[param]
-        (a, digest_a), (b, digest_b) = read(key_a), read(key_b)
+        a, b, digests = self._factors.get(
+            (key_a, str(theta_0.device)), partial(_read_factors, read, key_a, key_b)
+        )
         if param in self.experts:
             a, b = self.experts[param].cut(a, b)
         wide = wide_dtype(a)
         if not is_finite(left := b.to(wide) * scaling):
             what = f"adapter '{self.source.name}', layer '{param}'"
             raise ValueError(f"{what}: B times its scaling of {scaling:g} is too large for {wide}")
-        update, digests = LowRank(left, a.to(wide)), digest_a + digest_b
+        update = LowRank(left, a.to(wide))
         if key_a.endswith(EMBEDDING_A):
             return LowRank(update.right.T, update.left.T), digests
         if param not in self.magnitudes:
@@ -164,6 +168,12 @@ class FullModel:
         wide = torch.promote_types(wide_dtype(theta_0), new.dtype)
         return torch.lerp(theta_0.to(wide), new.to(wide), self.strength)
 
+    def unit(self, param: str) -> int:
+        """Return the number of elements of a tensor that are read together, or not at all."""
+        if param in self.keys and param not in self._rows:
+            return self.source.tensors[self.keys[param]].unit
+        return 1
+
     def elements(self, param: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
         """Return some elements of a flattened tensor that the model has, given the base's."""
         if param in self._rows:
@@ -180,3 +190,12 @@ class FullModel:
         first, last = start // d_i, -(-stop // d_i)  # the rows that hold these elements
         rows = LowRank(update.left[first:last], update.right).product().flatten()
         return theta_0.to(wide) + rows[start - first * d_i : stop - first * d_i]
+
+
+def _read_factors(
+    read: Callable[[str], tuple[Tensor, str]], key_a: str, key_b: str
+) -> tuple[Tensor, Tensor, str]:
+    """Return the factors A and B of an update, and the digest of both."""
+    a, digest_a = read(key_a)
+    b, digest_b = read(key_b)
+    return a, b, digest_a + digest_b

@@ -40,12 +40,17 @@ class Packed(TensorInfo):
         blocks, scales = self.blocks.rows(first, last), self.scales.rows(first, last)
         return replace(super().rows(first, last), blocks=blocks, scales=scales)
 
+    @property
+    def unit(self) -> int:
+        """The number of elements of an expert, whose values are stored transposed."""
+        _, inputs, outputs = self.shape
+        return inputs * outputs
+
     def around(self, start: int, stop: int) -> tuple["Packed", int]:
         """Return the experts that hold elements ``start`` to ``stop``, and the number of their
         first element.
         """
-        _, inputs, outputs = self.shape
-        size = inputs * outputs
+        size = self.unit
         return self.rows(start // size, -(-stop // size)), start // size * size
 
     def read(self, files: Mapping[str, TensorFile]) -> Tensor:
