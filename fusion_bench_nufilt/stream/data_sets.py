@@ -2,7 +2,7 @@
 downloaded.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ _LOCAL_LOADERS = (
     "fusion_bench_nufilt.taskpools.local_tasks.load_image_task",
     "fusion_bench_nufilt.taskpools.local_tasks.load_images",
 )
+_KEYS_OF_HYDRA = ("_target_", "_args_", "_convert_", "_partial_", "_recursive_")
 _OPTIONS_OF_LOADING = ("verification_mode", "keep_in_memory", "save_infos", "streaming", "num_proc")
 
 
@@ -74,34 +75,36 @@ def _data_sets(config: Any) -> Iterator[DataSet]:
     """Yield the data sets in the configuration of a task's data."""
     if isinstance(config, str):
         yield DataSet(config, partial(datasets.load_dataset_builder, config))
-    elif isinstance(config, dict):
-        target = config.get("_target_")
-        if target == "datasets.load_dataset":
-            yield _of_datasets(
-                **{key.strip("_"): value for key, value in config.items() if key != "_target_"}
-            )
-        elif target in _LOADERS_OF_GPT2:
-            if not Path(f"outputs/gpt2/_load_{config['name']}_dataset_cached").exists():
-                yield _of_glue(config["name"], config.get("split"))
-        elif target in _LOCAL_LOADERS:
-            options = {key: value for key, value in config.items() if key != "_target_"}
-            yield DataSet(
-                str(config.get("path", config.get("dataset_path"))),
-                partial(get_method(target), **options),
-            )
-        else:
-            for value in config.values():
-                yield from _data_sets(value) if isinstance(value, dict) else ()
+    if not isinstance(config, dict):
+        return
+    target = config.get("_target_")
+    arguments = config.get("_args_", [])
+    options = {key: value for key, value in config.items() if key not in _KEYS_OF_HYDRA}
+    if config.get("_partial_"):
+        return  # the pool calls it later, with arguments that are unknown here
+    if target == "datasets.load_dataset":
+        yield _of_datasets(arguments, **options)
+    elif target in _LOADERS_OF_GPT2:
+        name = arguments[0] if arguments else options["name"]
+        if not Path(f"outputs/gpt2/_load_{name}_dataset_cached").exists():
+            yield _of_glue(name, options.get("split"))
+    elif target in _LOCAL_LOADERS:
+        path = options.get("path", options.get("dataset_path", arguments and arguments[-1]))
+        yield DataSet(str(path), partial(get_method(target), *arguments, **options))
+    else:
+        for value in config.values():
+            if isinstance(value, dict):
+                yield from _data_sets(value)
 
 
 def _of_glue(task: str, split: str | None) -> DataSet:
     return DataSet("glue", partial(datasets.load_dataset_builder, "glue", task), split)
 
 
-def _of_datasets(args: Any = (), split: Any = None, **options: Any) -> DataSet:
+def _of_datasets(arguments: Sequence[Any], split: Any = None, **options: Any) -> DataSet:
     options = {key: value for key, value in options.items() if key not in _OPTIONS_OF_LOADING}
-    name = args[0] if args else options.get("path")
-    return DataSet(str(name), partial(datasets.load_dataset_builder, *args, **options), split)
+    name = arguments[0] if arguments else options.get("path")
+    return DataSet(str(name), partial(datasets.load_dataset_builder, *arguments, **options), split)
 
 
 def _check(task: str, data: DataSet) -> None:

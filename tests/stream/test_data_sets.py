@@ -93,6 +93,24 @@ def test_what_can_be_loaded_passes(birds, split):
     check_test_sets(clip_taskpool(birds=loaded(birds, split=split)))
 
 
+@pytest.mark.parametrize(
+    "keys", [{"_convert_": "all"}, {"_recursive_": False}, {"_partial_": True}, {"_args_": []}]
+)
+def test_the_keys_of_hydra_are_not_arguments_of_the_loader(birds, tmp_path, keys):
+    Dataset.from_dict({"image": [0], "label": [0]}).save_to_disk(tmp_path / "saved")
+    on_disk = {"_target_": "datasets.load_from_disk", "dataset_path": str(tmp_path / "saved")}
+    for config in (loaded(birds, split="test"), on_disk):
+        check_test_sets(clip_taskpool(birds={**config, **keys}))
+
+
+def test_a_path_among_the_positional_arguments_is_looked_up(birds, tmp_path):
+    for target in ("datasets.load_dataset", "datasets.load_from_disk"):
+        config = {"_target_": target, "_args_": [str(tmp_path / "none")], "_convert_": "all"}
+        with pytest.raises(ValueError, match=f"its data set '{tmp_path}/none'"):
+            check_test_sets(clip_taskpool(birds=config))
+    check_test_sets(clip_taskpool(birds={"_target_": "datasets.load_dataset", "_args_": [birds]}))
+
+
 def test_data_in_memory_and_unknown_loaders_are_left_to_the_pool():
     check_test_sets(CLIPVisionModelTaskPool({"birds": [1, 2]}, processor="none", clip_model="none"))
     check_test_sets(clip_taskpool(birds={"_target_": "my.own.loader", "path": "no/such/folder"}))
