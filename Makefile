@@ -5,7 +5,8 @@
 # make adversary  bad inputs, random corruptions and kills, and a table of what became of them; for every night
 # make docs       the documentation in outputs/site; a broken link or reference fails
 # make constraints  the versions in .venv, in constraints.txt
-# Each sets up everything they need in .venv first: torch, and otherwise what pip settles for on the day.
+# Each sets up what it needs in .venv first, torch and otherwise what pip settles for on the day: the demo what a user
+# installs, the others the developers' tools, too.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,6 +21,7 @@ JOBS ?= 2
 export OMP_WAIT_POLICY ?= passive
 
 BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 OLDEST := $(VENV)/oldest
 
@@ -30,7 +32,7 @@ DEMO_METHODS := TSV-M with spectral voting = best, spectral voting = spectral, N
 
 .PHONY: demo test test-oldest test-slow adversary lint docs constraints clean
 
-demo: $(READY)
+demo: $(INSTALLED)
 	$(BIN)/nufilt compare fabric.accelerator=cpu --methods "$(DEMO_METHODS)" --out outputs/demo --overwrite
 	@echo "The digits depend on the CPU that trains the models, by a point or two."
 
@@ -55,10 +57,15 @@ lint: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH) --editable .
+	touch $@
+
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH) --editable '.[dev,mergekit]'
-	touch $@
+	touch $(INSTALLED) $@
 
 # Not the lowest torch: earlier releases without gigabytes of CUDA are only on PyTorch's own index.
 $(OLDEST)/.ready: $(READY) tools/oldest.py
