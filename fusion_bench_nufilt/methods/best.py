@@ -12,8 +12,7 @@ spectral voting what many directions have in common, so that
 The strength follows from the tasks. Neither member's update is shorter than :math:`\sqrt{\sum_t
 \lVert \tau_t \rVert^2}`, the length of the sum of tasks that have nothing in common, as it would be
 where task vectors are flat, such as Muon's; and a task of low rank, such as a LoRA adapter, has
-half of the strength. docs/notes/best.md and docs/notes/strength.md have what these decisions do to
-the accuracy.
+half of the strength. docs/notes/best.md has the reasons.
 """
 
 from collections.abc import Sequence

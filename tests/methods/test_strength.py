@@ -1,4 +1,4 @@
-"""How strong the update of `best` is (docs/notes/strength.md)."""
+"""How strong the update of `best` is (docs/notes/best.md)."""
 
 import pytest
 import torch
