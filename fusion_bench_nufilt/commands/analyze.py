@@ -88,9 +88,7 @@ def analyze(
         if plan is not None:
             refuse_inside(plan, out)
         # Another program's file of that name would be overwritten, with what lies beside it.
-        read_json(
-            out / "analysis.json", AnalysisContent, "name a new or an empty folder", sealed=True
-        )
+        read_json(out / "analysis.json", AnalysisContent, "name a new or an empty folder")
         lock = lock_folder(out)
         try:
             if plan is not None:

@@ -21,7 +21,7 @@ def inherited(said: Mapping[str, Any]) -> dict[str, Any]:
     if not (merged := said.get("merged")):
         return {}
     folder = Checkpoint.open(merged).folder
-    made = read_manifest(folder, verify=False) or Manifest()  # planning the merge verifies it
+    made = read_manifest(folder) or Manifest()
     before, found = made.get("settings", {}), {}
     if method := str(
         before.get("method", before.get("layer_method", ""))

@@ -32,7 +32,7 @@ from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.merge.sources.adapters import LoraAdapter
 from fusion_bench_nufilt.merge.sources.source import some
 from fusion_bench_nufilt.methods import METHODS, find_method
-from fusion_bench_nufilt.storage.files import checked, content_digest, parse_json, read_yaml, shown
+from fusion_bench_nufilt.storage.files import checked, parse_json, read_yaml, shown
 from fusion_bench_nufilt.storage.schemas import Count
 
 from .going_on import find_model, inherited
@@ -295,10 +295,6 @@ def read_recipe(file: Path) -> dict[str, Any]:
             parse_json(file.read_bytes(), object) if file.suffix == ".json" else read_yaml(file)
         )
         if isinstance(content, dict) and "inputs" in content:
-            if content.get("digest", found := content_digest(content)) != found:
-                raise ValueError(
-                    "field 'digest': the file was changed; give other settings as options instead"
-                )
             content = _recipe_of(checked(content, _Made), file.absolute().parent)
         elif isinstance(content, dict) and "merge_method" in content:
             raise ValueError(f"it is a file of mergekit, run by: nufilt mergekit {file} OUT")

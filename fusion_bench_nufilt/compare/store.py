@@ -43,9 +43,7 @@ class Store:
         self._file, self._references = folder / "compare.json", folder / "references.json"
         self._lock = lock_folder(folder)
         try:
-            self._before = read_json(
-                self._file, _Settings, "delete what it belongs to by hand", sealed=True
-            )
+            self._before = read_json(self._file, _Settings, "delete what it belongs to by hand")
             self._outdated = self._files_to_delete() if overwrite else []
             if self._before is not None and not overwrite:
                 before = {key: value for key, value in self._before.items() if key != "weights"}
@@ -104,7 +102,7 @@ class Store:
         other tasks.
         """
         file = self._run_file(spec, config)
-        run = read_json(file, SeedRun, _DELETE, sealed=True)
+        run = read_json(file, SeedRun, _DELETE)
         if run is None or run.error is not None:
             return None
         self._refuse_others(f"'{spec.label}' with ", run.config, config)
@@ -121,11 +119,7 @@ class Store:
         write_json(file, {"label": spec.label, "seed": run.config["seed"], **asdict(run)})
 
     def load_references(self, tasks: Sequence[str]) -> References | None:
-        found = (
-            None
-            if self._outdated
-            else read_json(self._references, References, _DELETE, sealed=True)
-        )
+        found = None if self._outdated else read_json(self._references, References, _DELETE)
         if found is not None:
             try:
                 check_references(found, tasks)

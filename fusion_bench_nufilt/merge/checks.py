@@ -12,7 +12,7 @@ from fusion_bench_nufilt.core.options import with_scope
 from fusion_bench_nufilt.layers import TargetConfig, coverage
 from fusion_bench_nufilt.layers.targets import leave_out
 from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, verify_files
-from fusion_bench_nufilt.storage.files import MANIFEST
+from fusion_bench_nufilt.storage.files import CARD, MANIFEST
 from fusion_bench_nufilt.storage.tensors import FLOATS, describe
 
 from .architecture import Architecture, Layer
@@ -92,20 +92,29 @@ def check_made_from(base: FullModel, merged: FullModel) -> None:
 
 
 def verify_merged(plan: Plan) -> Iterator[str]:
-    """Refuse a merged model on this disk if a file that is read is not what was saved."""
-    if plan.merged is None or plan.merged.source.remote or not plan.settings.verify:
+    """Refuse a merged model on this disk if a file of it is not what was saved; with ``verify``
+    off, warn where that file is not read.
+    """
+    if plan.merged is None or plan.merged.source.remote:
         return
-    merged, state = plan.merged.checkpoint, Path(STATE_FILE).parent
-    if plan.before and "files" not in plan.before:
-        yield (
-            f"'{merged.name}' is of an earlier version, whose {MANIFEST} does not tell whether it "
-            "was changed"
-        )
-    names = [
-        *merged.opened,
-        *(f"{state}/{name}" for name in (plan.state.source.opened if plan.state else ())),
+    merged = plan.merged.checkpoint
+    small = [
+        name
+        for name in plan.before.get("files", {})
+        if name != CARD and not name.endswith(".safetensors")
     ]
-    verify_files(merged.folder, plan.before, CHANGED, names)
+    if plan.settings.verify:
+        state = plan.state.source.opened if plan.state else ()
+        of_state = [f"{Path(STATE_FILE).parent}/{name}" for name in state]
+        verify_files(merged.folder, plan.before, CHANGED, [*merged.opened, *of_state, *small])
+        return
+    for name in small:
+        try:
+            verify_files(
+                merged.folder, plan.before, "configurations in the result are the base's", [name]
+            )
+        except ValueError as error:
+            yield str(error)
 
 
 def kept_from_base(plan: Plan) -> list[str]:

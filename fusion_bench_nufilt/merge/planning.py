@@ -102,7 +102,7 @@ def _open_merged(
     if name is None:
         return None, Manifest(), None
     merged = _open("merged model", name, "give it as a --task")
-    before = read_manifest(merged.folder, CHANGED, verify=settings.verify) or Manifest()
+    before = read_manifest(merged.folder, CHANGED) or Manifest()
     keeps = not kind.state_is_weight or settings.accumulate == "float32"
     kept = (merged.folder_with(STATE_FILE) / STATE_FILE).parent if keeps else None
     state = (

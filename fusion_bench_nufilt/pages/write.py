@@ -71,9 +71,8 @@ def write_results(folder: Path) -> list[str]:
             and the field.
     """
     for name, kind in KINDS.items():
-        if (
-            content := read_json(folder / name, kind.content, kind.advice, sealed=True)
-        ) is not None:
+        content = read_json(folder / name, kind.content, kind.advice)
+        if content is not None:
             break
     else:
         names = ", ".join(KINDS)

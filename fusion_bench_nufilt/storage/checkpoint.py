@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
-from .files import CARD, MANIFEST, atomic_folder, content_digest, read_json, write_json, write_text
+from .files import CARD, MANIFEST, atomic_folder, read_json, write_json, write_text
 from .schemas import Fingerprint, Head, Manifest
 from .tensors import digest
 
@@ -31,26 +31,11 @@ _PACKAGES = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers", "sa
 STATE_FILE = "nufilt_state/model.safetensors"
 
 
-def read_manifest(
-    folder: Path, advice: str = "fetch it again", *, verify: bool = True
-) -> Manifest | None:
+def read_manifest(folder: Path, advice: str = "fetch it again") -> Manifest | None:
     """Return the manifest of a folder, if it has one; a ValueError names a damaged field and gives
     the advice.
-
-    With ``verify``, a manifest that was changed is refused as well; earlier versions wrote no
-    digest that would tell.
     """
-    manifest = read_json(folder / MANIFEST, Manifest, advice)
-    if (
-        verify
-        and manifest
-        and "digest" in manifest
-        and manifest["digest"] != content_digest(manifest)
-    ):
-        raise ValueError(
-            f"'{folder / MANIFEST}' is not what was saved (its digest differs); {advice}"
-        )
-    return manifest
+    return read_json(folder / MANIFEST, Manifest, advice)
 
 
 # Fields of a task's configuration that are dropped: the user's folder, and what the merged model
@@ -145,7 +130,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
-    """Write a folder's manifest, with digests of all other files and of itself."""
+    """Write a folder's manifest, with digests of all other files."""
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     files = _fingerprints(
         folder, sorted(names - {MANIFEST})

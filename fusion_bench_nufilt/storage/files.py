@@ -112,21 +112,8 @@ def write_text(target: Path, text: str) -> None:
 
 
 def write_json(target: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file, atomically, with a digest by which :func:`read_json` detects later
-    changes.
-    """
-    content = json.loads(json.dumps(content))  # as it will be read
-    write_text(target, json.dumps({**content, "digest": content_digest(content)}, indent=2))
-
-
-def content_digest(content: Mapping[str, Any]) -> str:
-    """Return the digest of a JSON file's content except the digest itself, whatever the order of
-    its keys.
-    """
-    text = json.dumps(
-        {key: value for key, value in content.items() if key != "digest"}, sort_keys=True
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
+    """Write a JSON file, atomically."""
+    write_text(target, json.dumps(content, indent=2))
 
 
 @contextmanager
@@ -236,23 +223,15 @@ def read_yaml(file: Path) -> Any:
     return {} if content is None else content
 
 
-def read_json(
-    path: Path, kind: type[_T], advice: str = "fetch it again", *, sealed: bool = False
-) -> _T | None:
+def read_json(path: Path, kind: type[_T], advice: str = "fetch it again") -> _T | None:
     """Return the content of a JSON file, as :func:`checked` does, or None if there is no such file.
 
-    A ``sealed`` file, which :func:`write_json` wrote, must not have been changed; older versions
-    wrote no digest. A ValueError names the file and the field, and gives the advice.
+    A ValueError names the file and the field, and gives the advice.
     """
     try:
         if not path.is_file():
             return None
-        content: Any = parse_json(path.read_bytes(), object)
-        digest = content.pop("digest", None) if sealed and isinstance(content, dict) else None
-        made = checked(content, kind)
-        if digest is not None and digest != content_digest(content):
-            raise ValueError("field 'digest': the file was changed after it was written")
-        return made
+        return parse_json(path.read_bytes(), kind)
     except OSError as error:
         raise ValueError(f"'{path}' can't be read: {error.strerror}") from error
     except ValueError as error:

@@ -70,7 +70,6 @@ class Manifest(TypedDict, total=False):
     files: dict[
         str, Fingerprint
     ]  # all files of the folder but the manifest, by their relative paths
-    digest: str  # of everything else in the manifest
     heads: dict[str, Head]  # by the names of their tasks
     merge_seconds: list[float]
     run: Any  # in a merge of folders: a digest of all that it depends on

@@ -2,7 +2,6 @@
 merged before.
 """
 
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +19,6 @@ from fusion_bench_nufilt.storage.schemas import Manifest
 
 PRETRAINED, MERGED = "_pretrained_", "_merged_"
 _CHANGED = "merge or fetch it again; method.verify=false goes on from it all the same"
-
-log = logging.getLogger(__name__)
 
 
 def as_pool(models: BaseModelPool | Mapping[str, nn.Module]) -> BaseModelPool:
@@ -163,12 +160,6 @@ def merged_before(
     folder, manifest = merged_checkpoint(modelpool, verify=verify)
     if folder is not None and verify:
         verify_files(folder, manifest, _CHANGED)
-        if manifest and "digest" not in manifest:
-            log.warning(
-                "'%s' is of an earlier version, whose manifest does not tell whether it was "
-                "changed",
-                folder,
-            )
     num_merged = num_merged or manifest.get("step")
     if num_merged is None:
         raise ValueError(
@@ -187,8 +178,8 @@ def merged_checkpoint(
     """Return the folder of the pool's ``_merged_`` model, and its manifest, which is empty if there
     is none.
 
-    With ``verify``, a manifest is refused if it was changed or belongs to another ``pretrained``
-    model, whose weights ``drawn`` at random do not count.
+    With ``verify``, it is refused if it belongs to another ``pretrained`` model, whose weights
+    ``drawn`` at random do not count.
     """
     entry = modelpool._models[MERGED]
     path = (
@@ -197,7 +188,7 @@ def merged_checkpoint(
     if path is None:
         return None, {}
     folder = Path(path).expanduser()
-    manifest = read_manifest(folder, _CHANGED, verify=verify) or Manifest()
+    manifest = read_manifest(folder, _CHANGED) or Manifest()
     before = manifest.get("inputs", {}).get(PRETRAINED, {}).get("sha256")
     if (
         verify

@@ -159,7 +159,7 @@ NAMES = {*TASKS, *LAYERS, "a", "b", "c", "NUFILT", "sum", "some_pool", "attentio
 def hostile(content):
     """Return a content whose names end in something that a page must not run."""
     if isinstance(content, dict):
-        return {hostile(key): hostile(value) for key, value in content.items() if key != "digest"}
+        return {hostile(key): hostile(value) for key, value in content.items()}
     if isinstance(content, list):
         return list(map(hostile, content))
     return content + HOSTILE if content in NAMES else content
