@@ -161,6 +161,12 @@ class Architecture:
             name: shape for name, shape in self._stacks.items() if name.rpartition(".")[0] in names
         }
 
+    def holds_layers(self, name: str) -> bool:
+        """Return whether a parameter of the loaded model is stored as layers or holds several."""
+        stored = self.undo({name: torch.empty(self._stacks[name], device="meta")})
+        params = [self.param(key) for key in stored]
+        return all(self.parts(param) or param in self.views for param in params)
+
     def _unused(self, base: Source) -> list[str]:
         """Return stored tensors of layers that the model lacks: their names differ from its own by
         a number alone.

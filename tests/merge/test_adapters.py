@@ -5,8 +5,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from fusion_bench_nufilt.merge import plan_merge
-from tests.merge.helpers import change, merge, same, save_stream, tensors
+from fusion_bench_nufilt.merge import merge_folders, plan_merge
+from tests.merge.helpers import change, merge, plan, same, save_stream, tensors
 from tests.models import TOWER, clip, llama, llava
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -166,6 +166,30 @@ def test_what_the_base_lacks_and_is_no_head_is_ignored_with_a_warning_as_in_a_mo
     change(tmp_path / "adapter", "base_model.model.score.weight", lambda value: None)
     warnings = plan_adapter(tmp_path).warnings
     assert any("1 tensors that the base lacks, ignored: 'model.scale'" in text for text in warnings)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_peft_writes_of_a_saved_module_beside_its_tensor_is_no_tensor_of_its_own(
+    tmp_path, tied
+):
+    modules = ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]
+    saved = {"modules_to_save": modules, "ensure_weight_tying": tied}
+    save_all(tmp_path, llama(tie_word_embeddings=tied), **saved)
+    plain = merge(tmp_path, ["adapter"], "plain", other_params="mean")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    state = load_file(path)
+    for module in [key for key in state if ".lora_" not in key]:
+        trained, name = state[module], module.removesuffix("weight")
+        state[f"{name}modules_to_save.weight"] = trained.clone()
+        state[f"{name}original_module.weight"] = torch.zeros_like(trained)
+    save_file(state, path)
+    planned = plan(tmp_path, ["adapter"], other_params="mean")
+    assert [text for text in planned.warnings if "lacks" in text] == []
+    assert same(tensors(merge_folders(planned, tmp_path / "out")), tensors(plain))
+    for module in [key for key in state if ".modules_to_save." in key]:
+        del state[module.replace(".modules_to_save", "")]
+    save_file(state, path)
+    assert same(tensors(merge(tmp_path, ["adapter"], "one", other_params="mean")), tensors(plain))
 
 
 def test_an_update_of_the_head_for_another_vocabulary_is_left_out_whole(tmp_path):

@@ -9,9 +9,19 @@ from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, __version__
 
-from fusion_bench_nufilt.merge import plan_merge
+from fusion_bench_nufilt.merge import merge_folders, plan_merge
+from fusion_bench_nufilt.merge.checks import kept_from_base
 from tests.families import FAMILIES, WIDE
-from tests.merge.helpers import SHARDED, change_json, merge, save_stream, tensors, transpose_experts
+from tests.merge.helpers import (
+    SHARDED,
+    change,
+    change_json,
+    merge,
+    plan,
+    save_stream,
+    tensors,
+    transpose_experts,
+)
 from tests.released import released
 
 QWEN = {**WIDE, "num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}
@@ -132,6 +142,48 @@ def test_experts_left_out_of_the_layers_are_averaged_with_the_adapters(tmp_path)
         other_params="mean",
     )
     torch.testing.assert_close(tensors(result), tensors(tmp_path / "task9"), rtol=0, atol=1e-14)
+
+
+SAVED = {"target_parameters": None, "modules_to_save": ["experts"]}
+
+
+@fused
+@pytest.mark.parametrize("family", MAKE)
+def test_experts_that_an_adapter_saves_whole_are_merged_as_those_of_a_model(tmp_path, family):
+    save_adapter(tmp_path, MAKE[family], **SAVED)
+    assert_merged_as_peft_merges(tmp_path)
+    base, result = tensors(tmp_path / "base"), tensors(tmp_path / "sum_adapter")
+    experts = {key for key in base if ".experts." in key}
+    assert experts
+    assert not [key for key in experts if torch.equal(result[key], base[key])]
+
+
+@fused
+def test_saved_experts_of_a_checkpoint_that_stores_them_transposed(tmp_path):
+    save_adapter(tmp_path, partial(released, "Qwen3-VL-MoE"), shards="5GB", **SAVED)
+    for name in ("base", "task9"):
+        transpose_experts(tmp_path / name)
+    assert_merged_as_peft_merges(tmp_path)
+
+
+@fused
+def test_saved_experts_outside_the_layers_are_averaged_and_said_to_be_left_out(tmp_path):
+    save_adapter(tmp_path, qwen3_moe, **SAVED)
+    options = {"target_modules": ["q_proj"], "method": "sum", "scale": 1.0}
+    averaged = plan(tmp_path, ["adapter"], other_params="mean", **options)
+    result = tensors(merge_folders(averaged, tmp_path / "mean"))
+    torch.testing.assert_close(result, tensors(tmp_path / "task9"), rtol=0, atol=1e-14)
+    kept = kept_from_base(plan(tmp_path, ["adapter"], **{**options, "other_params": "pretrained"}))
+    assert "model.layers.0.mlp.experts.0.gate_proj.weight" in kept
+
+
+@fused
+def test_saved_experts_of_another_size_are_refused_by_name_and_shape(tmp_path):
+    save_adapter(tmp_path, qwen3_moe, **SAVED)
+    key = "base_model.model.model.layers.0.mlp.experts.down_proj"
+    change(tmp_path / "adapter", key, lambda value: value[:2].contiguous())
+    with pytest.raises(ValueError, match=rf"'{key}': shape \(2, 32, 24\) differs from \(3, 32, 24"):
+        plan(tmp_path, ["adapter"])
 
 
 # --- other versions of peft, and unsloth ---

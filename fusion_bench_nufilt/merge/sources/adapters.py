@@ -10,7 +10,7 @@ from fusion_bench_nufilt.layers.targets import matches
 
 from ..architecture import Architecture
 from .checkpoint import Checkpoint, is_adapter
-from .experts import find_experts
+from .experts import find_experts, find_saved_experts
 from .models import EMBEDDING_A, FullModel
 from .source import some
 
@@ -24,6 +24,8 @@ _REFUSED = {
     "layer_replication": "layer_replication, which adds layers",
     "alora_invocation_tokens": "activated LoRA, which acts on some tokens only",
 }
+# peft also writes what the wrapper of a module in modules_to_save holds, if embeddings are saved.
+_SAVED, _ORIGINAL = ".modules_to_save.", ".original_module."
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 _REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -63,6 +65,9 @@ class LoraAdapter(FullModel):
         saved: defaultdict[str, list[str]] = defaultdict(list)  # whole tensors by param
         for key, info in tensors.items():
             name = key.removeprefix(PREFIX).replace(".base_layer.bias", ".bias")  # trained biases
+            if _ORIGINAL in name or (_SAVED in name and key.replace(_SAVED, ".") in tensors):
+                continue  # of the base, and a second copy of what is trained
+            name = name.replace(_SAVED, ".")
             module, is_a, _ = name.partition(
                 EMBEDDING_A if EMBEDDING_A in name else ".lora_A.weight"
             )
@@ -81,6 +86,13 @@ class LoraAdapter(FullModel):
                 # the base's own weight, which peft saves along with an adapted embedding or head
                 continue
             elif ".lora_" not in name:
+                experts = find_saved_experts(self.checkpoint, architecture, key, name)
+                for param, rows in experts.items():
+                    self._check_new(param, name)
+                    self.saved_experts[param] = rows
+                    self.keys[param], self.params[param] = key, rows.shape
+                if experts:
+                    continue
                 param = architecture.param(name)
                 saved[param].append(key)
                 self.keys[param], self.params[param] = key, info.shape

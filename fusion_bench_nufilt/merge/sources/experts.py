@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..architecture import Architecture
 from .checkpoint import Checkpoint
+from .source import Source
 
 _LAYOUTS = ("rank_major", "grouped_by_expert")
 
@@ -48,6 +49,57 @@ class Expert:
         left, right = (a.T, b.T) if self.transposed else (b, a)
         left = left[self.rows]
         return (left.T, right.T) if self.flipped else (right, left)
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Where a fused parameter, saved whole as the loaded model has it, holds the tensor of a
+    layer.
+    """
+
+    key: str
+    start: int  # of the elements that are the layer's, in the flattened parameter
+    stop: int
+    width: int  # of the parameter's rows
+    transposed: bool  # whether the layer's tensor is the transpose of these rows
+    shape: tuple[int, ...]  # of the layer's tensor
+
+    def read(self, source: Source) -> Tensor:
+        rows = source.elements(self.key, self.start, self.stop).reshape(-1, self.width)
+        return (rows.T if self.transposed else rows).reshape(self.shape)
+
+
+def find_saved_experts(
+    adapter: Checkpoint, architecture: Architecture, key: str, name: str
+) -> dict[str, ExpertRows]:
+    """Return by param where an adapter's full tensor of a fused parameter holds layers.
+
+    There are none if the parameter, by its ``name`` in the adapter, holds no layers.
+    """
+    module, _, parameter = name.rpartition(".")
+    stacks = architecture.stacks_of(module)
+    loaded = [stack for stack in stacks if stack.rpartition(".")[2] == parameter]
+    if not loaded or not architecture.holds_layers(loaded[0]):
+        return {}
+    count, height, width = stacks[loaded[0]]
+    shape = adapter.tensors[key].shape
+    if shape != (count, height, width):
+        raise ValueError(
+            f"adapter '{adapter.name}', tensor '{key}': shape {shape} differs from "
+            f"{(count, height, width)} of the base: {_OTHER_BASE}"
+        )
+    found = {}
+    for param, number, rows, flipped in _places(
+        architecture, loaded[0], count, height, adapter.name
+    ):
+        view = architecture.views[param]
+        first = number * height + rows.start
+        last = number * height + rows.stop
+        transposed = flipped != view.transposed
+        found[param] = ExpertRows(
+            key, first * width, last * width, width, transposed, view.part_shape
+        )
+    return found
 
 
 def find_experts(

@@ -16,7 +16,7 @@ from fusion_bench_nufilt.storage.tensors import digest
 
 from ..architecture import Architecture
 from .checkpoint import Checkpoint
-from .experts import Expert
+from .experts import Expert, ExpertRows
 from .last_read import LastRead
 from .source import Source
 
@@ -43,6 +43,7 @@ class FullModel:
         self.strength = 1.0  # of its update in a merge
         self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths, by param
         self.experts: dict[str, Expert] = {}  # by param, its place in factors of several experts
+        self.saved_experts: dict[str, ExpertRows] = {}  # by param, its place in a whole stack
         self._factors: LastRead[tuple[Tensor, Tensor, str]] = LastRead()
         self._trained: dict[
             str, dict[int, int]
@@ -135,6 +136,13 @@ class FullModel:
                     f"model '{self.source.name}', tensor '{param}' has NaN or infinite values"
                 )
             return value, digest(value)
+        if param in self.saved_experts:
+            value = self.saved_experts[param].read(self.source)
+            if not is_finite(value):
+                raise ValueError(
+                    f"model '{self.source.name}', tensor '{param}' has NaN or infinite values"
+                )
+            return value.to(theta_0.device), digest(value)
         if param in self.keys:
             return read(self.keys[param])
         key_a, key_b, scaling = self.pairs[param]
@@ -170,6 +178,8 @@ class FullModel:
 
     def unit(self, param: str) -> int:
         """Return the number of elements of a tensor that are read together, or not at all."""
+        if param in self.saved_experts:
+            return math.prod(self.params[param])
         if param in self.keys and param not in self._rows:
             return self.source.tensors[self.keys[param]].unit
         return 1
@@ -178,6 +188,9 @@ class FullModel:
         """Return some elements of a flattened tensor that the model has, given the base's."""
         if param in self._rows:
             return self._shown(param, start, stop, theta_0)
+        if param in self.saved_experts:
+            value = self.saved_experts[param].read(self.source).flatten()[start:stop]
+            return value.to(theta_0.device)
         if param in self.keys:
             return self.source.elements(self.keys[param], start, stop).to(theta_0.device)
         if param not in self.pairs:
