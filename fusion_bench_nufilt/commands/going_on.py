@@ -22,7 +22,7 @@ def inherited(said: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     folder = Checkpoint.open(merged).folder
     made = read_manifest(folder) or Manifest()
-    before, found = made.get("settings", {}), {}
+    before, found = todays_settings(made.get("settings", {})), {}
     if method := str(
         before.get("method", before.get("layer_method", ""))
     ):  # the latter in a run of fusion_bench
@@ -39,6 +39,17 @@ def inherited(said: Mapping[str, Any]) -> dict[str, Any]:
         found = {name: value for name, value in found.items() if name not in said}
     if not said.get("base"):
         found["base"] = _base(merged, folder, made)
+    return found
+
+
+def todays_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in a manifest; an earlier version had `accumulate` beside `state`."""
+    found = dict(settings)
+    accumulate = found.pop("accumulate", None)
+    if accumulate == "float32":
+        found["state"] = True
+    elif accumulate == "stored" and found.get("state"):  # its default, of which NUFILT kept nothing
+        del found["state"]
     return found
 
 

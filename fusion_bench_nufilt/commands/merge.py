@@ -35,7 +35,7 @@ from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.storage.files import checked, parse_json, read_yaml, shown
 from fusion_bench_nufilt.storage.schemas import Count
 
-from .going_on import find_model, inherited
+from .going_on import find_model, inherited, todays_settings
 from .options import SIZES, takes_options, typed_values
 from .terminal import AsJson, Quiet, bars_on, interruptible, terminal, warn
 
@@ -176,8 +176,8 @@ def _run(console: Console, plan: Plan, out: Path) -> bool:
 def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "base", plan.base.name
     if plan.merged is not None:
-        exact = plan.state is not None and plan.method.state_is_weight
-        yield "merged so far", f"{plan.merged.source.name}{', layers in float32' if exact else ''}"
+        beside = ", with the state beside it" if plan.state else ""
+        yield "merged so far", f"{plan.merged.source.name}{beside}"
     if taken:
         options = chain(*map(fields, (plan.method.Options, TargetConfig, Settings)))
         usual = {
@@ -324,6 +324,8 @@ def _recipe_of(made: _Made, folder: Path) -> dict[str, Any]:
             source: model["sha256"] for source, model in made["inputs"].items() if "sha256" in model
         },
         "settings": {
-            key: value for key, value in made.get("settings", {}).items() if key not in _OF_THE_USER
+            key: value
+            for key, value in todays_settings(made.get("settings", {})).items()
+            if key not in _OF_THE_USER
         },
     }

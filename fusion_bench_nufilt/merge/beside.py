@@ -1,4 +1,8 @@
-"""The file beside the model's weights: what the method keeps to go on."""
+"""The file beside the model's weights: what the next merge needs, in float32 at least.
+
+It has what the method keeps of each layer (for NUFILT, the layer itself), and the running means of
+tensors outside the layers, where the model rounds them.
+"""
 
 import torch
 from torch import Tensor
@@ -15,25 +19,61 @@ def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]
     tensor like it.
     """
     if plan.method.state_is_weight:
-        shape = plan.base.tensors[layer.keys[0]].shape
-        return {
-            "weight": (
-                layer.keys[0],
-                layer.param,
-                torch.empty(shape, dtype=torch.float32, device="meta"),
-            )
-        }
+        key = layer.keys[0]
+        return {"weight": (key, layer.param, _wide_like(plan, key))}
     theta_0 = torch.empty(layer.view.shape, dtype=plan.dtype(layer.keys[0]), device="meta")
     state = plan.method.start(layer.name, theta_0)
     return {name: (key := f"{layer.name}.{name}", key, value) for name, value in state.items()}
 
 
-def state_layout(plan: Plan) -> tuple[bytes, dict[str, TensorInfo]]:
-    """Return the header and the tensors of the file of the state, which are empty if that is not
-    kept.
+def has_state(plan: Plan, layer: Layer) -> bool:
+    """Tell whether a layer has a state that the result's weight does not tell by itself."""
+    return not plan.method.state_is_weight or plan.rounds(layer.keys[0])
+
+
+def mean_key(param: str) -> str:
+    """Return the key of the running mean of a tensor outside the layers."""
+    return f"{param}.mean"
+
+
+def means_to_keep(plan: Plan) -> dict[str, Tensor]:
+    """Return a meta tensor for each running mean that the model alone would round, by param."""
+    if plan.targets.other_params != "mean":
+        return {}
+    keys = {param: keys[0] for param, keys in plan.others.items() if param in plan.averaged}
+    return {param: _wide_like(plan, key) for param, key in keys.items() if plan.rounds(key)}
+
+
+def _wide_like(plan: Plan, key: str) -> Tensor:
+    dtype = torch.promote_types(plan.dtype(key), torch.float32)
+    return torch.empty(plan.base.tensors[key].shape, dtype=dtype, device="meta")
+
+
+def stored_keys(plan: Plan) -> dict[str, str]:
+    """Return the keys of what is kept beside the merged model, by the keys that this merge has for
+    the same tensors.
     """
-    if not plan.keeps_state:
+    stored = plan.state.keys if plan.state else {}
+    params = {}
+    if plan.targets.other_params == "mean":
+        params = {mean_key(param): mean_key(param) for param in plan.others}
+    for layer in plan.layers:
+        for key, param, _ in state_tensors(plan, layer).values():
+            params[key] = param
+    return {key: stored[param] for key, param in params.items() if param in stored}
+
+
+def state_layout(plan: Plan) -> tuple[bytes, dict[str, TensorInfo]]:
+    """Return the header and the tensors of the state's file, which are empty if there is none."""
+    kept: dict[str, TensorInfo] = {}
+    if plan.keeps_state:
+        for layer in plan.layers:
+            if has_state(plan, layer):
+                for key, _, like in state_tensors(plan, layer).values():
+                    kept[key] = describe(like)
+        for param, like in means_to_keep(plan).items():
+            kept[mean_key(param)] = describe(like)
+    if not kept:
         return b"", {}
-    kept = (tensor for layer in plan.layers for tensor in state_tensors(plan, layer).values())
-    header = make_header({key: describe(like) for key, _, like in kept})
+    header = make_header(kept)
     return header, read_header(STATE_FILE, header)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_bench_nufilt.core.options import with_scope
 from fusion_bench_nufilt.layers import TargetConfig, coverage
@@ -16,7 +16,8 @@ from fusion_bench_nufilt.storage.files import CARD, MANIFEST
 from fusion_bench_nufilt.storage.tensors import FLOATS, describe
 
 from .architecture import Architecture, Layer
-from .beside import state_tensors
+from .beside import mean_key, means_to_keep, state_tensors
+from .layout import is_rounded
 from .plan import Plan, Selection, Settings
 from .sources.adapters import LoraAdapter
 from .sources.models import FullModel
@@ -216,42 +217,33 @@ def _check_shapes(
 
 def check_state(plan: Plan, name: str) -> Iterator[str]:
     """Check that the method can go on from the state beside the merged model of this name."""
-    method, there = plan.method, plan.state.keys if plan.state else {}
-    before, missing, known = plan.before.get("settings", {}), [], set()
-    if plan.state is None and not before.get("state", True) and not method.state_is_weight:
+    method = plan.method
+    before = plan.before.get("settings", {})
+    stored = plan.state.keys if plan.state else {}
+    if plan.state is None and before.get("state") is False and not method.state_is_weight:
         remedy = "merge its tasks again without --no-state, or all at once with the new ones"
         raise ValueError(
             f"'{name}' was merged with --no-state, so that {method.label} can't go on from it: "
             f"{remedy}"
         )
+    missing = []
+    known = {mean_key(param) for param in plan.others}
     for layer in plan.layers:
         for key, param, like in state_tensors(plan, layer).values():
             known.add(param)
-            if plan.state is None or param not in there:
+            if param in stored:
+                _check_stored(plan, param, like)
+            elif not method.state_is_weight or _is_rounded(plan, param):
                 missing.append(key)
-                continue
-            found, shape = plan.state.source.tensors[there[param]], tuple(like.shape)
-            earlier = (
-                like.dtype == torch.float16 and found.dtype == "F32"
-            )  # as versions before kept directions
-            if found.shape != shape or not (earlier or found.dtype == describe(like).dtype):
-                but = (
-                    f"{found.dtype} {found.shape} is not {str(like.dtype).removeprefix('torch.')} "
-                    f"{shape}"
-                )
-                advice = (
-                    "as the base's layer would be; remove that folder if the weights beside it are "
-                    "right"
-                )
-                raise ValueError(f"'{plan.state.source.name}', tensor '{param}': {but}, {advice}")
-    others = sorted(key for key in there.keys() - known)
+    rounded_means = []
+    for param, like in means_to_keep(plan).items():
+        if mean_key(param) in stored:
+            _check_stored(plan, mean_key(param), like)
+        elif plan.models_in_mean(param) > 0 and _is_rounded(plan, param):
+            rounded_means.append(param)
+    others = sorted(stored.keys() - known)
     if method.state_is_weight:
-        if before.get("accumulate") == "float32" and plan.settings.accumulate == "stored":
-            yield (
-                f"'{name}' has the merged layers in float32; --accumulate float32 goes on from "
-                "there"
-            )
-        elif plan.keeps_state and missing and plan.before:
+        if plan.keeps_state and missing and plan.before:
             yield (
                 f"'{name}' does not have all merged layers in float32: going on from the rounded "
                 "ones"
@@ -268,3 +260,32 @@ def check_state(plan: Plan, name: str) -> Iterator[str]:
         )
         own = f"{method.label} goes on from its own merges of the same layers only"
         raise ValueError(f"the merged model '{name}' has {what} in {STATE_FILE}: {own}")
+    if rounded_means:
+        yield (
+            f"'{name}' does not have the means of {some(rounded_means)} in float32: going on from "
+            "the rounded ones; all tasks at once, or --state from the first merge on, avoid that"
+        )
+
+
+def _check_stored(plan: Plan, param: str, like: Tensor) -> None:
+    """Refuse a tensor of the state that has another shape or dtype than the plan needs."""
+    assert plan.state is not None
+    stored = plan.state.source.tensors[plan.state.keys[param]]
+    shape = tuple(like.shape)
+    # Earlier versions kept directions in float32.
+    in_float32_before = like.dtype == torch.float16 and stored.dtype == "F32"
+    same_dtype = in_float32_before or stored.dtype == describe(like).dtype
+    if stored.shape != shape or not same_dtype:
+        dtype = str(like.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"'{plan.state.source.name}', tensor '{param}': {stored.dtype} {stored.shape} is not "
+            f"{dtype} {shape}, as the base's layer would be; remove that folder if the weights "
+            "beside it are right"
+        )
+
+
+def _is_rounded(plan: Plan, param: str) -> bool:
+    """Tell whether the merged model has a tensor in fewer digits than float32."""
+    if plan.merged is None:
+        return plan.rounds(plan.pretrained.keys[param])
+    return is_rounded(plan.merged.source.tensors[plan.merged.keys[param]])

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core.weights import is_finite
@@ -28,10 +27,11 @@ class LayerBytes:
         """
         plan, layer, record = self.plan, merged.layer, merged.record
         weight = plan.vocabulary.grown_layer(layer.param, weigh(), record["read"])
-        kept = _state_to_keep(plan, layer, merged.state) if self._kept else {}
-        stored: list[tuple[TensorInfo, Tensor]] = [
-            (self._kept[key], value.cpu()) for key, value in kept.items()
-        ]
+        stored: list[tuple[TensorInfo, Tensor]] = []
+        if self._kept:
+            for key, value in state_to_keep(plan, layer, merged.state).items():
+                if key in self._kept:
+                    stored.append((self._kept[key], value.cpu()))
         for key in layer.keys:
             place = plan.places[key]
             value = weight.to(FLOATS[place.dtype])
@@ -46,15 +46,16 @@ class LayerBytes:
         return [raw(value) for _, value in stored]
 
 
-def _state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:
+def state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:
     """Return the tensors of a layer's state by their keys in the file, whose shapes and dtypes they
     must have.
     """
-    if plan.method.state_is_weight:
-        state = {"weight": layer.view.part(state["weight"]).to(torch.float32)}
     tensors = {}
     for name, (key, _, like) in state_tensors(plan, layer).items():
-        if (value := state[name]).shape != like.shape or value.dtype != like.dtype:
+        value = state[name]
+        if plan.method.state_is_weight:
+            value = layer.view.part(value).to(like.dtype)
+        if value.shape != like.shape or value.dtype != like.dtype:
             after, before = (f"{each.dtype} {tuple(each.shape)}" for each in (value, like))
             what = (
                 f"'{name}' of its state is {after} after the last task and was {before} before the "

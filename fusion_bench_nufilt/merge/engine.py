@@ -126,24 +126,29 @@ class LayerMerger:
         self, layer: Layer, theta_0: Tensor, kept: State, read: dict[str, str]
     ) -> Tensor:
         """Return the merged weight before the first task, in the dtype in which it is kept."""
-        merged, so_far, dtype = self.plan.merged, theta_0, theta_0.dtype
-        if merged is not None:
-            rounded = layer.view.part(theta_0)
-            if kept:
-                info, exact = merged.source.tensors[merged.keys[layer.param]], kept["weight"]
-                rounded = exact.to(FLOATS[info.dtype])
-            weight, read["merged"] = merged.weight(layer.param, rounded)
+        plan, so_far, dtype = self.plan, theta_0, theta_0.dtype
+        if plan.merged is not None:
+            like = layer.view.part(theta_0)
+            if not kept:
+                weight, read["merged"] = plan.merged.weight(layer.param, like)
+            else:
+                weight = kept["weight"]
+                info = plan.merged.source.tensors[plan.merged.keys[layer.param]]
+                rounded = weight.to(FLOATS[info.dtype])
+                stored, read["merged"] = plan.merged.weight(layer.param, rounded)
+                assert isinstance(stored, Tensor)
+                is_rounded = rounded.dtype.itemsize < weight.dtype.itemsize
+                if is_rounded and not torch.equal(rounded, stored):
+                    assert plan.state is not None
+                    raise ValueError(
+                        f"'{plan.state.source.name}' does not belong to the weights beside it: "
+                        f"'{layer.name}' differs; remove it if the weights are right"
+                    )
             assert isinstance(weight, Tensor)
-            if self.plan.state is not None and kept:
-                name = self.plan.state.source.name
-                if not torch.equal(rounded, weight):
-                    why = f"'{layer.name}' differs; remove it if the weights are right"
-                    raise ValueError(f"'{name}' does not belong to the weights beside it: {why}")
-                weight = exact
             so_far = layer.view.matrix(weight)
-        return so_far.to(
-            torch.promote_types(dtype, torch.float32) if self.plan.keeps_state else dtype
-        )
+        if kept or plan.keeps_state:
+            dtype = torch.promote_types(dtype, torch.float32)
+        return so_far.to(dtype)
 
     def _add_task(self, number: int, merged: dict[str, MergedLayer], device: torch.device) -> None:
         """Add a task to the states of the layers that it changes; an adapter may leave some

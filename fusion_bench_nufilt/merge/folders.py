@@ -26,7 +26,7 @@ from fusion_bench_nufilt.storage.checkpoint import (
 )
 from fusion_bench_nufilt.storage.files import CARD, MANIFEST, naming_full_disk
 from fusion_bench_nufilt.storage.schemas import Input
-from fusion_bench_nufilt.storage.tensors import end_of_file
+from fusion_bench_nufilt.storage.tensors import TensorInfo, end_of_file
 
 from .architecture import Layer
 from .beside import state_layout
@@ -72,14 +72,16 @@ def merge_folders(
     if out.exists():
         out.rename(f"{out}.damaged")
     run, files = _run_identity(plan), plan.small_files | head_files(plan)
-    state, _ = state_layout(plan)
-    layout = dict(plan.headers) | ({STATE_FILE: state} if state else {})
+    state_header, state_places = state_layout(plan)
+    layout = dict(plan.headers)
+    if state_header:
+        layout[STATE_FILE] = state_header
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
     with (
         naming_full_disk(out, f" ({disk_bytes(plan) / 1e9:.1f} GB in all)"),
         closing(Output(out, run, headers, [*files, MANIFEST, CARD])) as output,
     ):
-        _merge(plan, output, progress or (lambda done, total: None))
+        _merge(plan, state_places, output, progress or (lambda done, total: None))
         if changed := some(plan.changed()):
             raise ValueError(
                 f"{changed} was changed during the run: run the same command again, it starts anew"
@@ -181,14 +183,19 @@ def _fetch(plan: Plan) -> None:
             log.warning("%s", text)
 
 
-def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -> None:
+def _merge(
+    plan: Plan,
+    state_places: Mapping[str, TensorInfo],
+    output: Output,
+    progress: Callable[[int, int], object],
+) -> None:
     done, total = output.done, len(plan.layers) + len(plan.others)
     if done:
         log.info("going on: %d of %d tensors are done", len(done), total)
     layers = [layer for layer in plan.layers if layer.param not in done]
     others = [param for param in plan.others if param not in done]
     written = map_layers(
-        lambda param: write_other(plan, param, output), others, torch.device("cpu")
+        lambda param: write_other(plan, param, state_places, output), others, torch.device("cpu")
     )
     for _ in chain(_merge_layers(plan, layers, output), written):
         progress(len(done), total)

@@ -62,9 +62,9 @@ def _stored_memory(plan: Plan, layer: Layer) -> int:
     stored = (
         dtype.itemsize + max((FLOATS[info.dtype].itemsize for info in full), default=0)
     ) * math.prod(shape)
-    if plan.keeps_state or not plan.method.state_is_weight:
-        return stored + sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
-    return stored + dtype.itemsize * math.prod(shape)
+    if plan.method.state_is_weight and plan.state is None and not plan.keeps_state:
+        return stored + dtype.itemsize * math.prod(shape)
+    return stored + sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
 
 
 def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:

@@ -78,7 +78,7 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         ]
         names, layers = _layers_in(group, targets)
         if not layers:
-            joining = {"mean": tasks, "first": tasks[:1], "pretrained": []}[targets.other_params]
+            joining = [task for step, task in enumerate(tasks, 1) if targets.changes_others(step)]
             return _mean(base, joining, group.metadata.name)
         method, pretrained = self.kind(options, names, rest["seed"]), _matrices(layers, base)
         states = {name: method.start(name, theta_0) for name, theta_0 in pretrained.items()}

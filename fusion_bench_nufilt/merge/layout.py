@@ -34,6 +34,11 @@ def as_written(info: TensorInfo, dtype: str) -> TensorInfo:
     return info if name == info.dtype else info.of(name)
 
 
+def is_rounded(info: TensorInfo) -> bool:
+    """Return whether a tensor is stored in fewer digits than float32."""
+    return isinstance(info, Quantised | Packed) or FLOATS[info.dtype].itemsize < 4
+
+
 def arrange(
     base: Checkpoint, rows: Mapping[str, int], dtype: str, max_shard_size: int | None
 ) -> Files:

@@ -23,7 +23,7 @@ from fusion_bench_nufilt.storage.schemas import Head, Manifest
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo
 
 from .architecture import Architecture, Layer
-from .layout import Files, arrange, as_written, find_places, make_headers
+from .layout import Files, arrange, as_written, find_places, is_rounded, make_headers
 from .sources.checkpoint import Checkpoint
 from .sources.models import FullModel
 from .sources.source import Source
@@ -62,17 +62,11 @@ class Settings:
         "merged says.",
         scope="run",
     )
-    accumulate: Literal["stored", "float32"] = _option(
-        "stored",
-        "Precision of the merged layers between steps: the base's dtype, or float32, kept beside "
-        "the model for the "
-        "next merge.",
-        scope="merge",
-    )
-    state: bool = _option(
-        True,
-        "Keep what the method needs to go on beside the model; without it, the merge ends its "
-        "stream.",
+    state: bool | None = _option(
+        None,
+        "Keep what the next merge needs beside the model: the sums of order-free methods, and in "
+        "float32 what the model rounds, which are NUFILT's layers and the means of other_params. "
+        "By default, methods with sums do.",
         panel="Files",
         scope="merge",
     )
@@ -120,11 +114,8 @@ class Settings:
             raise ValueError(f"weights must be a list of numbers, got {self.weights!r}")
         if self.step is not None:
             check_whole(self, "step", least=1, most=10**6)
-        if not self.state and self.accumulate == "float32":
-            raise ValueError(
-                "accumulate=float32 keeps the layers for the next merge, and state=false nothing: "
-                "choose"
-            )
+        if self.state is not None and not isinstance(self.state, bool):
+            raise ValueError(f"state must be true or false, got {self.state!r}")
         for size in ("max_memory", "max_shard_size"):
             if getattr(self, size) is not None:
                 check_whole(self, size, least=1, most=2**62)
@@ -213,7 +204,7 @@ class Plan(Selection):
     settings: Settings
     before: Manifest  # that of `merged`; empty if it has none
     merged: FullModel | None = None  # the result to merge into; None means the base
-    state: FullModel | None = None  # the state of the layers that the method kept beside `merged`
+    state: FullModel | None = None  # what was kept beside `merged` to go on from
     heads: dict[str, Head] = field(
         default_factory=dict
     )  # of all tasks in the result that have their own, by task
@@ -236,6 +227,21 @@ class Plan(Selection):
         return (
             self.averaged if self.targets.other_params == "mean" or task is self.tasks[0] else set()
         )
+
+    def models_in_mean(self, param: str) -> int:
+        """Return the number of models in the mean of a tensor before this merge, without the
+        base.
+        """
+        count: int = self.before.get("mean_counts", {}).get(param, self.first_step - 1)
+        return count
+
+    def joining(self, param: str) -> dict[str, FullModel]:
+        """Return the tasks that join the mean of a tensor in this merge, by their role."""
+        joining = {}
+        for number, task in enumerate(self.tasks):
+            if param in self.averaged_of(task) and task.has(param):
+                joining[f"task {number}"] = task
+        return joining
 
     @cached_property
     def files(self) -> Files:
@@ -291,19 +297,16 @@ class Plan(Selection):
     def last_step(self) -> int:
         return self.first_step + len(self.tasks) - 1
 
-    @cached_property
+    @property
     def keeps_state(self) -> bool:
-        """Whether the result has a state file; a state of weights alone is kept where the model
-        rounds float32.
-        """
-        written = (
-            as_written(self.base.tensors[layer.keys[0]], self.settings.dtype)
-            for layer in self.layers
-        )
-        rounded = any(FLOATS[info.dtype].itemsize < 4 for info in written)
-        if self.method.state_is_weight:
-            return rounded and self.settings.accumulate == "float32"
+        """Whether the result has what the next merge needs beside its model."""
+        if self.settings.state is None:
+            return not self.method.state_is_weight
         return self.settings.state
+
+    def rounds(self, key: str) -> bool:
+        """Return whether the result has a tensor of the base in fewer digits than float32."""
+        return is_rounded(as_written(self.base.tensors[key], self.settings.dtype))
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of a tensor between tasks: the wider one of the base's and the

@@ -7,7 +7,7 @@ from typing import Any
 
 from fusion_bench_nufilt.core.options import split_options
 from fusion_bench_nufilt.layers import TargetConfig
-from fusion_bench_nufilt.methods import LayerMethod, find_method
+from fusion_bench_nufilt.methods import METHODS, LayerMethod, find_method
 from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, read_manifest
 from fusion_bench_nufilt.storage.schemas import Manifest
 
@@ -103,14 +103,19 @@ def _open_merged(
         return None, Manifest(), None
     merged = _open("merged model", name, "give it as a --task")
     before = read_manifest(merged.folder, CHANGED) or Manifest()
-    keeps = not kind.state_is_weight or settings.accumulate == "float32"
-    kept = (merged.folder_with(STATE_FILE) / STATE_FILE).parent if keeps else None
-    state = (
-        FullModel(Checkpoint.from_folder(str(kept), kept), architecture)
-        if kept and kept.is_dir()
-        else None
-    )
-    return FullModel(merged, architecture), before, state
+    so_far = FullModel(merged, architecture)
+    if kind.state_is_weight and _has_sums(before):
+        return so_far, before, None
+    kept = (merged.folder_with(STATE_FILE) / STATE_FILE).parent
+    if not kept.is_dir():
+        return so_far, before, None
+    return so_far, before, FullModel(Checkpoint.from_folder(str(kept), kept), architecture)
+
+
+def _has_sums(before: Manifest) -> bool:
+    """Tell whether a merged model is by a method that keeps sums, which NUFILT has no use for."""
+    label = before.get("method")
+    return any(method.label == label for method in METHODS.values() if not method.state_is_weight)
 
 
 def _open_tasks(
@@ -169,7 +174,8 @@ def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
     if bound is not None and needed > bound:
         needs = f"{needed / 1e9:.2f} GB that the largest layer needs by itself"
         raise ValueError(f"max_memory of {bound / 1e9:.2f} GB is below the {needs}")
-    if (taken := Path(STATE_FILE).parts[0]) in plan.small_files and plan.keeps_state:
+    taken = Path(STATE_FILE).parts[0]
+    if plan.keeps_state and taken in plan.small_files:
         raise ValueError(
             f"the base '{plan.base.name}' has a file '{taken}', where the state is to be kept: "
             "rename it"

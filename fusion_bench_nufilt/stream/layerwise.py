@@ -21,7 +21,9 @@ from fusion_bench_nufilt.core.options import options_of, split_options, takes_op
 from fusion_bench_nufilt.layers import Heads, TargetConfig
 from fusion_bench_nufilt.layers.views import View
 from fusion_bench_nufilt.merge.architecture import Architecture
+from fusion_bench_nufilt.merge.beside import has_state, mean_key, state_tensors, stored_keys
 from fusion_bench_nufilt.merge.checks import check_made_from, check_state, check_task
+from fusion_bench_nufilt.merge.encode import state_to_keep
 from fusion_bench_nufilt.merge.engine import MergedLayer, merge_layers
 from fusion_bench_nufilt.merge.heads import describe_heads, find_head, new_heads, take_head
 from fusion_bench_nufilt.merge.others import average_others
@@ -82,9 +84,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         )
         self.task_heads: dict[str, Head] = {}
         self.head_tensors: dict[str, dict[str, Tensor]] = {}
-        self._states: dict[
-            str, Tensor
-        ] = {}  # what the method keeps of the layers: a layer's name, a dot, its own name
+        # What is kept to go on from, as in the file beside a merged model.
+        self._states: dict[str, Tensor] = {}
+        self._wide_layers = False  # whether that has layers in more digits than the model
         self._mean_counts: dict[
             str, int
         ] = {}  # of tensors outside the merged layers, where not one for each step
@@ -153,12 +155,15 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self.head_tensors = {
             task: load(self.files[head["file"]]) for task, head in self.task_heads.items()
         }
-        if not self.method.state_is_weight:
-            self._states = {} if folder is None else load_state(folder)
-            step = manifest.get("step", self.first_step - 1) + 1
-            plan = dataclasses.replace(self._plan([], step), before=manifest)
-            for warning in check_state(plan, MERGED if folder is None else str(folder)):
-                log.warning("%s", warning)
+        self._states = {} if folder is None else load_state(folder)
+        step = manifest.get("step", self.first_step - 1) + 1
+        plan = dataclasses.replace(self._plan([], step), before=manifest)
+        for warning in check_state(plan, MERGED if folder is None else str(folder)):
+            log.warning("%s", warning)
+        self._states = {key: self._states[stored] for key, stored in stored_keys(plan).items()}
+        self._wide_layers = self.method.state_is_weight and any(
+            layer.keys[0] in self._states for layer in plan.layers if has_state(plan, layer)
+        )
 
     def check_model(
         self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str] = ()
@@ -202,12 +207,18 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         """Return the plan of a step."""
         state = MemorySource("the state", self._states)
         devices = self.device_config.choose(self.fabric.device)
+        settings = Settings(
+            seed=self.seed,
+            step=step,
+            device=",".join(map(str, devices)),
+            state=True if self._wide_layers else None,
+        )
         before = Manifest(step=step - 1, mean_counts=self._mean_counts, heads=self.task_heads)
         return Plan(
             **vars(self._selection),
             tasks=tasks,
             method=self.method,
-            settings=Settings(seed=self.seed, step=step, device=",".join(map(str, devices))),
+            settings=settings,
             before=before,
             merged=merged,
             state=FullModel(state, self._architecture) if self._states else None,
@@ -228,11 +239,13 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             layer = each.layer
             if self.method.state_is_weight or self.is_used(step):
                 result.write(so_far.keys[layer.param], weigh())
-            if not self.method.state_is_weight:
+            if plan.keeps_state and has_state(plan, layer):
                 home = layer.view.read(pretrained).device
-                self._states |= {
-                    f"{layer.name}.{key}": value.to(home) for key, value in each.state.items()
-                }
+                for key, value in state_to_keep(plan, layer, each.state).items():
+                    self._states[key] = value.to(home)
+            else:  # what an earlier merge kept in float32 is in the model now
+                for key, _, _ in state_tensors(plan, layer).values():
+                    self._states.pop(key, None)
             reports[layer.name] = each.record["reports"][0]
 
         with tqdm(
@@ -240,7 +253,11 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         ) as bar:
             for count in merge_layers(plan, plan.layers, take):
                 bar.update(count)
-        self._mean_counts |= average_others(plan, result.write)
+        counts, means = average_others(plan, result.write)
+        self._mean_counts |= counts
+        for param in counts:
+            self._states.pop(mean_key(param), None)
+        self._states |= means
         self._report(name, {layer.name: reports[layer.name] for layer in plan.layers})
         return merged
 

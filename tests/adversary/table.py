@@ -478,7 +478,7 @@ def options() -> Iterator[Row]:
         "--exclude-modules .*": "leave no layer",
         "--null-space maybe": "'true'.*'zero'",
         "--other-params maybe": "'pretrained'.*'mean'",
-        "accumulate=bf16": "accumulate must be one of 'stored', 'float32'",
+        "state=maybe": "state must be true or false, got 'maybe'",
         "no_such_key=3": "there is no option 'no_such_key'",
         "null_rank=abc": "null_rank must be a whole number",
         "no_such_recipe.yaml": "there is no recipe file",
@@ -502,11 +502,9 @@ def options() -> Iterator[Row]:
         "int8 float32 layers",
         do.state_of(torch.int8),
         "not float32",
-        (*MORE, "--accumulate", "float32"),
+        (*MORE, "--state"),
     )
-    yield Row(
-        "short float32 layers", do.state_of(None), "not float32", (*MORE, "--accumulate", "float32")
-    )
+    yield Row("short float32 layers", do.state_of(None), "not float32", (*MORE, "--state"))
 
 
 def places() -> Iterator[Row]:

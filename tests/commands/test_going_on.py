@@ -1,16 +1,28 @@
 """`nufilt merge --merged OUT --task NEW`: what is not said is as it was."""
 
+import json
+
 import pytest
+import torch
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.commands.going_on import inherited
 from tests.commands.helpers import nufilt
-from tests.merge.helpers import RANKS, change_json, manifest, merge, same, save_stream, tensors
+from tests.merge.helpers import (
+    RANKS,
+    STATE,
+    change_json,
+    manifest,
+    merge,
+    same,
+    save_stream,
+    tensors,
+)
 from tests.models import llama
 from tests.stream.helpers import logging_to
 
 BEFORE = {**RANKS, "target_modules": ["q_proj", "up_proj"], "other_params": "mean"}
-SETTINGS = {"seed": 7, "accumulate": "float32"}
+SETTINGS = {"seed": 7, "state": True}
 
 
 def go_on(folder, *words):
@@ -40,7 +52,7 @@ def test_base_method_and_settings_are_those_of_the_model_that_it_goes_on_from(tm
         "null_rank 6",
         "target_modules ['q_proj', 'up_proj']",
         "seed 7",
-        "accumulate float32",
+        "state True",
     ):
         assert words in taken_over
     for words in ("lr 0.001", "solver"):  # which are at their defaults
@@ -123,3 +135,34 @@ def test_the_same_command_once_more_says_that_all_is_done(tmp_path, dry):
         False,
     )
     assert (tmp_path / "new" / "nufilt.json").stat().st_mtime_ns == before
+
+
+def as_before(folder, **settings):
+    """Have a result's manifest say what the version with `accumulate` said."""
+    change_json(
+        folder / "nufilt.json",
+        settings={**manifest(folder)["settings"], "state": True, **settings},
+    )
+
+
+@pytest.mark.parametrize(("accumulate", "keeps"), [("float32", True), ("stored", False)])
+def test_a_folder_with_accumulate_is_gone_on_from_and_a_recipe(tmp_path, accumulate, keeps):
+    save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
+    settings = {"state": keeps}
+    merge(tmp_path, ["task1"], "one", settings=settings)
+    expected = merge(tmp_path, ["task2"], "two", merged="one", settings=settings)
+    as_before(tmp_path / "one", accumulate=accumulate)
+    code, text = go_on(tmp_path, "--no-verify")
+    assert code == 0, text
+    assert "warning" not in text
+    assert same(tensors(tmp_path / "new"), tensors(expected))
+    assert (tmp_path / "new" / STATE).is_file() == keeps
+    recipe = tmp_path / "new" / "nufilt.json"
+    as_before(tmp_path / "new", accumulate=accumulate)
+    content = manifest(tmp_path / "new")
+    del content["digest"]
+    recipe.write_text(json.dumps(content))
+    code, text = nufilt("merge", recipe, "--out", tmp_path / "again", "--no-verify")
+    assert code == 0, text
+    assert same(tensors(tmp_path / "again"), tensors(expected))
+    assert (tmp_path / "again" / STATE).is_file() == keeps

@@ -124,7 +124,7 @@ def test_a_part_of_a_parameter_is_merged_and_its_rest_is_an_other_parameter(tmp_
 @pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])
 def test_one_by_one_in_bfloat16_with_float32_layers_kept_is_the_stream_at_once(tmp_path, family):
     save_stream(tmp_path, FAMILIES[family](), tasks=2, dtype=torch.bfloat16)
-    settings = {"accumulate": "float32"}
+    settings = {"state": True}
     merge(tmp_path, ["task1"], "one", settings=settings)
     one_by_one = merge(tmp_path, ["task2"], "two", merged="one", settings=settings)
     at_once = merge(tmp_path, ["task1", "task2"], settings=settings)

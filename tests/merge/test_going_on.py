@@ -10,7 +10,18 @@ from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt.merge import Settings
 from fusion_bench_nufilt.methods import ORDER_FREE
-from tests.merge.helpers import STATE, change, change_json, manifest, merge, plan, same, tensors
+from tests.merge.helpers import (
+    STATE,
+    change,
+    change_json,
+    manifest,
+    merge,
+    plan,
+    same,
+    save_stream,
+    tensors,
+)
+from tests.models import llama
 
 LAYER = "model.layers.0.mlp.up_proj"
 
@@ -120,6 +131,16 @@ def test_a_state_in_float32_of_an_earlier_version_is_gone_on_from(stream):
     assert same(tensors(on), tensors(expected))
 
 
-def test_layers_in_float32_for_the_next_merge_and_no_state_contradict_each_other():
-    with pytest.raises(ValueError, match=r"accumulate=float32 keeps .* state=false"):
-        Settings(accumulate="float32", state=False)
+def test_nufilt_goes_on_from_layers_in_float32_and_keeps_none_in_the_last_merge(tmp_path):
+    save_stream(tmp_path, llama(), dtype=torch.bfloat16)
+    kept, gone = {"settings": {"state": True}}, {"settings": {"state": False}}
+    merge(tmp_path, ["task1", "task2"], "two", **kept)
+    last = merge(tmp_path, ["task3"], "last", merged="two", **gone)
+    whole = merge(tmp_path, **kept)
+    assert same(tensors(last), tensors(whole))
+    assert not (last / STATE).exists()
+
+
+def test_a_state_that_is_neither_on_nor_off_is_refused():
+    with pytest.raises(ValueError, match="state must be true or false, got 'float32'"):
+        Settings(state="float32")

@@ -32,7 +32,7 @@ def test_every_floating_point_tensor_has_the_dtype_that_is_asked_for(stream, dty
 def test_a_float32_result_of_a_bfloat16_base_is_not_rounded_in_between(tmp_path):
     save_stream(tmp_path, llama(), dtype=torch.bfloat16)
     exact = merge(tmp_path, out="exact", settings={"dtype": "float32"})
-    kept = merge(tmp_path, out="kept", settings={"accumulate": "float32"})
+    kept = merge(tmp_path, out="kept", settings={"state": True})
     state = load_file(kept / "nufilt_state" / "model.safetensors")
     assert state
     assert same(state, {key: tensors(exact)[key] for key in state})

@@ -203,36 +203,34 @@ def test_layers_are_told_by_name_where_transformers_does_not_know_the_model(stre
 
 
 @pytest.mark.slow
-def test_accumulating_in_float32_removes_the_drift_of_twenty_bfloat16_merges(tmp_path):
+def test_a_state_in_float32_removes_the_drift_of_twenty_bfloat16_merges(tmp_path):
     models = save_stream(tmp_path, llama(), tasks=20, dtype=torch.bfloat16)
     exact = algorithm(
         {name: model.float() for name, model in models.items()}, lora_rank=0, null_rank=2
     ).state_dict()
     errors = {}
-    for accumulate in ("stored", "float32"):
+    for state in (False, True):
         options, previous = (
-            {"settings": {"accumulate": accumulate}, "lora_rank": 0, "null_rank": 2},
+            {"settings": {"state": state}, "lora_rank": 0, "null_rank": 2},
             None,
         )
         for i in range(1, 21):
-            out = merge(tmp_path, [f"task{i}"], f"{accumulate}{i}", previous, **options)
+            out = merge(tmp_path, [f"task{i}"], f"{state}{i}", previous, **options)
             previous = out.name
         result = tensors(out)
         keys = merged_keys(models["_pretrained_"])
-        errors[accumulate] = (
-            sum((result[key].float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
-        )
+        errors[state] = sum((result[key].float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
         rounding = (
             sum((exact[key].bfloat16().float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
         )
-    assert errors["float32"] <= 1.1 * rounding
-    assert errors["stored"] > 2 * rounding
+    assert errors[True] <= 1.1 * rounding
+    assert errors[False] > 2 * rounding
 
 
 def test_a_float32_merged_model_on_a_bfloat16_base_goes_on_unrounded(tmp_path):
     save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
-    settings = {"accumulate": "float32", "step": 2}
-    first = merge(tmp_path, ["task1"], "first", settings={"accumulate": "float32"})
+    settings = {"state": True, "step": 2}
+    first = merge(tmp_path, ["task1"], "first", settings={"state": True})
     expected = load_file(
         merge(tmp_path, ["task2"], "expected", merged="first", settings=settings) / STATE
     )
@@ -258,7 +256,7 @@ def test_a_mean_of_bfloat16_tensors_is_rounded_once(tmp_path):
 
 def test_float32_layers_are_kept_beside_the_model_and_out_of_its_way(tmp_path):
     models = save_stream(tmp_path, llama(), dtype=torch.bfloat16)
-    out = merge(tmp_path, settings={"accumulate": "float32"})
+    out = merge(tmp_path, settings={"state": True})
     state = load_file(out / STATE)
     assert set(state) == merged_keys(models["_pretrained_"])
     weights = tensors(out)
@@ -269,10 +267,8 @@ def test_float32_layers_are_kept_beside_the_model_and_out_of_its_way(tmp_path):
 
 def test_float32_layers_go_on_where_they_are_and_rounded_ones_where_they_are_not(tmp_path):
     save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
-    merge(
-        tmp_path, ["task1"], "one", settings={"accumulate": "float32"}, target_modules=["up_proj"]
-    )
-    out = merge(tmp_path, ["task2"], "two", merged="one", settings={"accumulate": "float32"})
+    merge(tmp_path, ["task1"], "one", settings={"state": True}, target_modules=["up_proj"])
+    out = merge(tmp_path, ["task2"], "two", merged="one", settings={"state": True})
     assert any(
         "does not have all merged layers in float32" in text for text in manifest(out)["warnings"]
     )
@@ -280,7 +276,7 @@ def test_float32_layers_go_on_where_they_are_and_rounded_ones_where_they_are_not
 
 
 def test_a_float32_base_needs_no_float32_layers_beside_it(stream):
-    settings = {"accumulate": "float32"}
+    settings = {"state": True}
     merge(stream, ["task1"], "one", settings=settings)
     assert manifest(merge(stream, ["task2"], merged="one", settings=settings))["warnings"] == []
 
@@ -310,7 +306,7 @@ def test_the_manifest_has_size_and_digest_of_every_other_file(tmp_path):
     templates = tmp_path / "base" / "additional_chat_templates"
     templates.mkdir()
     (templates / "tool.jinja").write_text("{{ tools }}")
-    out = merge(tmp_path, settings={"accumulate": "float32"})
+    out = merge(tmp_path, settings={"state": True})
     made = manifest(out)
     there = {
         str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()

@@ -1,13 +1,32 @@
 """A mean counts the models that have the tensor, whatever the order, and the manifest keeps the
-count.
+count; in a lower precision it goes on from the state, so that it is rounded once.
 """
 
 import json
 
 import pytest
 import torch
+from fusion_bench import BaseModelPool
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
-from tests.merge.helpers import change, manifest, merge, tensors
+from fusion_bench_nufilt import LayerwiseMergingAlgorithm
+from tests.merge.helpers import (
+    RANKS,
+    STATE,
+    change,
+    hashes,
+    interrupt,
+    manifest,
+    merge,
+    plan,
+    same,
+    save_stream,
+    tensors,
+)
+from tests.models import llama
+from tests.stream.helpers import InterruptedRunError, interrupt_after, logging_to
 
 EMBEDDING = "model.embed_tokens.weight"
 OPTIONS = {"other_params": "mean", "on_shape_mismatch": "keep-base"}
@@ -55,3 +74,141 @@ def test_a_manifest_without_counts_counts_every_step(stream):
     expected = torch.lerp(embedding(stream / "task1"), embedding(stream / "task3"), 1 / 3)
     assert torch.equal(embedding(last), expected)
     assert manifest(last)["mean_counts"] == {}
+
+
+NORM = "model.norm.weight"
+FEW = {"target_modules": ["k_proj"], "other_params": "mean"}
+TASKS = [f"task{i}" for i in range(1, 6)]
+REST = {"_pretrained_": "base", "task4": "task4", "task5": "task5"}
+
+
+@pytest.fixture
+def narrow(tmp_path):
+    """Five tasks in bfloat16, whose updates of the norms are a few of its roundings."""
+    models = save_stream(tmp_path, llama(), tasks=5, dtype=torch.bfloat16)
+    return tmp_path, models
+
+
+def one_at_a_time(folder, tasks, last="five", **options):
+    merged = None
+    for number, task in enumerate(tasks, 1):
+        out = last if number == len(tasks) else f"{last}{number}"
+        merge(folder, [task], out, merged, **options)
+        merged = out
+    return folder / last
+
+
+def algorithm(method, **options):
+    ranks = RANKS if method == "nufilt" else {}
+    return LayerwiseMergingAlgorithm(method, shuffle_order=False, **ranks, **FEW, **options)
+
+
+def pool(folder, dtype, **names):
+    """A pool of Llamas in folders, loaded in a dtype."""
+    load = "transformers.LlamaForCausalLM.from_pretrained"
+    entries = {
+        name: {
+            "_target_": load,
+            "pretrained_model_name_or_path": str(folder / path),
+            "dtype": dtype,
+        }
+        for name, path in names.items()
+    }
+    return BaseModelPool(OmegaConf.create(entries))
+
+
+def others(state):
+    return {key: value for key, value in state.items() if "k_proj" not in key}
+
+
+@pytest.mark.parametrize(("method", "state"), [("nufilt", True), ("sum", None)])
+def test_means_one_at_a_time_are_those_at_once_which_are_the_exact_ones_rounded_once(
+    narrow, method, state
+):
+    folder, models = narrow
+    options = {**FEW, "method": method, "settings": {"state": state}}
+    last = one_at_a_time(folder, TASKS, **options)
+    at_once = merge(folder, TASKS, "at_once", **options)
+    assert same(tensors(last), tensors(at_once))
+    assert same(load_file(last / STATE), load_file(at_once / STATE))
+    assert manifest(last)["warnings"] == []
+    means = load_file(last / STATE)
+    weights = tensors(last)
+    for key in others(weights):
+        exact = torch.stack([models[task].state_dict()[key].double() for task in TASKS]).mean(0)
+        torch.testing.assert_close(means[f"{key}.mean"].double(), exact, rtol=1e-6, atol=1e-7)
+        assert torch.equal(weights[key], means[f"{key}.mean"].bfloat16())
+
+
+@pytest.mark.parametrize("method", ["nufilt", "sum"])
+def test_a_run_of_fusion_bench_has_the_means_of_the_folders_in_one_piece_or_in_two(narrow, method):
+    folder, models = narrow
+    merge(folder, TASKS, "at_once", method=method, **FEW)
+    at_once = LlamaForCausalLM.from_pretrained(folder / "at_once", dtype=torch.bfloat16)
+    expected = at_once.state_dict()
+    whole = algorithm(method).run(models)
+    assert same(whole.state_dict(), expected)
+    # Interrupted and resumed.
+    run = folder / "run"
+    with pytest.raises(InterruptedRunError):
+        logging_to(run, algorithm(method)).run(models, on_step=interrupt_after(3))
+    resumed = logging_to(run, algorithm(method, resume=True)).run(models)
+    assert same(resumed.state_dict(), expected)
+    # A run on top of a run, and a merge of folders on top of a run.
+    step = run / "checkpoints" / "merged_model_2"
+    step.rename(folder / "three")
+    rest = pool(folder, "bfloat16", _merged_="three", **REST)
+    assert same(algorithm(method).run(rest).state_dict(), expected)
+    out = merge(folder, TASKS[3:], "on_top", "three", method=method, **FEW)
+    assert manifest(out)["warnings"] == []
+    assert same(tensors(out), tensors(folder / "at_once"))
+
+
+@pytest.mark.parametrize("method", ["nufilt", "sum"])
+def test_a_run_goes_on_from_the_state_of_folders(narrow, method):
+    folder, _ = narrow
+    options = {**FEW, "method": method, "settings": {"state": True}}
+    expected = merge(folder, TASKS, "at_once", **options)
+    merge(folder, TASKS[:3], "three", **options)
+    run = logging_to(folder / "run", algorithm(method))
+    merged = run.run(pool(folder, "bfloat16", _merged_="three", **REST))
+    loaded = LlamaForCausalLM.from_pretrained(expected, dtype=torch.bfloat16)
+    assert same(merged.state_dict(), loaded.state_dict())
+    saved = folder / "run" / "checkpoints" / "merged_model_4" / STATE
+    assert same(load_file(saved), load_file(expected / STATE))
+    # Loaded in float32, the models need no state to go on exactly, once that was read.
+    run = logging_to(folder / "wide", algorithm(method))
+    merged = run.run(pool(folder, "float32", _merged_="three", **REST))
+    wide = merge(folder, TASKS, "wide_folder", method=method, **FEW, settings={"dtype": "float32"})
+    loaded = LlamaForCausalLM.from_pretrained(wide, dtype=torch.float32)
+    torch.testing.assert_close(merged.state_dict(), loaded.state_dict(), rtol=0, atol=1e-6)
+    saved = folder / "wide" / "checkpoints" / "merged_model_4" / STATE
+    assert saved.is_file() == (method == "sum")
+
+
+def test_without_the_state_of_a_mean_the_plan_says_once_that_it_goes_on_rounded(narrow):
+    folder, _ = narrow
+    merge(folder, TASKS[:1], "one", **FEW)
+    assert manifest(folder / "one")["warnings"] == []
+    (warning,) = plan(folder, TASKS[1:2], "one", **FEW).warnings
+    assert "does not have the means of" in warning
+    # What the warning names as the remedy ends it.
+    merge(folder, TASKS[:1], "kept", settings={"state": True}, **FEW)
+    assert plan(folder, TASKS[1:2], "kept", settings={"state": True}, **FEW).warnings == []
+
+
+def test_a_mean_in_the_state_that_the_model_beside_it_does_not_have_is_refused(narrow):
+    folder, _ = narrow
+    options = {**FEW, "settings": {"state": True, "verify": False}}
+    merge(folder, TASKS[:1], "one", **options)
+    change(folder / "one", NORM, lambda value: value * 2)
+    with pytest.raises(ValueError, match=f"does not belong to the weights beside it: '{NORM}'"):
+        merge(folder, TASKS[1:2], "two", "one", **options)
+
+
+def test_an_interrupted_merge_that_keeps_means_goes_on_to_the_same_files(narrow):
+    folder, _ = narrow
+    options = {**FEW, "tasks": TASKS[:2], "settings": {"state": True}}
+    expected = hashes(merge(folder, out="expected", **options))
+    assert interrupt(folder, after=9, **options) >= 9
+    assert hashes(merge(folder, **options)) == expected

@@ -54,7 +54,6 @@ def test_a_manifest_records_what_the_result_depends_on_and_not_how_the_run_went(
         "seed",
         "weights",
         "tokenizer",
-        "accumulate",
         "state",
         "dtype",
         "max_shard_size",

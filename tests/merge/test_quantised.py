@@ -155,7 +155,7 @@ def test_an_adapter_on_an_fp8_base_is_merged_as_on_the_base_dequantised_by_hand(
 
 
 def test_one_by_one_with_float32_layers_kept_is_the_stream_at_once(stream):
-    settings = {"accumulate": "float32"}
+    settings = {"state": True}
     at_once = merge(stream, ["task1", "task2"], "at_once", settings=settings)
     merge(stream, ["task1"], "one", settings=settings)
     two = merge(stream, ["task2"], "two", merged="one", settings=settings)
