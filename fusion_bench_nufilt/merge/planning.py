@@ -68,7 +68,7 @@ def plan_merge(
     checkpoint = _open("base", base, "name the model that it was trained on")
     architecture = Architecture.of_checkpoint(checkpoint)
     pretrained = FullModel(checkpoint, architecture)
-    so_far, before, state = _open_merged(merged, architecture, kind, settings)
+    so_far, before, state = _open_merged(merged, architecture, kind)
     opened = _open_tasks(tasks, architecture, settings.weights or [1.0] * len(tasks))
     heads = take_heads(targets.heads, pretrained, opened, architecture, before)
     selection = select(pretrained, architecture, targets, heads)
@@ -96,7 +96,7 @@ def _open(what: str, name: str, advice: str) -> Checkpoint:
 
 
 def _open_merged(
-    name: str | None, architecture: Architecture, kind: type[LayerMethod], settings: Settings
+    name: str | None, architecture: Architecture, kind: type[LayerMethod]
 ) -> tuple[FullModel | None, Manifest, FullModel | None]:
     """Open the model to merge into, its manifest, and the state beside it, as far as they exist."""
     if name is None:
