@@ -69,8 +69,6 @@ def merge_folders(
         return out
     _fetch(plan)
     check_disk(plan, out)
-    if out.exists():
-        out.rename(f"{out}.damaged")
     run, files = _run_identity(plan), plan.small_files | head_files(plan)
     state_header, state_places = state_layout(plan)
     layout = dict(plan.headers)
@@ -79,7 +77,7 @@ def merge_folders(
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
     with (
         naming_full_disk(out, f" ({disk_bytes(plan) / 1e9:.1f} GB in all)"),
-        closing(Output(out, run, headers, [*files, MANIFEST, CARD])) as output,
+        closing(Output(out, run, headers)) as output,
     ):
         _merge(plan, state_places, output, progress or (lambda done, total: None))
         if changed := some(plan.changed()):
@@ -112,8 +110,8 @@ def check_disk(plan: Plan, out: Path) -> None:
 
 
 def check_output(plan: Plan, out: Path) -> bool:
-    """Return whether ``out`` is this very merge and undamaged; refuse a folder that holds anything
-    else.
+    """Return whether ``out`` is this very merge; refuse a folder that holds anything else, and a
+    result that is damaged.
     """
     refuse_inside(plan, out)
     if out.exists() or out.is_symlink():
@@ -121,19 +119,8 @@ def check_output(plan: Plan, out: Path) -> bool:
         manifest = read_manifest(out, "remove it or name another folder") if here else None
         if not manifest or manifest.get("run") != _run_identity(plan):
             raise ValueError(f"'{out}' exists: remove it or name another folder")
-        kept = Path(f"{out}.damaged")
-        advice = (
-            f"remove '{kept}', and it is made again"
-            if kept.exists()
-            else f"it is made again ('{kept}' keeps it)"
-        )
-        try:
-            verify_files(out, manifest, advice, digests=plan.settings.verify)
-        except ValueError as error:
-            if kept.exists():
-                raise
-            log.warning("%s", error)
-            return False
+        advice = "remove it, and the same command makes it again"
+        verify_files(out, manifest, advice, digests=plan.settings.verify)
         return True
     folder = _nearest(out)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):

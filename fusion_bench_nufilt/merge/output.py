@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -16,11 +17,9 @@ from typing import Annotated, Any, Required, TypeVar
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.storage.files import HOLDER, LOCK, lock_folder, sync, write_text
+from fusion_bench_nufilt.storage.files import LOCK, lock_folder, sync, write_text
 from fusion_bench_nufilt.storage.schemas import Count
 from fusion_bench_nufilt.storage.tensors import file_digest, write_at
-
-from .sources.source import some
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,6 @@ class _Head(TypedDict):
     """The first line of a journal."""
 
     run: str  # identifies inputs and settings
-    files: list[str]  # all files that the run makes
 
 
 #: Made once, since this takes a thousand times as long as reading a line.
@@ -56,29 +54,28 @@ class Output:
 
     The ``headers`` of the weight files, given with the files' sizes in bytes, fix every tensor's
     place from the start, so any thread may write tensors in any order. A journal lists which are
-    done, with digests of their bytes. A folder is refused if another process writes it, or if it
-    holds anything but the program's own files, weights and ``others``. Leftovers of a ``run`` with
-    other inputs or settings are deleted.
+    done, with digests of their bytes. Leftovers of a ``run`` with other inputs or settings are
+    deleted.
+
+    Raises:
+        ValueError: another process writes the folder, or it is not this program's: no real folder,
+            another user's, or without our lock.
     """
 
-    def __init__(
-        self, out: Path, run: str, headers: Mapping[str, tuple[bytes, int]], others: Collection[str]
-    ) -> None:
-        self.out, self.work = out, work_folder(out)
-        self.model, self._journal = self.work / "model", self.work / _JOURNAL
+    def __init__(self, out: Path, run: str, headers: Mapping[str, tuple[bytes, int]]) -> None:
+        self.out = out
+        self.work = work_folder(out)
+        self.model = self.work / "model"
+        self._journal = self.work / _JOURNAL
         self._sizes = {file: size for file, (_, size) in headers.items()}
         self._writing = threading.Lock()
-        head = _Head(run=run, files=[*headers, *others])
-        if self.work.is_dir() and not self.work.is_symlink():
-            self._refuse_foreign(head)  # before anything is changed there
         self._claim()
         self._lock = lock_folder(self.work)
         try:
             if out.exists():
                 clear_work_folder(out)
                 raise ValueError(f"'{out}' was made by another process meanwhile")
-            self._refuse_foreign(head)
-            self.done = self._resume(head, headers)
+            self.done = self._resume(_Head(run=run), headers)
         except BaseException:
             self.close()
             raise
@@ -87,25 +84,25 @@ class Output:
         """Make or take over the work folder for this user alone: a link or another user could
         redirect its files.
         """
-        place = f"'{self.work}', where the merge is to grow,"
+        where = f"'{self.work}', where the merge is to grow,"
         try:
-            self.work.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(self.work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except (FileExistsError, NotADirectoryError):
-            raise ValueError(f"{place} is a file or a link: remove it") from None
-        try:
-            if os.fstat(descriptor).st_uid != os.geteuid():
-                raise ValueError(f"{place} belongs to another user: name another folder")
-            os.fchmod(descriptor, 0o700)
-        finally:
-            os.close(descriptor)
+            self.work.mkdir(mode=0o700, parents=True)
+        except FileExistsError:
+            status = self.work.lstat()
+            if not stat.S_ISDIR(status.st_mode):
+                raise ValueError(f"{where} is a file or a link: remove it") from None
+            if status.st_uid != os.geteuid():
+                raise ValueError(f"{where} belongs to another user: name another folder") from None
+            if any(self.work.iterdir()) and not (self.work / LOCK).is_file():
+                raise ValueError(f"{where} was not made by nufilt: move it away") from None
+            self.work.chmod(0o700)
 
     def _resume(self, head: _Head, headers: Mapping[str, tuple[bytes, int]]) -> dict[str, Record]:
         """Return by param what an interrupted run with these inputs and settings finished and is
         still undamaged.
         """
-        before, records = _read_head(self._journal), []
-        if before == head:
+        records = []
+        if _read_head(self._journal) == head:
             records = _read_records(self._journal)
         else:
             if self._journal.is_file():
@@ -115,6 +112,7 @@ class Output:
         write_text(
             self._journal, "".join(f"{_line(json.dumps(record))}\n" for record in [head, *records])
         )
+        self._remove_all_but(headers)
         for file, (header, size) in headers.items():
             path = self.model / file
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,29 +128,16 @@ class Output:
             )
         return done
 
-    def _refuse_foreign(self, head: _Head) -> None:
-        """Refuse a work folder, which will be deleted, if it holds anything that this run and the
-        last do not make.
+    def _remove_all_but(self, weights: Collection[str]) -> None:
+        """Remove all but the weights, since the rest is written at the end: what a process that was
+        killed then had written, and links.
         """
-        before = _read_head(self._journal)
-        made = [
-            Path("model", file) for file in (*head["files"], *(before["files"] if before else ()))
-        ]
-        known = {
-            *made,
-            *(folder for file in made for folder in file.parents),
-            *map(Path, (LOCK, HOLDER, _JOURNAL)),
-        }
-        there = {path.relative_to(self.work): path for path in self.work.rglob("*")}
-        # Temporary files are left by a process that was killed.
-        known |= {name for name in there if name.name.startswith((f".{_JOURNAL}-", f".{HOLDER}-"))}
-        if foreign := [
-            str(name) for name, path in there.items() if path.is_symlink() or name not in known
-        ]:
-            raise ValueError(
-                f"'{self.work}' holds {some(sorted(foreign))}, which nufilt did not make: move it "
-                "away"
-            )
+        if self.model.is_symlink():
+            self.model.unlink()
+        for path in list(self.model.rglob("*")):
+            is_weights = path.relative_to(self.model).as_posix() in weights
+            if path.is_symlink() or (path.is_file() and not is_weights):
+                path.unlink()
 
     def _holds(self, record: Record) -> bool:
         return all(
@@ -204,8 +189,9 @@ def clear_work_folder(out: Path) -> None:
     work = work_folder(out)
     if work.is_symlink() or not work.is_dir():
         return
-    for name in (_JOURNAL, HOLDER, LOCK):
-        (work / name).unlink(missing_ok=True)
+    if (work / LOCK).is_file():  # else it is not ours
+        (work / _JOURNAL).unlink(missing_ok=True)
+        (work / LOCK).unlink()
     with suppress(OSError):  # not empty
         work.rmdir()
 

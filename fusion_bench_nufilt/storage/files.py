@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -30,33 +29,30 @@ _T = TypeVar("_T")
 MANIFEST = "nufilt.json"
 #: The model card of a result.
 CARD = "README.md"
-#: Every folder that only one process may write to has a lock file, and a file that names the
-#: process holding it.
-LOCK, HOLDER = ".nufilt.lock", ".nufilt.holder"
+#: The lock file of a folder that only one process may write to.
+LOCK = ".nufilt.lock"
 
 
 def lock_folder(folder: Path) -> BaseFileLock:
-    """Make a folder and lock it until this process ends, however it ends; a ValueError names
-    another holder.
+    """Make a folder and lock it until this process ends, however it ends; a ValueError says that
+    another process holds it.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder}: there is a file of that name")
     folder.mkdir(parents=True, exist_ok=True)
-    lock, holder = FileLock(folder / LOCK), folder / HOLDER
+    lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        other = holder.read_text() if holder.exists() else "another process"
         raise ValueError(
-            f"{other} is writing '{folder}': wait until it is done, or name another folder"
+            f"another process is writing '{folder}': wait until it is done, or name another folder"
         ) from None
-    write_text(holder, f"process {os.getpid()} on {socket.gethostname()}")
     return lock
 
 
 def refuse_foreign(folder: Path, mark: str) -> None:
     """Refuse a folder for results that has files, but not the one that marks earlier results."""
-    there = {path.name for path in folder.iterdir()} - {LOCK, HOLDER} if folder.is_dir() else set()
+    there = {path.name for path in folder.iterdir()} - {LOCK} if folder.is_dir() else set()
     if there and mark not in there:
         raise ValueError(
             f"--out {folder}: it has '{min(there)}' and no {mark}; name a new or an empty folder"

@@ -61,7 +61,7 @@ VALUES: dict[str, Any] = {
 #: What the doors themselves write: results, locks, and the files that are made wrong.
 OWN = re.compile(
     r"(run|comparison|analysis|merge)/(index\.html|.*\.(png|pdf|md|tex)|(accuracy_matrix|table|per_task|overhead)\.csv)|"
-    r"store/.*|new/.*|recipe\.yaml|(.*/)?\.nufilt\.(lock|holder)"
+    r"store/.*|new/.*|recipe\.yaml|(.*/)?\.nufilt\.lock"
 )
 
 

@@ -532,20 +532,16 @@ def places() -> Iterator[Row]:
         lambda d: (d / work).write_text("precious"),
         "is a file or a link",
     )
+    for name in ("notes.txt", "model/notes", "journal.jsonl"):
+        yield Row(
+            f"a foreign work folder with {name}",
+            lambda d, n=name: write(d / work / n),
+            "was not made by nufilt: move it away",
+        )
     yield Row(
-        "a foreign work folder",
-        lambda d: write(d / work / "notes.txt"),
-        "which nufilt did not make",
-    )
-    yield Row(
-        "a foreign file beside ours",
-        lambda d: write(d / work / "model" / "notes"),
-        "which nufilt did not make",
-    )
-    yield Row(
-        "a link in the work folder",
+        "a link in a foreign work folder",
         lambda d: link(d / work / "model", d / "task1"),
-        "which nufilt did not make",
+        "was not made by nufilt: move it away",
     )
     yield Row("an empty work folder", lambda d: (d / work).mkdir(), None)
     move = lambda d: shutil.copytree(d / "task1", d / work)  # noqa: E731

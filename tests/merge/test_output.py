@@ -1,10 +1,9 @@
-"""The work folder beside the result holds what this program made and nothing else: no link, no file
-of another.
-"""
+"""The work folder beside the result is ours if it is a real folder of this user with our lock."""
 
 import hashlib
 import json
 import os
+import shutil
 import time
 from contextlib import closing
 
@@ -16,7 +15,7 @@ HEADERS = {"model.safetensors": (b"header", 14)}
 
 
 def begin(folder, run="run"):
-    return Output(folder / "out", run, HEADERS, ["config.json"])
+    return Output(folder / "out", run, HEADERS)
 
 
 def write_tensor(output):
@@ -38,13 +37,13 @@ def test_a_link_in_place_of_the_work_folder_is_not_followed(tmp_path):
     assert precious.read_text() == "precious"
 
 
-@pytest.mark.parametrize("place", ["notes.txt", "model/notes.txt", "model/config.json/deep"])
-def test_foreign_files_stop_the_merge_and_stay(tmp_path, place):
+@pytest.mark.parametrize("place", ["notes.txt", "journal.jsonl", "model/model.safetensors"])
+def test_a_folder_without_our_lock_is_not_ours_and_stays_as_it_is(tmp_path, place):
     path = work_folder(tmp_path / "out") / place
     path.parent.mkdir(parents=True)
     path.write_text("precious")
     before = work_folder(tmp_path / "out").stat().st_mode
-    with pytest.raises(ValueError, match=r"which nufilt did not make: move it away"):
+    with pytest.raises(ValueError, match=r"was not made by nufilt: move it away"):
         begin(tmp_path)
     clear_work_folder(tmp_path / "out")
     assert path.read_text() == "precious"
@@ -53,18 +52,38 @@ def test_foreign_files_stop_the_merge_and_stay(tmp_path, place):
     assert [found for found in work.rglob("*") if found.is_file()] == [path]
 
 
-@pytest.mark.parametrize(
-    "name", ["model/model.safetensors", "model/config.json", "journal.jsonl", "model"]
-)
-def test_links_in_the_work_folder_stop_the_merge(tmp_path, name):
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "nufilt_state", ""])
+def test_a_link_in_the_work_folder_is_removed_and_not_followed(tmp_path, name):
     victim = tmp_path / "victim"
-    victim.write_text("precious")
-    path = work_folder(tmp_path / "out") / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.symlink_to(victim)
-    with pytest.raises(ValueError, match="which nufilt did not make"):
-        begin(tmp_path)
-    assert victim.read_text() == "precious"
+    victim.mkdir()
+    (victim / "model.safetensors").write_text("precious")
+    with closing(begin(tmp_path)) as output:
+        write_tensor(output)
+        path = output.model / name
+    if name == "":
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.symlink_to(victim / name if name == "model.safetensors" else victim)
+    with closing(begin(tmp_path)) as output:
+        assert not path.is_symlink()
+        write_tensor(output)
+        output.finish()
+    assert (victim / "model.safetensors").read_text() == "precious"
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"header12345678"
+
+
+def test_what_a_process_had_written_beside_the_weights_when_it_was_killed_is_in_no_result(tmp_path):
+    with closing(begin(tmp_path)) as output:
+        write_tensor(output)
+        for name in ("config.json", ".nufilt.json-123", "heads/task.safetensors"):
+            (output.model / name).parent.mkdir(exist_ok=True)
+            (output.model / name).touch()
+    with closing(begin(tmp_path)) as output:
+        assert list(output.done) == ["w"]
+        output.finish()
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert [path.name for path in files] == ["model.safetensors"]
+    assert not work_folder(tmp_path / "out").exists()
 
 
 def test_a_work_folder_of_another_user_is_refused(tmp_path, monkeypatch):
@@ -80,21 +99,28 @@ def test_nobody_else_can_write_into_the_work_folder(tmp_path):
         assert output.work.stat().st_mode & 0o777 == 0o700
 
 
-def test_files_of_a_run_with_another_base_are_known_by_its_journal(tmp_path):
-    with closing(
-        Output(tmp_path / "out", "one", {"other.safetensors": (b"header", 6)}, ["vocab.txt"])
-    ) as output:
+def test_files_of_a_run_with_another_base_are_in_no_result(tmp_path):
+    other = {"other.safetensors": (b"header", 6)}
+    with closing(Output(tmp_path / "out", "one", other)) as output:
         (output.model / "vocab.txt").touch()  # killed before it took its name
     with closing(begin(tmp_path, "two")) as output:
         assert sorted(path.name for path in output.model.iterdir()) == ["model.safetensors"]
 
 
-def test_a_second_process_is_told_which_one_is_writing(tmp_path):
-    with (
-        closing(begin(tmp_path)),
-        pytest.raises(ValueError, match=rf"process {os.getpid()} on .* is writing"),
-    ):
+def test_a_second_process_is_refused(tmp_path):
+    with closing(begin(tmp_path)), pytest.raises(ValueError, match="another process is writing"):
         begin(tmp_path)
+
+
+def test_a_kill_while_the_lock_is_taken_does_not_block_the_next_run(tmp_path):
+    work = work_folder(tmp_path / "out")
+    work.mkdir()  # killed before there was a lock
+    begin(tmp_path).close()
+    (work / "journal.jsonl").unlink()  # before there was a journal
+    with closing(begin(tmp_path)) as output:
+        write_tensor(output)
+        output.finish()
+    assert not work.exists()
 
 
 def test_a_result_that_another_process_finished_meanwhile_is_left_alone(tmp_path):

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,33 +122,50 @@ def flip_a_bit(file):
 
 @pytest.mark.parametrize("damage", [cut, flip_a_bit, Path.unlink])
 @pytest.mark.parametrize("file", ["model-00003-of-", "config.json"])
-def test_a_finished_result_that_is_not_whole_is_made_again_and_kept(stream, damage, file, caplog):
+def test_a_finished_result_that_is_not_whole_is_refused_and_made_again_once_it_is_removed(
+    stream, damage, file
+):
     expected = hashes(merge(stream))
     (damaged,) = (path for path in (stream / "out").iterdir() if path.name.startswith(file))
     damage(damaged)
+    before = sorted((stream / "out").iterdir())
+    with pytest.raises(ValueError, match=rf"{damaged.name}.*; remove it, and the same command"):
+        merge(stream)
+    assert sorted((stream / "out").iterdir()) == before
+    shutil.rmtree(stream / "out")
     assert hashes(merge(stream)) == expected
-    assert damaged.name in caplog.text
-    assert (stream / "out.damaged" / "nufilt.json").is_file()
 
 
 def test_without_digests_a_finished_result_is_verified_by_sizes(stream):
     out = merge(stream)
     flip_a_bit(out / "config.json")
     assert merge(stream, settings={"verify": False}) == out
-    assert not (stream / "out.damaged").exists()
     cut(out / "config.json")
-    merge(stream, settings={"verify": False})
-    assert (stream / "out.damaged").exists()
+    with pytest.raises(ValueError, match=r"config.json is not what was saved \(its size differs\)"):
+        merge(stream, settings={"verify": False})
 
 
-def test_a_damaged_result_does_not_replace_an_earlier_one(stream):
-    for _ in range(2):
-        cut(merge(stream) / "config.json")
-    with pytest.raises(
-        ValueError, match=r"config.json is not what was saved .*; remove '.*out.damaged', and it is"
-    ):
+def test_a_kill_while_the_manifest_is_written_does_not_block_the_next_run(stream, monkeypatch):
+    expected = hashes(merge(stream, out="expected"))
+    temporary = work_folder(stream / "out") / "model" / f".nufilt.json-{os.getpid()}"
+
+    def unless_it_is_the_manifest(function):
+        def call(path, *args, **options):
+            if path == temporary:
+                raise InterruptedError
+            return function(path, *args, **options)
+
+        return call
+
+    for name in ("replace", "unlink"):  # a process that was killed removes nothing
+        monkeypatch.setattr(Path, name, unless_it_is_the_manifest(getattr(Path, name)))
+    with pytest.raises(InterruptedError):
         merge(stream)
-    assert (stream / "out").exists()
+    monkeypatch.undo()
+    assert temporary.is_file()
+    computed = count_layers(monkeypatch)
+    assert hashes(merge(stream)) == expected
+    assert computed == []
 
 
 def test_a_card_that_was_edited_stays(stream):

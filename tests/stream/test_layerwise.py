@@ -18,7 +18,7 @@ from fusion_bench_nufilt import (
 )
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.layers import select_layers
-from fusion_bench_nufilt.storage.files import HOLDER, LOCK
+from fusion_bench_nufilt.storage.files import LOCK
 from fusion_bench_nufilt.stream import task_order
 from tests.core.test_parity import load_case
 from tests.models import TOWER, Shared, clip, llama, t5, tower
@@ -128,7 +128,7 @@ def test_files_of_a_run_with_a_log_directory(tmp_path):
     assert rows.groupby("step").size().to_dict() == {1: 10, 2: 10, 3: 10}
     assert (rows[rows["step"] > 1]["filtered_share"] > 0).all()
     hidden = {path.name for path in tmp_path.rglob(".*") if path.is_file()}
-    assert hidden <= {LOCK, HOLDER}, "temporary files were left behind"
+    assert hidden <= {LOCK}, "temporary files were left behind"
 
 
 def test_the_config_of_an_algorithm_says_everything():
