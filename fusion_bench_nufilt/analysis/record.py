@@ -210,7 +210,11 @@ def _run_and_sum(
     """Run the model on the samples; return C, float32, of the layers' inputs, and the number of
     tokens.
     """
-    sums = {name: torch.zeros([_width(model, name)] * 2, dtype=torch.float64) for name in layers}
+    cpu = torch.device("cpu")
+    sums = {}
+    for name in layers:
+        width = _width(model, name)
+        sums[name] = torch.zeros(width, width, dtype=torch.float64, device=cpu)
     counts = dict.fromkeys(layers, 0)
 
     def add(name: str, X: Tensor) -> None:

@@ -14,7 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fusion_bench_nufilt.core.subspace import gram_matrix, subspace_affinity, top_eigenvectors
+from fusion_bench_nufilt.core.subspace import (
+    gram_matrix,
+    random_start,
+    subspace_affinity,
+    top_eigenvectors,
+)
 
 Floats = NDArray[np.float64]
 
@@ -63,9 +68,7 @@ def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         U = top_eigenvectors(gram_matrix(tall), rank)
         V = U if tall is tau else torch.linalg.qr(tau.mT @ U).Q
         return V, torch.linalg.vector_norm(tau @ V, dim=0)
-    start = torch.randn(
-        tau.shape[1], rank + _SPARE, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
+    start = random_start(tau.shape[1], rank + _SPARE, torch.float64)
     X = torch.linalg.qr(start.to(tau)).Q
     for _ in range(_ROUNDS):
         X = torch.linalg.qr(tau.mT @ (tau @ X)).Q

@@ -166,13 +166,7 @@ def _block_iteration(gram: Tensor, rank: int, max_products: int = 96) -> Tensor 
     below those of the block (Zhou and Saad, 2007). On nearly flat spectra, powers of the matrix
     would need several times the products.
     """
-    d, block = gram.shape[-1], 2 * rank + 16
-    # The start is random, so that no eigenvector is missed, and always the same, so that results
-    # repeat.
-    cpu = torch.device("cpu")  # rather than the default device
-    start = torch.randn(
-        d, block, generator=torch.Generator(cpu).manual_seed(0), dtype=torch.float64, device=cpu
-    )
+    start = random_start(gram.shape[-1], 2 * rank + 16, torch.float64)
     X = torch.linalg.qr(gram @ start.to(gram)).Q
     tolerance = 12 * torch.finfo(gram.dtype).eps  # the floor, where rounding takes over, is about 4
     products = 1
@@ -194,6 +188,17 @@ def _block_iteration(gram: Tensor, rank: int, max_products: int = 96) -> Tensor 
         X = torch.linalg.qr(X).Q
         products += degree
     return None
+
+
+def random_start(d: int, rank: int, dtype: torch.dtype) -> Tensor:
+    """Return a matrix ``(d, rank)`` for an iteration to start from.
+
+    It is random, so that no direction is missed, and always the same, so that results repeat,
+    whatever torch's default device and dtype are.
+    """
+    cpu = torch.device("cpu")
+    generator = torch.Generator(cpu).manual_seed(0)
+    return torch.randn(d, rank, generator=generator, dtype=dtype, device=cpu)
 
 
 def _chebyshev_degree(ratios: Tensor) -> int:

@@ -39,7 +39,7 @@ def _check_device(device: torch.device | str) -> torch.device:
             )
         # PyTorch loads its solvers for GPUs at their first use, which fails if two threads come to
         # it together.
-        torch.linalg.eigh(torch.eye(1, device=where))
+        torch.linalg.eigh(torch.eye(1, dtype=torch.float32, device=where))
     except (RuntimeError, AssertionError) as error:  # a PyTorch without CUDA, or no such device
         reason = str(error).splitlines()[0]
         raise ValueError(

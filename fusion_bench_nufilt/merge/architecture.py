@@ -163,7 +163,9 @@ class Architecture:
 
     def holds_layers(self, name: str) -> bool:
         """Return whether a parameter of the loaded model is stored as layers or holds several."""
-        stored = self.undo({name: torch.empty(self._stacks[name], device="meta")})
+        stored = self.undo(
+            {name: torch.empty(self._stacks[name], dtype=torch.float32, device="meta")}
+        )
         params = [self.param(key) for key in stored]
         return all(self.parts(param) or param in self.views for param in params)
 
@@ -319,9 +321,8 @@ def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
         try:
             module = submodule(root, parents)
             if packed:
-                module.register_parameter(
-                    last, nn.Parameter(torch.empty(info.shape, device="meta"))
-                )
+                values = torch.empty(info.shape, dtype=torch.float32, device="meta")
+                module.register_parameter(last, nn.Parameter(values))
                 continue
             rows, columns = info.shape
             transposed = like_gpt2 and last.startswith("c_")

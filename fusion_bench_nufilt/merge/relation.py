@@ -64,7 +64,8 @@ def _inner_products(x: Tensor, y: Tensor) -> Tensor:
 def _compare(plan: Plan, model: FullModel, products: Mapping[Layer, Tensor]) -> Iterator[str]:
     base, name = plan.base, model.source.name
     apart = [layer for layer, each in products.items() if _unrelated(*each[:3].tolist())]
-    xx, yy, xy, dd = sum(products.values(), torch.zeros(4, dtype=torch.float64)).tolist()
+    nothing = torch.zeros(4, dtype=torch.float64, device="cpu")
+    xx, yy, xy, dd = sum(products.values(), nothing).tolist()
     if not xx * yy > 0:
         return
     if 0 < len(apart) <= (len(products) + 1) // 2:

@@ -140,7 +140,7 @@ def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str,
             parent.add_module(last, leaves[home])
             continue
         if attribute == "weight" and stored[key].ndim == 2:
-            parent.add_module(last, nn.Linear(1, 1, bias=False))
+            parent.add_module(last, nn.Linear(1, 1, bias=False, device="meta"))
         module: Any = submodule(root, path.split(".") if path else [])
         if attribute == "weight" and stored[key].ndim == 3:
             _, module.output_size, module.input_size = stored[key].shape

@@ -104,7 +104,10 @@ class Vocabulary:
         count, *shape = self.models["base"].params[param]
         width, step, offset = math.prod(shape), CHUNK_BYTES // 8, 0
         more = (self.rows - count) * width
-        tail = (torch.zeros(min(step, more - start), dtype=dtype) for start in range(0, more, step))
+        tail = (
+            torch.zeros(min(step, more - start), dtype=dtype, device="cpu")
+            for start in range(0, more, step)
+        )
         for piece in chain(pieces, tail):
             end = offset + len(piece)
             for row in range(offset // width, -(-end // width)):

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.options import check_positive, is_number
-from fusion_bench_nufilt.core.subspace import gram_matrix
+from fusion_bench_nufilt.core.subspace import gram_matrix, random_start
 from fusion_bench_nufilt.core.weights import LowRank, wide_dtype, widened
 from fusion_bench_nufilt.layers.names import block_of
 
@@ -113,7 +113,7 @@ class OrderFree(LayerMethod):
                 else torch.float64
             )
             state[name] = theta_0.new_zeros(shape, dtype=dtype)
-        return {**state, "count": torch.tensor(0)}
+        return {**state, "count": torch.zeros((), dtype=torch.int64, device="cpu")}
 
     def add(self, layer: str, state: State, theta_0: Tensor, tau: Tensor | LowRank) -> State:
         if not (tau.norm() if isinstance(tau, LowRank) else tau.any()):
@@ -223,7 +223,7 @@ def _row_space(X: Tensor, rank: int) -> Tensor:
     """Return an orthonormal basis ``(d, rank)`` whose span has the leading right vectors of a
     matrix ``(m, d)``.
     """
-    start = torch.randn(len(X), rank, generator=torch.Generator().manual_seed(0), dtype=X.dtype)
+    start = random_start(len(X), rank, X.dtype)
     basis = torch.linalg.qr(X.mT @ start.to(X.device)).Q
     return torch.linalg.qr(X.mT @ torch.linalg.qr(X @ basis).Q).Q
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
+from fusion_bench_nufilt.core.subspace import gram_matrix, random_start, top_eigenvectors
 from fusion_bench_nufilt.core.weights import LowRank, wide_dtype, widened
 
 LEADING = 16  # the directions that are taken out
@@ -91,10 +91,7 @@ class TaskVector:
         if self.factors is not None:
             return self.directions(count)
         tall = self._tall
-        start = torch.randn(
-            n, min(n, count + max(16, count // 8)), generator=torch.Generator().manual_seed(0)
-        )
-        V = start.to(tall)
+        V = random_start(n, min(n, count + max(16, count // 8)), torch.float32).to(tall)
         for _ in range(2):
             V = torch.linalg.qr(tall.mT @ (tall @ V)).Q
         Y = tall @ V

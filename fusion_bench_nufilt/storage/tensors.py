@@ -103,7 +103,7 @@ class TensorFile:
         )
 
     def _bytes(self, start: int, stop: int) -> Tensor:
-        buffer = torch.empty(stop - start, dtype=torch.uint8)
+        buffer = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
         view, done = buffer.numpy().data, 0
         with open(self.path, "rb", buffering=0) as file:
             file.seek(start)

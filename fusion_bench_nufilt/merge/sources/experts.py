@@ -194,9 +194,9 @@ def _places(
     """Yield the params that hold a parameter ``(count, height, width)``, each with its expert, rows
     and ``flipped``.
     """
-    numbers = torch.arange(count * height).reshape(
-        count, height, 1
-    )  # of the rows, stored as the parameter would be
+    # The numbers of the rows, stored as the parameter would be.
+    numbers = torch.arange(count * height, dtype=torch.int64, device="cpu")
+    numbers = numbers.reshape(count, height, 1)
     for key, stored in architecture.undo({name: numbers}).items():
         param = architecture.param(key)
         parts = architecture.parts(param) or [param]

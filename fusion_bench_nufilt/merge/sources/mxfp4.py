@@ -20,7 +20,9 @@ from .fp8 import Quantisation
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_CODES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)], dtype=torch.bfloat16)
+_CODES = torch.tensor(
+    [*_POSITIVE, *(-value for value in _POSITIVE)], dtype=torch.bfloat16, device="cpu"
+)
 _PAIRS = torch.stack(
     [_CODES.repeat(16), _CODES.repeat_interleave(16)], dim=1
 )  # both values of each byte

@@ -36,7 +36,8 @@ class WUDISumsMerging(OrderFreeMerging):
 
     def update(self, state: State, count: int) -> Tensor:
         M, R = state["M"], state["R"]
-        ridge = self.eps * M.diagonal().mean() * torch.eye(len(M)).to(M)
+        identity = torch.eye(len(M), dtype=M.dtype, device=M.device)
+        ridge = self.eps * M.diagonal().mean() * identity
         return (
             self.scale * torch.cholesky_solve(R.T, torch.linalg.cholesky(M + ridge)).T
         )

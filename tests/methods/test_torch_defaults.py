@@ -1,0 +1,124 @@
+"""Torch's default dtype and device are the user's, and no result depends on them."""
+
+import ast
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusion_bench_nufilt
+from fusion_bench_nufilt.core import LowRank
+from fusion_bench_nufilt.methods import METHODS
+from tests.core.matrices import matrix_with_spectrum
+from tests.merge.helpers import algorithm, hashes, merge, same, save_stream
+from tests.models import llama
+
+DEFAULTS = [(torch.float64, "cpu"), (torch.float32, "meta"), (torch.bfloat16, "meta")]
+SMALL = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5}
+#: The functions that make a tensor of the default dtype on the default device.
+MAKERS = (
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "eye",
+    "arange",
+    "linspace",
+    "tensor",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+)
+ROOMS = ("analysis", "core", "layers", "merge", "methods", "storage", "stream")
+
+
+@contextmanager
+def torch_defaults(dtype, device):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+
+
+def stream():
+    """Two tasks on a wide, a tall and a large layer, and the second of them also as factors."""
+    layers = {}
+    tasks = [{}, {}, {}]
+    for number, shape in enumerate([(24, 40), (40, 24), (256, 256)]):
+        name = f"blocks.{number}.weight"
+        layers[name] = matrix_with_spectrum(*shape, torch.ones(20), seed=9).float()
+        for step in (0, 1):
+            spectrum = 0.1 * torch.arange(1, 25, dtype=torch.float64) ** -0.5
+            tau = matrix_with_spectrum(*shape, spectrum, seed=10 * number + step).float()
+            tasks[step][name] = layers[name] + tau
+        tasks[2][name] = LowRank(tau[:, :4].contiguous(), torch.eye(4, shape[1]))
+    return layers, tasks
+
+
+def merged_by(kind, layers, tasks):
+    """Return the state and the weight of each layer."""
+    options = SMALL if kind.state_is_weight else {}
+    defaults = {key: value for key, value in kind.defaults.items() if hasattr(kind.Options, key)}
+    method = kind(kind.Options(**{**defaults, **options}), list(layers))
+    states = {name: method.start(name, theta_0) for name, theta_0 in layers.items()}
+    for step, task in enumerate(tasks, 1):
+        added = method.add_each(states, layers, task, step=step, device="cpu")
+        states = {name: state for name, state, _ in added}
+    weights = dict(method.weigh_each(states, layers, device="cpu"))
+    found = {}
+    for name in layers:
+        found[name] = weights[name]
+        found |= {f"{name}.{key}": value for key, value in states[name].items()}
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_method_depends_on_them(name):
+    layers, tasks = stream()
+    expected = merged_by(METHODS[name], layers, tasks)
+    for defaults in DEFAULTS:
+        with torch_defaults(*defaults):
+            found = merged_by(METHODS[name], layers, tasks)
+        assert same(found, expected), defaults
+
+
+@pytest.mark.parametrize("method", ["nufilt", "best"])
+def test_no_merge_of_folders_depends_on_them(tmp_path, method):
+    save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
+    options = {"method": method, "settings": {"state": True}, "other_params": "mean"}
+    expected = hashes(merge(tmp_path, ["task1", "task2"], "expected", **options))
+    for dtype, device in DEFAULTS:
+        with torch_defaults(dtype, device):
+            out = merge(tmp_path, ["task1", "task2"], f"{dtype} {device}", **options)
+        assert hashes(out) == expected
+
+
+def test_no_run_depends_on_the_default_dtype(tmp_path):
+    models = save_stream(tmp_path, llama(), tasks=2)
+    expected = algorithm(models, other_params="mean").state_dict()
+    with torch_defaults(torch.float64, "cpu"):
+        found = algorithm(models, other_params="mean").state_dict()
+    assert same(found, expected)
+
+
+def test_every_tensor_that_is_made_names_its_dtype_and_its_device():
+    package = Path(fusion_bench_nufilt.__file__).parent
+    silent = []
+    for room in ROOMS:
+        for file in sorted((package / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if not isinstance(node, ast.Call):
+                    continue
+                named = {keyword.arg for keyword in node.keywords}
+                if ast.unparse(node.func) in {f"torch.{name}" for name in MAKERS}:
+                    if not {"dtype", "device"} <= named:
+                        silent.append(f"{file.relative_to(package)}:{node.lineno}")
+                if ast.unparse(node.func) == "torch.Generator" and not node.args:
+                    silent.append(f"{file.relative_to(package)}:{node.lineno}")
+    assert silent == []
