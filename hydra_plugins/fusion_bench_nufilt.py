@@ -1,5 +1,5 @@
 """Adds this plugin's configs to FusionBench's search path, so that `fusion_bench method=nufilt`
-needs no flag.
+needs no flag, and refuses options of a method that were typed in the wrong place.
 """
 
 import sys
@@ -19,13 +19,16 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
             return
         import fusion_bench.constants
 
-        import fusion_bench_nufilt.compat
+        import fusion_bench_nufilt.compat  # noqa: F401 -- FusionBench needs it from here on
+        from fusion_bench_nufilt.misplaced import CONFIG, refuse_misplaced
 
-        package = Path(fusion_bench_nufilt.__file__).parent
-        # A wheel carries the configs inside the package; a checkout has them beside it.
-        config = package / "config" if (package / "config").is_dir() else package.parent / "config"
-        search_path.append("fusion-bench-nufilt", f"file://{config}")
+        search_path.append("fusion-bench-nufilt", f"file://{CONFIG}")
         # FusionBench prefers a folder ./config of the user's to its own; with its own appended,
         # both work.
         own = Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config"
         search_path.append("fusion-bench", f"file://{own}")
+        if "fusion_bench.scripts.cli" in sys.modules:
+            try:
+                refuse_misplaced(sys.argv[1:], "fusion_bench")
+            except ValueError as error:
+                raise SystemExit(str(error)) from None  # Python prints it

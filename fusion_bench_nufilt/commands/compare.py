@@ -87,7 +87,9 @@ def compare(
     with terminal(quiet) as console:
         only_log_of("compare")
         from fusion_bench_nufilt.compare import configs, run, specs
+        from fusion_bench_nufilt.misplaced import refuse_misplaced
 
+        refuse_misplaced(words, "nufilt compare")
         refuse_foreign(out, "compare.json")
         rows = _specs(methods, preset, with_data, modelpool, words)
         loggers = configs.make_trackers(words, out)

@@ -160,7 +160,9 @@ class Experiment:
         return WatchingEvaluator(taskpool, self.fabric.device, part)
 
     def make_method(self, config: dict[str, Any]) -> Any:
-        return make("method", DictConfig(config), self.fabric, load_algorithm_from_config)
+        method = make("method", DictConfig(config), self.fabric, load_algorithm_from_config)
+        method.door = "nufilt compare"
+        return method
 
     @property
     def tasks(self) -> list[str]:

@@ -57,9 +57,8 @@ class FusionConfig:
     )
     first_task: Literal["paper", "release"] = option(
         "paper",
-        "paper takes the first model whole; release drops its first r_p input coordinates, as the "
-        "authors' released "
-        "run does.",
+        "paper takes the first model's layers whole; release drops its first r_p input "
+        "coordinates, as the authors' released run does.",
     )
     solver: Literal["adam", "closed_form"] = option(
         "adam",

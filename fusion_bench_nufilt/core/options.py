@@ -35,6 +35,21 @@ def option(
     )
 
 
+Door = Literal["fusion_bench", "nufilt compare", "nufilt merge", "Python"]
+"""Where a user gives options."""
+
+
+def typed(door: Door, options: Mapping[str, object], method: str = "NAME") -> str:
+    """Return options in the form in which they are typed at a door."""
+    if door == "fusion_bench":
+        return " ".join(f"method.{name}={value}" for name, value in options.items())
+    if door == "nufilt compare":
+        return method + "".join(f":{name}={value}" for name, value in options.items())
+    if door == "nufilt merge":
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
 def with_scope(kinds: Iterable[type], *scopes: Scope) -> list[str]:
     """Return the names of those options of dataclasses that have one of the scopes."""
     return [

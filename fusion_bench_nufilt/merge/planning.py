@@ -155,7 +155,9 @@ def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
         yield from check_merged(plan, plan.merged)
     if plan.coverage.warning:
         yield plan.coverage.warning
-    if warning := plan.method.warning([layer.view.shape for layer in plan.layers]):
+    shapes = [layer.view.shape for layer in plan.layers]
+    warning = plan.method.warning(shapes, "nufilt merge")
+    if warning is not None:
         yield warning
     folders = [task.checkpoint.folder.resolve() for task in plan.tasks]
     if twice := [

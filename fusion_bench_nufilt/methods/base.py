@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.core.failures import solve_alone
+from fusion_bench_nufilt.core.options import Door
 from fusion_bench_nufilt.core.weights import Layers, LowRank, TaskLayers, check_layers, widened
 from fusion_bench_nufilt.core.workers import Devices, check_devices, map_on_devices
 
@@ -155,9 +156,9 @@ class LayerMethod(ABC):
         else:
             yield from _solve_each(weigh, states, pretrained, device)
 
-    def warning(self, shapes: Sequence[tuple[int, int]]) -> str | None:
-        """Return a warning if the options are doubtful for layers of these shapes ``(d_o,
-        d_i)``.
+    def warning(self, shapes: Sequence[tuple[int, int]], door: Door) -> str | None:
+        """Return a warning if the options are doubtful for layers of these shapes ``(d_o, d_i)``,
+        with others as they are typed at the door.
         """
         return None
 

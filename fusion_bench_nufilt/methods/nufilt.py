@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.core.config import FusionConfig
 from fusion_bench_nufilt.core.fusion import fuse_each
+from fusion_bench_nufilt.core.options import Door, typed
 from fusion_bench_nufilt.core.stack import working_bytes
 from fusion_bench_nufilt.core.weights import Layers, TaskLayers
 from fusion_bench_nufilt.core.workers import Devices, stack_size
@@ -62,17 +63,16 @@ class Nufilt(LayerMethod):
         for layer, weight, report in each:
             yield layer, {"weight": weight}, dataclasses.asdict(report)
 
-    def warning(self, shapes: Sequence[tuple[int, int]]) -> str | None:
+    def warning(self, shapes: Sequence[tuple[int, int]], door: Door) -> str | None:
         rank = self.options.null_rank
         covered = sum(2 * min(self.options.ranks(d_i).null, d_i) > d_i for _, d_i in shapes)
         if self.options.null_space is not True or 2 * covered <= len(shapes):
             return None
+        ranks = typed(door, {"null_rank": 0.1667, "lora_rank": 0.0833}, method="nufilt")
         return (
             f"null_rank={rank} covers more than half of the inputs of {covered} of {len(shapes)} "
-            "layers. Unless all "
-            "linear layers are merged, little of a later task gets in: null_rank=0.1667 "
-            "lora_rank=0.0833 are the "
-            "paper's ranks as shares of the width"
+            "layers. Unless all linear layers are merged, little of a later task gets in; the "
+            f"paper's ranks as shares of the width are {ranks}"
         )
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:

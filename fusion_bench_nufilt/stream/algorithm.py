@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from fusion_bench_nufilt.core.options import split_options, takes_options, unknown, with_scope
+from fusion_bench_nufilt.core.options import Door, split_options, takes_options, unknown, with_scope
 from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.pages.metrics import AccuracyMatrix
 from fusion_bench_nufilt.pages.tables import print_matrix
@@ -60,6 +60,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     Raises:
         ValueError: a value is out of its range, or there is no such option; the message names it.
     """
+
+    door: Door = "Python"  # where the user gave the options, for warnings
 
     # These describe the last run.
     folder: RunFolder | None  # the log directory
@@ -150,6 +152,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def on_run_start(self) -> None:
         """Use the task pool that the model pool brings along, unless the user named one."""
+        self.door = "fusion_bench"
         use_bundled_taskpool(self._program)
 
     @torch.no_grad()

@@ -123,7 +123,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self.method = self._kind(self.options, list(self.layers), self.seed)
         log.info("%s", self._selection.coverage)
         shapes = [view.shape for view in self.layers.values()]
-        doubts = self._selection.coverage.warning, self.method.warning(shapes)
+        doubts = self._selection.coverage.warning, self.method.warning(shapes, self.door)
         for warning in filter(None, doubts):
             _warn_once("%s", warning)
 
@@ -320,3 +320,20 @@ class NufiltContinualMergingAlgorithm(LayerwiseMergingAlgorithm):
                 "this is NUFILT of fusion_bench_nufilt; FusionBench's own is method=nufilt/nufilt"
             )
         super().start(pretrained, names)
+
+    def merge_step(
+        self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
+    ) -> nn.Module:
+        merged = super().merge_step(step, name, pretrained, merged, task)
+        parameters, share = self._selection.coverage.others
+        is_whole = self.options.first_task == "paper" and self.targets.other_params == "pretrained"
+        if step == 1 and is_whole and parameters > 0:
+            log.info(
+                "step 1: '%s' is taken whole in the merged layers alone; %d other parameters "
+                "(%.1f%% of all elements) stay pretrained, so it may score less than by itself "
+                "(other_params=first takes them from it, too)",
+                name,
+                parameters,
+                100 * share,
+            )
+        return merged

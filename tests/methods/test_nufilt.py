@@ -1,12 +1,19 @@
 """What NUFILT says of its own options."""
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 
 from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.compare.experiment import Experiment
+from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.merge import plan_merge
+from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.stream import layerwise
+from tests.commands.helpers import nufilt
 from tests.merge.helpers import save_stream
-from tests.models import llama
+from tests.models import clip, finetuned, llama
 
 
 @pytest.mark.parametrize(
@@ -26,11 +33,57 @@ def test_nufilt_says_once_that_its_filter_covers_the_layers_and_what_to_give(
     for _ in range(2):
         NufiltContinualMergingAlgorithm(max_steps=1, **options).run(models)
     said = [record.getMessage() for record in caplog.records if "null_rank" in record.getMessage()]
-    layers = "covers more than half of the inputs of 14 of 14 layers"
-    assert [
-        f"null_rank=128 {layers}" in text and "null_rank=0.1667 lora_rank=0.0833" in text
-        for text in said
-    ] == [True] * warns
-    base, *tasks = (str(tmp_path / name) for name in ("base", "task1", "task2"))
-    planned = plan_merge(base, tasks, options=FusionConfig(**options))
-    assert [text for text in planned.warnings if "null_rank" in text] == said
+    layers = "null_rank=128 covers more than half of the inputs of 14 of 14 layers"
+    assert [layers in text for text in said] == [True] * warns
+
+
+def test_the_ranks_are_advised_as_they_are_typed_where_the_user_stands(tmp_path):
+    shapes = [(32, 32)]
+    method = NufiltContinualMergingAlgorithm()
+    kind = Nufilt(FusionConfig(), ["layer"], 42)
+    assert kind.warning(shapes, method.door).endswith("null_rank=0.1667, lora_rank=0.0833")
+    method.on_run_start()  # FusionBench's program calls it
+    ranks = ["method.null_rank=0.1667", "method.lora_rank=0.0833"]
+    assert kind.warning(shapes, method.door).endswith(" ".join(ranks))
+    config = compose_run(["method=nufilt", "modelpool=nufilt_demo", *ranks])
+    assert (config.method.null_rank, config.method.lora_rank) == (0.1667, 0.0833)
+
+    experiment = Experiment(config)
+    method = experiment.make_method(OmegaConf.to_container(config.method, resolve=True))
+    words = kind.warning(shapes, method.door).split()[-1]
+    assert words == "nufilt:null_rank=0.1667:lora_rank=0.0833"
+    (spec,) = parse_methods(words)
+    assert list(spec.overrides[1:]) == ranks
+
+    save_stream(tmp_path, llama(), tasks=1)
+    base, task = (str(tmp_path / name) for name in ("base", "task1"))
+    (warning,) = [text for text in plan_merge(base, [task]).warnings if "null_rank" in text]
+    words = ["--null-rank", "0.1667", "--lora-rank", "0.0833"]
+    assert warning.endswith(" ".join(words))
+    merge = ("merge", "--base", base, "--task", task, "--out", tmp_path / "out", "--dry-run")
+    code, text = nufilt(*merge, *words)
+    assert code == 0, text
+    assert "covers more than half" not in text
+
+
+@pytest.mark.parametrize("method", ["nufilt", "nufilt/all_linear"])
+@pytest.mark.parametrize("other_params", ["pretrained", "first", None])
+def test_after_the_first_step_it_is_the_first_model_where_all_else_is_taken_too(
+    method, other_params, caplog
+):
+    base = clip()
+    task = finetuned(base, seed=1)
+    words = [f"method={method}", "modelpool=nufilt_demo"]
+    if other_params is not None:
+        words.append(f"method.other_params={other_params}")
+    algorithm = Experiment(compose_run(words)).make_method(
+        OmegaConf.to_container(compose_run(words).method, resolve=True)
+    )
+    with caplog.at_level("INFO"):
+        merged = algorithm.run({"_pretrained_": base, "one": task}).state_dict()
+    same = all(
+        torch.allclose(merged[key], value, atol=1e-6) for key, value in task.state_dict().items()
+    )
+    stays_pretrained = algorithm.targets.other_params == "pretrained"
+    assert same is not stays_pretrained
+    assert ("'one' is taken whole in the merged layers alone" in caplog.text) is stays_pretrained
