@@ -106,6 +106,23 @@ def test_a_whole_model_with_an_adapters_config_beside_it_is_a_whole_model(tmp_pa
     assert same(tensors(merge_folders(planned, tmp_path / "out")), expected)
 
 
+def test_a_pickled_adapter_is_refused_with_what_gets_it(tmp_path, hub):
+    remote = tmp_path / "remote" / "task1"
+    (remote / "adapter_config.json").write_text("{}")
+    (remote / "model.safetensors").rename(remote / "adapter_model.bin")
+    with pytest.raises(ValueError, match="hf download owner/task1 --local-dir FOLDER`, and give"):
+        plan("task1")
+
+
+def test_an_adapter_and_the_index_of_a_whole_model_are_refused(tmp_path, hub):
+    remote = tmp_path / "remote" / "task1"
+    (remote / "adapter_config.json").write_text("{}")
+    shutil.copyfile(remote / "model.safetensors", remote / "adapter_model.safetensors")
+    (remote / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
+    with pytest.raises(ValueError, match=r"holds an adapter .* and a whole model"):
+        plan("task1")
+
+
 def test_an_output_that_exists_is_refused_before_any_download(tmp_path, hub):
     planned = plan("task1")
     (tmp_path / "out").mkdir()

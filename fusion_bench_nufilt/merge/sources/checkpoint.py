@@ -27,9 +27,13 @@ from .source import Source, some
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_ADAPTER = "adapter_model.safetensors"
+_ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", CARD]
+_PICKLED_ADAPTER = "adapter_model.bin"
+_PICKLED = "pytorch_model.bin"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+# What a Trainer saves beside weights.
+_OF_A_TRAINER = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.\w+")
 _WEIGHTS = (*_PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 _MOST_BYTES = 10**9  # the largest small file, which is held in memory
 
@@ -115,8 +119,11 @@ class Checkpoint(Source):
                     f"'{name}' is no folder, and the hub can't give it: {error}"
                 ) from error
             shards = set(_weight_map(folder).values()) or {SINGLE}
-            if not is_adapter(folder) and not all((folder / file).is_file() for file in shards):
-                return cls(name, folder, _hub_headers(name, folder.name))
+            if is_adapter(folder):
+                _refuse_both(name, folder)
+            elif not all((folder / file).is_file() for file in shards):
+                adapter = (folder / _ADAPTER_CONFIG).is_file()
+                return cls(name, folder, _hub_headers(name, folder.name, adapter))
         return cls.from_folder(name, folder)
 
     @classmethod
@@ -193,7 +200,7 @@ class Checkpoint(Source):
         """The content of adapter_config.json, which scales an adapter's update; empty if there is
         none.
         """
-        return read_json(self.folder / "adapter_config.json", AdapterConfig) or {}
+        return read_json(self.folder / _ADAPTER_CONFIG, AdapterConfig) or {}
 
     def small_files(self, names: str = ".*") -> dict[str, bytes]:
         """Return the content of all files but weights whose names match an expression, by path in
@@ -288,7 +295,7 @@ def _refuse_mistyped(name: str) -> None:
 
 
 def is_adapter(folder: Path) -> bool:
-    return (folder / "adapter_config.json").is_file() and (folder / _ADAPTER).is_file()
+    return (folder / _ADAPTER_CONFIG).is_file() and (folder / _ADAPTER).is_file()
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -312,8 +319,20 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return files
 
 
+def _refuse_both(name: str, folder: Path) -> None:
+    """Refuse a folder with an adapter and a whole model, of which either may be meant."""
+    whole = [SINGLE, INDEX, _PICKLED, f"{_PICKLED}.index.json"]
+    found = [file for file in whole if (folder / file).is_file()]
+    if found:
+        raise ValueError(
+            f"'{name}' holds an adapter ('{_ADAPTER}') and a whole model ('{found[0]}'): give a "
+            "folder with only the one that you mean"
+        )
+
+
 def _weight_files(name: str, folder: Path) -> list[str]:
     if is_adapter(folder):
+        _refuse_both(name, folder)
         return [_ADAPTER]
     if (folder / SINGLE).is_file():
         return [SINGLE]
@@ -331,7 +350,14 @@ def _weight_files(name: str, folder: Path) -> list[str]:
             f"'{name}' has {len(files)} safetensors files and no {INDEX} that tells which belong "
             "together"
         )
-    if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES):
+    inside = _models_inside(folder)
+    if inside:
+        raise ValueError(
+            f"'{name}' holds no safetensors file, and {some(inside)} does: give that one"
+        )
+    pickles = [path.name for path in folder.iterdir() if path.suffix in _PICKLES]
+    pickles = sorted(file for file in pickles if not _OF_A_TRAINER.fullmatch(file))
+    if pickles:
         pickled = f"pickled weights ({some(pickles)}), which run code when opened and are refused"
         raise ValueError(
             f"'{name}' holds {pickled}. Where you trust them, convert them with: "
@@ -340,8 +366,27 @@ def _weight_files(name: str, folder: Path) -> list[str]:
     raise ValueError(f"'{name}' holds no safetensors file")
 
 
+def _models_inside(folder: Path) -> list[Path]:
+    """Return the folders in a folder that hold a model or an adapter: of a Trainer's checkpoints,
+    the newest.
+    """
+    models = {path.parent for path in folder.glob("*/*config.json")}
+    models = {path for path in models if any(path.glob("*model*.safetensors"))}
+    numbers = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in models}
+    checkpoints = {path: int(number[1]) for path, number in numbers.items() if number}
+    if checkpoints:
+        return [max(checkpoints, key=lambda path: checkpoints[path])]
+    return sorted(models)
+
+
 def _conversion(folder: Path) -> str:
     """Return the command that saves the pickled weights of a folder as safetensors beside them."""
+    if (folder / _PICKLED_ADAPTER).is_file():
+        before, after = (json.dumps(str(folder / file)) for file in (_PICKLED_ADAPTER, _ADAPTER))
+        load = f"torch.load({before}, map_location='cpu', weights_only=True)"
+        copies = f"{{key: value.contiguous().clone() for key, value in {load}.items()}}"
+        code = f"import torch, safetensors.torch as st; st.save_file({copies}, {after})"
+        return f"python -c {shlex.quote(code)}"
     kinds = (read_json(folder / "config.json", _ModelConfig) or {}).get("architectures") or [
         "AutoModel"
     ]
@@ -352,12 +397,15 @@ def _conversion(folder: Path) -> str:
     return f"python -c {shlex.quote(f'{load}; model.save_pretrained({where})')}"
 
 
-def _hub_headers(name: str, commit: str) -> _Files:
+def _hub_headers(name: str, commit: str, adapter: bool) -> _Files:
     try:
         metadata = huggingface_hub.get_safetensors_metadata(name.partition("@")[0], revision=commit)
     except NotASafetensorsRepoError as error:
         none = "holds no safetensors; pickled weights run code when opened and are refused"
         convert = "Convert it with https://huggingface.co/spaces/safetensors/convert"
+        if adapter:
+            repository = name.partition("@")[0]
+            convert = f"Get it with `hf download {repository} --local-dir FOLDER`, and give FOLDER"
         raise ValueError(f"'{name}' on the hub {none}. {convert}") from error
     except Exception as error:
         raise ValueError(
