@@ -116,9 +116,10 @@ def test_every_tensor_that_is_made_names_its_dtype_and_its_device():
                 if not isinstance(node, ast.Call):
                     continue
                 named = {keyword.arg for keyword in node.keywords}
-                if ast.unparse(node.func) in {f"torch.{name}" for name in MAKERS}:
-                    if not {"dtype", "device"} <= named:
-                        silent.append(f"{file.relative_to(package)}:{node.lineno}")
-                if ast.unparse(node.func) == "torch.Generator" and not node.args:
+                function = ast.unparse(node.func)
+                needs_both = function in {f"torch.{name}" for name in MAKERS}
+                if (needs_both and not {"dtype", "device"} <= named) or (
+                    function == "torch.Generator" and not node.args
+                ):
                     silent.append(f"{file.relative_to(package)}:{node.lineno}")
     assert silent == []
