@@ -8,15 +8,13 @@ import pandas as pd
 from altair.typing import ChartType
 from typing_extensions import TypedDict
 
-from .charts import beside, by_depth, heat_maps, lines
+from .charts import by_depth, heat_maps, lines, points
 from .content import Json
-from .names import depth, kind
 from .page import Outputs, Tables, render_page
-from .theme import COLOURS, Rows, by_block, data, style, tooltip
+from .theme import Rows, cells
 
 #: The tables beside ``analysis.json``, and the columns that are read.
 MEASURED = {
-    "task_vectors": "task layer effective_rank",
     "losses": "method task layer step stability plasticity data_free_stability "
     "data_free_plasticity",
     "affinity": "layer kind data vector affinity",
@@ -27,6 +25,7 @@ _LOSSES = {key: f"{key} loss" for key in _BOTH} | {
 }
 _INPUTS = {"fixed": "fixed inputs", "relative": "fixed inputs, relative"}
 _FROM_0_TO_1 = alt.Scale(domain=[0, 1])
+_LIMITS = [step / 200 for step in range(201)]
 
 
 class AnalysisContent(TypedDict):
@@ -49,154 +48,106 @@ class AnalysisContent(TypedDict):
 
 def analysis_outputs(content: AnalysisContent, tables: Tables) -> Outputs:
     """Make the page, and each picture for which there are numbers."""
-    return Outputs(_page(content, tables), pictures_of(content, tables))
+    charts = charts_of(content, tables)
+    page = render_page("analysis.html", content=content, charts=charts, measured=_measured(content))
+    return Outputs(page, charts)
 
 
-def pictures_of(content: AnalysisContent, tables: Tables) -> dict[str, ChartType]:
-    """Return, by name, each picture for which ``analysis.json`` and the tables beside it have
+def charts_of(content: AnalysisContent, tables: Tables) -> dict[str, ChartType]:
+    """Return, by name, each chart for which ``analysis.json`` and the tables beside it have
     numbers.
     """
-    apart: Any = dict.fromkeys(
-        ("color", "shape", "strokeDash"), "independent"
-    )  # each chart has its own legend
-    charts = _charts(content, tables, panels=True)
-    distributions = charts.pop("distributions", None)
-    pictures = {"spectra": charts.pop("energy"), **charts}
-    if "task_vectors" in tables:
-        ranks = _effective_ranks(tables["task_vectors"])
-        pictures["spectra"] = alt.hconcat(pictures["spectra"], ranks).resolve_scale(**apart)
-    if distributions is not None:
-        pictures["affinity"] = alt.vconcat(pictures["affinity"], distributions).resolve_scale(
-            **apart
-        )
-    if measured := _measured(content):
-        pictures["losses"] = _losses(measured)
-        if "losses" in tables:
-            pictures["data_free"] = _data_free(measured, tables["losses"])
-    return pictures
-
-
-def _page(content: AnalysisContent, tables: Tables) -> str:
-    charts, measured = _charts(content, tables, panels=False), _measured(content)
-    if layers := content.get("layers_of"):
-        charts["layers"] = by_depth({title: [by_layer] for title, by_layer in layers.items()})
-    if measured:
-        steps = next(iter(measured.values()))["fixed"]["steps"]
-        charts["losses"] = lines(
-            _loss_curves(measured), steps, "step", y_scale=alt.Scale(zero=True)
-        )
-    return render_page(
-        "analysis.html",
-        content=content,
-        charts=charts,
-        measured=measured,
-    )
-
-
-def _charts(content: AnalysisContent, tables: Tables, *, panels: bool) -> dict[str, ChartType]:
-    """Return, by name, the charts that pictures, with ``panels``, and the page, with menus, have in
-    common.
-    """
-    charts = {"energy": _energy(content)}
+    charts = {"spectra": _energy(content)}
     if len(content["names"]) > 1:
-        charts["overlap"] = _overlap(content, len(content["overlap"]) if panels else 0)
+        charts["overlap"] = _overlap(content)
     if "affinity" in content:
-        columns = len(content["affinity"]) if panels else 0
-        charts["affinity"] = _affinity(content, columns)
+        charts["affinity"] = _affinity(content)
         charts["affinity_by_rank"] = _by_rank(content)
         if "affinity" in tables and content["pairs"]:
-            charts["distributions"] = _distributions(content, tables["affinity"], columns)
+            charts["distributions"] = _distributions(content, tables["affinity"])
+    if layers := content.get("layers_of"):
+        charts["layers"] = by_depth(
+            [
+                {"panel": quantity, "layer": layer, "y": value}
+                for quantity, values in layers.items()
+                for layer, value in values.items()
+            ]
+        )
+    if measured := _measured(content):
+        charts["losses"] = _losses(measured)
+        if "losses" in tables and (known := _data_free(measured, tables["losses"])):
+            charts["data_free"] = alt.vconcat(*known)
     return charts
 
 
-def _affinity(content: AnalysisContent, panels: int) -> ChartType:
-    tasks, kinds = content["tasks"], [layer["kind"] for layer in content["layers"]]
-    maps = {
-        f"{group}: {words} over {len(kinds) if group == 'all' else kinds.count(group)} layers": row[
-            key
-        ]
-        for key, words in (("mean", "mean"), ("p90", "90th percentile"))
-        for group, row in content["affinity"].items()
-    }
-    return heat_maps(
-        maps, tasks, tasks, ("data of", "task vector of"), legend="affinity", panels=panels
-    )
+def _affinity(content: AnalysisContent) -> ChartType:
+    tasks = content["tasks"]
+    kinds = [layer["kind"] for layer in content["layers"]]
+    rows: Rows = []
+    for key, words in (("mean", "mean"), ("p90", "90th percentile")):
+        for group, matrices in content["affinity"].items():
+            count = len(kinds) if group == "all" else kinds.count(group)
+            rows += cells(matrices[key], tasks, tasks, f"{group}: {words} over {count} layers")
+    across = len(content["affinity"])
+    return heat_maps(rows, tasks, tasks, ("data of", "task vector of"), "affinity", across=across)
 
 
-def _distributions(content: AnalysisContent, table: pd.DataFrame, panels: int) -> ChartType:
+def _distributions(content: AnalysisContent, table: pd.DataFrame) -> ChartType:
     """Draw the distribution over the layers of the affinities, from 0 to 1, of a high, a moderate
     and a low pair.
     """
-    limits, sets, marks = [step / 200 for step in range(201)], {}, {}
-    pairs = [(content["tasks"][i], content["tasks"][j]) for i, j in content["pairs"]]
-    for group, row in content["affinity"].items():
-        members = table[table["kind"].eq(group) | (group == "all")]
-        by_pair = members.groupby(["data", "vector"])["affinity"]
-        found = {f"{pair[0]} → {pair[1]}": by_pair.get_group(pair).to_numpy() for pair in pairs}
-        sets[group] = {
-            name: [float((values <= limit).mean()) for limit in limits]
-            for name, values in found.items()
-        }
-        marks[group] = (row["chance"], "chance")
-    look: Any = {
-        "x_scale": _FROM_0_TO_1,
-        "y_scale": _FROM_0_TO_1,
-        "dots": False,
-        "size": (300, 220),
-        "panels": panels,
-    }
+    rows: Rows = []
+    for group, matrices in content["affinity"].items():
+        panel = f"{group} layers"
+        layers = table if group == "all" else table[table["kind"] == group]
+        for i, j in content["pairs"]:
+            data, vector = content["tasks"][i], content["tasks"][j]
+            found = layers.loc[layers["data"].eq(data) & layers["vector"].eq(vector), "affinity"]
+            for limit in _LIMITS:
+                share = float((found <= limit).mean())
+                rows.append({"panel": panel, "name": f"{data} → {vector}", "x": limit, "y": share})
+        rows.append({"panel": panel, "x": matrices["chance"], "mark": True, "words": "chance"})
+    look: Any = {"x_scale": _FROM_0_TO_1, "y_scale": _FROM_0_TO_1, "dots": False}
     x_title, y_title = "affinity a (data → task vector)", "share of layers with A ≤ a"
-    return lines(sets, limits, x_title, y_title, marks=marks, **look)
+    return lines(rows, x_title, y_title, size=(300, 220), across=3, **look)
 
 
 def _by_rank(content: AnalysisContent) -> ChartType:
-    found = content["affinity_by_rank"]
-    matched, mismatched = "matched: the task's own vector", "mismatched: another task's"
-    titles = {"diagonal": matched, "off_diagonal": mismatched, "chance": "chance"}
-    curves = {title: found[key] for key, title in titles.items() if found[key]}
+    curves = content["affinity_by_rank"]
+    titles = {
+        "diagonal": "matched: the task's own vector",
+        "off_diagonal": "mismatched: another task's",
+        "chance": "chance",
+    }
+    rows: Rows = []
+    for key, title in titles.items():
+        for rank, value in zip(curves["ranks"], curves[key], strict=False):
+            rows.append({"name": title, "x": int(rank), "y": value})
     scales: Any = {"x_scale": alt.Scale(type="log", base=2), "y_scale": _FROM_0_TO_1}
-    title = "affinity, mean over layers and pairs"
-    return lines({"": curves}, found["ranks"], "rank r = r_d = r_v", title, **scales)
+    return lines(rows, "rank r = r_d = r_v", "affinity, mean over layers and pairs", **scales)
 
 
-def _overlap(content: AnalysisContent, panels: int) -> ChartType:
+def _overlap(content: AnalysisContent) -> ChartType:
     """Draw how far the task vectors overlap, without the overlap of each with itself, which is
     1.
     """
     names = content["names"]
-    maps = {
-        f"{group} layers": [
-            [value if i != j else None for j, value in enumerate(row)]
-            for i, row in enumerate(matrix)
-        ]
-        for group, matrix in content["overlap"].items()
-    }
-    title = f"overlap of the top {content['task_rank']} directions"
-    return heat_maps(maps, names, names, ("vector", "vector"), legend=title, panels=panels)
+    rows: Rows = []
+    for group, matrix in content["overlap"].items():
+        pairs = cells(matrix, names, names, f"{group} layers")
+        rows += [pair for pair in pairs if pair["row"] != pair["column"]]
+    legend = f"overlap of the top {content['task_rank']} directions"
+    return heat_maps(rows, names, names, ("task vector", "other task vector"), legend)
 
 
 def _energy(content: AnalysisContent) -> ChartType:
-    energy, title = content["energy"], "share of the energy, mean over layers"
-    directions = range(1, 1 + max(map(len, energy.values())))
-    look: Any = {"heights": {"90 %": 0.9}, "y_scale": _FROM_0_TO_1, "dots": False}
-    return lines({"": energy}, directions, "directions", title, **look)
-
-
-def _effective_ranks(table: pd.DataFrame) -> ChartType:
-    """Draw a point for each layer and task at the layer's block."""
-    layers = table["layer"]
-    names = layers.map(kind)
-    kinds = list(names.unique())
-    rows = table.assign(
-        name=names, x=[beside(layer, kinds) for layer in layers], y=table["effective_rank"]
-    )
-    x, y, looks = (
-        by_block(layers.map(depth).max()),
-        alt.Y("y:Q", title="effective rank"),
-        style(kinds, kinds),
-    )
-    points = _points(rows, x, y, 22, color=looks["color"], shape=looks["shape"])
-    return points.properties(width=420, height=320)
+    rows: Rows = []
+    for name, shares in content["energy"].items():
+        for direction, share in enumerate(shares, 1):
+            rows.append({"name": name, "x": direction, "y": share})
+    rows.append({"level": 0.9, "words": "90 %"})
+    title = "share of the energy, mean over layers"
+    return lines(rows, "directions", title, y_scale=_FROM_0_TO_1, dots=False)
 
 
 def _measured(content: AnalysisContent) -> dict[str, Json]:
@@ -213,61 +164,42 @@ def _measured(content: AnalysisContent) -> dict[str, Json]:
     return found
 
 
-def _loss_curves(measured: Mapping[str, Json]) -> dict[str, dict[str, list[float | None]]]:
-    """Return the losses of each method by step, in a set for each loss and each choice of
-    inputs.
-    """
-    return {
-        f"{title}, {words}": {name: row[inputs][loss] for name, row in measured.items()}
-        for inputs, words in _INPUTS.items()
-        for loss, title in _LOSSES.items()
-        if all(loss in row.get(inputs, {}) for row in measured.values())
-    }
-
-
 def _losses(measured: Mapping[str, Json]) -> ChartType:
-    """Draw the losses by step, with a row of panels for each choice of inputs."""
-    steps, panels = next(iter(measured.values()))["fixed"]["steps"], []
-    for title, curves in _loss_curves(measured).items():
-        values = [value for curve in curves.values() for value in curve if value]
-        scale = alt.Scale(zero=True)
-        if values and max(values) > 50 * min(values):
-            scale = alt.Scale(type="log", nice=False, padding=12)
-            curves = {
-                name: [value or None for value in curve] for name, curve in curves.items()
-            }  # 0 has no logarithm
-        panels.append(
-            lines({title: curves}, steps, "step", y_scale=scale, size=(220, 170), panels=1)
-        )
-    return alt.concat(*panels, columns=len(_LOSSES))
+    """Draw the losses of each method by step, with a panel for each loss and choice of inputs."""
+    rows: Rows = []
+    for inputs, words in _INPUTS.items():
+        for loss, title in _LOSSES.items():
+            for name, row in measured.items():
+                for step, value in zip(row[inputs]["steps"], row[inputs][loss], strict=True):
+                    panel = f"{title}, {words}"
+                    rows.append({"panel": panel, "name": name, "x": step, "y": value})
+    values = [row["y"] for row in rows if row["y"]]
+    scale = alt.Scale(zero=True)
+    if values and max(values) > 50 * min(values):
+        scale = alt.Scale(type="log", nice=False, padding=12)
+        rows = [row for row in rows if row["y"]]  # 0 has no logarithm
+    look: Any = {"size": (220, 170), "own_scales": ["y"], "y_scale": scale}
+    return lines(rows, "step", "loss", **look)
 
 
-def _data_free(measured: Mapping[str, Json], table: pd.DataFrame) -> ChartType:
+def _data_free(measured: Mapping[str, Json], table: pd.DataFrame) -> list[ChartType]:
     """Plot the measured losses against the data-free ones: a panel per method, a point per layer
     and step.
     """
+    scale = alt.Scale(type="log", nice=False, padding=8)
     axis = alt.Axis(grid=False, labelSeparation=10)
-    look: Any = {"title": None, "scale": alt.Scale(type="log", nice=False, padding=8), "axis": axis}
     charts = []
     for loss in _BOTH:
-        known = table.assign(name=table["method"], x=table[f"data_free_{loss}"], y=table[loss])
-        known = known[(known["step"] > 1) & (known["x"] > 0) & (known["y"] > 0)]
-        panels = []
+        points_of = table.assign(name="layer", x=table[f"data_free_{loss}"], y=table[loss])
+        points_of = points_of[(points_of["step"] > 1) & (points_of["x"] > 0) & (points_of["y"] > 0)]
+        rows: Rows = []
         for method, row in measured.items():
-            if len(rows := known[known["method"] == method]):
-                rho = row["rank_correlation"][loss]["layers"]
-                title = f"{method}: rho {'none' if rho is None else f'{rho:.2f}'}"
-                panel = _points(rows, alt.X("x:Q", **look), alt.Y("y:Q", **look), 10)
-                panels.append(panel.properties(title=title, width=170, height=120))
-        shared = alt.concat(
-            *panels, columns=5, title=f"measured {loss} loss over the data-free one"
-        )
-        charts.append(shared.resolve_scale(x="shared", y="shared"))
-    return alt.vconcat(*charts)
-
-
-def _points(rows: pd.DataFrame, x: alt.X, y: alt.Y, size: int, **looks: Any) -> alt.Chart:
-    """Draw one point for each row, with its layer and task for hovering."""
-    shown: Rows = rows[["name", "x", "y", "layer", "task"]].to_dict("records")
-    points = alt.Chart(data(shown)).mark_point(size=size, opacity=0.6, color=COLOURS[0])
-    return points.encode(x=x, y=y, tooltip=tooltip(name="", layer="layer", task="task"), **looks)
+            rho = row["rank_correlation"][loss]["layers"]
+            words = "none" if rho is None else f"{rho:.2f}"
+            own = points_of[points_of["method"] == method].assign(panel=f"{method}: rho {words}")
+            rows += own[["panel", "name", "x", "y", "layer", "step", "task"]].to_dict("records")
+        if rows:
+            x = alt.X("x:Q", title=f"data-free {loss} loss", scale=scale, axis=axis)
+            y = alt.Y("y:Q", title=f"measured {loss} loss", scale=scale, axis=axis)
+            charts.append(points(rows, x, y, size=(170, 120), across=5))
+    return charts

@@ -1,14 +1,10 @@
-"""Charts that several pages share: one definition is interactive on a page and static in a PNG or a
-PDF.
+"""The kinds of charts. Each is a function of rows, and the same in a picture and on a page.
 
-Where there are several sets of numbers, ``panels`` is 0 for one chart with a menu to choose a set,
-as on a page, or the number of panels in a row, as in a picture. A slider chooses the step on a
-page; a picture shows the last one.
+A row has the number that is drawn and what it belongs to. Rows with a ``panel`` are drawn in a
+panel of that name, see :func:`~fusion_bench_nufilt.pages.theme.faceted`.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import repeat
-from math import nan
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
@@ -16,236 +12,225 @@ from altair.typing import ChartType
 
 from .names import depth, kind
 from .theme import (
+    COLOURS,
     GREY,
-    Grid,
     Options,
     Rows,
-    arranged,
     by_block,
     by_name,
-    cells,
     clean,
-    data,
-    layered,
+    faceted,
     style,
+    ticks,
     tooltip,
-    with_slider,
 )
-
-Curves = Mapping[str, Mapping[str, Sequence[float | None]]]  # by set and name
 
 
 def heat_maps(
-    maps: Mapping[str, Grid],
-    rows: Sequence[str],
-    columns: Sequence[str],
+    rows: Rows,
+    row_names: Sequence[str],
+    column_names: Sequence[str],
     titles: tuple[str, str],
+    legend: str,
     *,
-    domain: tuple[float, float] | None = None,
-    legend: str = "",
-    panels: int = 0,
+    domain: tuple[float, float] = (0, 0),
+    across: int = 3,
 ) -> ChartType:
-    """Draw named matrices as coloured cells with their numbers; a cell without a number stays
-    empty.
+    """Draw matrices as coloured cells with their numbers; a cell without a row stays empty.
 
-    ``rows`` (from the top) and ``columns`` are labels, ``titles`` those of the two axes, and
-    ``legend`` that of the numbers. The colours end at the values of ``domain``, by default 0 or the
-    smallest, if negative, and the largest.
+    The rows are :func:`~fusion_bench_nufilt.pages.theme.cells`, ``row_names`` (from the top) and
+    ``column_names`` the order of the two axes, ``titles`` those of the axes, and ``legend`` that of
+    the numbers. The colours cover ``domain`` and all numbers.
     """
-    numbers = cells(maps, rows, columns, ("set", "row", "column"))
-    values = [cell["value"] for cell in numbers]
-    low, high = domain or (min([0.0, *values]), max(values, default=1.0))
-    dark = low + 0.44 * (
-        high - low
-    )  # below it white text has a contrast of 4.5, above it black text
-    cell_size, font_size = (34, 10) if len(columns) <= 10 else (24, 8)
-    names = list(maps)
-
-    def draw(part: Rows, title: str | None) -> alt.LayerChart:
-        place = names.index(title) if title is not None else 0
-        left, bottom = (
-            title is None or place % panels == 0,
-            title is None or place + panels >= len(names),
-        )
-        base = alt.Chart().encode(
-            x=alt.X("column:N", **by_name(columns, titles[1], shown=bottom)),
-            y=alt.Y("row:N", **by_name(rows, titles[0], shown=left)),
-            tooltip=tooltip(row=titles[0], column=titles[1], value=legend or "value"),
-        )
-        scale = alt.Scale(scheme="viridis", domain=[low, high])
-        squares = base.mark_rect().encode(
-            color=alt.Color("value:Q", scale=scale, title=legend or None)
-        )
-        texts = base.mark_text(fontSize=font_size).encode(
-            text=alt.Text("value:Q", format=".2f" if high < 2 else ".1f"),
-            color=alt.condition(f"datum.value < {dark}", alt.value("white"), alt.value("black")),
-        )
-        return layered(
-            [squares, texts], part, (cell_size * len(columns), cell_size * len(rows)), title
-        )
-
-    return arranged(numbers, names, draw, panels)
+    values = [row["value"] for row in rows]
+    marked = ticks(min([domain[0], *values]), max([domain[1], *values]))
+    low, high = marked[0], marked[-1]
+    # Below it white text has a contrast of 4.5, above it black text.
+    dark = low + 0.44 * (high - low)
+    cell_size, font_size = (34, 10) if len(column_names) <= 10 else (24, 8)
+    size = (max(200, cell_size * len(column_names)), cell_size * len(row_names))
+    fields = {"row": titles[0], "column": titles[1], "value": legend}
+    if any(row["panel"] for row in rows):
+        fields = {"panel": "", **fields}
+    base = alt.Chart().encode(
+        x=alt.X("column:N", **by_name(column_names, titles[1])),
+        y=alt.Y("row:N", **by_name(row_names, titles[0])),
+        tooltip=tooltip(**fields),
+    )
+    colour = alt.Color(
+        "value:Q",
+        scale=alt.Scale(scheme="viridis", domain=[low, high]),
+        legend=alt.Legend(title=legend, values=marked),
+    )
+    numbers = base.mark_text(fontSize=font_size).encode(
+        text=alt.Text("value:Q", format=".2f" if high < 2 else ".1f"),
+        color=alt.condition(f"datum.value < {dark}", alt.value("white"), alt.value("black")),
+    )
+    return faceted([base.mark_rect().encode(color=colour), numbers], rows, size, across=across)
 
 
-def score_maps(
-    maps: Mapping[str, Grid], steps: Sequence[str], tasks: Sequence[str], panels: int = 0
-) -> ChartType:
+def score_maps(rows: Rows, steps: Sequence[str], tasks: Sequence[str]) -> ChartType:
     """Draw matrices of scores in per cent, with a row for each step and a column for each task."""
-    look: Any = {"domain": (0, 100), "legend": "score (%)", "panels": panels}
-    return heat_maps(maps, steps, tasks, ("after", "task"), **look)
+    return heat_maps(rows, steps, tasks, ("after", "task"), "score (%)", domain=(0, 100))
 
 
 def lines(
-    sets: Curves,
-    x: Sequence[float | str],
+    rows: Rows,
     x_title: str,
-    y_title: str = "",
+    y_title: str,
     *,
-    deviations: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
-    heights: Mapping[str, float] | None = None,
-    marks: Mapping[str, tuple[float | str, str]] | None = None,
     x_scale: alt.Scale | None = None,
     y_scale: alt.Scale | None = None,
     among: Sequence[str] = (),
     ranked: bool = False,
     dots: bool = True,
     size: tuple[int, int] = (560, 320),
-    panels: int = 0,
+    across: int = 4,
+    own_scales: Sequence[str] = (),
     **legend: Any,
 ) -> ChartType:
-    """Draw curves, each with one number per entry of ``x``, or fewer, and None where it has no
-    point.
+    """Draw a curve for each ``name`` through its ``x`` and ``y``; a row without ``y`` is no point.
 
-    ``x`` are numbers, or words at equal distances. ``deviations`` are half the heights of bands
-    around the curves. ``heights`` are dashed horizontal lines by their labels; ``marks`` has the
-    place and the label of a vertical one for each set. A curve's place ``among`` all names
-    determines how it looks. A ``ranked`` legend is in the order of the curves' last numbers.
+    ``x`` are numbers, or words at equal distances. ``low`` and ``high`` are the ends of a band
+    around a curve. A row with ``level`` is a dashed horizontal line, one with ``mark`` a vertical
+    one at its ``x``; ``words`` are its label. A curve's place ``among`` all names determines how
+    it looks. A ``ranked`` legend is in the order of the curves' last numbers.
     """
-    bands = deviations or {}
-    rows: Rows = [
-        {"set": group, "x": place, "name": name, "y": y, "low": y - half, "high": y + half}
-        for group, curves in sets.items()
-        for name, numbers in curves.items()
-        for place, number, half in zip(
-            x, numbers, bands.get(group, {}).get(name, repeat(nan)), strict=False
-        )
-        if (y := clean(number)) is not None
-    ]
-    last = {row["name"]: row["y"] for row in rows}
-    looks = style(
-        among or list(last),
-        sorted(last, key=lambda name: -last[name]) if ranked else list(last),
-        **legend,
-    )
-    rows += [
-        {"set": name, "mark": place, "words": words}
-        for name, (place, words) in (marks or {}).items()
-    ]
-    rows += [
-        {"set": name, "level": level, "words": words}
-        for name in sets
-        for words, level in (heights or {}).items()
-    ]
-    letter, axis = _x_axis(x, x_title, x_scale)
+    drawn: Rows = []
+    for row in rows:
+        if "level" in row or "mark" in row:
+            drawn.append(row)
+        elif clean(row["y"]) is not None:
+            drawn.append({**row, "y": clean(row["y"])})
+    points_drawn = [row for row in drawn if "y" in row]
+    last = {row["name"]: row["y"] for row in points_drawn}
+    shown = list(last)
+    if ranked:
+        shown.sort(key=lambda name: -last[name])
+    looks = style(among or list(last), shown, **legend)
+    letter, axis = _x_axis(list(dict.fromkeys(row["x"] for row in points_drawn)), x_title, x_scale)
     upwards: Options = {
         "title": y_title or None,
         "scale": y_scale or alt.Scale(zero=False, nice=False, padding=18),
     }
 
-    def draw(part: Rows, title: str | None) -> alt.LayerChart:
-        base = alt.Chart().encode(x=alt.X(f"x:{letter}", **axis), color=looks["color"])
-        points = base.transform_filter("isValid(datum.y)")
-        layers = []
-        if heights:
-            look = {"align": "right", "baseline": "bottom", "dx": -3, "dy": -2}
-            layers += _dashed_line("level", alt.Y("level:Q"), alt.XValue("width"), **look)
-        if marks:
-            look = {"align": "left", "baseline": "top", "dx": 4, "dy": 2}
-            layers += _dashed_line("mark", alt.X(f"mark:{letter}", **axis), alt.YValue(0), **look)
-        if deviations:
-            layers.append(
-                points.mark_area(opacity=0.12).encode(y=alt.Y("low:Q", **upwards), y2="high:Q")
-            )
-        layers.append(
-            points.mark_line().encode(y=alt.Y("y:Q", **upwards), strokeDash=looks["strokeDash"])
-        )
-        if dots:
-            dot = points.mark_point(size=45).encode(y=alt.Y("y:Q", **upwards), shape=looks["shape"])
-            layers.append(dot.encode(tooltip=tooltip(name="", x=x_title, y=y_title or "value")))
-        return layered(layers, part, size, title)
-
-    return arranged(rows, list(sets), draw, panels)
+    layers = []
+    base = alt.Chart().encode(x=alt.X(f"x:{letter}", **axis))
+    curves = base.transform_filter("isValid(datum.y)").encode(color=looks["color"])
+    if any("low" in row for row in points_drawn):
+        band = curves.mark_area(opacity=0.12)
+        layers.append(band.encode(y=alt.Y("low:Q", **upwards), y2="high:Q"))
+    curve = curves.mark_line()
+    layers.append(curve.encode(y=alt.Y("y:Q", **upwards), strokeDash=looks["strokeDash"]))
+    if dots:
+        dot = curves.mark_point(size=45).encode(y=alt.Y("y:Q", **upwards), shape=looks["shape"])
+        layers.append(dot.encode(tooltip=tooltip(name="", x=x_title, y=y_title or "value")))
+    if any("level" in row for row in drawn):
+        level = alt.Chart().transform_filter("isValid(datum.level)").encode(y=alt.Y("level:Q"))
+        look: Options = {"align": "right", "baseline": "bottom", "dx": -3, "dy": -2}
+        layers += _dashed_line(level, look, x=alt.XValue("width"))
+    if any("mark" in row for row in drawn):
+        mark = base.transform_filter("datum.mark")
+        look = {"align": "left", "baseline": "top", "dx": 4, "dy": 2}
+        layers += _dashed_line(mark, look, y=alt.YValue(0))
+    return faceted(layers, drawn, size, across=across, own_scales=own_scales)
 
 
 def _x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tuple[str, Options]:
     """Return the type and the options of an axis of numbers, or of words at equal distances."""
-    if isinstance(x[0], str):
-        return "O", {"title": title, "scale": alt.Scale(domain=list(x)), "sort": None}
+    if x and isinstance(x[0], str):
+        return "O", {"title": title, "sort": None}
     whole = [place for place in x if isinstance(place, int)]
-    axis = alt.Axis(values=whole, format="d") if len(whole) == len(x) <= 20 else alt.Axis()
-    return "Q", {
-        "title": title,
-        "scale": scale or alt.Scale(zero=False, nice=False, padding=8),
-        "axis": axis,
-    }
+    axis = alt.Axis()
+    if len(whole) == len(x) <= 20:
+        axis = alt.Axis(values=whole, format="d", labelOverlap=True)
+    default = alt.Scale(zero=False, nice=False, padding=8)
+    return "Q", {"title": title, "scale": scale or default, "axis": axis}
 
 
-def _dashed_line(field: str, line: Any, words: Any, **look: Any) -> list[alt.Chart]:
-    """Return a line with words for each row that has the field."""
-    base = alt.Chart().transform_filter(f"isValid(datum.{field})").encode(line)
-    text = base.mark_text(color=GREY, fontSize=10, **look).encode(words, text="words:N")
-    return [base.mark_rule(color=GREY, strokeDash=[4, 4]), text]
+def _dashed_line(line: alt.Chart, look: Options, **place: Any) -> list[alt.Chart]:
+    """Return a line, and its words at a place along it."""
+    words = line.mark_text(color=GREY, fontSize=10, **look).encode(**place, text="words:N")
+    return [line.mark_rule(color=GREY, strokeDash=[4, 4]), words]
 
 
-def bars_by_step(series: Mapping[str, Grid], tasks: Sequence[str]) -> ChartType:
-    """Draw the scores after the step that a slider chooses, with a bar for each series of scores by
-    step and task.
+def points(
+    rows: Rows,
+    x: alt.X,
+    y: alt.Y,
+    *,
+    size: tuple[int, int],
+    across: int,
+    own_scales: Sequence[str] = (),
+) -> ChartType:
+    """Draw a point at each row's ``x`` and ``y``, of a look for each ``name``; hovering names the
+    ``layer``, and the ``step`` and ``task`` where there are any.
     """
-    rows = cells(series, range(1, len(tasks) + 1), tasks, ("name", "step", "task"))
-    chart = alt.Chart(data(rows), width=560, height=300).mark_bar()
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    looks = style(names, names)
+    titles = {"layer": "", "step": "step", "task": "task", "x": "x", "y": "value"}
+    titles = {field: title for field, title in titles.items() if field in rows[0]}
+    if isinstance(x.title, str):
+        titles["x"] = x.title
+    if isinstance(y.title, str):
+        titles["y"] = y.title
+    chart = alt.Chart().mark_point(size=30, opacity=0.6)
     chart = chart.encode(
-        x=alt.X("task:N", **by_name(tasks, None)),
-        xOffset=alt.XOffset("name:N", scale=alt.Scale(domain=list(series))),
-        y=alt.Y("value:Q", title="score (%)", scale=alt.Scale(domain=[0, 100])),
-        color=style(list(series), list(series))["color"],
-        tooltip=tooltip(name="", task="task", value="score (%)"),
+        x=x, y=y, color=looks["color"], shape=looks["shape"], tooltip=tooltip(**titles)
     )
-    return with_slider(chart, len(tasks))
+    return faceted([chart], rows, size, across=across, own_scales=own_scales)
 
 
-def by_depth(values: Mapping[str, Sequence[Mapping[str, float]]], first_step: int = 1) -> ChartType:
-    """Draw a point for each layer at its block; a menu chooses the quantity, and a slider the step.
+def by_depth(rows: Rows) -> ChartType:
+    """Draw a point at the block of each row's ``layer``, with a panel for each quantity."""
+    kinds = list(dict.fromkeys(kind(row["layer"]) for row in rows))
+    placed: Rows = []
+    for row in rows:
+        beside = 0.35 * ((kinds.index(kind(row["layer"])) + 0.5) / len(kinds) - 0.5)
+        place = depth(row["layer"]) + beside  # kinds of layers stand beside each other
+        placed.append({**row, "name": kind(row["layer"]), "x": place})
+    blocks = by_block(max(depth(row["layer"]) for row in rows))
+    value = alt.Y("y:Q", title=None, scale=alt.Scale(zero=False, nice=False, padding=10))
+    return points(placed, blocks, value, size=(260, 180), across=3, own_scales=["y"])
 
-    ``values`` has, for each quantity and step, a number for each layer.
+
+def dots(rows: Rows) -> ChartType:
+    """Draw metrics side by side, with a line of text for each ``name``: its ``value``, a rule from
+    ``low`` to ``high``, and its ``text``; a diamond marks the number that the ``paper`` prints.
     """
-    quantities, steps = list(values), next(iter(values.values()))
-    names = [layer for layers in steps for layer in layers]
-    kinds = list(dict.fromkeys(map(kind, names)))
-    rows: Rows = [
-        {"step": step, "layer": layer, "kind": kind(layer), "x": beside(layer, kinds)}
-        | {quantity: values[quantity][step - first_step][layer] for quantity in quantities}
-        for step, layers in enumerate(steps, first_step)
-        for layer in layers
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    width = 200
+    value_axis: Options = {"title": None, "scale": alt.Scale(zero=False, padding=10)}
+    base = alt.Chart().encode(
+        y=alt.Y("name:N", **by_name(names, None)), tooltip=tooltip(name="", panel="metric", text="")
+    )
+    deviations = base.transform_filter("isValid(datum.low)").mark_rule(size=1.5, color=COLOURS[-1])
+    means = base.mark_point(color=COLOURS[0], size=70)
+    words = base.mark_text(align="left", fontSize=11, color=COLOURS[-1])
+    layers = [
+        deviations.encode(x=alt.X("low:Q", **value_axis), x2="high:Q"),
+        means.encode(x=alt.X("value:Q", **value_axis)),
+        words.encode(x=alt.value(width + 12), text="text:N"),
     ]
-    looks = style(kinds, kinds, "kind")
-    menu = (
-        alt.binding_select(options=quantities, name="show ")
-        if len(quantities) > 1
-        else alt.Undefined
+    if any(row.get("paper") is not None for row in rows):
+        printed = base.transform_filter("isValid(datum.paper)").transform_calculate(what="'paper'")
+        scale = alt.Scale(domain=["paper"], range=[COLOURS[1]])
+        diamonds = printed.mark_point(shape="diamond", size=90)
+        colour = alt.Color("what:N", scale=scale, title=None)
+        layers.append(diamonds.encode(x=alt.X("paper:Q", **value_axis), color=colour))
+    size = (width, 22 * len(names))
+    return faceted(layers, rows, size, across=3, own_scales=["x"], spacing=110)
+
+
+def bars(rows: Rows) -> ChartType:
+    """Draw the score of each ``name`` as a bar with its ``text``, in a panel for each task."""
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    lowest = min([0.0, *(row["value"] for row in rows)])
+    base = alt.Chart().encode(
+        x=alt.X("value:Q", title="score (%)", scale=alt.Scale(domain=[lowest, 100])),
+        y=alt.Y("name:N", **by_name(names, None)),
+        tooltip=tooltip(name="", panel="task", text="score (%)"),
     )
-    chart = alt.Chart(data(rows), width=560, height=300).mark_point(size=55, opacity=0.7)
-    chart = chart.encode(
-        x=by_block(max(map(depth, names))),
-        y=alt.Y("y:Q", title=quantities[0] if len(quantities) == 1 else None),
-        color=looks["color"],
-        shape=looks["shape"],
-        tooltip=tooltip(layer="", y="value"),
-    ).add_params(alt.param("quantity", value=quantities[0], bind=menu))
-    return with_slider(chart.transform_calculate(y="datum[quantity]"), len(steps), first_step)
-
-
-def beside(layer: str, kinds: Sequence[str]) -> float:
-    """Return the place of a layer on the axis of blocks, where the kinds of layers stand beside
-    each other.
-    """
-    return depth(layer) + 0.35 * ((kinds.index(kind(layer)) + 0.5) / len(kinds) - 0.5)
+    words = base.mark_text(align="left", dx=3, fontSize=10, color=COLOURS[-1])
+    layers = [base.mark_bar(color=COLOURS[0], height=11), words.encode(text="text:N")]
+    return faceted(layers, rows, (150, 17 * len(names)), across=4, spacing=50)

@@ -1,29 +1,30 @@
 """The tables, pictures and page of a comparison, made from ``results.json``."""
 
-import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import altair as alt
 from altair.typing import ChartType
 
-from .charts import bars_by_step, lines, score_maps
+from .charts import bars, dots, lines, score_maps
 from .comparison_tables import main_table, method_numbers, overhead_tables, task_numbers, task_table
-from .content import ComparisonContent, Method
+from .content import ComparisonContent, Json, Method
 from .metrics import METRICS, AccuracyMatrix, Mean
 from .page import Outputs, Tables, render_page
 from .tables import print_table, to_csv
-from .theme import COLOURS, Options, Rows, by_name, layered, tooltip
+from .theme import COLOURS, Rows, cells
 
-PICTURES = {
+PICTURES = (
     "ablation",
     "sensitivity",
     "stability_plasticity",
-    "accuracy_per_step",
     "accuracy_matrices",
-}
-_MOST_CURVES = 5  # a picture has those of the best methods; a page has all
-_TITLES = {"plasticity": "each task right after its step"}
+    "accuracy_per_step",
+)
+#: The methods of one chart of curves: as many as there are colours.
+MOST_CURVES = len(COLOURS)
 _MOST_BANDS = 6  # more would hide each other
+_TITLES = {"plasticity": "each task right after its step (%)"}
 
 
 def comparison_outputs(results: ComparisonContent, _: Tables) -> Outputs:
@@ -43,8 +44,9 @@ def comparison_outputs(results: ComparisonContent, _: Tables) -> Outputs:
         if tables:
             texts[f"{name}.md"] = "\n".join(table.as_markdown() for table in tables)
             texts[f"{name}.tex"] = "".join(table.as_latex() for table in tables)
-    charts: dict[str, ChartType | None] = {**charts_of(results, panels=True)}
-    return Outputs(_page(results), charts | dict.fromkeys(PICTURES - charts.keys()), texts)
+    charts = charts_of(results)
+    pictures: dict[str, ChartType | None] = {name: charts.get(name) for name in PICTURES}
+    return Outputs(_page(results, charts), pictures, texts)
 
 
 def print_comparison(results: ComparisonContent) -> None:
@@ -56,36 +58,36 @@ def print_comparison(results: ComparisonContent) -> None:
     print("\n".join(main.notes))
 
 
-def _page(results: ComparisonContent) -> str:
-    charts = charts_of(results, panels=False)
-    if matrices := results.first_seed:
-        scores = {label: matrix.percents for label, matrix in matrices.items()}
-        charts["bars"] = bars_by_step(scores, next(iter(matrices.values())).tasks)
-    tables = [task_table(results), *overhead_tables(results)]
-    overrides = {label: method.overrides for label, method in results.methods.items()}
-    context = {"results": results, "charts": charts, "main": main_table(results), "tables": tables}
-    return render_page("comparison.html", **context, overrides=overrides)
+def _page(results: ComparisonContent, charts: Mapping[str, ChartType]) -> str:
+    return render_page(
+        "comparison.html",
+        results=results,
+        charts=charts,
+        most_curves=MOST_CURVES,
+        main=main_table(results),
+        tables=[task_table(results), *overhead_tables(results)],
+        overrides={label: method.overrides for label, method in results.methods.items()},
+    )
 
 
-def charts_of(results: ComparisonContent, *, panels: bool) -> dict[str, ChartType]:
-    """Return each chart for which there are numbers, by its name, with ``panels`` for pictures or
-    menus for a page.
-    """
+def charts_of(results: ComparisonContent) -> dict[str, ChartType]:
+    """Return each chart for which there are numbers, by its name."""
     charts: dict[str, ChartType] = {}
     best = dict(sorted(results.done.items(), key=lambda row: -row[1].mean("ACC").mean))
     if not best:
         return charts
     if any(method.mean("BWT").count for method in best.values()):
-        charts["stability_plasticity"] = _dots(best, "ACC", "plasticity", "BWT")
+        charts["stability_plasticity"] = dots(_metrics(best, ["ACC", "plasticity", "BWT"]))
     if results.first_seed:
-        charts["accuracy_matrices"] = _accuracy_matrices(results.first_seed, panels)
+        charts["accuracy_matrices"] = _accuracy_matrices(results.first_seed)
+    task_scores = _task_scores(results)
+    if task_scores:
+        charts["task_scores"] = bars(task_scores)
     if results.settings.get("evaluate", "").startswith("every_step"):
-        charts["accuracy_per_step"] = _accuracy_per_step(
-            results, list(best)[: _MOST_CURVES if panels else None]
-        )
+        charts["accuracy_per_step"] = _accuracy_per_step(results, list(best)[:MOST_CURVES])
     if results.preset == "ablation":
-        charts["ablation"] = _dots(results.methods, "ACC", "BWT")
-    if results.preset in ("sensitivity", "ranks"):
+        charts["ablation"] = dots(_metrics(results.methods, ["ACC", "BWT"]))
+    if results.preset in ("sensitivity", "ranks") and any(results.curves.values()):
         charts["sensitivity"] = _sensitivity(results)
     return charts
 
@@ -94,26 +96,25 @@ def _accuracy_per_step(results: ComparisonContent, labels: Sequence[str]) -> Cha
     """Draw the mean over the seeds, whose tasks differ from step to step, in a band of one standard
     deviation.
     """
-    means, deviations = {}, {}
+    rows: Rows = []
     for label in labels:
         matrices = list(results.methods[label].matrices.values())
-        steps = [
-            Mean.of(scores)
-            for scores in zip(*(matrix.mean_seen for matrix in matrices), strict=True)
-        ]
-        means[label] = [100 * step.mean for step in steps]
-        deviations[label] = [100 * step.std for step in steps]
-    named = len(results.seeds) == 1 and len(steps) <= 10
+        steps: Sequence[int | str] = range(1, len(results.tasks) + 1)
+        if len(results.seeds) == 1 and len(results.tasks) <= 10:
+            steps = matrices[0].steps
+        seen = zip(*(matrix.mean_seen for matrix in matrices), strict=True)
+        for step, scores in zip(steps, seen, strict=True):
+            mean = Mean.of(scores)
+            row: Json = {"name": label, "x": step, "y": 100 * mean.mean}
+            if len(labels) <= _MOST_BANDS and mean.count > 1:
+                row |= {"low": 100 * (mean.mean - mean.std), "high": 100 * (mean.mean + mean.std)}
+            rows.append(row)
+    individual = Mean.of(results.references["individual"].values()).mean
+    rows.append({"level": 100 * individual, "words": "individual models, all tasks"})
     return lines(
-        {"": means},
-        matrices[0].steps if named else range(1, len(steps) + 1),
+        rows,
         "models merged",
         "mean score on the tasks seen so far (%)",
-        deviations={"": deviations} if len(means) <= _MOST_BANDS else None,
-        heights={
-            "individual models, all tasks": 100
-            * Mean.of(results.references["individual"].values()).mean
-        },
         among=list(results.methods),
         ranked=True,
         size=(460, 320),  # with its legend below, it can be read on a phone
@@ -122,81 +123,83 @@ def _accuracy_per_step(results: ComparisonContent, labels: Sequence[str]) -> Cha
     )
 
 
-def _accuracy_matrices(matrices: Mapping[str, AccuracyMatrix], panels: bool) -> ChartType:
-    maps = {
-        f"{label}\n{matrix.summary()}" if panels else label: matrix.percents
-        for label, matrix in matrices.items()
-    }
+def _accuracy_matrices(matrices: Mapping[str, AccuracyMatrix]) -> ChartType:
     tasks = next(iter(matrices.values())).tasks
-    across = min(4, math.ceil(len(maps) ** 0.5)) if panels else 0
-    return score_maps(maps, [f"+ {task}" for task in tasks], tasks, across)
-
-
-def _dots(methods: Mapping[str, Method], *names: str) -> ChartType:
-    """Draw metrics side by side, with a row for each method: its mean and one standard deviation
-    over the seeds.
-    """
-    return alt.hconcat(*(_dot_panel(methods, name, labelled=name == names[0]) for name in names))
-
-
-def _dot_panel(methods: Mapping[str, Method], name: str, *, labelled: bool) -> alt.LayerChart:
-    """Draw one metric; a diamond marks the ACC that the paper prints."""
+    steps = [f"+ {task}" for task in tasks]
     rows: Rows = []
-    for label, method in methods.items():
-        mean, paper = method.mean(name), method.published_percent.get(name, {}).get("value")
-        text = method.words(mean, sign=METRICS[name].signed)
-        low, high = 100 * (mean.mean - mean.std), 100 * (mean.mean + mean.std)
-        row = {"name": label, "text": text, "value": 100 * mean.mean, "low": low, "high": high}
-        rows.append(row | {"paper": paper if name == "ACC" else None})
-    title = f"{_TITLES.get(name, name)} (%)"
-    y = alt.Y("name:N", **by_name(list(methods), None, shown=labelled))
-    base = alt.Chart().encode(y=y, tooltip=tooltip(name="", text=title))
-    x: Options = {"title": title, "scale": alt.Scale(zero=False, padding=10)}
-    bars = base.transform_filter("isValid(datum.low)").mark_rule(size=1.5, color=COLOURS[-1])
-    layers = [
-        bars.encode(x=alt.X("low:Q", **x), x2="high:Q"),
-        base.mark_point(color=COLOURS[0], size=70).encode(x=alt.X("value:Q", **x)),
-        base.mark_text(align="left", fontSize=11, color=COLOURS[-1]).encode(
-            x=alt.value(212), text="text:N"
-        ),
-    ]
-    if any(row["paper"] is not None for row in rows):
-        printed = base.transform_filter("isValid(datum.paper)").transform_calculate(what="'paper'")
-        colour = alt.Color(
-            "what:N", scale=alt.Scale(domain=["paper"], range=[COLOURS[1]]), title=None
-        )
-        layers.append(
-            printed.mark_point(shape="diamond", size=90).encode(x=alt.X("paper:Q"), color=colour)
-        )
-    return layered(layers, rows, (200, 22 * len(rows)))
+    for label, matrix in matrices.items():
+        rows += cells(matrix.percents, steps, tasks, f"{label}: {matrix.summary()}")
+    return score_maps(rows, steps, tasks)
+
+
+def _task_scores(results: ComparisonContent) -> Rows:
+    """Return the final score of each method on each task, mean over the seeds."""
+    rows: Rows = []
+    for task in results.tasks:
+        for label, method in results.done.items():
+            mean = method.final(task)
+            if mean.count:
+                value = 100 * mean.mean
+                rows.append({"panel": task, "name": label, "value": value, "text": f"{value:.1f}"})
+    return rows
+
+
+def _metrics(methods: Mapping[str, Method], names: Sequence[str]) -> Rows:
+    """Return the mean and one standard deviation over the seeds of metrics that some method has,
+    and the ACC that the paper prints.
+    """
+    rows: Rows = []
+    for name in names:
+        means = {label: method.mean(name) for label, method in methods.items()}
+        if not any(mean.count for mean in means.values()):
+            continue
+        for label, mean in means.items():
+            row: Json = {"panel": _TITLES.get(name, f"{name} (%)"), "name": label}
+            row["text"] = methods[label].words(mean, sign=METRICS[name].signed)
+            row["value"] = 100 * mean.mean
+            row |= {"low": 100 * (mean.mean - mean.std), "high": 100 * (mean.mean + mean.std)}
+            if name == "ACC":
+                row["paper"] = methods[label].published_percent.get(name, {}).get("value")
+            rows.append(row)
+    return rows
 
 
 def _sensitivity(results: ComparisonContent) -> ChartType:
     """Draw ACC (above) and BWT (below) over what each panel varies; a dashed line marks the
     method's own value.
     """
-    panels = results.panels or []
-    symbols = {panel["key"]: panel["symbol"] for panel in panels}
     own = results.done["steps 50"].config if "steps 50" in results.done else {}
-    charts: dict[str, list[ChartType]] = {"ACC": [], "BWT": []}
-    for panel in panels:
-        key, curve = panel["key"], list(results.curves[panel["symbol"]].values())
-        if not curve:
-            continue
-        values, mark = [str(method.config[key]) for method in curve], str(own.get(key))
-        title = ", ".join(f"{symbols[name]} = {curve[0].config[name]}" for name in panel["fixed"])
-        for name, row in charts.items():
-            means = [method.mean(name) for method in curve]
-            chart = lines(
-                {title: {name: [100 * mean.mean for mean in means]}},
-                values,
-                key if key == "max_steps" else f"{key} ({panel['symbol']})",
-                "" if row else f"{name} (%)",
-                deviations={title: {name: [100 * mean.std for mean in means]}},
-                marks={title: (mark, "")} if mark in values else None,
-                size=(190, 150),
-                panels=1,
-            )
-            row.append(chart)
-    panes = (alt.hconcat(*row).resolve_scale(y="shared") for row in charts.values())
-    return alt.vconcat(*panes, title=f"scored on {results.scored}")
+    charts = []
+    for name in ("ACC", "BWT"):
+        rows: Rows = []
+        for panel in results.panels or ():
+            curve = list(results.curves[panel["symbol"]].values())
+            key = panel["key"]
+            values = []
+            for method in curve:
+                mean = method.mean(name)
+                if not mean.count:
+                    continue
+                row: Json = {"panel": _panel_title(results, panel, method), "name": "mean"}
+                row |= {"x": str(method.config[key]), "y": 100 * mean.mean}
+                if mean.count > 1:
+                    row["low"] = 100 * (mean.mean - mean.std)
+                    row["high"] = 100 * (mean.mean + mean.std)
+                values.append(row)
+            rows += values
+            marked = [row for row in values if row["x"] == str(own.get(key))]
+            for row in marked:
+                rows.append({"panel": row["panel"], "x": row["x"], "mark": True, "words": ""})
+        if rows:
+            look: Any = {"size": (240, 150), "own_scales": ["x"]}
+            charts.append(lines(rows, "value of the option", f"{name} (%)", **look))
+    return alt.vconcat(*charts, title=f"scored on {results.scored}")
+
+
+def _panel_title(results: ComparisonContent, panel: Json, method: Method) -> str:
+    """Return such as ``lora_rank = r_l, with r_p = 128, r_v = 8``, for one of a panel's methods."""
+    symbols = {each["key"]: each["symbol"] for each in results.panels or ()}
+    key = panel["key"]
+    varied = key if symbols[key] == "steps" else f"{key} = {symbols[key]}"
+    fixed = ", ".join(f"{symbols[other]} = {method.config[other]}" for other in panel["fixed"])
+    return f"{varied}, with {fixed}"

@@ -57,7 +57,7 @@ def templates() -> Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.globals["escape"] = escape
-    environment.filters["definition"] = _definition
+    environment.filters["definition"] = chart_definition
     environment.filters["number"] = _number
     environment.filters["table"] = _table
     environment.filters["ranges"] = _ranges
@@ -73,14 +73,6 @@ def _vega() -> str:
     """Return Vega, Vega-Lite and Vega-Embed as one script, made once, since that takes seconds."""
     script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-
-
-def _definition(chart: ChartType) -> dict[str, Any]:
-    """Return a chart's definition; one without panels is as wide as the page."""
-    definition = chart_definition(chart)
-    if "layer" in definition or "mark" in definition:
-        definition |= {"width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
-    return definition
 
 
 def _table(rows: Mapping[str, Any], first: str, titles: Mapping[str, str]) -> pd.DataFrame:

@@ -8,13 +8,14 @@ from altair.typing import ChartType
 
 from fusion_bench_nufilt.storage.schemas import Score, Seconds
 
-from .charts import bars_by_step, by_depth, lines, score_maps
+from .charts import by_depth, lines, score_maps
 from .metrics import AccuracyMatrix
 from .names import kind
 from .page import Outputs, Tables, render_page
 from .tables import to_csv
+from .theme import cells
 
-#: The columns of layers.csv that the explorer shows, and their titles there.
+#: The columns of layers.csv that are drawn, and their titles.
 QUANTITIES = {
     "filtered_share": "share of the task vector that the filter took",
     "overlap": "overlap of new and old subspaces",
@@ -44,22 +45,20 @@ class RunContent:
 def run_outputs(run: RunContent, tables: Tables) -> Outputs:
     """Make ``accuracy_matrix.csv``, with fractions, a picture of it and the page."""
     matrix = AccuracyMatrix.from_rows(run.tasks, run.accuracy_matrix)
-    tasks, scores, summary = matrix.tasks, matrix.percents, matrix.summary()
-    rows = [
-        [step, task, *row]
-        for step, (task, row) in enumerate(zip(tasks, matrix.values, strict=True), 1)
-    ]
-    fractions = pd.DataFrame(rows, columns=["step", "merged_task", *tasks])
+    fractions = pd.DataFrame(matrix.values, columns=matrix.tasks)
+    fractions.insert(0, "step", range(1, 1 + len(matrix.tasks)))
+    fractions.insert(1, "merged_task", matrix.tasks)
+    summary = matrix.summary()
+    scores = cells(matrix.percents, matrix.steps, matrix.tasks, f"{run.method}: {summary}")
+    picture = score_maps(scores, matrix.steps, matrix.tasks)
     page = render_page(
         "run.html",
         run=run,
         summary=summary,
-        matrix=score_maps({"scores": scores}, matrix.steps, tasks),
-        bars=bars_by_step({"score": scores}, tasks),
+        matrix=picture,
         steps=_steps(matrix, run.merge_seconds),
-        layers=layer_charts(tables["layers"]) if "layers" in tables else None,
+        layers=layer_charts(tables["layers"]) if "layers" in tables else {},
     )
-    picture = score_maps({f"{run.method}\n{summary}": scores}, matrix.steps, tasks, panels=1)
     return Outputs(page, {"accuracy_matrix": picture}, {"accuracy_matrix.csv": to_csv(fractions)})
 
 
@@ -74,23 +73,23 @@ def _steps(matrix: AccuracyMatrix, seconds: list[float]) -> pd.DataFrame:
     return steps
 
 
-def layer_charts(rows: pd.DataFrame) -> tuple[ChartType, ChartType | None]:
-    """Draw the layer explorer and, for several steps, means over the layers, given the rows of
-    ``layers.csv``.
+def layer_charts(table: pd.DataFrame) -> dict[str, ChartType]:
+    """Draw what was measured of the layers, given the rows of ``layers.csv``.
+
+    ``by_layer`` has the means over the steps and, where there are several, ``by_step`` those over
+    the layers of a kind.
     """
-    numbers = sorted(rows["step"].unique().tolist())
-    steps = [part.set_index("layer") for _, part in rows.groupby("step")]
-    known = {key: title for key, title in QUANTITIES.items() if key in rows}
-    explorer = by_depth(
-        {title: [step[key].to_dict() for step in steps] for key, title in known.items()}, numbers[0]
-    )
-    if len(numbers) == 1:
-        return explorer, None
-    kinds = rows["layer"].map(kind)
-    means = rows.groupby(["step", kinds])[list(known)].mean().unstack()
-    # The kinds are in the explorer's order, so that the colours match.
-    curves = {
-        title: {name: means[key, name].tolist() for name in kinds.unique()}
-        for key, title in known.items()
-    }
-    return explorer, lines(curves, numbers, "step")
+    known = [key for key in QUANTITIES if key in table]
+    rows = table.melt(["layer", "step"], known, "quantity", "y").dropna(subset="y")
+    if rows.empty:
+        return {}
+    rows["panel"] = rows["quantity"].map(QUANTITIES)
+    by_layer = rows.groupby(["panel", "layer"], sort=False)["y"].mean().reset_index()
+    charts = {"by_layer": by_depth(by_layer.to_dict("records"))}
+    if rows["step"].nunique() > 1:
+        # The kinds are in the order of the layers, and have the same colours in both charts.
+        rows = rows.assign(name=rows["layer"].map(kind), x=rows["step"])
+        by_step = rows.groupby(["panel", "name", "x"], sort=False)["y"].mean().reset_index()
+        look: Any = {"size": (260, 180), "across": 3, "own_scales": ["y"]}
+        charts["by_step"] = lines(by_step.to_dict("records"), "step", "", **look)
+    return charts

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from itertools import cycle
 from pathlib import Path
@@ -31,7 +31,7 @@ SHAPES = [
     "triangle-right",
     "triangle-left",
 ]
-DASHES = [[1, 0], [6, 3], [2, 2]]
+DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3]]
 GREY = "#7d838c"
 _CONFIG = json.loads(files(__package__).joinpath("theme.json").read_text())
 
@@ -80,21 +80,32 @@ def data(rows: Rows) -> alt.Data:
 
 
 def cells(
-    maps: Mapping[str, Grid],
-    rows: Iterable[Any],
-    columns: Sequence[str],
-    keys: tuple[str, str, str],
+    matrix: Grid, rows: Sequence[Any], columns: Sequence[str], panel: str | None = None
 ) -> Rows:
-    """Return a row for each number in the named matrices, with its map, row and column under
-    ``keys``.
+    """Return a row for each number of a matrix, with its place and its panel."""
+    found: Rows = []
+    for row, values in zip(rows, matrix, strict=True):
+        for column, value in zip(columns, values, strict=True):
+            number = clean(value)
+            if number is not None:
+                found.append({"panel": panel, "row": row, "column": column, "value": number})
+    return found
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return at most ten round numbers at equal distances, from ``low`` or a little below to
+    ``high`` or a little above.
     """
-    return [
-        {**dict(zip(keys, (name, row, column), strict=True)), "value": number}
-        for name, matrix in maps.items()
-        for row, values in zip(rows, matrix, strict=True)
-        for column, value in zip(columns, values, strict=True)
-        if (number := clean(value)) is not None
-    ]
+    if high <= low:
+        high = low + 1
+    power = 10.0 ** math.floor(math.log10(high - low))
+    for factor in (0.2, 0.5, 1, 2):
+        step = factor * power
+        if (high - low) / step <= 8:
+            break
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
+    return [float(f"{number * step:.6g}") for number in range(first, last + 1)]
 
 
 def style(
@@ -118,17 +129,9 @@ def style(
     }
 
 
-def by_name(labels: Sequence[str], title: str | None, *, shown: bool = True) -> Options:
-    """Return the options of an axis of names in the given order; ``shown`` says whether it has
-    labels.
-    """
-    axis = alt.Axis() if shown else None
-    return {
-        "scale": alt.Scale(domain=list(labels)),
-        "sort": None,
-        "title": title if shown else None,
-        "axis": axis,
-    }
+def by_name(labels: Sequence[str], title: str | None) -> Options:
+    """Return the options of an axis of names in the given order."""
+    return {"scale": alt.Scale(domain=list(labels)), "sort": None, "title": title}
 
 
 def by_block(deepest: int) -> alt.X:
@@ -149,43 +152,33 @@ def tooltip(**fields: str) -> list[alt.Tooltip]:
     ]
 
 
-def layered(
-    layers: Sequence[alt.Chart], rows: Rows, size: tuple[int, int], title: str | None = None
-) -> alt.LayerChart:
-    """Lay charts over each other; those without data show ``rows``. The title may have several
-    lines.
-    """
-    above = title.split("\n") if title else alt.Undefined
-    return alt.LayerChart(
-        data=data(rows), layer=list(layers), width=size[0], height=size[1], title=above
-    )
-
-
-def arranged(
-    rows: Rows, sets: Sequence[str], draw: Callable[[Rows, str | None], alt.LayerChart], panels: int
+def faceted(
+    layers: Sequence[alt.Chart],
+    rows: Rows,
+    size: tuple[int, int],
+    *,
+    across: int = 4,
+    own_scales: Sequence[str] = (),
+    spacing: int = 24,
 ) -> ChartType:
-    """Draw a panel for each set, ``panels`` of them in a row, or, for 0, one chart with a menu of
-    the sets.
+    """Lay charts over each other, in a panel for each value of the rows' ``panel``, if there is
+    any.
+
+    The panels are in the order of their rows, at most ``across`` of them side by side.
+    ``own_scales`` are the channels whose scales they do not share, ``spacing`` the pixels between
+    neighbours.
     """
-    if len(sets) == 1:
-        return draw(rows, sets[0] if panels else None)
-    if panels:
-        return alt.concat(
-            *(draw([row for row in rows if row["set"] == name], name) for name in sets),
-            columns=panels,
-        )
-    shown = alt.param(
-        "show", value=sets[0], bind=alt.binding_select(options=list(sets), name="show ")
-    )
-    return draw(rows, None).add_params(shown).transform_filter("datum.set === show")
-
-
-def with_slider(chart: alt.Chart, steps: int, first: int = 1) -> alt.Chart:
-    """Add a slider that chooses the step to show, initially the last."""
-    if steps == 1:
-        return chart
-    last = first + steps - 1
-    slider = alt.binding_range(min=first, max=last, step=1, name="after step ")
-    return chart.add_params(alt.param("after", value=last, bind=slider)).transform_filter(
-        "datum.step === after"
-    )
+    panels = list(dict.fromkeys(row["panel"] for row in rows if row.get("panel")))
+    panel = alt.LayerChart(layer=list(layers), width=size[0], height=size[1])
+    if not panels:
+        return panel.properties(data=data(rows))
+    if len(panels) == 1:
+        return panel.properties(data=data(rows), title=panels[0])
+    header = alt.Header(labelLimit=size[0] + spacing)
+    facet = alt.Facet("panel:N", sort=panels, title=None, header=header)
+    across = min(across, len(panels))
+    gaps = {"row": 24, "column": spacing}
+    chart = panel.facet(facet, data=data(rows), columns=across, spacing=gaps)
+    scales: Options = dict.fromkeys(own_scales, "independent")
+    # The last row may have fewer panels than the others: each has an axis below it.
+    return chart.resolve_scale(**scales).resolve_axis(x="independent")

@@ -29,15 +29,14 @@ def rows_of(chart, **fields):
 
 
 def parts(chart):
-    """The charts that stand beside or below each other, each with the data of the whole."""
+    """The charts that stand below each other, each with the data of the whole."""
     spec = spec_of(chart)
-    inner = next(spec[key] for key in ("concat", "hconcat", "vconcat") if key in spec)
-    return [part | {"datasets": spec.get("datasets", {})} for part in inner]
+    return [part | {"datasets": spec.get("datasets", {})} for part in spec["vconcat"]]
 
 
-def titles(chart):
-    """The titles of the panels; each is a list of lines."""
-    return [part.get("title") for part in parts(chart)]
+def panels(chart):
+    """The names of the panels, in their order."""
+    return spec_of(chart)["facet"]["sort"]
 
 
 def encodings(chart, channel):
@@ -48,7 +47,8 @@ def encodings(chart, channel):
 
 def marks(chart):
     """The kinds of marks, in the order of the layers."""
-    return [node["mark"]["type"] for node in _nodes(spec_of(chart)) if "mark" in node]
+    found = (node["mark"] for node in _nodes(spec_of(chart)) if "encoding" in node)
+    return [mark["type"] for mark in found]
 
 
 def legend(chart):

@@ -12,23 +12,39 @@ from fusion_bench_nufilt.pages import charts
 from fusion_bench_nufilt.pages.theme import (
     COLOURS,
     DASHES,
-    SHAPES,
+    cells,
     chart_definition,
     save_chart,
     style,
 )
-from tests.pages.charts import encodings, legend, marks, parts, rows_of, titles
+from tests.pages.charts import encodings, legend, marks, panels, rows_of
 
 NAN = float("nan")
-CURVES = {"one": [1.0, 2.0, 4.0], "two": [3.0, None, 2.0]}
 LAYERS = ["layers.0.self_attn.q", "layers.0.mlp.fc1", "layers.11.mlp.fc1"]
+
+
+def curves(numbers, x=(1, 2, 3), **fields):
+    return [
+        {"name": name, "x": place, "y": value, **fields}
+        for name, values in numbers.items()
+        for place, value in zip(x, values, strict=False)
+    ]
+
+
+CURVES = curves({"one": [1.0, 2.0, 4.0], "two": [3.0, None, 2.0]})
+TITLES = ("row", "column")
+
+
+def heat_map(matrix, rows, columns, panel=None):
+    return charts.heat_maps(cells(matrix, rows, columns, panel), rows, columns, TITLES, "value")
+
+
 KINDS = {
-    "heat map": charts.heat_maps(
-        {"a": [[1.0, NAN], [0.5, 0.2]]}, ["r", "s"], ["t", "u"], ("row", "column")
-    ),
-    "lines": charts.lines({"": CURVES}, [1, 2, 3], "step", "score"),
-    "bars by step": charts.bars_by_step({"m": [[50.0, None], [40.0, 60.0]]}, ["t", "u"]),
-    "by depth": charts.by_depth({"norm": [dict.fromkeys(LAYERS, 1.0)]}),
+    "heat map": heat_map([[1.0, NAN], [0.5, 0.2]], ["r", "s"], ["t", "u"]),
+    "lines": charts.lines(CURVES, "step", "score"),
+    "bars": charts.bars([{"panel": "t", "name": "m", "value": 50.0, "text": "50.0"}]),
+    "dots": charts.dots([{"panel": "ACC (%)", "name": "m", "value": 50.0, "text": "50.0"}]),
+    "by depth": charts.by_depth([{"panel": "norm", "layer": layer, "y": 1.0} for layer in LAYERS]),
 }
 
 
@@ -50,7 +66,7 @@ def test_a_name_with_a_control_character_is_drawn_escaped(
     tmp_path, letter
 ):  # it would end the process
     save_chart(
-        charts.lines({"": {f"one{letter}": [1.0, 2.0]}}, [1, 2], "step", f"sc{letter}ore"),
+        charts.lines(curves({f"one{letter}": [1.0, 2.0]}), "step", f"sc{letter}ore"),
         tmp_path / "a.png",
     )
     assert (tmp_path / "a.png").stat().st_size > 1000
@@ -70,9 +86,7 @@ def luminance(colour):
 @pytest.mark.parametrize("top", [100.0, 0.4])
 def test_the_number_on_every_cell_can_be_read(top):
     values = [top * step / 100 for step in range(101)]
-    chart = charts.heat_maps(
-        {"a": [values]}, ["r"], [str(step) for step in range(101)], ("row", "column")
-    )
+    chart = heat_map([values], ["r"], [str(step) for step in range(101)])
     svg = vl_convert.vegalite_to_svg(chart_definition(chart))
     colours = [
         tuple(map(int, colour)) for colour in re.findall(r'fill="rgb\((\d+), (\d+), (\d+)\)"', svg)
@@ -85,12 +99,7 @@ def test_the_number_on_every_cell_can_be_read(top):
 
 
 def test_scores_have_one_decimal_and_shares_two_as_in_tables():
-    assert (
-        encodings(charts.heat_maps({"a": [[100.0]]}, ["r"], ["t"], ("row", "column")), "text")[0][
-            "format"
-        ]
-        == ".1f"
-    )
+    assert encodings(heat_map([[100.0]], ["r"], ["t"]), "text")[0]["format"] == ".1f"
     assert encodings(KINDS["heat map"], "text")[0]["format"] == ".2f"
 
 
@@ -103,90 +112,85 @@ def test_a_cell_without_a_number_is_no_cell_and_keeps_its_row_and_column():
     assert encodings(KINDS["heat map"], "x")[0]["scale"]["domain"] == ["t", "u"]
 
 
-def test_several_sets_are_panels_in_a_picture_and_a_menu_on_a_page():
-    maps = {name: [[1.0]] for name in ("a\nACC 1", "b", "c")}
-    picture = charts.heat_maps(maps, ["r"], ["t"], ("row", "column"), panels=2)
-    assert picture.to_dict()["columns"] == 2
-    assert titles(picture) == [["a", "ACC 1"], ["b"], ["c"]]
-    labels = [
-        [encodings(part, axis)[0].get("axis", "shown") for axis in "xy"] for part in parts(picture)
-    ]
-    assert [[axis is not None for axis in axes] for axes in labels] == [
-        [False, True],
-        [True, False],
-        [True, True],
-    ]
-    page = charts.heat_maps(maps, ["r"], ["t"], ("row", "column")).to_dict()
-    assert page["params"][0]["bind"]["options"] == list(maps)
-    assert page["transform"] == [{"filter": "datum.set === show"}]
+@pytest.mark.parametrize(
+    ("values", "marked"),
+    [
+        ([0.0, 0.347], [0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35]),
+        ([0.2, 0.56], [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]),
+        ([-3.0, 41.0], [-10, 0, 10, 20, 30, 40, 50]),
+        ([0.0, 0.0], [0, 0.2, 0.4, 0.6, 0.8, 1]),
+    ],
+)
+def test_the_colours_cover_every_number_and_both_ends_are_marked(values, marked):
+    colour = encodings(heat_map([values], ["r"], ["t", "u"]), "color")[0]
+    assert colour["legend"]["values"] == marked
+    assert colour["scale"]["domain"] == [marked[0], marked[-1]]
+
+
+def test_a_score_below_zero_has_a_colour_and_a_bar_of_its_length():
+    score = cells([[-5.0]], ["r"], ["t"])
+    colour = encodings(charts.score_maps(score, ["r"], ["t"]), "color")[0]
+    assert colour["scale"]["domain"][0] <= -5
+    bars = charts.bars([{"panel": "t", "name": "m", "value": -5.0, "text": "-5.0"}])
+    assert encodings(bars, "x")[0]["scale"]["domain"] == [-5, 100]
+
+
+def test_sets_of_rows_are_panels_in_their_order_and_only_those_that_have_rows():
+    maps = [row for name in ("b", "a", "c") for row in cells([[1.0]], ["r"], ["t"], name)]
+    chart = charts.heat_maps(maps, ["r"], ["t"], TITLES, "value", across=2).to_dict()
+    assert panels(chart) == ["b", "a", "c"]
+    assert chart["columns"] == 2
+    assert "params" not in chart
+    assert chart["resolve"]["axis"] == {"x": "independent"}
+    assert heat_map([[1.0]], ["r"], ["t"], "alone").to_dict()["title"] == "alone"
 
 
 def test_a_curve_has_no_point_where_it_has_no_number_and_a_band_where_it_has_a_deviation():
-    chart = charts.lines({"": CURVES}, [1, 2, 3], "step", deviations={"": {"one": [0.5, NAN, 1.0]}})
+    banded = [row | {"low": row["y"] - 0.5, "high": row["y"] + 0.5} for row in CURVES[:3]]
+    banded[1] = CURVES[1]
+    chart = charts.lines(banded + CURVES[3:], "step", "")
     assert [row["x"] for row in rows_of(chart, name="two")] == [1, 3]
-    assert [row.get("low") for row in rows_of(chart, name="one")] == [0.5, None, 3.0]
+    assert [row.get("low") for row in rows_of(chart, name="one")] == [0.5, None, 3.5]
     assert marks(chart) == ["area", "line", "point"]
     assert "area" not in marks(KINDS["lines"])
 
 
 def test_the_legend_is_in_the_order_of_the_last_numbers_where_it_is_ranked():
-    assert legend(charts.lines({"": CURVES}, [1, 2, 3], "step")) == ["one", "two"]
-    swapped = dict(reversed(CURVES.items()))
-    assert legend(charts.lines({"": swapped}, [1, 2, 3], "step", ranked=True)) == ["one", "two"]
+    swapped = CURVES[3:] + CURVES[:3]
+    assert legend(charts.lines(swapped, "step", "")) == ["two", "one"]
+    assert legend(charts.lines(swapped, "step", "", ranked=True)) == ["one", "two"]
 
 
 def test_a_logarithmic_axis_names_every_place():
     scale = alt.Scale(type="log", base=2)
-    axis = encodings(charts.lines({"": CURVES}, [1, 4, 16], "rank", x_scale=scale), "x")[0]
+    rows = curves({"one": [1.0, 2.0, 3.0]}, x=(1, 4, 16))
+    axis = encodings(charts.lines(rows, "rank", "", x_scale=scale), "x")[0]
     assert axis["scale"] == {"type": "log", "base": 2}
     assert axis["axis"]["values"] == [1, 4, 16]
 
 
 def test_dashed_lines_have_their_words():
-    chart = charts.lines(
-        {"": CURVES}, [1, 2, 3], "step", heights={"all": 3.5}, marks={"": (2, "chance")}
-    )
-    places = {
-        row["words"]: row.get("mark", row.get("level")) for row in rows_of(chart) if "words" in row
-    }
-    assert places == {"chance": 2, "all": 3.5}
-
-
-def test_a_slider_stands_at_the_last_step():
-    slider = KINDS["bars by step"].to_dict()["params"][0]
-    assert (slider["value"], slider["bind"]["min"], slider["bind"]["max"]) == (2, 1, 2)
-    assert [row["value"] for row in rows_of(KINDS["bars by step"], step=2)] == [40.0, 60.0]
-
-
-def test_layers_may_come_and_go_from_step_to_step_whose_numbers_go_on():
-    steps = [{"layers.0.mlp.fc1": 1.0}, {"layers.3.self_attn.q": 2.0}]
-    chart = charts.by_depth({"norm": steps}, first_step=4)
-    slider = chart.to_dict()["params"][1]
-    assert (slider["value"], slider["bind"]["min"], slider["bind"]["max"]) == (5, 4, 5)
-    assert [(row["step"], row["kind"], round(row["x"])) for row in rows_of(chart)] == [
-        (4, "MLP", 0),
-        (5, "attention", 3),
-    ]
+    dashed = [{"level": 3.5, "words": "all"}, {"x": 2, "mark": True, "words": "chance"}]
+    chart = charts.lines(CURVES + dashed, "step", "")
+    assert [row["words"] for row in rows_of(chart) if "words" in row] == ["all", "chance"]
+    assert marks(chart) == ["line", "point", "rule", "text", "rule", "text"]
 
 
 def test_layers_of_one_block_stand_beside_each_other_by_kind():
     first, second, last = rows_of(KINDS["by depth"])
     assert first["x"] < 0 < second["x"] < 1
     assert last["x"] - second["x"] == pytest.approx(11)
-    assert (first["kind"], last["kind"]) == ("attention", "MLP")
+    assert (first["name"], last["name"]) == ("attention", "MLP")
 
 
-def test_no_two_of_fifty_six_names_look_the_same_and_a_name_looks_the_same_in_every_chart():
-    names = [str(number) for number in range(56)]
+def test_no_two_of_twenty_eight_names_look_the_same_and_a_name_looks_the_same_in_every_chart():
+    names = [str(number) for number in range(28)]
     looks = {
         channel: style(names, names)[channel].to_dict()["scale"]["range"]
-        for channel in ("color", "shape")
+        for channel in ("color", "shape", "strokeDash")
     }
-    assert (
-        len(set(zip(looks["color"], looks["shape"], strict=True)))
-        == len(COLOURS) * len(SHAPES)
-        == 56
-    )
-    assert len(DASHES) > 1
-    chart = charts.lines({"": {"5": [1.0]}}, [1], "step", among=names)
+    for other in ("shape", "strokeDash"):  # of points, and of curves
+        seen = set(zip(looks["color"], map(str, looks[other]), strict=True))
+        assert len(seen) == len(names) == len(COLOURS) * len(DASHES)
+    chart = charts.lines(curves({"5": [1.0]}), "step", "", among=names)
     assert encodings(chart, "color")[0]["scale"]["range"] == looks["color"]

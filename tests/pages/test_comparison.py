@@ -3,17 +3,16 @@
 import csv
 import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
-from fusion_bench_nufilt.compare.paper import SENSITIVITY, panel_specs
+from fusion_bench_nufilt.compare.paper import SENSITIVITY
 from fusion_bench_nufilt.pages.comparison import charts_of
-from fusion_bench_nufilt.pages.content import Method
 from fusion_bench_nufilt.pages.theme import COLOURS
 from fusion_bench_nufilt.pages.write import write_results
-from tests.compare.helpers import CONFIG, comparison, failed, finished
-from tests.pages.charts import legend, parts, rows_of, titles
+from tests.compare.helpers import comparison, failed, finished
+from tests.pages.charts import legend, panels, parts, rows_of
+from tests.pages.sizes import comparison_of, sensitivity_of
 
 SEEDS = (42, 43)
 B32 = "clip-vit-base-patch32_TA8"
@@ -27,7 +26,7 @@ TEXTS = {
     "results.json",
 }
 PICTURES = {"accuracy_matrices.png", "stability_plasticity.png", "accuracy_per_step.png"}
-charts = partial(charts_of, panels=True)
+charts = charts_of
 
 
 def two(**options):
@@ -103,7 +102,7 @@ def test_a_picture_without_numbers_is_left_out_and_an_older_one_removed(tmp_path
 def test_the_curve_of_a_method_is_its_mean_over_the_seeds_with_a_band_of_one_deviation():
     chart = charts(comparison({"m": [finished(42), finished(43)]}))["accuracy_per_step"]
     first, _, last = rows_of(chart, name="m")
-    assert last == {"set": "", "x": 3, "name": "m", "y": 60.0, "low": 60.0, "high": 60.0}
+    assert last == {"x": 3, "name": "m", "y": 60.0, "low": 60.0, "high": 60.0}
     # The two orders begin with other tasks, whose scores are those of tests/compare/helpers.py.
     begins = [100 * run.matrix.values[0, 0] for run in (finished(42), finished(43))]
     assert first["y"] == pytest.approx(sum(begins) / 2)
@@ -115,9 +114,9 @@ def test_the_curve_of_a_method_is_its_mean_over_the_seeds_with_a_band_of_one_dev
 
 
 def test_one_order_names_the_models_below_the_curve_and_the_best_method_comes_first_in_the_legend():
-    chart = charts_of(
-        comparison({"worse": [finished(42, -0.1)], "better": [finished(42)]}), panels=True
-    )["accuracy_per_step"]
+    chart = charts_of(comparison({"worse": [finished(42, -0.1)], "better": [finished(42)]}))[
+        "accuracy_per_step"
+    ]
     assert [row["x"] for row in rows_of(chart, name="worse")] == finished(42).matrix.steps
     assert legend(chart) == ["better", "worse"]
 
@@ -127,51 +126,57 @@ def test_what_is_learned_and_kept_stands_beside_every_name_with_the_best_method_
         f"m{number}": [finished(42, -0.01 * number), finished(43)] for number in (5, *range(12))
     }
     chart = charts(comparison(runs))["stability_plasticity"]
-    acc, learned, kept = parts(chart)
-    assert [row["name"] for row in rows_of(acc)] == [f"m{number}" for number in range(12)]
-    texts = [
-        {row["name"]: row["text"] for row in rows_of(part)}["m10"] for part in (acc, learned, kept)
-    ]
+    acc, _, kept = panels(chart)
+    assert (acc, kept) == ("ACC (%)", "BWT (%)")
+    assert [row["name"] for row in rows_of(chart, panel=acc)] == [f"m{n}" for n in range(12)]
+    texts = [rows_of(chart, panel=panel, name="m10")[0]["text"] for panel in panels(chart)]
     assert texts == ["55.0 ± 7.1", "60.0 ± 0.0", "-7.5 ± 10.6"]
-    row = rows_of(kept, name="m10")[0]
+    (row,) = rows_of(chart, panel=kept, name="m10")
     assert (row["low"], row["high"]) == (
         pytest.approx(-7.5 - 15 / 2**0.5),
         pytest.approx(-7.5 + 15 / 2**0.5),
     )
-    assert {layer["mark"].get("color") for layer in kept["layer"]} == {
+    assert {layer["mark"].get("color") for layer in chart.to_dict()["spec"]["layer"]} == {
         COLOURS[0],
         COLOURS[-1],
     }  # seen on a dark page
-    one = parts(charts(comparison({"m": [finished(42)]}))["stability_plasticity"])[0]
+    one = charts(comparison({"m": [finished(42)]}))["stability_plasticity"]
     assert not {"low", "high"} & {*rows_of(one)[0]}  # one seed has no deviation
 
 
-def test_matrices_of_the_first_seed_stand_side_by_side_in_a_picture_and_in_a_menu_on_a_page():
-    picture, page = (
-        charts_of(two(), panels=panels)["accuracy_matrices"] for panels in (True, False)
-    )
-    assert [title[0] for title in titles(picture)] == ["m", "n"]
-    assert titles(picture)[0][1].startswith("ACC 50.0")
-    assert len(parts(picture)) == 2
-    assert page.to_dict()["params"][0]["bind"]["options"] == ["m", "n"]
+def test_matrices_of_the_first_seed_stand_side_by_side():
+    chart = charts_of(two())["accuracy_matrices"]
+    first, second = panels(chart)
+    assert first.startswith("m: ACC 50.0")
+    assert second.startswith("n: ACC 60.0")
     values = [
         100 * value
         for row in finished(42, -0.1).matrix.rows()
         for value in row
         if value is not None
     ]
-    assert [row["value"] for row in rows_of(page, set="m")] == pytest.approx(values)
+    assert [row["value"] for row in rows_of(chart, panel=first)] == pytest.approx(values)
+
+
+def test_the_scores_after_the_last_step_have_a_panel_for_each_task_and_a_bar_for_each_method():
+    result = two()
+    chart = charts_of(result)["task_scores"]
+    assert panels(chart) == result.tasks
+    for task in result.tasks:
+        drawn = {row["name"]: row["value"] for row in rows_of(chart, panel=task)}
+        finals = {label: 100 * row.final(task).mean for label, row in result.methods.items()}
+        assert drawn == pytest.approx(finals)
 
 
 def test_the_ablation_ends_in_dots_beside_the_papers_numbers():
     ten = [finished(seed) for seed in range(42, 52)]
     chart = charts_of(
-        comparison({"nufilt": ten, "mine": ten, "gone": []}, modelpool=B32, preset="ablation"),
-        panels=True,
+        comparison({"nufilt": ten, "mine": ten, "gone": []}, modelpool=B32, preset="ablation")
     )["ablation"]
-    acc, bwt = parts(chart)
+    acc, bwt = panels(chart)
     numbers = {
-        row["name"]: (row.get("value"), row["text"], row.get("paper")) for row in rows_of(acc)
+        row["name"]: (row.get("value"), row["text"], row.get("paper"))
+        for row in rows_of(chart, panel=acc)
     }
     ours = (60.0, "60.0 ± 0.0")
     assert numbers == {
@@ -179,32 +184,28 @@ def test_the_ablation_ends_in_dots_beside_the_papers_numbers():
         "mine": (*ours, None),
         "gone": (None, "failed", None),
     }
-    assert not any("paper" in row for row in rows_of(bwt))
-
-
-def sensitivity():
-    methods = {}
-    for panel in SENSITIVITY:
-        for spec in panel_specs(panel, width=768):
-            config = {
-                **CONFIG,
-                **{key: int(value) for key, value in (each.split("=") for each in spec.settings)},
-            }
-            config = {"max_steps": 50, "lora_rank": 64, "null_rank": 128, "task_rank": 8} | config
-            methods[spec.label] = Method(
-                list(spec.overrides), {s: finished(s, config=config) for s in SEEDS}
-            )
-    return replace(two(preset="sensitivity"), methods=methods)
+    assert not any("paper" in row for row in rows_of(chart, panel=bwt))
 
 
 def test_the_sensitivity_ends_in_a_curve_for_each_panel(tmp_path):
-    result = sensitivity()
+    result = sensitivity_of(3)
     acc, bwt = parts(charts(result)["sensitivity"])
-    drawn = [[row["x"] for row in rows_of(panel, name="ACC")] for panel in parts(acc)]
-    assert drawn == [[str(value) for value in panel["values"]] for panel in SENSITIVITY]
-    fixed = [title[0] for title in titles(acc)][:3]
-    assert fixed == ["r_l = 0, r_v = 0", "r_p = 128, r_v = 8", "r_p = 128, r_l = 16"]
-    marked = [[row["mark"] for row in rows_of(panel) if "mark" in row] for panel in parts(bwt)]
-    assert marked == [["128"], ["64"], ["8"], ["50"]]
+    assert panels(acc) == [
+        "null_rank = r_p, with r_l = 0, r_v = 0",
+        "lora_rank = r_l, with r_p = 128, r_v = 8",
+        "task_rank = r_v, with r_p = 128, r_l = 16",
+        "max_steps, with r_p = 128, r_l = 64, r_v = 8",
+    ]
+    for panel, title in zip(SENSITIVITY, panels(acc), strict=True):
+        drawn = [row["x"] for row in rows_of(acc, panel=title) if "y" in row]
+        assert drawn == [str(value) for value in panel["values"]]
+    assert [row["x"] for row in rows_of(bwt, mark=True)] == ["128", "64", "8", "50"]
     result = replace(result, methods=dict(list(result.methods.items())[:3]))  # the others failed
     assert "sensitivity.png" in result.save(tmp_path)
+
+
+def test_a_metric_that_was_not_scored_has_no_panels():
+    chart = charts(comparison_of(3, 3, evaluate="last", preset="ablation"))["ablation"]
+    assert chart.to_dict()["title"] == "ACC (%)"
+    (acc,) = parts(charts(sensitivity_of(3, "last"))["sensitivity"])
+    assert len(panels(acc)) == 4

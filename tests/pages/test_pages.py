@@ -14,6 +14,7 @@ import pytest
 
 from fusion_bench_nufilt.pages.charts import heat_maps
 from fusion_bench_nufilt.pages.page import templates
+from fusion_bench_nufilt.pages.theme import cells
 from fusion_bench_nufilt.pages.write import leave_results, write_results
 from tests.pages.helpers import FOLDERS, LAYERS, TASKS, merge_folder, run_folder
 
@@ -98,7 +99,8 @@ def test_names_are_words_and_never_markup(tmp_path):
     for script in re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL):
         assert not set(script) & set("<>&\u2028\u2029")
         assert json.loads(script)
-    chart = part("chart", heat_maps({"\u2028&": [[1.0]]}, ["<"], [">"], ("row", "column")))
+    rows = cells([[1.0]], ["<"], [">"], "\u2028&")
+    chart = part("chart", heat_maps(rows, ["<"], [">"], ("row", "column"), "value"))
     assert not set(chart.partition('json">')[2].partition("</script>")[0]) & set("<>&\u2028\u2029")
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from fusion_bench_nufilt.pages.run import layer_charts
 from fusion_bench_nufilt.pages.write import write_results
+from tests.pages.charts import legend, rows_of
 from tests.pages.helpers import TASKS, run_folder
 
 
@@ -25,25 +26,24 @@ def test_the_csv_holds_fractions_and_nothing_where_nothing_was_measured(tmp_path
     ]
 
 
-def test_the_means_are_those_of_each_kind_of_layer(monkeypatch):
-    shown = []
-    monkeypatch.setattr(
-        "fusion_bench_nufilt.pages.run.lines", lambda *arguments: shown.append(arguments)
-    )
+def test_layers_are_drawn_by_block_over_the_steps_and_by_step_over_each_kind():
     layers = [
         f"layers.{block}.{part}" for block in (0, 1) for part in ("self_attn.q_proj", "mlp.fc1")
     ]
-    rows = [
-        (step, layer, 10 * step + place) for step in (1, 2) for place, layer in enumerate(layers)
+    table = pd.DataFrame(
+        [(step, layer, 10 * step + place) for step in (1, 2) for place, layer in enumerate(layers)],
+        columns=["step", "layer", "overlap"],
+    )
+    charts = layer_charts(table)
+    assert [(row["layer"], row["y"]) for row in rows_of(charts["by_layer"])] == [
+        (layer, 15 + place) for place, layer in enumerate(layers)
     ]
-    layer_charts(pd.DataFrame(rows, columns=["step", "layer", "overlap"]))
-    ((curves, steps, _),) = shown
-    assert steps == [1, 2]
-    assert curves == {"overlap of new and old subspaces": {"attention": [11, 21], "MLP": [12, 22]}}
-    assert list(curves.popitem()[1]) == [
-        "attention",
-        "MLP",
-    ]  # as in the explorer, so that the colours are the same
+    found = [(row["name"], row["x"], row["y"]) for row in rows_of(charts["by_step"])]
+    assert found == [("attention", 1, 11), ("MLP", 1, 12), ("attention", 2, 21), ("MLP", 2, 22)]
+    # The kinds have the same colours in both.
+    assert legend(charts["by_layer"]) == legend(charts["by_step"])
+    assert layer_charts(table[table["step"] == 1]).keys() == {"by_layer"}
+    assert layer_charts(table[["step", "layer"]]) == {}
 
 
 def test_damaged_layers_are_named(tmp_path):

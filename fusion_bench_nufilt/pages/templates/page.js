@@ -6,6 +6,7 @@ const [ink, soft, line] = ["--ink", "--soft", "--line"].map((name) => getCompute
 const colours = {
   axis: { labelColor: ink, titleColor: ink, gridColor: line, domainColor: soft, tickColor: soft },
   legend: { labelColor: ink, titleColor: ink },
+  header: { labelColor: ink, titleColor: ink },
   title: { color: ink },
   view: { stroke: line },
   text: { color: ink },
@@ -14,13 +15,41 @@ const colours = {
 // Colours in charts that are not seen on a dark page, or too well.
 const onDark = new Map(dark.matches ? [["#000000", ink], ["#0072B2", "#3b9ddd"]] : []);
 
+// All charts within a chart.
+const partsOf = (spec) => [spec, ...(spec.vconcat ?? [spec.spec]).filter(Boolean).flatMap(partsOf)];
+
+// Fewer panels side by side or, where there is one already, smaller ones; false where neither helps.
+function shrink(spec, width, available) {
+  const parts = partsOf(spec);
+  const facets = parts.filter((part) => part.columns > 1);
+  for (const facet of facets) facet.columns = Math.max(1, Math.floor((facet.columns * available) / width));
+  if (facets.length > 0) return true;
+  const wide = parts.filter((part) => part.width > 160);
+  for (const part of wide) part.width = Math.max(160, part.width - Math.ceil(width - available));
+  return wide.length > 0;
+}
+
+async function draw(holder, spec, available) {
+  for (let attempt = 0; attempt < 4; attempt++) {
+    // The interpreter of expressions does without eval, which the page forbids.
+    await vegaEmbed(holder, spec, { mode: "vega-lite", actions: false, ast: true, renderer: "svg" });
+    const width = holder.querySelector("svg").getBoundingClientRect().width;
+    if (width <= available || !shrink(spec, width, available)) break;
+  }
+  holder.dataset.drawn = "yes";
+}
+
 for (const holder of document.querySelectorAll(".chart")) {
   const spec = JSON.parse(holder.nextElementSibling.textContent, (_, value) => onDark.get(value) ?? value);
   spec.config.background = "transparent";
   for (const [part, colour] of Object.entries(colours)) spec.config[part] = { ...spec.config[part], ...colour };
-  if (narrow) Object.assign(spec.config.legend, { orient: "bottom", columns: 1, labelLimit: 250 });
-  // The interpreter of expressions does without eval, which the page forbids.
-  vegaEmbed(holder, spec, { mode: "vega-lite", actions: false, ast: true, renderer: "svg" });
+  const available = holder.parentElement.clientWidth;
+  if (narrow) {
+    Object.assign(spec.config.legend, { orient: "bottom", columns: 1, labelLimit: 250 });
+    spec.config.axisDiscrete.labelLimit = 100;
+    Object.assign(spec.config.title, { frame: "bounds", limit: available - 20 });
+  }
+  draw(holder, spec, available);
 }
 
 // A number without its deviation and its note.

@@ -1,0 +1,110 @@
+"""Comparisons and analyses of any number of methods and tasks, with made-up numbers."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pandas as pd
+import torch
+
+from fusion_bench_nufilt.analysis.summary import Analysis
+from fusion_bench_nufilt.compare.paper import SENSITIVITY, panel_specs
+from fusion_bench_nufilt.compare.specs import RunSpec
+from fusion_bench_nufilt.compare.summary import Comparison
+from fusion_bench_nufilt.pages.content import Method, SeedRun
+from fusion_bench_nufilt.stream import AccuracyMatrix, task_order
+from tests.analysis.helpers import loss_row, pair_rows
+
+LAYERS = [
+    f"encoder.layers.{block}.{part}" for block in range(4) for part in ("self_attn.q", "mlp.fc1")
+]
+
+
+def names(kind, count):
+    return [f"{kind} {number}" for number in range(1, count + 1)]
+
+
+def run_of(tasks, seed, level, config=None, evaluate="every_step"):
+    """A run whose scores begin at ``level`` and fall by two points at every later step."""
+    order = task_order(tasks, shuffle=True, seed=seed)
+    matrix = AccuracyMatrix(order)
+    for step in range(1, len(order) + 1):
+        for place, task in enumerate(order[:step]):
+            if evaluate == "every_step" or step == len(order):
+                matrix.record(step, {task: level - 0.02 * (step - 1 - place) + 0.001 * seed})
+    config = {**(config or {}), "seed": seed}
+    return SeedRun(config, order, matrix.rows(), [0.5] * len(order), environment={"device": "cpu"})
+
+
+def comparison_of(methods, tasks, seeds=(42, 43), evaluate="every_step", preset=None):
+    tasks = names("task", tasks)
+    runs = {}
+    for number, label in enumerate(names("method", methods)):
+        spec = RunSpec(label, (f"method={label}",), label, ())
+        runs[spec] = {
+            seed: run_of(tasks, seed, 0.9 - 0.03 * number, evaluate=evaluate) for seed in seeds
+        }
+    references = {"pretrained": dict.fromkeys(tasks, 0.3), "individual": dict.fromkeys(tasks, 0.95)}
+    settings = {"modelpool": "some_pool", "overrides": [], "evaluate": evaluate}
+    return Comparison.of(settings, tasks, list(seeds), references, runs, preset)
+
+
+def sensitivity_of(tasks, evaluate="every_step", preset="sensitivity"):
+    """The panels of the paper's sensitivity figure."""
+    result = comparison_of(1, tasks, evaluate=evaluate, preset=preset)
+    usual = {"null_rank": 128, "lora_rank": 64, "task_rank": 8, "max_steps": 50}
+    methods = {}
+    for panel in SENSITIVITY:
+        for number, spec in enumerate(panel_specs(panel, width=768)):
+            changed = dict(setting.split("=") for setting in spec.settings)
+            config = usual | {key: int(value) for key, value in changed.items()}
+            runs = {
+                seed: run_of(result.tasks, seed, 0.7 + 0.01 * number, config, evaluate)
+                for seed in result.seeds
+            }
+            methods[spec.label] = Method(list(spec.overrides), runs)
+    return replace(result, methods=methods)
+
+
+def layers_of(tasks):
+    """The rows of a run's ``layers.csv``."""
+    rows = []
+    for step, task in enumerate(names("task", tasks), 1):
+        for number, layer in enumerate(LAYERS):
+            row = {"step": step, "task": task, "layer": layer, "filtered_share": 0.01 * step}
+            rows.append(row | {"overlap": 0.1 * number, "task_norm": 5.0, "loss_after": 1.5 * step})
+    return pd.DataFrame(rows)
+
+
+def analysis_of(methods, tasks):
+    rng = np.random.default_rng(0)
+    tasks = names("task", tasks)
+    shape = (len(LAYERS), len(tasks), len(tasks))
+    energy = torch.full((32,), 1 / 32, dtype=torch.float64)
+    vector = {"norm": 1.0, "relative_norm": 0.1, "rank_90": 9, "energy_in_top": 0.6}
+    vectors = [
+        {"task": task, "layer": layer, **vector, "effective_rank": float(rng.uniform(2, 9))}
+        | {"energy": energy}
+        for task, layer in product(tasks, LAYERS)
+    ]
+    losses = []
+    for method, (step, task), layer in product(
+        names("method", methods), enumerate(tasks, 1), LAYERS
+    ):
+        losses.append(loss_row(method, step, task, layer, *rng.uniform(1, 2, 6).tolist()))
+    affinity = rng.uniform(0.1, 0.4, shape) + 0.37 * np.eye(len(tasks))
+    return Analysis(
+        about={"modelpool": "some_pool"},
+        tasks=tasks,
+        layers=dict.fromkeys(LAYERS, (16, 16)),
+        task_rank=4,
+        vectors=vectors,
+        overlaps=pair_rows(
+            LAYERS, tasks, ("vector", "other_vector", "overlap"), rng.uniform(0.2, 0.57, shape)
+        ),
+        affinity=pair_rows(
+            LAYERS, tasks, ("data", "vector", "affinity"), affinity, rng.uniform(0, 1, (*shape, 5))
+        ),
+        losses=losses,
+        scores={method: {"ACC": 0.7, "BWT": -0.1} for method in names("method", methods)},
+    )
