@@ -12,7 +12,7 @@ from fusion_bench_nufilt.pages.metrics import or_none
 from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.storage.files import write_json
 from fusion_bench_nufilt.stream import METRICS
-from fusion_bench_nufilt.stream.program import log_picture
+from fusion_bench_nufilt.stream.program import finish_trackers, log_picture
 
 from .paper import SENSITIVITY, printed_row, printed_tables, published
 from .specs import NEED_DATA, RunSpec
@@ -88,5 +88,4 @@ class Comparison(ComparisonContent):
                 logger.log_metrics(known, step=step)
         for picture in pictures:
             log_picture(loggers, picture.stem, picture, len(self.tasks))
-        for logger in loggers:
-            logger.finalize("success")
+        finish_trackers(loggers, "success")

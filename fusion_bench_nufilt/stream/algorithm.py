@@ -35,7 +35,7 @@ from .models import (
     merged_checkpoint,
     source_of,
 )
-from .program import ReportedTaskPool, log_picture, use_bundled_taskpool
+from .program import ReportedTaskPool, finish_trackers, log_picture, use_bundled_taskpool
 from .protocol import DeviceConfig, Evaluate, ProtocolConfig, task_order
 from .run_folder import RunFolder, open_run_folder
 
@@ -155,6 +155,10 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         self.door = "fusion_bench"
         use_bundled_taskpool(self._program)
 
+    def on_run_end(self) -> None:
+        """Have the program's trackers write what they hold."""
+        finish_trackers(self.fabric.loggers, "success")
+
     @torch.no_grad()
     def run(
         self,
@@ -173,8 +177,13 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
                 model, for scores of your own; later steps change this model.
         """
         modelpool = pools.as_pool(modelpool)
-        with open_run_folder(self.log_dir) as self.folder:
-            return self._run(modelpool, taskpool, on_step)
+        try:
+            with open_run_folder(self.log_dir) as self.folder:
+                return self._run(modelpool, taskpool, on_step)
+        except BaseException:
+            if self._program is not None:
+                finish_trackers(self.fabric.loggers, "failed")
+            raise
 
     def _run(self, modelpool: BaseModelPool, taskpool: Any, on_step: OnStep | None) -> nn.Module:
         if self.fabric.world_size > 1:

@@ -78,3 +78,16 @@ def log_picture(loggers: Sequence[Any], name: str, file: Path, step: int) -> Non
                 logger.experiment.log_artifact(logger.run_id, str(file))
         except Exception as error:
             log.warning("%s did not take the picture '%s': %s", type(logger).__name__, name, error)
+
+
+def finish_trackers(loggers: Sequence[Any], status: str) -> None:
+    """Have trackers write what they hold; one that fails only warns, since the run's files are
+    there.
+
+    CSV files are written every hundred steps otherwise, and MLflow's runs stay "running".
+    """
+    for logger in loggers:
+        try:
+            logger.finalize(status)
+        except Exception as error:
+            log.warning("%s did not finish: %s", type(logger).__name__, error)
