@@ -1,6 +1,7 @@
 """The command lines that users type, in processes of their own."""
 
 import json
+import re
 import subprocess
 import sys
 import sysconfig
@@ -51,7 +52,16 @@ def test_the_bare_command_merges_and_evaluates_beside_a_config_folder_of_the_use
     continual = program.pop("continual")
     assert program == json.loads((fusion_bench.logs / "report_7.json").read_text())
     assert (continual["ACC"], continual["BWT"]) == (result["ACC"], result["BWT"])
-    assert done.stdout.splitlines()[-1].strip() == f"page: {fusion_bench.logs / 'index.html'}"
+    lines = done.stdout.splitlines()
+    assert f"page   {fusion_bench.logs / 'index.html'}" in lines
+    folder = str(fusion_bench.logs / "checkpoints" / "merged_model_7")
+    assert f"model  {folder}" in lines
+    assert f'       CLIPVisionModel.from_pretrained("{folder}")' in lines
+    # Bars of FusionBench, which a terminal shows one over another, are left out.
+    bars = re.compile(r"Evaluating \w+: .*?\r *\r")
+    told = bars.sub("", done.stdout + done.stderr).splitlines()
+    assert len([line for line in told if line.strip() and "Evaluating" not in line]) <= 40
+    assert "CONFIG" not in done.stdout
     assert "<h1>NUFILT: 8 models merged</h1>" in (fusion_bench.logs / "index.html").read_text()
     assert not (fusion_bench.logs / "report.json").exists()
 

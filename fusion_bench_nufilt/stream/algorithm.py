@@ -14,10 +14,12 @@ from fusion_bench.mixins import LightningFabricMixin, SimpleProfilerMixin
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from fusion_bench_nufilt.core.options import Door, split_options, takes_options, unknown, with_scope
 from fusion_bench_nufilt.merge.checks import check_module
-from fusion_bench_nufilt.pages.metrics import AccuracyMatrix
+from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, percent
+from fusion_bench_nufilt.pages.page import PAGE
 from fusion_bench_nufilt.pages.tables import print_matrix
 from fusion_bench_nufilt.pages.write import leave_results
 from fusion_bench_nufilt.storage.checkpoint import package_versions
@@ -221,7 +223,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         if self.scores is not None:
             self._finish(self.scores, merged)
         if self._program is not None:
-            self.print_profile_summary()
+            print("\n".join(self._summary(merged)))
         return merged
 
     def _scores(self, taskpool: Any) -> RunScores | None:
@@ -371,11 +373,31 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             "versions": package_versions(),
         }
         self.matrix.save(self.folder.path, about)
-        files = leave_results(self.folder.path)
+        leave_results(self.folder.path)
         log_picture(
             self.fabric.loggers,
             "accuracy_matrix",
             self.folder.path / "accuracy_matrix.png",
             self._last_step,
         )
-        log.info("%s: accuracy_matrix.json, %s", self.folder.path, ", ".join(files))
+
+    def _summary(self, merged: nn.Module) -> list[str]:
+        """Return the last lines of a run: its scores, its files and how to load its model."""
+        lines = []
+        metrics = self.matrix.metrics()
+        if self.scores is not None:
+            acc = percent(metrics["ACC"])
+            bwt = percent(metrics["BWT"], sign=True)
+            lines.append(f"ACC    {acc}, the mean score of the final model in per cent")
+            lines.append(f"BWT    {bwt}, the mean change of a task since its own step")
+        if self._kept is not None:
+            folder = self._kept.checkpoint(self._last_step)
+            lines.append(f"model  {folder}")
+            if isinstance(merged, PreTrainedModel):
+                lines.append(f'       {type(merged).__name__}.from_pretrained("{folder}")')
+        if self.scores is not None and self.folder is not None:
+            lines.append(f"page   {self.folder.path / PAGE}")
+        seconds = {name: sum(times) for name, times in self.profiler.recorded_durations.items()}
+        parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+        lines.append(f"time   {sum(seconds.values()):.1f} s: {parts}")
+        return lines

@@ -1,19 +1,91 @@
 """How a run connects to the FusionBench program that it is part of, and to experiment trackers."""
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning
 import numpy as np
+from fusion_bench import set_print_function_call_permeanent
+from fusion_bench.programs import FabricModelFusionProgram
 from fusion_bench.taskpool import DummyTaskPool
+from fusion_bench.utils.hydra_utils import get_hydra_output_dir
+from fusion_bench.utils.path import create_symlink
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, open_dict
 from PIL import Image
 from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from fusion_bench_nufilt.storage.files import write_text
 
 log = logging.getLogger(__name__)
+
+# FusionBench's program, for which `ContinualMergingProgram` stands in.
+_FUSION_BENCH = "fusion_bench.programs.FabricModelFusionProgram"
+
+
+class QuietTerminal(Callback):
+    """Has a run of `fusion_bench` print what it does and what came of it, and little else.
+
+    Hydra calls it, since the configuration of every method here names it
+    (config/nufilt/terminal.yaml). What the user typed wins.
+    """
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        typed = [word.lstrip("+").partition("=")[0] for word in config.hydra.overrides.task]
+        with open_dict(config):
+            for key in ("print_config", "print_function_call"):
+                if key not in typed:
+                    config[key] = False
+            if config._target_ == _FUSION_BENCH:
+                config._target_ = f"{__name__}.ContinualMergingProgram"
+        set_print_function_call_permeanent(config.print_function_call)
+        # A pool of FusionBench remarks on each key for which it has no use, such as the task pool
+        # that a model pool here brings along.
+        logging.getLogger("fusion_bench.mixins.serialization").setLevel(logging.ERROR)
+        # A bar for every model that is loaded or saved would be most of the output.
+        transformers_logging.disable_progress_bar()
+
+
+class ContinualMergingProgram(FabricModelFusionProgram):
+    """FusionBench's program, for a method that saves and scores every step by itself.
+
+    FusionBench's own prints at the end that no model was saved, and the last report as JSON.
+    """
+
+    def run(self) -> dict[str, Any]:
+        """Run the method, and return the merged model and the report of its last step."""
+        if self.seed is not None:
+            lightning.seed_everything(self.seed)
+        hydra_folder = Path(get_hydra_output_dir())
+        if self.log_dir is not None and Path(self.log_dir).resolve() != hydra_folder.resolve():
+            create_symlink(str(hydra_folder), self.log_dir, link_name="hydra_output")
+        parts = {"modelpool": self._modelpool, "method": self._method, "taskpool": self._taskpool}
+        for name, config in parts.items():
+            if config is not None:
+                kind = "algorithm" if name == "method" else name
+                loader = f"fusion_bench.compat.{name}.load_{kind}_from_config"
+                setattr(self, name, self._instantiate_and_setup(config, compat_load_fn=loader))
+        self.method.on_run_start()
+        merged_model = self.method.run(self.modelpool)
+        self.method.on_run_end()
+        if self.merged_model_save_path is not None:
+            self.save_merged_model(merged_model)
+        report = None
+        if self.taskpool is not None:
+            report = self.evaluate_merged_model(self.taskpool, merged_model)
+            if self.report_save_path is not None:
+                path = Path(self.report_save_path.format(log_dir=self.log_dir))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, json.dumps(report))
+                self.log_artifact(local_path=str(path))
+        return {"merged_model": merged_model, "report": report}
 
 
 def use_bundled_taskpool(program: Any) -> None:
