@@ -20,10 +20,11 @@ from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.merge import Settings
 from fusion_bench_nufilt.methods.spectral import SpectralConfig
 from fusion_bench_nufilt.methods.sums import WudiConfig
+from fusion_bench_nufilt.methods.tsv import TsvConfig
 from fusion_bench_nufilt.stream import ProtocolConfig
 from fusion_bench_nufilt.stream.protocol import DeviceConfig
 
-METHODS = (FusionConfig, SpectralConfig, WudiConfig)
+METHODS = (FusionConfig, SpectralConfig, WudiConfig, TsvConfig)
 KINDS = (*METHODS, TargetConfig, DeviceConfig, ProtocolConfig, RuleConfig, Settings)
 # A page says `<!-- options: FusionConfig -->` where a table is to stand, or `<!-- options:
 # FusionConfig lr ridge -->` for these two options; in options.md the table is committed, too.

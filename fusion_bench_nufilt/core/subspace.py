@@ -139,6 +139,21 @@ def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
     return block[..., -rank:].flip(-1)
 
 
+def leading_basis(X: Tensor, rank: int, rounds: int) -> Tensor:
+    """Return an orthonormal basis ``(d, rank)`` that has about the leading right singular vectors
+    of a matrix ``(m, d)``.
+
+    It is randomized subspace iteration of a fixed number of rounds (Halko et al., 2011), of two
+    products each: exact if the matrix has no more than ``rank`` directions, and the less so the
+    flatter the spectrum is.
+    """
+    basis = random_start(X.shape[1], rank).to(X)
+    for _ in range(rounds):
+        outputs = torch.linalg.qr(X @ basis).Q
+        basis = torch.linalg.qr(X.mT @ outputs).Q
+    return basis
+
+
 def _split_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Return more than ``rank`` top eigenvectors ``(..., d, k)`` of a positive semidefinite matrix,
     and the others.
@@ -166,7 +181,7 @@ def _block_iteration(gram: Tensor, rank: int, max_products: int = 96) -> Tensor 
     below those of the block (Zhou and Saad, 2007). On nearly flat spectra, powers of the matrix
     would need several times the products.
     """
-    start = random_start(gram.shape[-1], 2 * rank + 16, torch.float64)
+    start = random_start(gram.shape[-1], 2 * rank + 16)
     X = torch.linalg.qr(gram @ start.to(gram)).Q
     tolerance = 12 * torch.finfo(gram.dtype).eps  # the floor, where rounding takes over, is about 4
     products = 1
@@ -190,15 +205,15 @@ def _block_iteration(gram: Tensor, rank: int, max_products: int = 96) -> Tensor 
     return None
 
 
-def random_start(d: int, rank: int, dtype: torch.dtype) -> Tensor:
-    """Return a matrix ``(d, rank)`` for an iteration to start from.
+def random_start(d: int, rank: int) -> Tensor:
+    """Return a matrix ``(d, rank)`` in float64 for an iteration to start from.
 
     It is random, so that no direction is missed, and always the same, so that results repeat,
     whatever torch's default device and dtype are.
     """
     cpu = torch.device("cpu")
     generator = torch.Generator(cpu).manual_seed(0)
-    return torch.randn(d, rank, generator=generator, dtype=dtype, device=cpu)
+    return torch.randn(d, rank, generator=generator, dtype=torch.float64, device=cpu)
 
 
 def _chebyshev_degree(ratios: Tensor) -> int:

@@ -3,6 +3,7 @@ block 3.
 """
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 _BLOCK = re.compile(r"(.*?\.)??(\d+)\.(.+)")
@@ -23,6 +24,18 @@ def block_of(name: str) -> Block | None:
     """Return the block of a layer, or None for a layer outside all blocks."""
     found = _BLOCK.fullmatch(name)
     return Block(found[1], int(found[2]), found[3]) if found else None
+
+
+def last_block_numbers(names: Iterable[str]) -> dict[str | None, int]:
+    """Return the number of the last block of each stack that holds one of these layers or
+    tensors.
+    """
+    last: dict[str | None, int] = {}
+    for name in names:
+        block = block_of(name)
+        if block is not None:
+            last[block.stack] = max(last.get(block.stack, 0), block.number)
+    return last
 
 
 def in_module_of_block(tensor: str) -> bool:

@@ -172,7 +172,12 @@ class LayerMerger:
         add_each = self.plan.method.add_each
         with self._turn_on(device):
             for name, state, report in add_each(
-                states, pretrained, theta_t, step=step, device=device
+                states,
+                pretrained,
+                theta_t,
+                step=step,
+                device=device,
+                strength=self.plan.strengths[number],
             ):
                 if not all(map(is_finite, state.values())):
                     too_large = (

@@ -4,7 +4,7 @@ import re
 from dataclasses import Field, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from mergekit.io.tasks import LoaderCache
@@ -22,6 +22,8 @@ from .architecture import Architecture, Layer
 from .others import running_mean
 from .plan import Settings
 from .sources.checkpoint import Checkpoint
+from .sources.models import FullModel
+from .strength import strength_of
 
 
 @cache
@@ -76,14 +78,23 @@ class MergekitMethod(mergekit.GroupMergeMethod):
             else torch.lerp(base.to(wide), each.tensor.to(wide), by)
             for each in group.non_base
         ]
-        names, layers = _layers_in(group, targets)
+        folder = _folder(group.base.id)
+        model = _base(folder, targets)
+        names = [layer.name for held in model.layers.values() for layer in held]
+        layers = _layers_in(model, group)
         if not layers:
             joining = [task for step, task in enumerate(tasks, 1) if targets.changes_others(step)]
             return _mean(base, joining, group.metadata.name)
-        method, pretrained = self.kind(options, names, rest["seed"]), _matrices(layers, base)
+        method = self.kind(options, names, rest["seed"], model.architecture.last_blocks)
+        pretrained = _matrices(layers, base)
         states = {name: method.start(name, theta_0) for name, theta_0 in pretrained.items()}
         for step, task in enumerate(tasks, 1):
-            added = method.add_each(states, pretrained, _matrices(layers, task), step=step)
+            strength = 1.0
+            if method.weighs_tasks:
+                strength = _strength(folder, targets, _folder(group.non_base[step - 1].id))
+            added = method.add_each(
+                states, pretrained, _matrices(layers, task), step=step, strength=strength
+            )
             states = {name: state for name, state, _ in added}
         merged, result = dict(method.weigh_each(states, pretrained)), base.clone()
         for layer in layers:
@@ -115,32 +126,48 @@ def _parameter(of: type, option: Field[Any], kind: type[LayerMethod]) -> mergeki
     )
 
 
-def _layers_in(group: Any, targets: TargetConfig) -> tuple[list[str], list[Layer]]:
-    """Return the names of all layers to merge, in the base's order, and those layers that a tensor
-    holds.
-    """
-    base, tensor = group.base.id, group.metadata.name
-    architecture, layers = _layers(Path(LoaderCache().get(base).index.base_path).resolve(), targets)
-    if (param := architecture.param(tensor)) not in layers:
-        raise ValueError(
-            f"the base '{base}' has no tensor '{tensor}' of the result: name one that has all its "
-            "layers"
-        )
-    return [layer.name for held in layers.values() for layer in held], layers[param]
+class _Base(NamedTuple):
+    """The base of a merge, and for each of its tensors, by param, the layers to merge in it."""
+
+    checkpoint: Checkpoint
+    architecture: Architecture
+    layers: dict[str, list[Layer]]
+
+
+def _folder(model: Any) -> Path:
+    """Return the folder of a model, in which mergekit has also merged an adapter."""
+    return Path(LoaderCache().get(model).index.base_path).resolve()
 
 
 @cache
-def _layers(folder: Path, targets: TargetConfig) -> tuple[Architecture, dict[str, list[Layer]]]:
-    """Return the architecture of a base, and for each of its tensors, by param, the layers to merge
-    in it.
-    """
-    base = Checkpoint.from_folder(str(folder), folder)
-    architecture = Architecture.of_checkpoint(base)
-    layers: dict[str, list[Layer]] = {param: [] for param in architecture.by_param(base)}
-    architecture.split(base)
-    for layer in architecture.layers(base, targets, Heads("none", {}, {})):
+def _base(folder: Path, targets: TargetConfig) -> _Base:
+    checkpoint = Checkpoint.from_folder(str(folder), folder)
+    architecture = Architecture.of_checkpoint(checkpoint)
+    layers: dict[str, list[Layer]] = {param: [] for param in architecture.by_param(checkpoint)}
+    architecture.split(checkpoint)
+    for layer in architecture.layers(checkpoint, targets, Heads("none", {}, {})):
         layers[architecture.param(layer.view.key)].append(layer)
-    return architecture, layers
+    return _Base(checkpoint, architecture, layers)
+
+
+def _layers_in(base: _Base, group: Any) -> list[Layer]:
+    """Return the layers to merge that a tensor holds."""
+    tensor = group.metadata.name
+    if (param := base.architecture.param(tensor)) not in base.layers:
+        raise ValueError(
+            f"the base '{group.base.id}' has no tensor '{tensor}' of the result: name one that has "
+            "all its layers"
+        )
+    return base.layers[param]
+
+
+@cache
+def _strength(base_folder: Path, targets: TargetConfig, folder: Path) -> float:
+    """Return the strength of a task, which is measured with the first of its tensors."""
+    base = _base(base_folder, targets)
+    layers = [layer for held in base.layers.values() for layer in held]
+    task = FullModel(Checkpoint.from_folder(str(folder), folder), base.architecture)
+    return strength_of(base.checkpoint, layers, task)
 
 
 def _matrices(layers: list[Layer], tensor: Tensor) -> dict[str, Tensor]:

@@ -216,6 +216,7 @@ class Plan(Selection):
         default_factory=dict
     )  # digests that models must have, by their role in the merge
     warnings: list[str] = field(default_factory=list)
+    strengths: list[float] = field(default_factory=list)  # of the tasks, once they are measured
 
     @cached_property
     def averaged(self) -> set[str]:

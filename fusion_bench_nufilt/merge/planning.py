@@ -75,7 +75,12 @@ def plan_merge(
     plan = Plan(
         **vars(selection),
         tasks=opened,
-        method=kind(options, [layer.name for layer in selection.layers], settings.seed),
+        method=kind(
+            options,
+            [layer.name for layer in selection.layers],
+            settings.seed,
+            architecture.last_blocks,
+        ),
         settings=settings,
         before=before,
         merged=so_far,

@@ -16,6 +16,7 @@ from fusion_bench_nufilt.core.failures import solve_alone
 from fusion_bench_nufilt.core.options import Door
 from fusion_bench_nufilt.core.weights import Layers, LowRank, TaskLayers, check_layers, widened
 from fusion_bench_nufilt.core.workers import Devices, check_devices, map_on_devices
+from fusion_bench_nufilt.layers.names import last_block_numbers
 
 _R = TypeVar("_R")
 
@@ -41,7 +42,8 @@ class LayerMethod(ABC):
     and which weight follows from it (:meth:`weight`). A merge of many tasks calls ``add`` for each
     of them and ``weight`` once. All three must be pure functions of their arguments. The
     constructor takes an instance of :attr:`Options`, the names of all merged layers in the order of
-    the model, and the seed of all random draws.
+    the model, the seed of all random draws, and the number of the last block of each stack of
+    blocks that the model has (by default, that the layers have).
     """
 
     name: ClassVar[str]
@@ -64,11 +66,20 @@ class LayerMethod(ABC):
     """Bytes per element in its computations: 4 for float32, 8 for float64."""
     takes_factors: ClassVar[bool] = False
     """Whether :meth:`add` also takes a task vector as its factors, a ``LowRank``."""
+    weighs_tasks: ClassVar[bool] = False
+    """Whether :meth:`add` also takes the ``strength`` of the whole task, see :mod:`.strength`."""
     logged: ClassVar[tuple[str, ...]] = ("task_norm",)
     """Entries of the reports whose means over the layers go to a run's loggers."""
 
-    def __init__(self, options: Any, layers: Sequence[str], seed: int = 42) -> None:
+    def __init__(
+        self,
+        options: Any,
+        layers: Sequence[str],
+        seed: int = 42,
+        last_blocks: Mapping[str | None, int] | None = None,
+    ) -> None:
         self.options, self.layers, self.seed = options, layers, seed
+        self.last_blocks = last_blocks or last_block_numbers(layers)
 
     def __str__(self) -> str:
         """The method's name and all its settings."""
@@ -103,13 +114,15 @@ class LayerMethod(ABC):
         *,
         step: int,
         device: Devices | None = None,
+        strength: float = 1.0,
     ) -> Iterator[Added]:
         """Add one task to many layers, side by side; a method that solves layers together overrides
         this.
 
-        ``step`` is the number of the task in the stream, from 1. ``device`` says where to compute,
-        by default on the pretrained weights' device; of several devices, each takes the next layer
-        when it is free. Yield the name, the new state and a report of each layer as it is finished.
+        ``step`` is the number of the task in the stream, from 1, and ``strength`` that of the whole
+        task. ``device`` says where to compute, by default on the pretrained weights' device; of
+        several devices, each takes the next layer when it is free. Yield the name, the new state
+        and a report of each layer as it is finished.
 
         Raises:
             ValueError: the models do not fit or hold non-finite values, or a layer can't be solved
@@ -117,6 +130,7 @@ class LayerMethod(ABC):
         """
         check_layers(pretrained, pretrained, model="pretrained")
         check_layers(pretrained, task, model="task")
+        about_task = {"strength": strength} if self.weighs_tasks else {}
 
         def add(layer: str, where: torch.device) -> Added:
             begin = time.perf_counter()
@@ -125,7 +139,7 @@ class LayerMethod(ABC):
             tau: Any = new if isinstance(new, LowRank) else widened(new) - widened(theta_0)
             if isinstance(new, LowRank) and not self.takes_factors:
                 tau = widened(new.product())
-            after = self.add(layer, _moved(states[layer], where), theta_0, tau)
+            after = self.add(layer, _moved(states[layer], where), theta_0, tau, **about_task)
             report = {
                 "shape": tuple(theta_0.shape),
                 "seconds": time.perf_counter() - begin,

@@ -1,21 +1,23 @@
-r"""`best`: the mean of TSV-M and spectral voting, with no more of each than it needs.
+r"""`best`: the mean of TSV-M and spectral voting, and how strong it should be.
 
-Each member does what it is good at. TSV-M merges the few directions that matter most to a task,
-spectral voting what many directions have in common, so that
+TSV-M merges the few directions that matter most to a task, spectral voting what many directions
+have in common. Three of their options make both of them cheap: TSV-M keeps at most an eighth of a
+layer's directions of each task, and none below a fiftieth of the task's strongest; votes below a
+ten-thousandth of the strongest are left out.
 
-- TSV-M keeps k // max(T, 8) directions of each of T tasks, where k is ``min(d_o, d_i)``, without
-  those below a fiftieth of the strongest; randomized subspace iteration finds them;
-- votes below a ten-thousandth of the strongest are left out, which are those of directions below a
-  twentieth of a task's largest singular value. Above that, single precision will do for a vote, and
-  few directions for the sum of a few tasks, unless these are flat.
+The strength follows from the tasks:
 
-The strength follows from the tasks. Neither member's update is shorter than :math:`\sqrt{\sum_t
-\lVert \tau_t \rVert^2}`, the length of the sum of tasks that have nothing in common, as it would be
-where task vectors are flat, such as Muon's; and a task of low rank, such as a LoRA adapter, has
-half of the strength. docs/notes/best.md has the reasons.
+- Neither member's update is shorter than :math:`\sqrt{\sum_t \lVert \tau_t \rVert^2}`, the length
+  of the sum of tasks that have nothing in common, as it would be where task vectors are flat, such
+  as Muon's. Where tasks cancel, this length fades with what is left of their votes, and both
+  updates with it.
+- A task of low rank, such as a LoRA adapter, has half of the strength in all of the model's layers
+  (:mod:`.strength`), and a layer the mean of its tasks.
+
+docs/notes/best.md has the reasons.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,33 +25,15 @@ from torch import Tensor
 from .base import State
 from .order_free import FirstWhole, OrderFree, ScaleConfig
 from .spectral import Spectral, SpectralConfig
-from .task_vector import EIGHT, Directions, TaskVector
-from .tsv import TsvStream
-
-
-class _Leading(TsvStream):
-    def share(self, k: int, tasks: int) -> int:
-        return min(k // max(1, tasks), max(1, k // EIGHT))
-
-    def directions_of(self, task: TaskVector, k: int, tasks: int) -> Directions:
-        U, s, V = (each[..., : self.share(k, tasks)] for each in task.leading)
-        kept = s > s[:1] / 50
-        return Directions(U * kept, s * kept, V * kept)
-
-
-class _Votes(Spectral):
-    faintest = 1e-4
-
-    def vote(self, task: TaskVector) -> tuple[Tensor, Tensor]:
-        return task.rough_vote(self.faintest)
+from .task_vector import TaskVector
+from .tsv import TsvConfig, TsvStream
 
 
 class Best(FirstWhole):
-    """The mean of the updates of TSV-M at scale 1.5 and of spectral voting with damp 1, whose
-    states are both kept.
+    """The mean of the updates of TSV-M and of spectral voting, whose states are both kept.
 
-    The strength of a layer is the mean of its tasks', of which one with fewer directions than an
-    eighth of the layer's has half.
+    The state also has the sum of the tasks' ``strength``, and that of their ``energy``, the squared
+    norms of the layer's task vectors.
     """
 
     name = "best"
@@ -57,38 +41,37 @@ class Best(FirstWhole):
     citation = f"the mean of the updates by {TsvStream.citation} and by {Spectral.citation}"
     defaults = {**OrderFree.defaults, "ramp": 0.4}  # noqa: RUF012
     directions = TsvStream.directions
+    weighs_tasks = True
 
-    def __init__(self, options: ScaleConfig, layers: Sequence[str], seed: int = 42) -> None:
-        super().__init__(options, layers, seed)
-        self.members = (
-            _Leading(ScaleConfig(scale=1.5), layers),
-            _Votes(SpectralConfig(damp=1.0), layers),
-        )
+    def __init__(
+        self,
+        options: ScaleConfig,
+        layers: Sequence[str],
+        seed: int = 42,
+        last_blocks: Mapping[str | None, int] | None = None,
+    ) -> None:
+        super().__init__(options, layers, seed, last_blocks)
+        self.tsv = TsvStream(TsvConfig(scale=1.5, keep=1 / 8, faintest=1 / 50), layers)
+        self.votes = Spectral(SpectralConfig(damp=1.0, faintest=1e-4), layers)
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
-        tsv, votes = (member.sums(d_o, d_i) for member in self.members)
-        return {"low_rank": (), "energy": (), **tsv, **votes}
+        members = {**self.tsv.sums(d_o, d_i), **self.votes.sums(d_o, d_i)}
+        return {"strength": (), "energy": (), **members}
+
+    def gather(self, state: State, task: TaskVector) -> State:
+        return super().gather({**state, "strength": state["strength"] + task.strength}, task)
 
     def gather_next(self, state: State, task: TaskVector) -> State:
-        tsv, votes = self.members
-        state = votes.gather_next(tsv.gather(state, task), task)
-        return {
-            **state,
-            "low_rank": state["low_rank"] + task.is_low_rank,
-            "energy": state["energy"] + task.energy,
-        }
+        state = self.votes.gather_next(self.tsv.gather(state, task), task)
+        return {**state, "energy": state["energy"] + task.energy}
 
     def update_of_several(self, state: State, scale: float) -> Tensor:
-        tsv, votes = self.members
-        least = state["energy"].sqrt().item()
-        X_tsv = lengthened(tsv.update(state, tsv.scale), least)
-        X_votes = lengthened(votes.update_of_several(state, votes.scale), least)
-        return (
-            scale
-            * (1 - state["low_rank"].item() / state["count"].item() / 2)
-            * (X_tsv + X_votes)
-            / 2
-        )
+        left_over = self.votes.left_over(state)
+        least = left_over * state["energy"].sqrt().item()
+        X_tsv = lengthened(left_over * self.tsv.update(state, self.tsv.scale), least)
+        X_votes = lengthened(self.votes.update_of_several(state, self.votes.scale), least)
+        strength = state["strength"].item() / state["count"].item()
+        return scale * strength * (X_tsv + X_votes) / 2
 
 
 def lengthened(X: Tensor, least: float) -> Tensor:

@@ -45,6 +45,7 @@ class Nufilt(LayerMethod):
         *,
         step: int,
         device: Devices | None = None,
+        strength: float = 1.0,
     ) -> Iterator[Added]:
         """Solve layers of equal shape together, as :func:`fusion_bench_nufilt.core.fuse_each`
         does.

@@ -4,8 +4,7 @@ grow with depth.
 
 import math
 from abc import abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import ClassVar
@@ -16,7 +15,7 @@ from torch.nn.functional import pad
 
 from fusion_bench_nufilt.core import options
 from fusion_bench_nufilt.core.options import check_positive, is_number
-from fusion_bench_nufilt.core.subspace import gram_matrix, random_start
+from fusion_bench_nufilt.core.subspace import gram_matrix, leading_basis
 from fusion_bench_nufilt.core.weights import LowRank, wide_dtype, widened
 from fusion_bench_nufilt.layers.names import block_of
 
@@ -115,10 +114,17 @@ class OrderFree(LayerMethod):
             state[name] = theta_0.new_zeros(shape, dtype=dtype)
         return {**state, "count": torch.zeros((), dtype=torch.int64, device="cpu")}
 
-    def add(self, layer: str, state: State, theta_0: Tensor, tau: Tensor | LowRank) -> State:
+    def add(
+        self,
+        layer: str,
+        state: State,
+        theta_0: Tensor,
+        tau: Tensor | LowRank,
+        strength: float = 1.0,
+    ) -> State:
         if not (tau.norm() if isinstance(tau, LowRank) else tau.any()):
             return state
-        after = self.gather({**state, "count": state["count"] + 1}, TaskVector(tau))
+        after = self.gather({**state, "count": state["count"] + 1}, TaskVector(tau, strength))
         return {name: after[name].to(value.dtype) for name, value in state.items()}
 
     def weight(self, layer: str, state: State, theta_0: Tensor) -> Tensor:
@@ -135,7 +141,7 @@ class OrderFree(LayerMethod):
 
     @cached_property
     def _scales(self) -> dict[str, float]:
-        return strengths(self.layers, self.scale, self.options.ramp)
+        return strengths(self.layers, self.scale, self.options.ramp, self.last_blocks)
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         d_o, d_i = shape
@@ -203,7 +209,7 @@ def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = FAI
     ]  # sums of low-rank updates have all that counts in a few directions
     while True:
         rank = ranks.pop(0)
-        Q = _row_space(products, rank) if 0 < rank < d else None
+        Q = leading_basis(products, rank, rounds=2) if 0 < rank < d else None
         B = X.double() if Q is None else products @ Q
         squares, V = torch.linalg.eigh(gram_matrix(B.double()))
         weakest = (squares[0].clamp_min(0) / squares[-1]).sqrt()
@@ -217,15 +223,6 @@ def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = FAI
     gain = torch.where(s > faintest * s.amax(), f(s) / s, 0)[-len(squares) :]
     left, right = (B @ V.to(B)) * gain.to(B), V if Q is None else Q @ V.to(Q)
     return left.to(X.dtype) @ right.to(X.dtype).mT
-
-
-def _row_space(X: Tensor, rank: int) -> Tensor:
-    """Return an orthonormal basis ``(d, rank)`` whose span has the leading right vectors of a
-    matrix ``(m, d)``.
-    """
-    start = random_start(len(X), rank, X.dtype)
-    basis = torch.linalg.qr(X.mT @ start.to(X.device)).Q
-    return torch.linalg.qr(X.mT @ torch.linalg.qr(X @ basis).Q).Q
 
 
 def polar_factor(X: Tensor) -> Tensor:
@@ -250,18 +247,18 @@ def polar_factor(X: Tensor) -> Tensor:
     return U @ V.mT + (faint_U @ faint_V.mT).to(X)
 
 
-def strengths(names: Sequence[str], kappa: float, ramp: float) -> dict[str, float]:
+def strengths(
+    names: Sequence[str], kappa: float, ramp: float, last_blocks: Mapping[str | None, int]
+) -> dict[str, float]:
     r"""Return κ of each layer: :math:`\kappa\,(1 + \text{ramp}\,(2 l / (L - 1) - 1))` in block l of
-    L blocks.
+    the L blocks that the model has, merged or not.
 
-    A layer outside all blocks has :math:`\kappa`.
+    A layer outside all blocks, or in the only one of its stack, has :math:`\kappa`.
     """
-    blocks = {name: block for name in names if (block := block_of(name)) is not None}
-    last: dict[str | None, int] = defaultdict(int)  # the number of the last block of each stack
-    for block in blocks.values():
-        last[block.stack] = max(last[block.stack], block.number)
     kappas = dict.fromkeys(names, kappa)
-    for name, block in blocks.items():
-        depth = 2 * block.number / last[block.stack] - 1 if last[block.stack] else 0
-        kappas[name] = kappa * (1 + ramp * depth)
+    for name in names:
+        block = block_of(name)
+        if block is not None and last_blocks[block.stack] > 0:
+            depth = 2 * block.number / last_blocks[block.stack] - 1
+            kappas[name] = kappa * (1 + ramp * depth)
     return kappas

@@ -12,16 +12,26 @@ nearly flat:
 with m the mean of the tasks' :math:`s_1`. Because of the cube, a task votes with its leading
 directions only. A sum does not depend on the order in which the tasks arrive, so neither does X. q
 lifts votes of :math:`10^{-6}` to full strength, so that S is decomposed in float64.
+
+It would lift as much what little is left of votes that cancel. So where the sum of the votes is
+less than half as long as that of unrelated ones, :math:`\lVert S \rVert < \tfrac12 \sqrt{\sum_t
+\lVert A_t \rVert^2}`, X is multiplied by the ratio of the two lengths.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .base import State
-from .order_free import FAINTEST, FirstWhole, RampConfig, map_spectrum, option
+from .order_free import (
+    FAINTEST,
+    FAINTEST_IN_FLOAT32,
+    FirstWhole,
+    RampConfig,
+    map_spectrum,
+    option,
+)
 from .task_vector import TaskVector
 
 SLOPE = 0.03  # the fall of q between no vote and one vote
@@ -35,13 +45,18 @@ class SpectralConfig(RampConfig):
         0.9, "Strength of a direction, over the tasks' mean largest singular value.", symbol="κ"
     )
     damp: float = option(0.5, "Directions that n tasks share are held down by n^-damp.")
+    faintest: float = option(
+        FAINTEST,
+        "Votes below this share of the strongest are left out; from 1e-4 on, votes are computed in "
+        "float32, of the leading eighth of the directions where no others count.",
+    )
 
 
 class Spectral(FirstWhole):
     """Spectral voting.
 
-    The state of a layer is the sum of the ``votes`` ``(d_o, d_i)`` of its tasks, and the ``mean``
-    of their largest singular values.
+    The state of a layer is the sum of the ``votes`` ``(d_o, d_i)`` of its tasks, that of their
+    squared norms, the ``vote_energy``, and the ``mean`` of the tasks' largest singular values.
     """
 
     name = "spectral"
@@ -50,28 +65,37 @@ class Spectral(FirstWhole):
     Options = SpectralConfig
 
     strength = "kappa"
-    faintest: ClassVar[float] = FAINTEST
-    """Votes below this share of the strongest are left out."""
-
     options: SpectralConfig
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
-        return {"votes": (d_o, d_i), "mean": ()}
+        return {"votes": (d_o, d_i), "vote_energy": (), "mean": ()}
 
     def gather_next(self, state: State, task: TaskVector) -> State:
-        A, s_1 = self.vote(task)
-        mean = state["mean"] + (s_1 - state["mean"]) / state["count"]
-        return {**state, "votes": state["votes"].double() + A, "mean": mean}
+        faintest = self.options.faintest
+        if faintest < FAINTEST_IN_FLOAT32:
+            A, s_1 = task.vote()
+        else:
+            A, s_1 = task.rough_vote(faintest)
+        return {
+            **state,
+            "votes": state["votes"].double() + A,
+            "vote_energy": state["vote_energy"] + A.square().sum(),
+            "mean": state["mean"] + (s_1 - state["mean"]) / state["count"],
+        }
 
-    def vote(self, task: TaskVector) -> tuple[Tensor, Tensor]:
-        return task.vote()
+    def left_over(self, state: State) -> float:
+        """Return 1, or the share that is left of votes that cancel: the length of their sum over
+        half of that of unrelated ones.
+        """
+        length = torch.linalg.vector_norm(state["votes"], dtype=torch.float64).item()
+        return min(1.0, 2 * length / state["vote_energy"].sqrt().item())
 
     def update_of_several(self, state: State, scale: float) -> Tensor:
-        strength = scale * state["mean"].item()
+        strength = scale * state["mean"].item() * self.left_over(state)
         return map_spectrum(
             state["votes"],
             lambda sigma: strength * flatten(sigma, self.options.damp),
-            self.faintest,
+            self.options.faintest,
         )
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.subspace import gram_matrix, random_start, top_eigenvectors
+from fusion_bench_nufilt.core.subspace import gram_matrix, leading_basis, top_eigenvectors
 from fusion_bench_nufilt.core.weights import LowRank, wide_dtype, widened
 
 LEADING = 16  # the directions that are taken out
@@ -35,12 +35,14 @@ class TaskVector:
     computed once.
 
     It is a matrix, float32 at least, or thin factors, which are multiplied only where a method
-    needs the matrix.
+    needs the matrix. ``strength`` is that of the whole task, in all layers.
     """
 
-    def __init__(self, tau: Tensor | LowRank) -> None:
+    def __init__(self, tau: Tensor | LowRank, strength: float = 1.0) -> None:
+        self.strength = strength
         self.factors = tau if isinstance(tau, LowRank) and 4 * tau.rank <= min(tau.shape) else None
         self._given = tau
+        self._leading: dict[int, Directions] = {}
 
     @cached_property
     def matrix(self) -> Tensor:
@@ -79,34 +81,28 @@ class TaskVector:
                 U, V = V, U
         return self._of_rank(U, s, V, dtype)
 
-    @cached_property
-    def leading(self) -> Directions:
-        """About the same as the leading eighth of :meth:`directions`, or one, by randomized
-        subspace iteration.
+    def leading(self, count: int) -> Directions:
+        """Return about the same as :meth:`directions`, by two rounds of subspace iteration.
 
-        It starts from the same vectors for every task vector, so that results repeat (Halko et al.,
-        2011).
+        The sum of these directions is within 3e-4 of the exact one for a rank below ``count``, but
+        3 to 14 % off for singular values k^-0.9, and 55 to 75 % for a flat spectrum, in which no
+        direction leads.
         """
-        count = max(1, (n := min(self._given.shape)) // EIGHT)
+        if count not in self._leading:
+            self._leading[count] = self._iterate(count)
+        return self._leading[count]
+
+    def _iterate(self, count: int) -> Directions:
         if self.factors is not None:
             return self.directions(count)
         tall = self._tall
-        V = random_start(n, min(n, count + max(16, count // 8)), torch.float32).to(tall)
-        for _ in range(2):
-            V = torch.linalg.qr(tall.mT @ (tall @ V)).Q
+        V = leading_basis(tall, min(tall.shape[1], count + max(16, count // 8)), rounds=2)
         Y = tall @ V
         W = torch.linalg.eigh(gram_matrix(Y.double())).eigenvectors.flip(-1)[:, :count].to(Y)
         U, V = Y @ W, V @ W
         s = torch.linalg.vector_norm(U, dim=0)
         U = U / s.clamp_min(torch.finfo(s.dtype).tiny)
         return self._of_rank(V, s, U, s.dtype) if self._is_wide else self._of_rank(U, s, V, s.dtype)
-
-    @property
-    def is_low_rank(self) -> bool:
-        """Whether there are fewer directions than those of :attr:`leading`, as in a LoRA
-        adapter.
-        """
-        return int(self.leading.values.count_nonzero()) < min(self._given.shape) // EIGHT
 
     def _of_rank(self, U: Tensor, s: Tensor, V: Tensor, dtype: torch.dtype) -> Directions:
         exist = s > max(self._given.shape) * torch.finfo(dtype).eps * s[:1]
@@ -135,8 +131,9 @@ class TaskVector:
         """
         if self.factors is not None:
             return self.vote()
-        if self.leading.values[-1] <= (faintest / 8) ** (1 / 3) * self.leading.values[0]:
-            return _vote_of(self.leading)
+        leading = self.leading(max(1, min(self._given.shape) // EIGHT))
+        if leading.values[-1] <= (faintest / 8) ** (1 / 3) * leading.values[0]:
+            return _vote_of(leading)
         gram = gram_matrix(self._tall)
         s_1 = torch.linalg.vector_norm(self._tall @ top_eigenvectors(gram, 1))
         A = (self._tall / s_1) @ (gram / s_1**2)

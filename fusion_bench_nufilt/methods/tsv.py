@@ -1,12 +1,33 @@
-"""TSV-M from the tasks' leading directions, one task after another."""
+r"""TSV-M from the tasks' leading directions, one task after another."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .base import State
-from .order_free import OrderFree, polar_factor
+from .order_free import FAINTEST, OrderFree, ScaleConfig, option, polar_factor
 from .task_vector import Directions, TaskVector
+
+
+@dataclass(frozen=True)
+class TsvConfig(ScaleConfig):
+    """The settings of TSV-M."""
+
+    keep: float = option(
+        1.0,
+        "A task keeps at most this share of a layer's directions; below 1, they are found by two "
+        "rounds of subspace iteration.",
+    )
+    faintest: float = option(
+        FAINTEST, "Directions below this share of a task's strongest are left out."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep > 1:
+            raise ValueError(f"keep must be at most 1, got {self.keep!r}")
 
 
 class TsvStream(OrderFree):
@@ -17,7 +38,8 @@ class TsvStream(OrderFree):
     \dots V_T])^\top`. A new task shortens the lists of all earlier ones, so that the state,
     ``left`` ``(d_o, k)``, ``values`` ``(k,)`` and ``right`` ``(d_i, k)``, has at most the size of
     two models; its columns beyond T (k // T) are zero, and so are those that a task of lower rank
-    lacks. Directions are rounded to float16 once, as they arrive.
+    lacks. Of more than k tasks, each has its strongest direction to offer, and the k strongest of
+    these are kept. Directions are rounded to float16 once, as they arrive.
     """
 
     name = "tsv_stream"
@@ -26,7 +48,10 @@ class TsvStream(OrderFree):
         "TSV-M ([Gargiulo et al., CVPR 2025](https://arxiv.org/abs/2412.00081)), one task after "
         "another"
     )
+    Options = TsvConfig
     directions = ("left", "right")
+
+    options: TsvConfig
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         k = min(d_o, d_i)
@@ -34,20 +59,34 @@ class TsvStream(OrderFree):
 
     def share(self, k: int, tasks: int) -> int:
         """Return how many of k directions each of the tasks keeps."""
-        return k // max(1, tasks)
+        return max(1, min(k // max(1, tasks), int(k * self.options.keep)))
 
     def directions_of(self, task: TaskVector, k: int, tasks: int) -> Directions:
         """Return those directions of a new task, the last of several, that it keeps."""
-        return task.directions(self.share(k, tasks))
+        share = self.share(k, tasks)
+        if self.options.keep < 1:
+            U, s, V = (each[..., :share] for each in task.leading(self.share(k, 1)))
+        else:
+            U, s, V = task.directions(share)
+        kept = s > self.options.faintest * s[:1]
+        return Directions(U * kept, s * kept, V * kept)
 
     def gather(self, state: State, task: TaskVector) -> State:
-        tasks, k, kept = int(state["count"]), len(state["values"]), dict(state)
-        share, share_before = self.share(k, tasks), self.share(k, tasks - 1)
+        tasks = int(state["count"])
+        k = len(state["values"])
+        share = self.share(k, tasks)
+        share_before = self.share(k, tasks - 1)
+        columns = {}
         for name, new in self.directions_of(task, k, tasks)._asdict().items():
-            starts = range(0, (tasks - 1) * share_before, max(1, share_before))
+            starts = range(0, min(k, (tasks - 1) * share_before), share_before)
             earlier = [state[name][..., start : start + share] for start in starts]
-            columns = torch.cat([*earlier, new.to(state[name].dtype)], dim=-1)
-            kept[name] = pad(columns, (0, k - columns.shape[-1]))
+            columns[name] = torch.cat([*earlier, new.to(state[name].dtype)], dim=-1)
+        strongest = columns["values"].argsort(descending=True, stable=True)[:k].sort().values
+        if columns["values"].shape[-1] > k:
+            columns = {name: each[..., strongest] for name, each in columns.items()}
+        kept = dict(state)
+        for name, each in columns.items():
+            kept[name] = pad(each, (0, k - each.shape[-1]))
         return kept
 
     def update(self, state: State, scale: float) -> Tensor:

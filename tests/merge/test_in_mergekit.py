@@ -3,12 +3,15 @@
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.methods import METHODS
 from tests.commands.helpers import nufilt
 from tests.families import FAMILIES
-from tests.merge.helpers import RANKS, change, same, save_stream, tensors
+from tests.merge.helpers import RANKS, STATE, change, same, save_stream, tensors
+from tests.merge.test_adapters import save_adapter
 from tests.models import llama
 
 WITHOUT = ("--no-copy-tokenizer", "--no-write-model-card")  # the card asks the hub about each model
@@ -72,6 +75,15 @@ def test_every_tensor_has_the_bits_of_nufilt_merge(folder, method):
     assert {value.dtype for value in theirs.values()} == {torch.bfloat16}
     assert same(theirs, ours)
     assert not same(theirs, tensors(folder / "base"))
+
+
+def test_best_gives_a_task_that_was_an_adapter_the_strength_that_nufilt_merge_gives_it(folder):
+    save_adapter(folder, LlamaForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16))
+    write(folder, "best", tasks=("task1", "task9"))
+    theirs, ours = both(folder)
+    state = load_file(folder / "ours" / STATE)
+    assert state["model.layers.0.self_attn.q_proj.strength"] == 1.5
+    assert same(theirs, ours)
 
 
 @pytest.mark.parametrize("method", ["nufilt", "best"])

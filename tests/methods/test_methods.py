@@ -85,7 +85,10 @@ def test_a_model_that_nobody_sees_is_not_rendered(registered, monkeypatch):
 @pytest.mark.parametrize("kind", ORDER_FREE, ids=lambda kind: kind.name)
 def test_another_strength_from_the_middle_on_is_that_strength_for_all_tasks(kind, tmp_path):
     numbers = [each for each in dataclasses.fields(kind.Options) if isinstance(each.default, float)]
-    other = {each.name: each.default * 1.1 + 0.1 for each in numbers}
+    of_new_tasks = ("keep", "faintest")  # what is kept of each, which is no strength
+    other = {
+        each.name: each.default * 1.1 + 0.1 for each in numbers if each.name not in of_new_tasks
+    }
     models = pool(tasks=3)
 
     def merged(names, **options):
@@ -95,9 +98,7 @@ def test_another_strength_from_the_middle_on_is_that_strength_for_all_tasks(kind
                 tmp_path, stream, _merged_=tmp_path / "two" / "checkpoints" / "merged_model_1"
             )
         algorithm = LayerwiseMergingAlgorithm(kind.name, shuffle_order=False, **options)
-        return logging_to(
-            tmp_path / ("two" if names == ["task1", "task2"] else "other"), algorithm
-        ).run(stream)
+        return logging_to(tmp_path / ("on", "two", "whole")[len(names) - 1], algorithm).run(stream)
 
     merged(["task1", "task2"])
     on, whole = (

@@ -12,6 +12,7 @@ from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.layers.names import last_block_numbers
 from fusion_bench_nufilt.methods.order_free import FAINTEST, strengths
 from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig, flatten
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
@@ -131,10 +132,18 @@ def test_kappa_grows_with_the_block_and_stacks_of_blocks_are_told_apart():
         "single.0.q",
     ]
     expected = [0.9, 0.54, 0.9, 1.26, 0.54, 1.26, 0.9]
-    kappas = strengths(names, 0.9, 0.4)
+    last = last_block_numbers(names)
+    kappas = strengths(names, 0.9, 0.4, last)
     assert list(kappas) == names
     assert list(kappas.values()) == pytest.approx(expected)
-    assert set(strengths(names, 0.9, 0.0).values()) == {0.9}
+    assert set(strengths(names, 0.9, 0.0, last).values()) == {0.9}
+
+
+def test_kappa_is_that_of_the_models_block_whichever_blocks_are_merged():
+    of_model = last_block_numbers(f"encoder.{number}.q" for number in range(12))
+    whole, half = ([f"encoder.{number}.q" for number in range(count)] for count in (12, 6))
+    kappas = strengths(whole, 0.9, 0.4, of_model)
+    assert strengths(half, 0.9, 0.4, of_model) == {name: kappas[name] for name in half}
 
 
 # --- in FusionBench ---
@@ -224,5 +233,5 @@ def test_a_merge_of_other_layers_is_refused(tmp_path):
 def test_the_report_of_layers_has_the_votes(tmp_path):
     algorithm_in(tmp_path).run(pool(2))
     header, *rows = (tmp_path / "layers.csv").read_text().splitlines()
-    assert header == "step,task,layer,shape,seconds,task_norm,mean,count"
+    assert header == "step,task,layer,shape,seconds,task_norm,vote_energy,mean,count"
     assert {row.rsplit(",", 1)[1] for row in rows} == {"1", "2"}

@@ -1,11 +1,25 @@
 """How strong the update of `best` is (docs/notes/best.md)."""
 
+import math
+from itertools import pairwise
+
 import pytest
 import torch
 
+from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.methods.best import Best
 from fusion_bench_nufilt.methods.order_free import ScaleConfig
-from tests.methods.test_spectral import task_vectors
+from fusion_bench_nufilt.methods.spectral import Spectral
+from fusion_bench_nufilt.methods.strength import (
+    SAMPLED_LAYERS,
+    rounding_energy,
+    spectrum,
+    tail,
+    task_strength,
+)
+from fusion_bench_nufilt.methods.tsv import TsvConfig, TsvStream
+from tests.core.matrices import matrix_with_spectrum
+from tests.methods.test_spectral import distance, task_vectors
 
 
 @pytest.mark.parametrize("scale", [0, -1, float("inf"), "auto", None, True])
@@ -14,19 +28,128 @@ def test_a_scale_that_is_no_positive_number_is_refused(scale):
         ScaleConfig(scale=scale)
 
 
-def adapters(count=2):
-    return task_vectors((48, 40), count=count, rank=3)
+def state_of(method, taus, strengths=None, dtype=torch.float64):
+    theta_0 = torch.zeros(taus[0].shape, dtype=dtype)
+    state = method.start("layer", theta_0)
+    for tau, strength in zip(taus, strengths or [1.0] * len(taus), strict=True):
+        state = method.add("layer", state, theta_0, tau.to(dtype), strength)
+    return state
 
 
-def test_best_gives_tasks_of_low_rank_half_of_the_strength_and_a_layer_the_mean_of_its_tasks():
-    full, low = task_vectors((48, 40), count=2), adapters()
-    method, theta_0 = Best(ScaleConfig(), ["layer"]), torch.zeros(48, 40, dtype=torch.float64)
-    for tasks, expected in ((full, 1.0), (low, 0.5), ([full[0], low[0]], 0.75), ([low[0]], 1.0)):
-        state = method.start("layer", theta_0)
-        for tau in tasks:
-            state = method.add("layer", state, theta_0, tau)
-        whole = method.update({**state, "low_rank": torch.tensor(0.0)}, 1.0)
-        torch.testing.assert_close(method.update(state, 1.0), expected * whole)
+def update(kind, taus, strengths=None, dtype=torch.float64):
+    method = kind(kind.Options(), ["layer"])
+    return method.update(state_of(method, taus, strengths, dtype), method.scale)
+
+
+def test_a_layer_has_the_mean_strength_of_its_tasks_and_a_single_task_is_taken_whole():
+    taus = task_vectors((48, 40), count=2)
+    whole = update(Best, taus)
+    torch.testing.assert_close(update(Best, taus, [0.5, 0.5]), 0.5 * whole)
+    torch.testing.assert_close(update(Best, taus, [1.0, 0.5]), 0.75 * whole)
+    torch.testing.assert_close(update(Best, taus[:1], [0.5]), taus[0])
+
+
+# --- the strength of a task, from its whole model ---
+
+WIDE, NARROW = (128, 128), (32, 128)
+SHAPES = [WIDE, NARROW, NARROW, WIDE] * 3  # as the projections of attention with shared keys
+
+
+def update_of(shape, kind, seed):
+    """What fine-tuning changes in a layer, as factors if it was an adapter."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "adapter":
+        left, right = (torch.randn(side, 12, generator=generator) for side in shape)
+        return LowRank(0.002 * left, right.mT)
+    values = 0.1 * torch.arange(1, min(shape) + 1, dtype=torch.float64) ** -0.7
+    return matrix_with_spectrum(*shape, values, seed).float()
+
+
+def strength_of(kind, dtype=None, base_dtype=torch.float32, shapes=SHAPES):
+    """The strength of a task that is stored in a dtype, or as factors."""
+
+    def measure(layer):
+        tau = update_of(shapes[layer], kind, seed=layer)
+        if dtype is None:
+            return spectrum(tau, 0.0)
+        generator = torch.Generator().manual_seed(100 + layer)
+        theta_0 = torch.randn(shapes[layer], generator=generator) / 12
+        theta_0 = theta_0.to(base_dtype).float()
+        change = tau.product() if isinstance(tau, LowRank) else tau
+        theta = (theta_0 + change).to(dtype)
+        rounding = rounding_energy(theta, torch.finfo(dtype).eps)
+        return spectrum(theta.float() - theta_0, rounding)
+
+    return task_strength(range(len(shapes)), shapes, measure)
+
+
+@pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_has_half_of_the_strength_as_factors_and_merged_in_either_precision(base_dtype):
+    assert strength_of("adapter") == 0.5
+    assert strength_of("adapter", torch.float32, base_dtype) == 0.5
+    assert strength_of("adapter", torch.bfloat16, base_dtype) == 0.5
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=str)
+def test_a_full_model_has_all_of_the_strength_in_either_precision(dtype):
+    assert strength_of("full", dtype) == 1.0
+
+
+def test_the_narrow_layers_of_a_model_have_the_strength_of_the_wide_ones():
+    """The rank of the adapter is above an eighth of a narrow layer's directions."""
+    assert NARROW[0] // 8 < 12
+    assert strength_of("adapter", shapes=[WIDE, NARROW, WIDE]) == 0.5
+
+
+def test_the_strength_grows_evenly_with_what_full_fine_tuning_adds_to_an_adapter():
+    low = update_of(WIDE, "adapter", 0).product()
+    noise = torch.randn(WIDE, generator=torch.Generator().manual_seed(1))
+    noise *= low.norm() / noise.norm()
+    strengths = []
+    for share in torch.linspace(0, 0.2, 41).tolist():
+        found = spectrum(low + share * noise, 0.0)
+        strengths.append(task_strength([0], [WIDE], lambda _, found=found: found))
+    assert strengths[0] == 0.5
+    assert strengths[-1] == 1.0
+    assert max(later - earlier for earlier, later in pairwise(strengths)) < 0.1
+    assert strengths == sorted(strengths)
+
+
+def test_a_task_that_rounding_hides_has_all_of_the_strength():
+    noise = torch.randn(WIDE, generator=torch.Generator().manual_seed(1))
+    found = spectrum(noise, rounding=noise.square().sum().item() / 4)
+    assert task_strength([0, 1], [WIDE, WIDE], lambda layer: [found, None][layer]) == 1.0
+
+
+def test_the_expected_rounding_is_what_rounding_adds():
+    theta = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.bfloat16, torch.float16):
+        stored = theta.to(dtype)
+        added = (stored.float() - theta).square().sum().item()
+        assert rounding_energy(stored, torch.finfo(dtype).eps) == pytest.approx(added, rel=0.03)
+
+
+def test_a_tail_is_what_lies_outside_the_leading_directions_of_all_layers():
+    layers = [matrix_with_spectrum(40, 20, torch.arange(20, 0, -1.0), seed) for seed in range(2)]
+    squares = torch.arange(20, 0, -1.0, dtype=torch.float64).square()
+    expected = (squares[5:].sum() / squares.sum()).item()
+    assert tail([spectrum(each, 0.0) for each in layers], 5) == pytest.approx(expected)
+
+
+def test_layers_from_all_over_the_model_are_measured_until_enough_were_changed():
+    seen = []
+
+    def measure(layer):
+        seen.append(layer)
+        return spectrum(update_of(WIDE, "adapter", 0), 0.0) if layer % 7 in (0, 2) else None
+
+    assert task_strength(range(700), [WIDE] * 700, measure) == 0.5
+    assert sum(layer % 7 in (0, 2) for layer in seen) == SAMPLED_LAYERS
+    assert min(seen) < 70
+    assert max(seen) > 630
+
+
+# --- updates that are short, and tasks that cancel ---
 
 
 def flat(count=8):
@@ -39,16 +162,92 @@ def flat(count=8):
 
 
 def test_no_member_of_best_has_an_update_that_is_shorter_than_a_sum_of_unrelated_tasks():
-    method, theta_0 = (
-        Best(ScaleConfig(scale=1.2), ["layer"]),
-        torch.zeros(48, 40, dtype=torch.float64),
-    )
+    method = Best(ScaleConfig(scale=1.2), ["layer"])
     for tasks, is_short in ((flat(), True), (task_vectors((48, 40), count=8), False)):
-        state = method.start("layer", theta_0)
-        for tau in tasks:
-            state = method.add("layer", state, theta_0, tau)
+        state = state_of(method, tasks)
         length = sum(tau.square().sum() for tau in tasks).sqrt()
-        members = [member.update(state, member.scale) for member in method.members]
+        members = [member.update(state, member.scale) for member in (method.tsv, method.votes)]
         assert [bool(X.norm() < 0.99 * length) for X in members] == [is_short] * 2
         expected = sum(X * max(1.0, length / X.norm()) for X in members) / 2
         torch.testing.assert_close(method.update(state, 1.2), 1.2 * expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", [Best, Spectral], ids=lambda kind: kind.name)
+def test_where_tasks_cancel_nothing_moves(kind, dtype):
+    tau, other = task_vectors((48, 40), count=2)
+    assert update(kind, [tau, -tau], dtype=dtype).norm() < 1e-6 * tau.norm()
+    assert update(kind, [tau, other, -tau, -other], dtype=dtype).norm() < 1e-6 * tau.norm()
+
+
+@pytest.mark.parametrize("kind", [Best, Spectral], ids=lambda kind: kind.name)
+def test_the_update_fades_as_a_task_turns_against_another(kind):
+    """From unrelated to opposite, at the same length: half the steps change it by half as much."""
+    tau, other = task_vectors((48, 40), count=2)
+    largest = []
+    for count in (40, 80):
+        turned = []
+        for number in range(count + 1):
+            angle = math.pi / 2 * (1 + number / count)
+            turned.append(update(kind, [tau, math.cos(angle) * tau + math.sin(angle) * other]))
+        assert turned[-1].norm() < 1e-6 * tau.norm()
+        steps = [(later - earlier).norm().item() for earlier, later in pairwise(turned)]
+        largest.append(max(steps))
+    assert largest[1] < 0.6 * largest[0]
+    nearly = update(kind, [tau, -tau + 1e-4 * other])
+    assert nearly.norm() < 1e-3 * tau.norm()
+
+
+@pytest.mark.parametrize("factors", [False, True])
+def test_a_small_change_of_the_tasks_makes_a_small_change_of_the_update(factors):
+    taus = task_vectors((48, 40), count=3, rank=3 if factors else None)
+    noise = task_vectors((48, 40), count=6)[3:]
+    before = update(Best, taus)
+    for size in (1e-6, 1e-4, 1e-2):
+        after = update(Best, [tau + size * each for tau, each in zip(taus, noise, strict=True)])
+        assert distance(after, before) < 20 * size
+
+
+def test_a_task_of_zero_changes_nothing_whatever_its_strength():
+    taus = task_vectors((48, 40), count=2)
+    with_zero = update(Best, [taus[0], torch.zeros(48, 40), taus[1]], [1.0, 0.5, 1.0])
+    assert torch.equal(with_zero, update(Best, taus))
+
+
+# --- more tasks than directions ---
+
+
+@pytest.mark.parametrize("kind", [TsvStream, Best], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("count", [8, 9, 20])
+def test_more_tasks_than_directions_still_move_the_layer(kind, count):
+    taus = task_vectors((8, 64), count=count)
+    least = 0.2 * sum(tau.square().sum() for tau in taus).sqrt()
+    assert update(kind, taus).norm() > least
+
+
+def test_of_more_tasks_than_directions_the_strongest_keep_theirs_in_any_order():
+    taus = [size * tau for size, tau in zip((5, 1, 4, 2, 3), task_vectors((3, 9), 5), strict=True)]
+    strongest = [taus[0], taus[2], taus[4]]
+    expected = update(TsvStream, strongest)
+    assert distance(update(TsvStream, taus), expected) < 1e-9
+    assert distance(update(TsvStream, taus[::-1]), expected) < 1e-9
+
+
+def test_tasks_that_come_one_by_one_past_the_directions_change_the_length_little():
+    taus = task_vectors((8, 64), count=14)
+    lengths = [update(Best, taus[:count]).norm().item() for count in range(5, 15)]
+    assert all(0.8 < later / earlier < 1.25 for earlier, later in pairwise(lengths))
+
+
+def test_a_task_past_the_directions_comes_in_as_it_grows():
+    *taus, one_more = task_vectors((8, 64), count=9)
+    before = update(TsvStream, taus)
+    largest = min(torch.linalg.matrix_norm(tau, 2).item() for tau in taus)
+    one_more /= torch.linalg.matrix_norm(one_more, 2)
+    for size in (1e-6, 0.5, 0.999):
+        assert distance(update(TsvStream, [*taus, size * largest * one_more]), before) < 1e-9
+
+
+def test_a_share_above_one_is_refused():
+    with pytest.raises(ValueError, match=r"keep must be at most 1, got 1\.5"):
+        TsvConfig(keep=1.5)

@@ -1,0 +1,64 @@
+"""The strength of a task, found from its whole model before any layer is merged.
+
+It follows from the base and the task alone, so that it is the same in memory, from folders, in
+mergekit, on a cluster, in a run that goes on, and for tasks that are merged one at a time.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from fusion_bench_nufilt.core.weights import LowRank, widened
+from fusion_bench_nufilt.methods.strength import (
+    Spectrum,
+    rounding_energy,
+    spectrum,
+    task_strength,
+)
+from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo
+
+from .architecture import Layer
+from .plan import Plan
+from .sources.fp8 import Quantised
+from .sources.models import FullModel
+from .sources.mxfp4 import Packed
+from .sources.source import Source
+
+
+def measure_strengths(plan: Plan) -> None:
+    """Enter the strengths of the tasks into the plan; the weights must be on this machine."""
+    plan.strengths = [1.0] * len(plan.tasks)
+    if plan.method.weighs_tasks:
+        plan.strengths = [strength_of(plan.base, plan.layers, task) for task in plan.tasks]
+
+
+@torch.no_grad()
+def strength_of(base: Source, layers: Sequence[Layer], task: FullModel) -> float:
+    """Return the strength of a task, given all layers to merge, between a half and 1."""
+    shapes = [layer.view.shape for layer in layers]
+    return task_strength(layers, shapes, partial(_spectrum_of, base, task))
+
+
+def _spectrum_of(base: Source, task: FullModel, layer: Layer) -> Spectrum | None:
+    """Return the spectrum of what a task changed in a layer, or None if it does not have it."""
+    if layer.param not in task.params:
+        return None
+    theta_0, _ = base.read(layer.keys[0])
+    new, _ = task.weight(layer.param, theta_0)
+    if isinstance(new, LowRank):
+        return spectrum(new, rounding=0.0)
+    rounding = 0.0
+    if layer.param in task.keys:
+        spacing = relative_spacing(task.source.tensors[task.keys[layer.param]])
+        rounding = rounding_energy(new, spacing)
+    return spectrum(layer.view.matrix(widened(new) - widened(theta_0)), rounding)
+
+
+def relative_spacing(stored: TensorInfo) -> float:
+    """Return the spacing of the values of a stored tensor, relative to the power of two below."""
+    if isinstance(stored, Quantised):
+        return torch.finfo(torch.float8_e4m3fn).eps
+    if isinstance(stored, Packed):
+        return 0.5  # one bit after the point
+    return torch.finfo(FLOATS[stored.dtype]).eps

@@ -1,0 +1,88 @@
+"""`best` gives a task the same strength in all layers, in whatever form the task comes."""
+
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from fusion_bench_nufilt import LayerwiseMergingAlgorithm
+from fusion_bench_nufilt.merge.strength import measure_strengths, relative_spacing
+from fusion_bench_nufilt.storage.tensors import TensorFile
+from tests.merge.helpers import STATE, hashes, interrupt, merge, plan, same, tensors
+from tests.merge.test_adapters import save_all
+from tests.models import llama
+
+TASKS = ["task1", "task9"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A base, a full model `task1`, an `adapter`, and `task9` with the adapter merged into it."""
+    save_all(tmp_path, llama(tie_word_embeddings=False))
+    return tmp_path
+
+
+def strengths(folder, tasks):
+    planned = plan(folder, tasks, method="best")
+    measure_strengths(planned)
+    return planned.strengths
+
+
+def test_an_adapter_has_its_strength_as_an_adapter_and_merged_in_float32_and_in_bfloat16(folder):
+    merged = LlamaForCausalLM.from_pretrained(folder / "task9", dtype=torch.bfloat16)
+    merged.save_pretrained(folder / "task9_bfloat16")
+    tasks = ["task1", "adapter", "task9", "task9_bfloat16"]
+    assert strengths(folder, tasks) == [1.0, 0.5, 0.5, 0.5]
+
+
+def test_the_strength_of_a_task_does_not_depend_on_its_weight_in_the_merge(folder):
+    planned = plan(folder, TASKS, method="best", settings={"weights": [0.3, 0.3]})
+    measure_strengths(planned)
+    assert planned.strengths == [1.0, 0.5]
+
+
+def test_the_state_has_the_strengths_of_the_tasks_that_moved_a_layer(folder):
+    state = load_file(merge(folder, ["task1", "adapter"], method="best") / STATE)
+    assert state["model.layers.0.self_attn.q_proj.strength"] == 1.5
+    assert state["model.layers.0.self_attn.k_proj.strength"] == 1.0
+
+
+def test_one_by_one_interrupted_or_sent_elsewhere_it_is_the_same(folder):
+    whole = merge(folder, TASKS, method="best")
+    merge(folder, ["task1"], "one", method="best")
+    last = merge(folder, ["task9"], "two", merged="one", method="best")
+    assert same(load_file(last / STATE), load_file(whole / STATE))
+    interrupt(folder, out="resumed", tasks=TASKS, method="best")
+    assert hashes(merge(folder, TASKS, "resumed", method="best")) == hashes(whole)
+    planned = plan(folder, TASKS, method="best")
+    measure_strengths(planned)
+    assert pickle.loads(pickle.dumps(planned)).strengths == [1.0, 0.5]
+
+
+def test_folders_give_the_bits_of_the_models_in_memory(folder):
+    names = {"_pretrained_": "base", "task1": "task1", "task9": "task9"}
+    models = {
+        name: LlamaForCausalLM.from_pretrained(folder / where) for name, where in names.items()
+    }
+    expected = LayerwiseMergingAlgorithm("best", other_params="mean", shuffle_order=False)
+    merged = LlamaForCausalLM.from_pretrained(merge(folder, TASKS, method="best"))
+    assert same(merged.state_dict(), expected.run(models).state_dict())
+
+
+@pytest.mark.parametrize("method", ["best", "spectral"])
+def test_a_block_has_its_strength_whichever_other_blocks_are_merged(folder, method):
+    """The ramp goes by the model's blocks."""
+    whole = tensors(merge(folder, TASKS, "whole", method=method, ramp=0.4))
+    part = merge(folder, TASKS, "part", method=method, ramp=0.4, exclude_modules=r".*layers\.1.*")
+    first = {key for key in whole if ".layers.0." in key and "proj" in key}
+    assert len(first) == 7
+    assert same(*({key: found[key] for key in first} for found in (tensors(part), whole)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_spacing_of_stored_values_is_that_of_their_dtype(tmp_path, dtype):
+    save_file({"weight": torch.ones(2, 2, dtype=dtype)}, tmp_path / "model.safetensors")
+    info = TensorFile(tmp_path / "model.safetensors").tensors["weight"]
+    assert relative_spacing(info) == torch.finfo(dtype).eps
