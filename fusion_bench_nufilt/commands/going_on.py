@@ -10,7 +10,7 @@ from fusion_bench_nufilt.merge import Settings
 from fusion_bench_nufilt.merge.sources.checkpoint import Checkpoint
 from fusion_bench_nufilt.methods import find_method
 from fusion_bench_nufilt.storage.checkpoint import read_manifest
-from fusion_bench_nufilt.storage.schemas import Manifest
+from fusion_bench_nufilt.storage.schemas import Input, Manifest
 
 
 def inherited(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,19 +54,25 @@ def todays_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _base(merged: str, folder: Path, made: Manifest) -> str:
-    name = made.get("inputs", {}).get("base", {}).get("name")
-    if name is None:
+    base = made.get("inputs", {}).get("base", {})
+    if "name" not in base:
         raise ValueError(f"--base must be given: '{merged}' does not say what it was made from")
-    if (
-        Path(base := find_model(name, folder.absolute().parent)).is_dir() or "/" in name
-    ):  # the hub's names have a slash
-        return base
+    found = find_model(base, folder.absolute().parent)
+    if Path(found).is_dir() or "/" in base["name"]:  # the hub's names have a slash
+        return found
     raise ValueError(
-        f"--base must be given: '{name}', which '{merged}' was made from, is neither here nor "
+        f"--base must be given: '{found}', which '{merged}' was made from, is neither here nor "
         "beside it"
     )
 
 
-def find_model(name: str, beside: Path) -> str:
-    """Return the path of a model that a manifest names, here or in a folder, or else its name."""
-    return str(beside / name) if not Path(name).is_dir() and (beside / name).is_dir() else name
+def find_model(model: Input, beside: Path) -> str:
+    """Return the name of a model that a manifest names: on the hub at the same revision, or a
+    folder here or beside the result.
+    """
+    name = model["name"]
+    if "revision" in model:
+        return f"{name.partition('@')[0]}@{model['revision']}"
+    if not Path(name).is_dir() and (beside / name).is_dir():
+        return str(beside / name)
+    return name

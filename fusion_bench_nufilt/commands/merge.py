@@ -24,7 +24,7 @@ from fusion_bench_nufilt.compare.overrides import key_value
 from fusion_bench_nufilt.core.options import split_options, unknown, with_scope
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.merge import Plan, Settings, merge_folders, plan_merge
-from fusion_bench_nufilt.merge.checks import kept_from_base
+from fusion_bench_nufilt.merge.checks import check_inputs, kept_from_base
 from fusion_bench_nufilt.merge.distributed import cluster_nodes
 from fusion_bench_nufilt.merge.folders import check_disk, check_output
 from fusion_bench_nufilt.merge.forecast import disk_bytes, peak_memory
@@ -33,18 +33,16 @@ from fusion_bench_nufilt.merge.sources.adapters import LoraAdapter
 from fusion_bench_nufilt.merge.sources.source import some
 from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.storage.files import checked, parse_json, read_yaml, shown
-from fusion_bench_nufilt.storage.schemas import Count
+from fusion_bench_nufilt.storage.schemas import Count, Input
 
 from .going_on import find_model, inherited, todays_settings
 from .options import SIZES, takes_options, typed_values
 from .terminal import AsJson, Quiet, bars_on, interruptible, terminal, warn
 
 KINDS = (*dict.fromkeys(method.Options for method in METHODS.values()), TargetConfig, Settings)
-MODELS = ("base", "tasks", "merged", "out", "digests")
-# The options on which the tensors that are read depend.
-_READ = {"base", "tasks", "merged", "step", "method", *(each.name for each in fields(TargetConfig))}
+MODELS = ("base", "tasks", "merged", "out", "inputs")
 # What a manifest may not choose: where to compute, where to connect, and what to write.
-_OF_THE_USER = {*with_scope(KINDS, "machine", "run"), *MODELS}
+_OF_THE_USER = {*with_scope(KINDS, "run"), *MODELS}
 _TASK = re.compile(r"task (0|[1-9]\d{0,5})")
 _model_option = partial(typer.Option, rich_help_panel="Models")
 
@@ -138,7 +136,7 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
     plan = plan_merge(
         models["base"], models["tasks"], models.get("merged"), *options, method=method
     )
-    plan.known.update(models.get("digests", {}))
+    plan.warnings += check_inputs(plan, models.get("inputs", {}), "the recipe")
     return plan, Path(
         models["out"]
     ).expanduser()  # the shell does not expand the ~ of --out=~/merged
@@ -233,20 +231,15 @@ class _Recipe(TypedDict, total=False):
     ]
     merged: str | None
     out: str | None
-    digests: dict[str, str]
+    inputs: dict[str, Input]  # of a manifest: what its models are known by, by their roles
     method: str | None
     settings: dict[Any, Any] | None
-
-
-class _Input(TypedDict):
-    name: str
-    sha256: NotRequired[str]
 
 
 class _Made(TypedDict):
     """What a manifest tells about how its result is made again."""
 
-    inputs: dict[str, _Input]
+    inputs: dict[str, Input]
     step: Count
     settings: NotRequired[dict[str, Any]]
 
@@ -267,8 +260,11 @@ def gather(
         raise ValueError(f"one recipe file at a time, got {', '.join(files)}")
     gathered = read_recipe(Path(files[0])) if files else {}
     said = dict(key_value(word) for word in words if word not in files) | dict(typed)
-    if _READ & said.keys():
-        gathered.pop("digests", None)  # they are of the tensors read then
+    if "inputs" in gathered:  # but of those that the user names
+        roles = {role: "tasks" if _TASK.fullmatch(role) else role for role in gathered["inputs"]}
+        gathered["inputs"] = {
+            role: model for role, model in gathered["inputs"].items() if roles[role] not in said
+        }
     gathered.update(said)
     checked(gathered, _Recipe)
     if strange := [str(name) for name in gathered if name not in (*MODELS, *settings)]:
@@ -308,24 +304,22 @@ def read_recipe(file: Path) -> dict[str, Any]:
 
 def _recipe_of(made: _Made, folder: Path) -> dict[str, Any]:
     """Return the recipe of a result in a folder, beside which its models are looked for, too."""
-    found = {
-        source: find_model(model["name"], folder.parent) for source, model in made["inputs"].items()
-    }
-    if "base" not in found:
+    names = {}
+    tasks = {}
+    for role, model in made["inputs"].items():
+        if "name" not in model:
+            raise ValueError(f"field 'inputs.{role}.name': field required")
+        names[role] = find_model(model, folder.parent)
+        match = _TASK.fullmatch(role)
+        if match:
+            tasks[int(match[1])] = names[role]
+    if "base" not in names:
         raise ValueError("field 'inputs.base': field required")
-    tasks = {
-        int(match[1]): name for source, name in found.items() if (match := _TASK.fullmatch(source))
-    }
+    settings = todays_settings(made.get("settings", {}))
     return {
-        **{source: found[source] for source in ("base", "merged") if source in found},
+        **{role: names[role] for role in ("base", "merged") if role in names},
         "tasks": [tasks[number] for number in sorted(tasks)],
         "step": made["step"] - len(tasks) + 1,
-        "digests": {
-            source: model["sha256"] for source, model in made["inputs"].items() if "sha256" in model
-        },
-        "settings": {
-            key: value
-            for key, value in todays_settings(made.get("settings", {})).items()
-            if key not in _OF_THE_USER
-        },
+        "inputs": made["inputs"],
+        "settings": {key: value for key, value in settings.items() if key not in _OF_THE_USER},
     }

@@ -17,11 +17,10 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 _Class = TypeVar("_Class", bound=type)
 _Options = TypeVar("_Options")
 
-Scope = Literal["stream", "merge", "tasks", "machine", "run"]
+Scope = Literal["stream", "merge", "tasks", "run"]
 """What an option belongs to. stream: a whole stream, whose merges should all have the same value.
-merge: one merge, whose value the next one takes over. tasks: the tasks of one merge. machine: where
-a merge is computed, which its result records. run: how a run goes, which its result does not
-record."""
+merge: one merge, whose value the next one takes over. tasks: the tasks of one merge. run: how and
+where a run goes, which its result does not record."""
 
 
 def option(

@@ -71,8 +71,8 @@ def _paragraphs(plan: Plan, warnings: Sequence[str]) -> Iterator[str]:
     if warnings:
         yield "\n".join(f"- {text}" for text in warnings)
     yield (
-        "`nufilt.json` has digests of all inputs and a report for every layer of the last merge, "
-        "which was this:"
+        "`nufilt.json` says which files were merged, and has a report for every layer of the last "
+        "merge, which was this:"
     )
     yield f"```yaml\n# nufilt merge recipe.yaml\n{_yaml(_recipe(plan))}```"
     yield "To merge one more model into this one:"
@@ -100,7 +100,7 @@ def _loading(plan: Plan) -> Iterator[str]:
 def _recipe(plan: Plan) -> dict[str, Any]:
     """Return the recipe of the last merge, which names local folders without their directories."""
     options = {**plan.options(), "step": plan.first_step if plan.merged else None}
-    method, _ = options.pop("method"), options.pop("device")
+    method = options.pop("method")
     return {
         "base": plan.base.label,
         **({"merged": plan.merged.source.label} if plan.merged else {}),

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -13,6 +13,8 @@ from fusion_bench_nufilt.layers import TargetConfig, coverage
 from fusion_bench_nufilt.layers.targets import leave_out
 from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, verify_files
 from fusion_bench_nufilt.storage.files import CARD, MANIFEST
+from fusion_bench_nufilt.storage.resumable import differences, in_one_line
+from fusion_bench_nufilt.storage.schemas import Input
 from fusion_bench_nufilt.storage.tensors import FLOATS, describe
 
 from .architecture import Architecture, Layer
@@ -30,19 +32,57 @@ CHANGED = "merge or fetch it again; --no-verify goes on from it all the same"
 
 
 def check_merged(plan: Plan, merged: FullModel) -> Iterator[str]:
-    """Check that a merged model has the base's keys and shapes, and was made with the same
-    settings.
+    """Check that a merged model has the base's keys and shapes, and was made from this base with
+    the same settings.
     """
     name = merged.source.name
     if plan.settings.step is None and "step" not in plan.before:
         advice = "say with --step which number the new one has"
         raise ValueError(f"'{name}' has no {MANIFEST} that tells how many tasks it holds: {advice}")
     check_made_from(plan.pretrained, merged)
-    now, before = json.loads(json.dumps(plan.options())), plan.before.get("settings", {})
-    lasting = ("method", *with_scope((type(plan.method.options), TargetConfig, Settings), "stream"))
-    differing = [key for key in lasting if key in now and key in before and before[key] != now[key]]
-    if changed := [f"{key} was {before[key]!r}, is {now[key]!r}" for key in differing]:
-        yield f"settings differ from those that '{name}' was made with: {'; '.join(changed)}"
+    inputs = plan.before.get("inputs", {})
+    if "base" in inputs:
+        yield from check_inputs(plan, {"base": inputs["base"]}, f"'{name}'")
+    now = plan.options()
+    before = plan.before.get("settings", {})
+    kinds = (type(plan.method.options), TargetConfig, Settings)
+    lasting = [key for key in ("method", *with_scope(kinds, "stream")) if key in before]
+    differing = differences(
+        {key: before[key] for key in lasting if key in now},
+        json.loads(json.dumps({key: now[key] for key in lasting if key in now})),
+    )
+    if differing:
+        changed = "; ".join(map(str, differing))
+        yield f"settings differ from those that '{name}' was made with: {changed}"
+
+
+def check_inputs(plan: Plan, inputs: Mapping[str, Input], of: str) -> Iterator[str]:
+    """Refuse a model that is not the one that a manifest names for its role in the merge, and warn
+    where the manifest can't tell.
+
+    ``of`` says whose manifest it is.
+    """
+    for role, saved in inputs.items():
+        if role not in plan.models or not plan.settings.verify:
+            continue
+        now = plan.models[role].checkpoint.identity()
+        name = f"'{plan.models[role].source.name}'"
+        known_by = [key for key in ("revision", "files") if key in saved]
+        differing = differences(
+            {key: saved[key] for key in known_by},
+            {key: now.get(key) for key in known_by},
+        )
+        if not differing:
+            continue
+        line = in_one_line(differing)
+        if all(difference.is_time for difference in differing):
+            yield f"{name} may have changed since it was the {role} of {of}: {line}"
+        elif known_by[0] not in now:
+            yield f"{name} may not be the {role} of {of}, which is known by its {known_by[0]}"
+        else:
+            raise ValueError(
+                f"{name} is not the {role} of {of}: {line}; name that one, or add --no-verify"
+            )
 
 
 def check_module(

@@ -23,7 +23,6 @@ from .beside import state_tensors
 from .forecast import batches, layer_budget, layer_memory, solving_memory
 from .output import Record
 from .plan import BATCHES_PER_GPU, Plan
-from .strength import measure_strengths
 
 
 @dataclasses.dataclass
@@ -73,6 +72,17 @@ class LayerMerger:
                 torch.cuda.stream(stream),
             ):
                 self._merge_on(stream.device, layers, take)
+
+    def digests_read(self, layer: Layer) -> dict[str, str]:
+        """Return the digests of what a layer is made from, by the model's role in the merge."""
+        with self._budget.reserve(layer_memory(self.plan, layer)):
+            started = self._start(layer, torch.device("cpu"))
+            theta_0 = layer.view.part(started.theta_0)
+            digests = started.record["read"]
+            for number, task in enumerate(self.plan.tasks):
+                if layer.param in task.params:
+                    _, digests[f"task {number}"] = task.weight(layer.param, theta_0)
+            return digests
 
     def _turn_on(self, device: torch.device) -> AbstractContextManager[object]:
         """Wait until no other batch is solved on a GPU; on a CPU, every thread solves."""
@@ -235,10 +245,7 @@ def merge_layers(plan: Plan, layers: Sequence[Layer], take: Take) -> Iterator[in
     """Merge layers in this process, and hand over each; yield the number of those that were merged
     meanwhile.
     """
-    found = list(batches(plan, layers))
-    if found:
-        measure_strengths(plan)
-    merger = LayerMerger(plan)
+    found, merger = list(batches(plan, layers)), LayerMerger(plan)
     merged = map_layers(
         lambda batch: merger.merge(batch, take),
         found,

@@ -1,13 +1,12 @@
 """Merge checkpoint folders tensor by tensor, and describe the result in a manifest."""
 
 import dataclasses
-import hashlib
-import json
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,13 @@ import torch
 from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.storage.checkpoint import (
     STATE_FILE,
-    combined_digest,
-    package_versions,
     read_manifest,
     verify_files,
     write_files,
     write_manifest,
 )
-from fusion_bench_nufilt.storage.files import CARD, MANIFEST, naming_full_disk
-from fusion_bench_nufilt.storage.schemas import Input
+from fusion_bench_nufilt.storage.files import CARD, naming_full_disk
+from fusion_bench_nufilt.storage.resumable import differences, in_one_line
 from fusion_bench_nufilt.storage.tensors import TensorInfo, end_of_file
 
 from .architecture import Layer
@@ -34,7 +31,7 @@ from .card import model_card
 from .checks import verify_merged
 from .distributed import merge_on_cluster
 from .encode import LayerBytes
-from .engine import merge_layers
+from .engine import LayerMerger, merge_layers
 from .forecast import disk_bytes, give_back_freed_memory
 from .heads import head_files
 from .others import NOT_FINITE, write_other
@@ -42,6 +39,7 @@ from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
 from .relation import check_relation
 from .sources.source import some
+from .strength import measure_strengths
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ def merge_folders(
         return out
     _fetch(plan)
     check_disk(plan, out)
-    run, files = _run_identity(plan), plan.small_files | head_files(plan)
+    files = plan.small_files | head_files(plan)
     state_header, state_places = state_layout(plan)
     layout = dict(plan.headers)
     if state_header:
@@ -77,15 +75,16 @@ def merge_folders(
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
     with (
         naming_full_disk(out, f" ({disk_bytes(plan) / 1e9:.1f} GB in all)"),
-        closing(Output(out, run, headers)) as output,
+        closing(Output(out, plan.description, headers, partial(_unchanged, plan))) as output,
     ):
         _merge(plan, state_places, output, progress or (lambda done, total: None))
-        if changed := some(plan.changed()):
+        changed = some(plan.changed())
+        if changed:
             raise ValueError(
-                f"{changed} was changed during the run: run the same command again, it starts anew"
+                f"{changed} was changed during the run: run the same command again, which makes "
+                "anew what was made from it"
             )
-        about = _about(plan, output.done, run)
-        _check_inputs(plan, about["inputs"])
+        about = _about(plan, output.done)
         write_files(output.model, files)
         (output.model / CARD).write_text(model_card(plan, about["warnings"]))
         write_manifest(output.model, about)
@@ -115,10 +114,15 @@ def check_output(plan: Plan, out: Path) -> bool:
     """
     refuse_inside(plan, out)
     if out.exists() or out.is_symlink():
-        here = not any(checkpoint.remote for checkpoint in plan.checkpoints)
-        manifest = read_manifest(out, "remove it or name another folder") if here else None
-        if not manifest or manifest.get("run") != _run_identity(plan):
-            raise ValueError(f"'{out}' exists: remove it or name another folder")
+        remedy = "remove it or name another folder"
+        manifest = read_manifest(out, remedy)
+        if not manifest:
+            raise ValueError(f"'{out}' exists: {remedy}")
+        saved = {key: manifest.get(key) for key in plan.description}
+        differing = differences(saved, plan.description)
+        others = [difference for difference in differing if not difference.is_time]
+        if others:
+            raise ValueError(f"'{out}' exists: {in_one_line(others)}; {remedy}")
         advice = "remove it, and the same command makes it again"
         verify_files(out, manifest, advice, digests=plan.settings.verify)
         return True
@@ -180,6 +184,8 @@ def _merge(
     if done:
         log.info("going on: %d of %d tensors are done", len(done), total)
     layers = [layer for layer in plan.layers if layer.param not in done]
+    if layers:
+        measure_strengths(plan)
     others = [param for param in plan.others if param not in done]
     written = map_layers(
         lambda param: write_other(plan, param, state_places, output), others, torch.device("cpu")
@@ -198,77 +204,45 @@ def _merge_layers(plan: Plan, layers: Sequence[Layer], output: Output) -> Iterat
     )
 
 
-def _check_inputs(plan: Plan, inputs: Mapping[str, Input]) -> None:
-    """Raise a ValueError that names a model whose digest is not the one in the manifest."""
-    known, before = dict(plan.known), plan.before.get("settings", {})
-    if all(
-        before.get(key) == value for key, value in dataclasses.asdict(plan.targets).items()
-    ):  # the same was read
-        known["base"] = (
-            plan.before.get("inputs", {}).get("base", {}).get("sha256", inputs["base"]["sha256"])
-        )
-    for source, found in inputs.items() if plan.settings.verify else ():
-        if known.get(source, found["sha256"]) != found["sha256"]:
-            other = (
-                f"'{plan.models[source].source.name}' has other weights than the {source} that "
-                f"{MANIFEST} names"
-            )
-            raise ValueError(
-                f"{other}: name that one, or add --no-verify, and the finished work is gone on with"
-            )
-
-
-def _run_identity(plan: Plan) -> str:
-    """Return a digest of all that the result depends on: an interrupted run goes on only if none of
-    it has changed.
+def _unchanged(plan: Plan, records: Sequence[Record]) -> list[Record]:
+    """Return the records of layers that were made from what the inputs now hold. Other tensors are
+    written again, which takes no longer than to compare them.
     """
-    content = {
-        "models": [checkpoint.identity() for checkpoint in plan.checkpoints],
-        "mean counts": plan.before.get("mean_counts"),
-        "settings": {key: value for key, value in plan.options().items() if key != "device"},
-        "device": plan.settings.devices[0].type,
-        "first step": plan.first_step,
-        "vocabulary": plan.vocabulary.identity,
-        "layers": sorted(layer.name for layer in plan.layers),
-        "averaged": sorted(plan.averaged),
-        "heads": plan.heads,
-        "files": {
-            name: hashlib.sha256(content).hexdigest() for name, content in plan.small_files.items()
-        },
-        "versions": package_versions(),
-    }
-    return combined_digest((key, json.dumps(value)) for key, value in content.items())
+    settings = dataclasses.replace(plan.settings, engine="local", address=None, device="cpu")
+    merger = LayerMerger(dataclasses.replace(plan, settings=settings))
+    layers = {layer.param: layer for layer in plan.layers}
+    comparable = [
+        record
+        for record in records
+        if record["param"] in layers and record["param"] not in plan.vocabulary.params
+    ]
+    digests = map_layers(
+        lambda record: merger.digests_read(layers[record["param"]]),
+        comparable,
+        torch.device("cpu"),
+    )
+    pairs = zip(comparable, digests, strict=True)
+    return [record for record, now in pairs if record["read"] == now]
 
 
-def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
-    """Return the manifest's content; its digests combine those of tensors by name, however files
-    hold them.
-    """
+def _about(plan: Plan, done: Mapping[str, Record]) -> dict[str, Any]:
+    """Return the manifest's content: what the result depends on, and what became of it."""
     records = [done[param] for param in chain((layer.param for layer in plan.layers), plan.others)]
-    inputs = {
-        source: {
-            "name": model.source.label,
-            **({"kind": type(model).__name__} if source.startswith("task") else {}),
-            "tensors_read": sum(source in record["read"] for record in records),
-            "sha256": combined_digest(
-                (record["param"], record["read"].get(source)) for record in records
-            ),
-        }
-        for source, model in plan.models.items()
-    }
     names = {layer.param: layer.name for layer in plan.layers}
     counts = {record["param"]: record["mean_count"] for record in records if "mean_count" in record}
-    averaged, warnings = len(plan.averaged), plan.warnings
+    averaged = len(plan.averaged)
+    warnings = plan.warnings
     for checkpoint in plan.checkpoints:  # without the user's directories
         warnings = [
             text.replace(f"'{checkpoint.name}'", f"'{checkpoint.label}'") for text in warnings
         ]
+    not_finite = [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record]
+    reports = {
+        names[record["param"]]: record["reports"] for record in records if record["param"] in names
+    }
     return {
         "method": plan.method.label,
-        "step": plan.last_step,
-        "tasks": plan.names,
-        "inputs": inputs,
-        "settings": plan.options(),
+        **plan.description,
         "coverage": plan.coverage.as_dict(),
         "linear_layers_known_from": plan.origin,
         "tensors": {
@@ -276,19 +250,7 @@ def _about(plan: Plan, done: Mapping[str, Record], run: str) -> dict[str, Any]:
             "averaged": averaged,
             "copied": len(plan.others) - averaged,
         },
-        "sha256": combined_digest(
-            (record["param"], [entry[3] for entry in record["written"]]) for record in records
-        ),
-        "run": run,
-        "versions": package_versions(),
-        "warnings": warnings
-        + [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record],
+        "warnings": warnings + not_finite,
         "mean_counts": {param: count for param, count in counts.items() if count != plan.last_step},
-        "heads": plan.heads,
-        "vocabulary": plan.vocabulary.as_dict(),
-        "layers": {
-            names[record["param"]]: record["reports"]
-            for record in records
-            if record["param"] in names
-        },
+        "layers": reports,
     }

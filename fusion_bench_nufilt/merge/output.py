@@ -9,7 +9,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Required, TypeVar
@@ -18,6 +18,7 @@ from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.storage.files import LOCK, lock_folder, sync, write_text
+from fusion_bench_nufilt.storage.resumable import differences, in_one_line
 from fusion_bench_nufilt.storage.schemas import Count
 from fusion_bench_nufilt.storage.tensors import file_digest, write_at
 
@@ -42,7 +43,7 @@ class Record(TypedDict, total=False):
 class _Head(TypedDict):
     """The first line of a journal."""
 
-    run: str  # identifies inputs and settings
+    run: dict[str, Any]  # inputs and settings, as the result's manifest has them
 
 
 #: Made once, since this takes a thousand times as long as reading a line.
@@ -54,15 +55,27 @@ class Output:
 
     The ``headers`` of the weight files, given with the files' sizes in bytes, fix every tensor's
     place from the start, so any thread may write tensors in any order. A journal lists which are
-    done, with digests of their bytes. Leftovers of a ``run`` with other inputs or settings are
-    deleted.
+    done, with digests of their bytes.
+
+    Args:
+        out: the folder to make.
+        run: what the result depends on. Leftovers of another run are deleted.
+        headers: by file of weights, its header and its size in bytes.
+        unchanged: returns those of an interrupted run's records that were made from what the inputs
+            now hold; called if the time of a file is all that differs from that run.
 
     Raises:
         ValueError: another process writes the folder, or it is not this program's: no real folder,
             another user's, or without our lock.
     """
 
-    def __init__(self, out: Path, run: str, headers: Mapping[str, tuple[bytes, int]]) -> None:
+    def __init__(
+        self,
+        out: Path,
+        run: Mapping[str, Any],
+        headers: Mapping[str, tuple[bytes, int]],
+        unchanged: Callable[[list[Record]], list[Record]],
+    ) -> None:
         self.out = out
         self.work = work_folder(out)
         self.model = self.work / "model"
@@ -75,7 +88,7 @@ class Output:
             if out.exists():
                 clear_work_folder(out)
                 raise ValueError(f"'{out}' was made by another process meanwhile")
-            self.done = self._resume(_Head(run=run), headers)
+            self.done = self._resume(run, headers, unchanged)
         except BaseException:
             self.close()
             raise
@@ -97,21 +110,20 @@ class Output:
                 raise ValueError(f"{where} was not made by nufilt: move it away") from None
             self.work.chmod(0o700)
 
-    def _resume(self, head: _Head, headers: Mapping[str, tuple[bytes, int]]) -> dict[str, Record]:
+    def _resume(
+        self,
+        run: Mapping[str, Any],
+        headers: Mapping[str, tuple[bytes, int]],
+        unchanged: Callable[[list[Record]], list[Record]],
+    ) -> dict[str, Record]:
         """Return by param what an interrupted run with these inputs and settings finished and is
         still undamaged.
         """
-        records = []
-        if _read_head(self._journal) == head:
-            records = _read_records(self._journal)
-        else:
-            if self._journal.is_file():
-                why = "was begun with other inputs, settings or versions, or its journal is damaged"
-                log.info("starting anew: '%s' %s", self.out, why)
+        records = self._records_of(run, unchanged)
+        if not records:
             shutil.rmtree(self.model, ignore_errors=True)
-        write_text(
-            self._journal, "".join(f"{_line(json.dumps(record))}\n" for record in [head, *records])
-        )
+        lines = [_line(json.dumps(content)) for content in [_Head(run=dict(run)), *records]]
+        write_text(self._journal, "".join(f"{line}\n" for line in lines))
         self._remove_all_but(headers)
         for file, (header, size) in headers.items():
             path = self.model / file
@@ -127,6 +139,27 @@ class Output:
                 self.work,
             )
         return done
+
+    def _records_of(
+        self, run: Mapping[str, Any], unchanged: Callable[[list[Record]], list[Record]]
+    ) -> list[Record]:
+        """Return the records of an interrupted run that this one can use; the log says why not."""
+        if not self._journal.is_file():
+            return []
+        head = _read_head(self._journal)
+        if head is None:
+            log.info("starting anew: the journal of '%s' is damaged", self.out)
+            return []
+        differing = differences(head["run"], run)
+        others = [difference for difference in differing if not difference.is_time]
+        if others:
+            log.info("starting anew: '%s' was begun otherwise: %s", self.out, in_one_line(others))
+            return []
+        records = _read_records(self._journal)
+        if differing:
+            log.info("comparing the inputs with what was made: %s", in_one_line(differing))
+            return unchanged(records)
+        return records
 
     def _remove_all_but(self, weights: Collection[str]) -> None:
         """Remove all but the weights, since the rest is written at the end: what a process that was

@@ -1,6 +1,8 @@
 """How models are merged: the settings, and the plan of a merge."""
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -19,6 +21,7 @@ from fusion_bench_nufilt.core.options import (
 from fusion_bench_nufilt.core.workers import check_devices
 from fusion_bench_nufilt.layers import Coverage, Heads, TargetConfig, coverage
 from fusion_bench_nufilt.methods import LayerMethod
+from fusion_bench_nufilt.storage.checkpoint import package_versions
 from fusion_bench_nufilt.storage.schemas import Head, Manifest
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo
 
@@ -83,11 +86,11 @@ class Settings:
     device: str = _option(
         "cpu",
         "Where to compute: cpu, or cuda, or several such as cuda:0,cuda:1.",
-        scope="machine",
+        scope="run",
     )
     verify: bool = _option(
         True,
-        "Check by digests that earlier results and the models named in a manifest are unchanged.",
+        "Check that earlier results and the models named in a manifest are unchanged.",
         scope="run",
     )
     max_memory: int | None = _option(
@@ -212,9 +215,6 @@ class Plan(Selection):
         default_factory=dict
     )  # by path: all but weights, card and manifest
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
-    known: dict[str, str] = field(
-        default_factory=dict
-    )  # digests that models must have, by their role in the merge
     warnings: list[str] = field(default_factory=list)
     strengths: list[float] = field(default_factory=list)  # of the tasks, once they are measured
 
@@ -322,10 +322,29 @@ class Plan(Selection):
         """Return the options of the merge that its result records, by name, including the
         method's.
         """
-        recorded = with_scope([Settings], "stream", "merge", "tasks", "machine")
+        recorded = with_scope([Settings], "stream", "merge", "tasks")
         return {
             "method": self.method.name,
             **dataclasses.asdict(self.method.options),
             **dataclasses.asdict(self.targets),
             **{key: getattr(self.settings, key) for key in recorded},
         }
+
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """All that the result depends on, as its manifest and the journal have it."""
+        content = {
+            "step": self.last_step,
+            "tasks": self.names,
+            "inputs": {role: model.checkpoint.identity() for role, model in self.models.items()},
+            "settings": self.options(),
+            "device": self.settings.devices[0].type,
+            "heads": self.heads,
+            "vocabulary": self.vocabulary.as_dict(),
+            "small_files": {
+                name: hashlib.sha256(content).hexdigest()
+                for name, content in self.small_files.items()
+            },
+            "versions": package_versions(),
+        }
+        return dict(json.loads(json.dumps(content)))  # as it will be read

@@ -144,9 +144,9 @@ def _join_vocabularies(plan: Plan, architecture: Architecture) -> Iterator[str]:
     )
     joined = join_vocabularies(models, params, choice, plan.small_files)
     plan.vocabulary, plan.small_files = joined, joined.files or plan.small_files
-    plan.settings = dataclasses.replace(
-        plan.settings, tokenizer=plan.settings.tokenizer and joined.tokenizer
-    )
+    # One that changes nothing is not recorded as chosen.
+    chosen = joined.tokenizer if joined.params and plan.settings.tokenizer else None
+    plan.settings = dataclasses.replace(plan.settings, tokenizer=chosen)
     yield from joined.warnings
 
 

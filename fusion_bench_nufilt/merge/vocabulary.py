@@ -59,7 +59,12 @@ class Vocabulary:
             for row, token in self.tokens.items()
         }
         return (
-            {"tokenizer": self.tokenizer, "rows": self.rows, "new_tokens": sources}
+            {
+                "tokenizer": self.tokenizer,
+                "rows": self.rows,
+                "new_tokens": sources,
+                "matching": self.identity,
+            }
             if self.params
             else {}
         )

@@ -15,6 +15,13 @@ class Difference(NamedTuple):
     stored: Any
     wanted: Any
 
+    @property
+    def is_time(self) -> bool:
+        """Whether it is the time at which a file was last written, whose content may be the
+        same.
+        """
+        return self.name.endswith(".time")
+
     def __str__(self) -> str:
         if all(re.fullmatch(r"[0-9a-f]{64}", str(value)) for value in (self.stored, self.wanted)):
             return f"{self.name} is not the same"  # digests tell a reader nothing

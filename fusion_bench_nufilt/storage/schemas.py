@@ -19,12 +19,21 @@ class Fingerprint(TypedDict):
     sha256: str
 
 
+class InputFile(TypedDict, total=False):
+    """What tells a file of a model from others: of weights all but the last, of others that."""
+
+    size: int  # in bytes
+    time: int  # of the last change, in nanoseconds
+    header: str  # digest of its header
+    sha256: str
+
+
 class Input(TypedDict, total=False):
     name: str
     source: Any  # of a model pool's entry: a folder, a hub name or a configuration
-    kind: str  # a whole model or an adapter
-    sha256: str  # digest of its weights, or of those that were read
-    tensors_read: int
+    sha256: str  # of a model pool: digest of its weights
+    revision: str  # of a folder merge: its commit on the hub, or else its files
+    files: dict[str, InputFile]
 
 
 class Head(TypedDict):
@@ -72,6 +81,5 @@ class Manifest(TypedDict, total=False):
     ]  # all files of the folder but the manifest, by their relative paths
     heads: dict[str, Head]  # by the names of their tasks
     merge_seconds: list[float]
-    run: Any  # in a merge of folders: a digest of all that it depends on
     coverage: dict[str, Any]
     strength: Any  # of the whole update and what it follows from, if the method found it

@@ -17,6 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .schemas import InputFile
+
 CHUNK_BYTES = 2**24
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES = FLOATS | {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
@@ -80,6 +82,12 @@ class TensorFile:
             raise ValueError(f"'{path}' can't be read: {error.strerror or error}") from error
         self.path = path
         self.tensors = read_header(path.name, self.header)
+
+    def identity(self) -> InputFile:
+        """Return what tells this file from others without reading its tensors."""
+        size, time = self.stamp
+        header = hashlib.sha256(self.header).hexdigest()
+        return InputFile(size=size, time=time, header=header)
 
     def changed(self) -> bool:
         return _stamp(self.path) != self.stamp

@@ -151,7 +151,12 @@ def json_fields() -> Iterator[Row]:
         MORE,
     )
     yield Row("no step but --step", no_step, None, (*ANYWAY, "--step", "2"))
-    yield Row("other settings than before", nothing, "~seed was 42, is 7", (*MORE, "--seed", "7"))
+    yield Row(
+        "other settings than before",
+        nothing,
+        "~seed is 42 there and 7 here",
+        (*MORE, "--seed", "7"),
+    )
     yield Row("an index of nothing", in_json(INDEX, weight_map={}), r"index\.json' names no tensor")
     for name in (
         "README.md",

@@ -139,7 +139,7 @@ def test_what_is_no_recipe_is_refused_by_file_and_field(tmp_path, content, field
 @pytest.mark.parametrize(
     ("content", "field"),
     [
-        ({"inputs": {"base": {}}}, "field 'inputs.base.name'"),
+        ({"inputs": {"base": {}}, "step": 1}, "field 'inputs.base.name'"),
         ({"inputs": {}, "step": 1}, "field 'inputs.base'"),
         ({"inputs": [], "step": 1}, "field 'inputs'"),
         ({"inputs": {"base": "b"}, "step": 1}, "field 'inputs.base'"),
@@ -169,24 +169,46 @@ def test_the_tasks_of_a_manifest_are_in_the_order_of_their_numbers(tmp_path):
     inputs = {f"task {number}": {"name": f"t{number}"} for number in (10, 2, 0)}
     content = {"inputs": {**inputs, "base": {"name": "b"}}, "step": 5}
     (tmp_path / "nufilt.json").write_text(json.dumps(content))
-    expected = {"base": "b", "tasks": ["t0", "t2", "t10"], "step": 3, "digests": {}}
-    assert read_recipe(tmp_path / "nufilt.json") == expected
+    made = read_recipe(tmp_path / "nufilt.json")
+    assert (made["base"], made["tasks"], made["step"]) == ("b", ["t0", "t2", "t10"], 3)
 
 
-def test_a_model_that_is_not_the_one_of_the_manifest_is_named(tmp_path):
+def test_a_model_of_a_manifest_that_came_from_the_hub_is_named_at_its_revision(tmp_path):
+    base = {"name": "owner/base@main", "revision": "5f"}
+    content = {"inputs": {"base": base, "task 0": {"name": "t"}}, "step": 1}
+    (tmp_path / "nufilt.json").write_text(json.dumps(content))
+    assert read_recipe(tmp_path / "nufilt.json")["base"] == "owner/base@5f"
+
+
+def test_a_model_that_is_not_the_one_of_the_manifest_is_named_before_any_work(tmp_path):
     save_stream(tmp_path, llama(), tasks=2)
     made = merge(tmp_path, ["task1", "task2"], "made")
-    change(
-        tmp_path / "task2", "model.layers.0.mlp.up_proj.weight", lambda weight: weight * (1 + 1e-6)
-    )
+    layer = "model.layers.0.mlp.up_proj.weight"
     again = ("merge", made / "nufilt.json", "--out", tmp_path / "again")
-    code, text = nufilt(*again)
-    assert code == 1
-    assert "task2' has other weights than the task 1 that nufilt.json names" in text
-    assert not (tmp_path / "again").exists()
-    assert nufilt(*again, "--no-verify")[0] == 0
-    tasks = (part for task in ("task1", "task2") for part in ("--task", tmp_path / task))
-    assert nufilt(*again[:-1], tmp_path / "chosen", *tasks)[0] == 0
+    change(tmp_path / "task2", layer, lambda weight: weight * (1 + 1e-6))
+    code, text = nufilt(*again, "--dry-run")
+    assert (code, "task2' may have changed since it was the task 1 of the recipe" in text) == (
+        0,
+        True,
+    ), text
+    change(tmp_path / "task2", layer, lambda weight: weight.double())
+    code, text = nufilt(*again, "--dry-run")
+    assert (code, "task2' is not the task 1 of the recipe: files.model.saf" in text) == (1, True)
+    assert nufilt(*again, "--dry-run", "--no-verify")[0] == 0
+    tasks = [part for task in ("task1", "task2") for part in ("--task", tmp_path / task)]
+    assert nufilt(*again, "--dry-run", *tasks)[0] == 0
+
+
+@pytest.mark.parametrize("setting", [{"dtype": "bfloat16"}, {"tokenizer": "base"}, {"seed": 7}])
+def test_a_manifest_with_another_option_makes_another_result(tmp_path, setting):
+    save_stream(tmp_path, llama(), tasks=2)
+    made = merge(tmp_path, ["task1", "task2"], "made")
+    ((name, value),) = setting.items()
+    again = tmp_path / "again"
+    code, text = nufilt("merge", made / "nufilt.json", "--out", again, f"--{name}", value)
+    assert code == 0, text
+    expected = merge(tmp_path, ["task1", "task2"], "expected", settings=setting)
+    assert same(tensors(again), tensors(expected))
 
 
 def test_a_manifest_does_not_choose_where_to_connect_compute_or_write(tmp_path):
@@ -206,7 +228,8 @@ def test_a_manifest_does_not_choose_where_to_connect_compute_or_write(tmp_path):
     }
     (tmp_path / "nufilt.json").write_text(json.dumps(content))
     made = read_recipe(tmp_path / "nufilt.json")
-    assert made == {"base": "b", "tasks": ["t"], "step": 1, "null_rank": 3, "digests": {}}
+    del made["inputs"]
+    assert made == {"base": "b", "tasks": ["t"], "step": 1, "null_rank": 3}
 
 
 def test_a_word_may_be_longer_than_the_name_of_a_file():

@@ -16,7 +16,7 @@ from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.merge.forecast import disk_bytes
 from fusion_bench_nufilt.storage.tensors import TensorFile
-from tests.merge.helpers import RANKS, merge, same, save_stream, tensors
+from tests.merge.helpers import RANKS, manifest, merge, same, save_stream, tensors
 from tests.merge.test_quantised import quantise
 from tests.models import llama
 
@@ -93,10 +93,22 @@ def test_a_base_in_fp8_is_planned_by_headers_alone(tmp_path, hub):
 def test_weights_that_are_here_already_need_no_headers_from_the_hub(tmp_path, hub, monkeypatch):
     planned = plan("task1", "task2")
     expected = tensors(merge_folders(planned, tmp_path / "out"))
+    assert manifest(tmp_path / "out")["inputs"]["task 0"] == {
+        "name": "owner/task1",
+        "revision": COMMIT,
+    }
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *args, **kwargs: 1 / 0)
     again = plan("task1", "task2")
     assert merge_folders(again, tmp_path / "out") == tmp_path / "out"  # known as the finished run
     assert same(tensors(merge_folders(again, tmp_path / "out2")), expected)
+
+
+def test_a_finished_result_is_known_again_without_a_download(tmp_path, hub):
+    merge_folders(plan("task1", "task2"), tmp_path / "out")
+    shutil.rmtree(tmp_path / "cache")
+    hub.clear()
+    merge_folders(plan("task1", "task2"), tmp_path / "out")
+    assert not [name for name in hub if name.endswith(".safetensors")]
 
 
 def test_a_whole_model_with_an_adapters_config_beside_it_is_a_whole_model(tmp_path, hub):

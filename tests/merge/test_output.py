@@ -14,8 +14,10 @@ from fusion_bench_nufilt.merge.output import Output, clear_work_folder, work_fol
 HEADERS = {"model.safetensors": (b"header", 14)}
 
 
-def begin(folder, run="run"):
-    return Output(folder / "out", run, HEADERS)
+def begin(folder, seed=1, time=0, unchanged=None):
+    files = {"model.safetensors": {"size": 14, "time": time, "header": "0" * 64}}
+    run = {"settings": {"seed": seed}, "inputs": {"base": {"files": files}}}
+    return Output(folder / "out", run, HEADERS, unchanged or (lambda records: 1 / 0))
 
 
 def write_tensor(output):
@@ -101,9 +103,9 @@ def test_nobody_else_can_write_into_the_work_folder(tmp_path):
 
 def test_files_of_a_run_with_another_base_are_in_no_result(tmp_path):
     other = {"other.safetensors": (b"header", 6)}
-    with closing(Output(tmp_path / "out", "one", other)) as output:
+    with closing(Output(tmp_path / "out", {}, other, list)) as output:
         (output.model / "vocab.txt").touch()  # killed before it took its name
-    with closing(begin(tmp_path, "two")) as output:
+    with closing(begin(tmp_path)) as output:
         assert sorted(path.name for path in output.model.iterdir()) == ["model.safetensors"]
 
 
@@ -180,10 +182,26 @@ def test_finishing_leaves_what_others_put_there(tmp_path):
 
 def test_why_a_run_starts_anew_is_said(tmp_path, caplog):
     caplog.set_level("INFO")
-    begin(tmp_path, "one").close()
-    begin(tmp_path, "two").close()
-    assert "starting anew" in caplog.text
-    assert "other inputs, settings or versions" in caplog.text
+    with closing(begin(tmp_path, seed=1)) as output:
+        write_tensor(output)
+    with closing(begin(tmp_path, seed=2, time=9)) as output:
+        assert output.done == {}
+    assert "out' was begun otherwise: settings.seed is 1 there and 2 here" in caplog.text
+    assert "time" not in caplog.text
+
+
+@pytest.mark.parametrize("is_unchanged", [True, False])
+def test_where_the_time_of_an_input_alone_differs_what_is_done_is_compared_once(
+    tmp_path, is_unchanged
+):
+    with closing(begin(tmp_path, time=1)) as output:
+        write_tensor(output)
+    done = ["w"] if is_unchanged else []
+    compared = lambda records: records if is_unchanged else []  # noqa: E731
+    with closing(begin(tmp_path, time=2, unchanged=compared)) as output:
+        assert list(output.done) == done
+    with closing(begin(tmp_path, time=2)) as output:
+        assert list(output.done) == done
 
 
 def test_going_on_takes_a_fraction_of_a_millisecond_for_each_tensor_that_is_done(tmp_path):
@@ -207,4 +225,5 @@ def test_a_journal_whose_first_line_is_damaged_is_said_to_be(tmp_path, caplog):
     journal.write_text(f"x{journal.read_text()}")
     with closing(begin(tmp_path)) as output:
         assert output.done == {}
-    assert "its journal is damaged" in caplog.text
+    assert "the journal of " in caplog.text
+    assert "is damaged" in caplog.text

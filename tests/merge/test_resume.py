@@ -21,7 +21,17 @@ from fusion_bench_nufilt.merge.forecast import disk_bytes
 from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.methods import nufilt
 from tests.conftest import REPO
-from tests.merge.helpers import change, change_json, hashes, interrupt, merge, plan, save_stream
+from tests.merge.helpers import (
+    change,
+    change_json,
+    hashes,
+    interrupt,
+    merge,
+    plan,
+    same,
+    save_stream,
+    tensors,
+)
 from tests.merge.test_adapters import save_adapter
 from tests.models import llama
 
@@ -85,20 +95,55 @@ def test_an_adapter_scaled_otherwise_starts_anew(stream, monkeypatch):
         merge(stream)
 
 
-@pytest.mark.parametrize("what", ["settings", "input"])
-def test_changed_settings_or_inputs_start_anew(stream, monkeypatch, what):
+def test_changed_settings_start_anew(stream, monkeypatch):
     interrupt(stream)
-    options = {"null_rank": 5} if what == "settings" else {}
-    if what == "input":
-        change(
-            stream / "task3",
-            "model.layers.0.mlp.up_proj.weight",
-            lambda value: torch.zeros_like(value),
-        )
     computed = count_layers(monkeypatch)
-    result = hashes(merge(stream, **options))
+    result = hashes(merge(stream, null_rank=5))
     assert len(set(computed)) == 14
-    assert result == hashes(merge(stream, out="expected", **options))
+    assert result == hashes(merge(stream, out="expected", null_rank=5))
+
+
+def touch(folder):
+    for path in folder.rglob("*"):
+        os.utime(path, ns=(0, 10**18))
+
+
+def test_a_touched_input_loses_no_work_and_a_finished_result_stays_finished(stream, monkeypatch):
+    expected = tensors(merge(stream, out="expected"))
+    done = interrupt(stream)
+    layers = min(done, 14)  # which come first
+    for folder in ("base", "task1", "task3"):
+        touch(stream / folder)
+    computed = count_layers(monkeypatch)
+    assert same(tensors(merge(stream)), expected)
+    assert len(set(computed)) == 14 - layers
+    touch(stream / "task2")
+    computed.clear()
+    assert merge(stream) == stream / "out"
+    assert computed == []
+
+
+def test_of_an_input_that_was_changed_only_what_was_made_from_its_other_tensors_is_kept(
+    stream, monkeypatch
+):
+    done = interrupt(stream, after=14)
+    assert done >= 14
+    change(stream / "task3", "model.layers.0.mlp.up_proj.weight", torch.zeros_like)
+    computed = count_layers(monkeypatch)
+    result = tensors(merge(stream))
+    assert set(computed) == {"model.layers.0.mlp.up_proj"}
+    assert same(result, tensors(merge(stream, out="expected")))
+
+
+def test_a_finished_result_of_other_settings_or_inputs_is_refused_by_what_differs(stream):
+    merge(stream)
+    with pytest.raises(ValueError, match=r"out' exists: settings.null_rank is 6 there and 5 here"):
+        merge(stream, null_rank=5)
+    with pytest.raises(ValueError, match=r'out. exists: .*name is "task3" there and "task2" here'):
+        merge(stream, ["task1", "task2", "task2"])
+    change_json(stream / "task2" / "config.json", rope_theta=1e6)
+    with pytest.raises(ValueError, match=r"inputs\.task 1\.files\.config\.json.* is not the same"):
+        merge(stream)
 
 
 def test_a_finished_run_asked_for_again_is_finished(stream, monkeypatch):

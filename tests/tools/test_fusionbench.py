@@ -259,7 +259,7 @@ PATCHES = sorted(
 )
 
 
-OF_CLIP = ("0003", "0005", "0007")
+OF_CLIP = ("0003", "0005")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.storage.files import CARD, MANIFEST, printable, read_json
+from fusion_bench_nufilt.storage.schemas import Input, InputFile
 from fusion_bench_nufilt.storage.tensors import TensorFile, TensorInfo, digest
 
 from .fp8 import Quantisation, Quantised, join_scales, other_quantisation
@@ -78,6 +79,8 @@ class Checkpoint(Source):
         self, name: str, folder: Path, files: _Files, opened: dict[str, TensorFile] | None = None
     ) -> None:
         self.name, self.folder, self.files, self.remote = name, folder, list(files), opened is None
+        # A folder of the hub's cache has the name of its commit.
+        self.revision = None if Path(name).expanduser().is_dir() else folder.name
         self.tensors: dict[str, TensorInfo] = {}
         self.opened = opened or {}
         for file, found in files.items():
@@ -238,15 +241,18 @@ class Checkpoint(Source):
         except OSError as error:
             raise ValueError(f"'{error.filename}' can't be read: {error.strerror}") from error
 
-    def identity(self) -> list[object]:
-        """Return what identifies this checkpoint, and shows that it was changed, without reading
-        its weights.
+    def identity(self) -> Input:
+        """Return what tells this checkpoint from others, without reading its weights: its revision
+        on the hub, or its files.
         """
-        files = [
-            [name, file.stamp, hashlib.sha256(file.header).hexdigest()]
-            for name, file in self.opened.items()
-        ]
-        return [self.label, files, self.adapter_config, self.quantisation]
+        if self.revision is not None:
+            return Input(name=self.label, revision=self.revision)
+        files = {name: file.identity() for name, file in self.opened.items()}
+        for name in ("config.json", "adapter_config.json", MANIFEST):
+            path = self.folder / name
+            if path.is_file():
+                files[name] = InputFile(sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+        return Input(name=self.label, files=files)
 
     def file(self, key: str) -> TensorFile:
         return self.opened[self.tensors[key].file]
