@@ -216,7 +216,9 @@ class Architecture:
         selected = {name: view for name, view in selected.items() if not heads.of([view.key])}
         chosen = {self.param_of(view): name for name, view in selected.items()}
         stored, name = self.by_param(base), base.name
-        for whole in (self._params[view.key] for view in selected.values()):
+        wholes = [self._params[view.key] for view in selected.values()]
+        base.check_not_empty(key for whole in wholes for key in stored.get(whole, ()))
+        for whole in wholes:
             for key in stored.get(whole, ()):
                 base.check_floats([key])
                 if (shape := base.tensors[key].shape) != (promised := self.shape(whole)):

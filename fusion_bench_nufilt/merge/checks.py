@@ -194,7 +194,7 @@ def check_task(
         )
     if lost and len(lost) == len(chosen):
         raise ValueError(
-            f"adapter '{name}' changes none of the {len(lost)} layers to merge, only "
+            f"adapter '{name}' changes none of the {len(lost)} layers to merge: it is of "
             f"{some(task.params)}"
         )
     changed = chosen | averaged
@@ -223,6 +223,10 @@ def _check_shapes(
     ``on_shape_mismatch`` allows it.
     """
     name, base = task.source.name, selection.base.name
+    full = {param: shape for param, shape in selection.pretrained.params.items() if 0 not in shape}
+    task.source.check_not_empty(
+        key for param, key in task.keys.items() if param in full or architecture.parts(param)
+    )
     for param, shape in list(task.params.items()):
         parts = architecture.parts(
             param
@@ -259,6 +263,12 @@ def check_state(plan: Plan, name: str) -> Iterator[str]:
     """Check that the method can go on from the state beside the merged model of this name."""
     method = plan.method
     before = plan.before.get("settings", {})
+    made_by = plan.before.get("method", method.label)  # a variant has its method's label
+    if made_by != method.label and not method.state_is_weight:
+        raise ValueError(
+            f"'{name}' was merged by {made_by}, which keeps no sums that {method.label} goes on "
+            f"from: merge all of its tasks again with {method.name}, or go on with its own method"
+        )
     stored = plan.state.keys if plan.state else {}
     if plan.state is None and before.get("state") is False and not method.state_is_weight:
         remedy = "merge its tasks again without --no-state, or all at once with the new ones"
@@ -288,16 +298,8 @@ def check_state(plan: Plan, name: str) -> Iterator[str]:
                 f"'{name}' does not have all merged layers in float32: going on from the rounded "
                 "ones"
             )
-    elif (
-        missing or others or plan.before.get("method", method.label) != method.label
-    ):  # a variant has its label
-        what = (
-            f"no '{missing[0]}'"
-            if missing
-            else f"'{others[0]}'"
-            if others
-            else "that of another method"
-        )
+    elif missing or others:
+        what = f"no '{missing[0]}'" if missing else f"'{others[0]}'"
         own = f"{method.label} goes on from its own merges of the same layers only"
         raise ValueError(f"the merged model '{name}' has {what} in {STATE_FILE}: {own}")
     if rounded_means:

@@ -21,7 +21,6 @@ from .relation import check_relation
 from .sources.adapters import open_task
 from .sources.checkpoint import Checkpoint, is_adapter
 from .sources.models import FullModel
-from .sources.source import some
 from .vocabulary import join_vocabularies
 
 
@@ -150,6 +149,19 @@ def _join_vocabularies(plan: Plan, architecture: Architecture) -> Iterator[str]:
     yield from joined.warnings
 
 
+def _refuse_twice(plan: Plan) -> None:
+    """Refuse a task that comes twice, by one name or two, or that is the model to merge into."""
+    folders = {} if plan.merged is None else {plan.merged.checkpoint.folder.resolve(): "--merged"}
+    for task in plan.tasks:
+        folder = task.checkpoint.folder.resolve()
+        if folder in folders:
+            raise ValueError(
+                f"task '{task.source.name}' is also {folders[folder]}: name it once, and set its "
+                "strength by --weights"
+            )
+        folders[folder] = f"task '{task.source.name}'"
+
+
 def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
     """Refuse what does not fit, and yield warnings about what is doubtful, as do all checks
     below.
@@ -164,11 +176,7 @@ def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
     warning = plan.method.warning(shapes, "nufilt merge")
     if warning is not None:
         yield warning
-    folders = [task.checkpoint.folder.resolve() for task in plan.tasks]
-    if twice := [
-        task.source.name for i, task in enumerate(plan.tasks) if folders[i] in folders[:i]
-    ]:
-        yield f"{some(twice)} comes more than once in the stream"
+    _refuse_twice(plan)
     for task in plan.tasks:
         yield from check_task(plan, task, architecture, plan.averaged)
     if plan.merged is not None:

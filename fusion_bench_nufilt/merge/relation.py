@@ -6,11 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.layers.names import block_of
 from fusion_bench_nufilt.layers.targets import leave_out
+from fusion_bench_nufilt.storage.checkpoint import read_manifest
 
 from .architecture import Layer
 from .plan import Plan
+from .sources.adapters import LoraAdapter
+from .sources.checkpoint import Checkpoint
 from .sources.models import FullModel
 
 # A fine-tuned weight has a cosine of nearly 1 with its pretrained value; unrelated weights have one
@@ -21,10 +25,14 @@ _SAMPLED_LAYERS, _SAMPLED_ELEMENTS = 8, 2**20
 
 
 def check_relation(plan: Plan) -> Iterator[str]:
-    """Warn if the weights suggest another base, and refuse a layer that was drawn at random.
+    """Warn if the weights suggest another base or no training, and refuse a layer that was drawn at
+    random.
 
     Of files, a sample of the layers is read, each layer once; of models in memory, all layers.
     """
+    for task in plan.tasks:
+        if isinstance(task, LoraAdapter):
+            yield from _check_effect(plan, task)
     models = [
         model
         for model in plan.models.values()
@@ -43,6 +51,32 @@ def check_relation(plan: Plan) -> Iterator[str]:
                 of_layers[layer] = _inner_products(x.double(), y.double())
     for model, of_layers in zip(models, products, strict=True):
         yield from _compare(plan, model, of_layers)
+
+
+def _check_effect(plan: Plan, adapter: LoraAdapter) -> Iterator[str]:
+    """Warn if an adapter adds nothing to any layer of a sample, and brings no tensors either."""
+    changed = {layer.param for layer in plan.layers} | plan.averaged_of(adapter)
+    if not changed.isdisjoint(adapter.keys) or adapter.magnitudes:
+        return
+    layers = _sample([layer for layer in plan.layers if layer.param in adapter.pairs])
+    zeros = {layer.param for layer in layers if _is_zero(adapter, layer.param)}
+    if not layers or len(zeros) < len(layers):
+        return
+    if all(adapter.pairs[param][2] == 0 for param in zeros):
+        why = "the lora_alpha in its adapter_config.json is 0"
+    else:
+        why = "its factors are zero, as before any training"
+    yield (
+        f"adapter '{adapter.source.name}' changes nothing in the {len(layers)} layers looked at: "
+        f"{why}"
+    )
+
+
+def _is_zero(adapter: LoraAdapter, param: str) -> bool:
+    """Tell whether an adapter's update of a layer is zero."""
+    update, _ = adapter.weight(param, torch.empty(0))
+    assert isinstance(update, LowRank)
+    return not (update.left.any() and update.right.any())
 
 
 def _sample(layers: Sequence[Layer]) -> list[Layer]:
@@ -77,6 +111,8 @@ def _compare(plan: Plan, model: FullModel, products: Mapping[Layer, Tensor]) -> 
             f"model '{name}', layer '{layer.name}' {layer.view.shape} {why}{leave_out(layer.name)}"
         )
     cosine, change = xy / (xx * yy) ** 0.5, (dd / xx) ** 0.5
+    if _names_base(plan, model):  # that of another base is refused elsewhere
+        return
     if cosine < _LEAST_COSINE or change > _MOST_CHANGE:
         evidence = f"their weights have cosine {cosine:.3f}, ||tau|| / ||theta_0|| is {change:.2f}"
         other = f"'{name}' looks as if it was made from another base than '{base.name}'"
@@ -90,3 +126,13 @@ def _unrelated(xx: float, yy: float, xy: float) -> bool:
     untrained.
     """
     return xx * yy > 0 and xy < _LEAST_COSINE_OF_A_LAYER * math.sqrt(xx * yy)
+
+
+def _names_base(plan: Plan, model: FullModel) -> bool:
+    """Tell whether a model is a result, however far from the base, whose manifest names the
+    base.
+    """
+    if not isinstance(model.source, Checkpoint):
+        return False
+    manifest = read_manifest(model.source.folder) or {}
+    return manifest.get("inputs", {}).get("base", {}).get("name") == plan.base.label

@@ -1,12 +1,13 @@
 """A peft adapter folder is the model that peft makes of it."""
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
-from tests.merge.helpers import change, merge, plan, same, save_stream, tensors
+from tests.merge.helpers import change, change_json, merge, plan, same, save_stream, tensors
 from tests.models import TOWER, clip, llama, llava
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -265,3 +266,125 @@ def test_dora_outside_the_merged_layers_is_refused(tmp_path):
     assert any(
         "also changes 'lm_head.weight': ignored" in text for text in plan_adapter(tmp_path).warnings
     )
+
+
+# --- what is said about adapters that have no effect, or are none of LoRA ---
+
+
+def warnings(folder, **options):
+    return plan(folder, ["adapter"], **options).warnings
+
+
+def untrained(folder):
+    path = folder / "adapter" / "adapter_model.safetensors"
+    state = load_file(path)
+    save_file({k: v * 0 if "lora_B" in k else v for k, v in state.items()}, path)
+
+
+def without_alpha(folder):
+    change_json(folder / "adapter" / "adapter_config.json", lora_alpha=0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (untrained, "factors are zero, as before any"),
+        (without_alpha, "lora_alpha in its adapter_c"),
+    ],
+)
+def test_an_adapter_without_effect_is_warned_about_as_a_copy_of_the_base_is(tmp_path, spoil, why):
+    save_all(tmp_path, llama())
+    assert warnings(tmp_path) == []
+    spoil(tmp_path)
+    (text,) = warnings(tmp_path)
+    assert "adapter' changes nothing in the 6 layers looked at" in text
+    assert why in text
+    out = merge(tmp_path, ["adapter"])
+    assert same(tensors(out), tensors(tmp_path / "base"))
+
+
+def test_an_untrained_adapter_that_brings_tensors_has_an_effect_where_they_are_merged(tmp_path):
+    save_all(tmp_path, llama(tie_word_embeddings=False), modules_to_save=["lm_head"])
+    untrained(tmp_path)
+    assert warnings(tmp_path, other_params="mean") == []
+    assert any("changes nothing" in text for text in warnings(tmp_path))
+
+
+def test_the_placeholders_of_zero_3_are_named_in_adapters_and_models(tmp_path):
+    save_all(tmp_path, llama())
+    for task in ("adapter", "task1", "base"):
+        for path in (tmp_path / task).glob("*.safetensors"):
+            state = load_file(path)
+            names = [key for key in state if "_proj" in key]
+            save_file({**state, **{key: torch.empty(0) for key in names}}, path)
+        task = "task1" if task == "base" else task
+        with pytest.raises(ValueError, match=r"empty tensors: '.*_proj.*DeepSpeed ZeRO-3 leaves"):
+            plan(tmp_path, [task])
+        if task == "adapter":
+            save_adapter(tmp_path, llama())
+
+
+def test_an_adapter_file_without_tensors_is_refused(tmp_path):
+    save_all(tmp_path, llama())
+    save_file({}, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="adapter' has no tensors: save it again"):
+        plan_adapter(tmp_path)
+
+
+def test_a_b_without_its_a_is_named(tmp_path):
+    save_all(tmp_path, llama())
+    change(tmp_path / "adapter", QUERY_A, lambda value: None)
+    with pytest.raises(ValueError, match=r"q_proj\.lora_B\.weight' and no '.*q_proj\.lora_A"):
+        plan_adapter(tmp_path)
+
+
+QUERIES = {"target_modules": ["q_proj"]}
+OTHER_KINDS = {
+    "VERA": peft.VeraConfig(**QUERIES, r=4),
+    "ADALORA": peft.AdaLoraConfig(**QUERIES, total_step=10),
+    "LOHA": peft.LoHaConfig(**QUERIES, r=4),
+    "LOKR": peft.LoKrConfig(**QUERIES, r=4),
+    "IA3": peft.IA3Config(**QUERIES, feedforward_modules=[]),
+    "convolution": LoraConfig(target_modules=["q_proj", "patch_embedding"]),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_an_adapter_of_another_kind_is_refused_and_what_peft_merges_it_into_is_merged(
+    tmp_path, kind
+):
+    base = clip() if kind == "convolution" else llama()
+    save_stream(tmp_path, base, tasks=1)
+    model = get_peft_model(type(base).from_pretrained(tmp_path / "base"), OTHER_KINDS[kind])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * parameter.requires_grad
+    model.save_pretrained(tmp_path / "adapter")
+    refusal = "no LoRA of a linear layer" if kind == "convolution" else f"is of type {kind}"
+    with pytest.raises(ValueError, match=rf"{refusal}.*peft \(merge_and_unload\), and give that"):
+        plan_adapter(tmp_path)
+    whole = type(base).from_pretrained(tmp_path / "base")
+    whole = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter").merge_and_unload()
+    whole.save_pretrained(tmp_path / "merged")
+    result = tensors(merge(tmp_path, ["merged"], other_params="mean"))
+    torch.testing.assert_close(result, tensors(tmp_path / "merged"), rtol=0, atol=1e-6)
+    assert not same(result, tensors(tmp_path / "base"))
+
+
+def test_what_is_saved_again_with_the_gathered_weights_is_merged(tmp_path):
+    save_all(tmp_path, llama())
+    expected = tensors(merge(tmp_path, ["task1"], "expected"))
+    model = type(llama()).from_pretrained(tmp_path / "task1")
+    gathered = {key: value.clone() for key, value in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+    model.save_pretrained(tmp_path / "task1", state_dict=gathered)
+    assert same(tensors(merge(tmp_path, ["task1"])), expected)
+
+
+@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "PREFIX_TUNING", "XLORA"])
+def test_an_adapter_that_changes_no_weights_is_not_sent_to_peft(tmp_path, kind):
+    save_all(tmp_path, llama())
+    change_json(tmp_path / "adapter" / "adapter_config.json", peft_type=kind)
+    with pytest.raises(ValueError, match=f"is of type {kind}: .* it changes no weights$"):
+        plan_adapter(tmp_path)

@@ -26,6 +26,18 @@ _REFUSED = {
 }
 # peft also writes what the wrapper of a module in modules_to_save holds, if embeddings are saved.
 _SAVED, _ORIGINAL = ".modules_to_save.", ".original_module."
+# Kinds of adapters that add to the input or choose among adapters, which peft can't merge either.
+_WITHOUT_WEIGHTS = (
+    "PROMPT_TUNING",
+    "MULTITASK_PROMPT_TUNING",
+    "P_TUNING",
+    "PREFIX_TUNING",
+    "ADAPTION_PROMPT",
+    "CPT",
+    "POLY",
+    "XLORA",
+)
+WITH_PEFT = "merge it into its base with peft (merge_and_unload), and give that folder"
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 _REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -41,14 +53,19 @@ class LoraAdapter(FullModel):
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.config: Mapping[str, Any] = checkpoint.adapter_config
         name = checkpoint.name
-        if (kind := self.config.get("peft_type")) != "LORA":
-            raise ValueError(f"adapter '{name}' is of type {kind}: only LORA can be merged")
+        kind = self.config.get("peft_type")
+        if kind in _WITHOUT_WEIGHTS:
+            raise ValueError(
+                f"adapter '{name}' is of type {kind}: only LORA can be merged, and it changes no "
+                "weights"
+            )
+        if kind != "LORA":
+            raise ValueError(
+                f"adapter '{name}' is of type {kind}: only LORA can be merged; {WITH_PEFT}"
+            )
         for key, what in _REFUSED.items():
             if self.config.get(key):
-                raise ValueError(
-                    f"adapter '{name}' uses {what}: merge it into its base with peft, give that "
-                    "folder"
-                )
+                raise ValueError(f"adapter '{name}' uses {what}: {WITH_PEFT}")
         if (start := str(self.config.get("init_lora_weights", True))).startswith(_REFUSED_INITS):
             remedy = "save it with peft's path_initial_model_for_weight_conversion"
             raise ValueError(
@@ -62,6 +79,12 @@ class LoraAdapter(FullModel):
 
     def _find_tensors(self, architecture: Architecture) -> None:
         unknown, tensors, wrapped = [], self.source.tensors, {}
+        if not tensors:
+            raise ValueError(
+                f"adapter '{self.source.name}' has no tensors: save it again from the model that "
+                "was trained"
+            )
+        self.source.check_not_empty(tensors)
         saved: defaultdict[str, list[str]] = defaultdict(list)  # whole tensors by param
         for key, info in tensors.items():
             name = key.removeprefix(PREFIX).replace(".base_layer.bias", ".bias")  # trained biases
@@ -96,8 +119,10 @@ class LoraAdapter(FullModel):
                 param = architecture.param(name)
                 saved[param].append(key)
                 self.keys[param], self.params[param] = key, info.shape
-            elif partner == key or partner not in tensors:
+            elif partner == key:
                 unknown.append(key)
+            elif partner not in tensors:
+                raise ValueError(f"adapter '{self.source.name}' has '{key}' and no '{partner}'")
         self._add_experts(architecture, wrapped)
         self._check_tied(architecture, saved)
         promised = {
@@ -113,7 +138,8 @@ class LoraAdapter(FullModel):
             )
         if unknown:
             raise ValueError(
-                f"adapter '{self.source.name}': {some(unknown)}: no LoRA of a linear layer"
+                f"adapter '{self.source.name}': {some(unknown)}: no LoRA of a linear layer; "
+                f"{WITH_PEFT}"
             )
 
     def _check_tied(self, architecture: Architecture, saved: Mapping[str, Sequence[str]]) -> None:

@@ -54,6 +54,7 @@ class _ModelConfig(TypedDict, total=False):
 
 class AdapterConfig(TypedDict, total=False):
     peft_type: str | None
+    base_model_name_or_path: str | None
     r: PositiveInt
     rank_pattern: dict[str, PositiveInt] | None
     lora_alpha: FiniteFloat

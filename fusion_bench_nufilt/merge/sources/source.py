@@ -50,6 +50,16 @@ class Source(ABC):
         self.parts = parts
         self.tensors = split_rows(self.whole, parts)
 
+    def check_not_empty(self, keys: Iterable[str]) -> None:
+        """Raise a ValueError that names tensors of which nothing but a placeholder was saved."""
+        empty = [key for key in keys if 0 in self.tensors[key].shape]
+        if empty:
+            raise ValueError(
+                f"model '{self.name}' has {len(empty)} empty tensors: {some(empty)}. DeepSpeed "
+                "ZeRO-3 leaves these where a model is saved without its gathered weights: save it "
+                "again with save_pretrained(FOLDER, state_dict=accelerator.get_state_dict(model))"
+            )
+
     def check_floats(self, keys: Iterable[str]) -> None:
         """Raise a ValueError that names a tensor if one that the merge computes with is not
         floating point.
