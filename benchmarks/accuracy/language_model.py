@@ -44,6 +44,9 @@ def main() -> None:
     parser.add_argument("--gguf", required=True, type=Path)
     parser.add_argument("--clones", required=True, type=Path)
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the examples drawn and of A; take another OUT"
+    )
     parser.add_argument("--tasks", default=",".join(TASKS), help="those to train now")
     arguments = parser.parse_args()
     out = arguments.out.resolve()
@@ -61,22 +64,28 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(out / "base", padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token
     trains = {
-        name: write_task(name, task, arguments.clones, out / "tasks")
+        name: write_task(name, task, arguments.clones, out / "tasks", arguments.seed)
         for name, task in TASKS.items()
     }
     for kind in arguments.kinds:
         write_kind(kind, out)
         for name in arguments.tasks.split(","):
             if not (out / kind / name).exists():
-                finetune(kind, name, trains[name], tokenizer, out)
+                finetune(kind, name, trains[name], tokenizer, out, arguments.seed)
 
 
 def finetune(
-    kind: str, name: str, examples: Examples, tokenizer: PreTrainedTokenizerBase, out: Path
+    kind: str,
+    name: str,
+    examples: Examples,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    seed: int,
 ) -> None:
-    """Train on one task, and save the full model, with an adapter merged into it."""
+    """Train on one task, and save the full model, and an adapter as such, too."""
     begin = time.time()
-    torch.manual_seed(1 + list(TASKS).index(name) if kind == "lora_own" else 0)  # of A
+    own_seed = 1 + list(TASKS).index(name) if kind == "lora_own" else 0  # of A
+    torch.manual_seed(seed + own_seed)
     model = AutoModelForCausalLM.from_pretrained(out / "base", dtype=torch.float32)
     if kind.startswith("lora"):
         model = get_peft_model(model, ADAPTER)
@@ -97,7 +106,7 @@ def finetune(
         (examples * STEPS)[: STEPS * BATCH], key=lambda example: len(example[0])
     )  # little is padded
     batches = [drawn[i : i + BATCH] for i in range(0, len(drawn), BATCH)]
-    random.Random(0).shuffle(batches)
+    random.Random(seed).shuffle(batches)
     for batch in batches:
         texts = [text for text, _ in batch]
         inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
@@ -117,7 +126,9 @@ def finetune(
         f"{time.time() - begin:.0f} s",
         flush=True,
     )
-    model = model.merge_and_unload() if kind.startswith("lora") else model
+    if kind.startswith("lora"):
+        model.save_pretrained(out / "adapters" / kind / name)
+        model = model.merge_and_unload()
     unfinished = out / kind / f"{name}.part"
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)

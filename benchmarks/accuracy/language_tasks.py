@@ -160,7 +160,7 @@ def show(clones: Path, repository: str, file: str) -> str:
     return done.stdout.decode("utf-8", "replace")
 
 
-def write_task(name: str, task: Task, clones: Path, out: Path) -> Examples:
+def write_task(name: str, task: Task, clones: Path, out: Path, seed: int = 0) -> Examples:
     """Write a task for lm-eval, and return the training prompts with their answers."""
     parts = []
     for files in task.files:
@@ -175,7 +175,7 @@ def write_task(name: str, task: Task, clones: Path, out: Path) -> Examples:
             for text, answer in kept
             if len(text.split()) <= WORDS
         ]
-        random.Random(0).shuffle(kept)
+        random.Random(seed).shuffle(kept)
         parts.append(kept)
     train, test = parts if len(parts) == 2 else (parts[0][TEST:], parts[0])
     answers = list(task.answers.values())

@@ -48,18 +48,21 @@ def main() -> None:
     parser.add_argument("--model", required=True, type=Path)
     parser.add_argument("--clones", required=True, type=Path)
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the examples drawn and of A; take another OUT"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     base, out = arguments.model.resolve(), arguments.out.resolve()
     trains = {
-        name: write_task(name, task, arguments.clones, out / "tasks")
+        name: write_task(name, task, arguments.clones, out / "tasks", arguments.seed)
         for name, task in TASKS.items()
     }
     for kind in arguments.kinds:
         write_kind(kind, base, out)
         for name, examples in trains.items():
             if not (out / kind / name).exists():
-                finetune(kind, name, examples, base, out)
+                finetune(kind, name, examples, base, out, arguments.seed)
 
 
 class Encoder:
@@ -122,9 +125,10 @@ class TextTaskPool(BaseTaskPool, TasksByName):
         return results
 
 
-def finetune(kind: str, name: str, examples: Examples, base: Path, out: Path) -> None:
-    """Train on one task, and save the full model, with an adapter merged into it."""
-    torch.manual_seed(1 + list(TASKS).index(name) if kind == "lora_own" else 0)  # of A
+def finetune(kind: str, name: str, examples: Examples, base: Path, out: Path, seed: int) -> None:
+    """Train on one task, and save the full model, and an adapter as such, too."""
+    own_seed = 1 + list(TASKS).index(name) if kind == "lora_own" else 0  # of A
+    torch.manual_seed(seed + own_seed)
     encoder, model = Encoder(base), AutoModel.from_pretrained(base, dtype=torch.float32)
     if kind.startswith("lora"):
         model = get_peft_model(model, ADAPTER)
@@ -143,7 +147,7 @@ def finetune(kind: str, name: str, examples: Examples, base: Path, out: Path) ->
     )
     answers, right = list(TASKS[name].answers.values()), []
     drawn = (examples * STEPS)[: STEPS * BATCH]
-    random.Random(0).shuffle(drawn)
+    random.Random(seed).shuffle(drawn)
     for start in range(0, len(drawn), BATCH):
         texts, words = zip(*drawn[start : start + BATCH], strict=True)
         targets = torch.tensor([answers.index(word) for word in words])
@@ -158,7 +162,9 @@ def finetune(kind: str, name: str, examples: Examples, base: Path, out: Path) ->
         f"{kind} {name}: {sum(right[-10:]) / 10:.2f} of the last training examples right",
         flush=True,
     )
-    model = model.merge_and_unload() if kind.startswith("lora") else model
+    if kind.startswith("lora"):
+        model.save_pretrained(out / "adapters" / kind / name)
+        model = model.merge_and_unload()
     unfinished = out / kind / f"{name}.part"
     model.save_pretrained(unfinished)
     unfinished.rename(out / kind / name)
