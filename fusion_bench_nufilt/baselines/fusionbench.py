@@ -2,10 +2,11 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -91,6 +92,29 @@ def shifted(theta: nn.Module, to: nn.Module, base: nn.Module, scale: float = 1) 
             values[key] = value.to(wide) + scale * difference
     model.load_state_dict(values, strict=False)
     return model
+
+
+def walk_tied_parameters_once(model: nn.Module) -> nn.Module:
+    """Make ``model.named_modules()`` leave out each module whose parameters an earlier one holds.
+
+    FusionBench's continual methods write every parameter of every module, and so merge one that
+    several modules hold several times: an embedding and the head that is tied to it, and the
+    embeddings of a T5, which are three modules since transformers 5.
+    """
+    vars(model)["named_modules"] = MethodType(_modules_with_parameters_of_their_own, model)
+    return model
+
+
+def _modules_with_parameters_of_their_own(
+    model: nn.Module, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    earlier: set[int] = set()
+    for name, module in nn.Module.named_modules(model, memo, prefix, remove_duplicate):
+        parameters = {id(parameter) for parameter in module.parameters(recurse=False)}
+        if parameters and parameters <= earlier and remove_duplicate:
+            continue
+        earlier |= parameters
+        yield name, module
 
 
 class _Baseline(ContinualMergingAlgorithm):
@@ -235,17 +259,16 @@ class ContinualMethodBaseline(_Baseline):
         )  # some methods write into the first model that they load
 
         def load(name: str, *args: Any, **kwargs: Any) -> nn.Module:
-            return self._load(models, name)[0].cpu()  # which notes the digest of what is merged
+            # This notes the digest of what is merged.
+            return walk_tied_parameters_once(self._load(models, name)[0].cpu())
 
         pool = copy(models)
         pool.load_model = load
         # Models on a GPU are merged from the CPU, since OPCM and others move layers by themselves
         # and use NumPy.
         home, base = next(pretrained.parameters()).device, deepcopy(pretrained).cpu()
-        merged, stand_ins = (
-            deepcopy(base),
-            defaultdict[str, nn.Module](lambda: nn.Sequential(nn.Linear(2, 2))),
-        )
+        merged = deepcopy(base)
+        stand_ins = defaultdict[str, nn.Module](lambda: nn.Sequential(nn.Linear(2, 2)))
         if done := self._resume(merged) if self.resume else 0:
             pool.load_model = lambda name, *args, **kwargs: stand_ins[name]
         begin = time.perf_counter()
@@ -263,7 +286,9 @@ class ContinualMethodBaseline(_Baseline):
 
         self._method.save_merged_model = observe
         with torch.enable_grad():
-            return self._method.run(pool).to(home)
+            result: nn.Module = self._method.run(pool).to(home)
+        del vars(result)["named_modules"]
+        return result
 
 
 def _is_numeric(value: Any) -> bool:
@@ -274,3 +299,4 @@ def _is_numeric(value: Any) -> bool:
 def _become(stand_in: nn.Module, model: nn.Module) -> None:
     """Turn a module into another one in place, for everything that refers to it."""
     stand_in.__class__, stand_in.__dict__ = type(model), model.__dict__
+    walk_tied_parameters_once(stand_in)

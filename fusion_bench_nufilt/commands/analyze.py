@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from fusion_bench_nufilt.analysis.settings import AnalysisConfig
-from fusion_bench_nufilt.compare.overrides import without_method
+from fusion_bench_nufilt.compare.overrides import with_config_dir, without_method
 from fusion_bench_nufilt.merge import Plan
 from fusion_bench_nufilt.merge.folders import refuse_inside
 from fusion_bench_nufilt.pages.analysis import AnalysisContent
@@ -22,12 +22,12 @@ from fusion_bench_nufilt.storage.files import (
     shown,
 )
 
-from .options import patterns, takes_options, was_typed
+from .options import ConfigDir, patterns, takes_options, was_typed
 from .terminal import AsJson, Quiet, bars_on, name_files, only_log_of, terminal, warn
 
 without_data = partial(typer.Option, rich_help_panel="Folders, without data")
 
-NEED_DATA = ("modelpool", "methods", "samples", "activations", "pairs", "seed")
+NEED_DATA = ("modelpool", "config_dir", "methods", "samples", "activations", "pairs", "seed")
 
 
 @takes_options(AnalysisConfig)
@@ -40,6 +40,7 @@ def analyze(
     modelpool: Annotated[
         str, typer.Option(help="Models and their data, as fusion_bench names them.")
     ] = "nufilt_demo",
+    config_dir: ConfigDir = None,
     methods: Annotated[
         str | None,
         typer.Option(
@@ -74,16 +75,15 @@ def analyze(
     """
     with terminal(quiet) as console:
         out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
-        config, targets, words = (
-            AnalysisConfig(**options),
-            patterns(target_modules) or "auto",
-            list(overrides or ()),
-        )
+        config = AnalysisConfig(**options)
+        targets = patterns(target_modules) or "auto"
         from fusion_bench_nufilt.analysis.folders import analyze_folders
         from fusion_bench_nufilt.analysis.summary import save_analysis
 
         refuse_foreign(out, "analysis.json")
-        _refuse_ignored([name for name in context.params if was_typed(context, name)], words)
+        typed = [name for name in context.params if was_typed(context, name)]
+        _refuse_ignored(typed, list(overrides or ()))
+        words = with_config_dir(config_dir, overrides or ())
         plan = None if base is None else _plan(console, base, task or [], merged, targets)
         if plan is not None:
             refuse_inside(plan, out)
@@ -111,7 +111,7 @@ def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
         )
     if "merged" in typed and "base" not in typed:
         raise ValueError("--merged goes with --base and --task")
-    ignored = [f"--{name}" for name in NEED_DATA if name in typed] + overrides
+    ignored = [f"--{name.replace('_', '-')}" for name in NEED_DATA if name in typed] + overrides
     if "base" in typed and ignored:
         raise ValueError(
             f"{ignored[0]} does not go with --base, which analyses folders without data: leave it "

@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from fusion_bench_nufilt.compare.overrides import with_config_dir
 from fusion_bench_nufilt.storage.files import refuse_foreign
 
+from .options import ConfigDir
 from .terminal import AsJson, Quiet, bars_on, interruptible, name_files, only_log_of, terminal
 
 
@@ -37,6 +39,7 @@ def compare(
     modelpool: Annotated[
         str, typer.Option(help="Models, as fusion_bench names them.")
     ] = "nufilt_demo",
+    config_dir: ConfigDir = None,
     seeds: Annotated[
         str, typer.Option(help="Task orders: 42, 42,45 or 42:52 (42 to 51, the paper's ten).")
     ] = "42",
@@ -73,10 +76,7 @@ def compare(
     Finished runs are kept: the same command goes on where it was interrupted, and methods and seeds
     can be added.
     """
-    out, words = (
-        out.expanduser(),
-        list(overrides or ()),
-    )  # the shell leaves the ~ of --out=~/results as it is
+    out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
     how: Any = {
         "evaluate": evaluate,
         "overwrite": overwrite,
@@ -86,6 +86,7 @@ def compare(
     how |= {"validation": validation, "jobs": jobs, "engine": engine, "address": address}
     with terminal(quiet) as console:
         only_log_of("compare")
+        words = with_config_dir(config_dir, overrides or ())
         from fusion_bench_nufilt.compare import configs, run, specs
         from fusion_bench_nufilt.misplaced import refuse_misplaced
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import Parameter
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
@@ -19,6 +20,10 @@ from fusion_bench_nufilt.core.options import choices
 RANKS = {each.name for each in dataclasses.fields(FusionConfig) if each.type == int | float}
 # The options that are a number of bytes, or a size such as 4GB.
 SIZES = ("max_memory", "max_shard_size")
+ConfigDir = Annotated[
+    Path | None,
+    typer.Option(help="Folder of your own configurations, such as modelpool/mine.yaml."),
+]
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 

@@ -15,11 +15,12 @@ from fusion_bench.utils import instantiate
 from fusion_bench.utils.instantiate_utils import set_print_function_call
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fusion_bench_nufilt.core.options import unknown
 from fusion_bench_nufilt.stream.errors import what_is_wrong
 
 from .overrides import key_of
@@ -32,6 +33,11 @@ def composing() -> Iterator[None]:
     """Turn an error of Hydra or OmegaConf into a ValueError of one line."""
     try:
         yield
+    except MissingConfigException as error:
+        file = str(error.missing_cfg_file)
+        group, _, name = file.partition("/")
+        own = f"one of your own is found in the folder of --config-dir, as {file}.yaml"
+        raise ValueError(unknown(group, name, error.options or (), own)) from None
     except (HydraException, OmegaConfBaseException) as error:
         line = what_is_wrong(error, DictConfig({})) or " ".join(str(error).split())
         raise ValueError(line) from None

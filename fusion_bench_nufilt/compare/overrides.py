@@ -1,6 +1,7 @@
 """Read ``KEY=VALUE`` words with Hydra's own parser."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,6 +20,16 @@ def key_value(word: str) -> tuple[str, Any]:
 def key_of(word: str) -> str:
     """Return the key of a word of any form, such as ``+method.x=1`` or ``~taskpool``."""
     return _parse(word).key_or_group
+
+
+def with_config_dir(folder: Path | None, words: Sequence[str]) -> list[str]:
+    """Add the word that makes Hydra look for configurations in a folder of the user's."""
+    if folder is None:
+        return list(words)
+    if not folder.expanduser().is_dir():
+        raise ValueError(f"--config-dir: there is no folder '{folder}'")
+    path = str(folder.expanduser().resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    return [*words, f"hydra.searchpath=['file://{path}']"]
 
 
 def without_method(words: Iterable[str]) -> list[str]:

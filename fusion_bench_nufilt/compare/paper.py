@@ -1,22 +1,25 @@
 """The comparisons of the paper (Qiu et al., ICLR 2026, arXiv 2509.21413), and the numbers that it
 prints for them.
 
-``paper.yaml`` has the methods and their settings, and ``published.csv`` the numbers, in per cent.
-They stand beside measured ones only where models, number of tasks, settings and orders agree.
+``paper.yaml`` has the methods and their settings, and ``published/`` the paper's tables, with the
+numbers in per cent. They stand beside measured ones only where models, number of tasks, settings,
+orders and test data agree.
 """
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 from omegaconf import DictConfig
 
+from fusion_bench_nufilt.core.options import with_scope
 from fusion_bench_nufilt.pages.content import Published
 from fusion_bench_nufilt.stream.models import PRETRAINED
+from fusion_bench_nufilt.stream.protocol import DeviceConfig, ProtocolConfig
 
 from .configs import compose_run, quiet, taskpool_config
 from .experiment import Experiment
@@ -36,41 +39,89 @@ _FLAN_T5, _LLAVA = "flan-t5-base_glue", "llava-1.5-7b"
 _IN_ORDER = (
     "method.shuffle_order=false"  # the one order of the paper's Flan-T5, the alphabetical one
 )
+#: Further keys that change no score: what is measured of a run, and where it is run.
+_HARMLESS = {
+    *("fabric.accelerator", "fabric.devices", "hydra.searchpath", "method.evaluate"),
+    *(f"method.{name}" for name in with_scope([ProtocolConfig, DeviceConfig], "run")),
+}
 # These tables have the metrics of a comparison; seconds depend on the machine.
 _COMPARABLE = ("main", "single", "tasks", "ablation", "flan_t5", "steps")
 
 
 @cache
-def printed_tables() -> dict[tuple[str, str], dict[str, Published]]:
-    """Return the paper's numbers by table and model pool."""
-    tables: dict[tuple[str, str], dict[str, Published]] = {}
-    with Path(__file__).with_name("published.csv").open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            deviation = float(row["deviation"]) if row["deviation"] else None
-            number = {"value": float(row["value"]), "deviation": deviation, "note": row["note"]}
-            methods = tables.setdefault((row["table"], row["modelpool"]), {})
-            methods.setdefault(row["method"], {})[row["metric"]] = number
-    return tables
+def printed_numbers() -> pd.DataFrame:
+    """Return every number that the paper prints, one in each row, and what it belongs to."""
+    tables = []
+    for file in sorted(Path(__file__).with_name("published").glob("*.csv")):
+        wide = pd.read_csv(file, dtype=str, keep_default_na=False)
+        # A column is a model pool or a metric, whichever a row does not name.
+        across = "metric" if "modelpool" in wide else "modelpool"
+        named = [name for name in ("modelpool", "metric", "method", "note") if name in wide]
+        long = wide.melt(named, var_name=across, value_name="printed").assign(table=file.stem)
+        tables.append(long[long["printed"] != ""])
+    rows = pd.concat(tables, ignore_index=True).fillna({"note": ""})
+    numbers = rows.pop("printed").str.split(" ± ", expand=True).astype(float)
+    return rows.assign(value=numbers[0], deviation=numbers[1])
+
+
+def printed(table: str, modelpool: str) -> dict[str, Published]:
+    """Return the numbers of one of the paper's tables for a model pool, by method and metric."""
+    rows = printed_numbers()
+    rows = rows[(rows["table"] == table) & (rows["modelpool"] == modelpool)]
+    numbers: dict[str, Published] = {}
+    for row in rows.itertuples():
+        deviation = None if pd.isna(row.deviation) else row.deviation
+        number = {"value": row.value, "deviation": deviation, "note": row.note}
+        numbers.setdefault(row.method, {})[row.metric] = number
+    return numbers
 
 
 def published(
-    modelpool: str, overrides: Sequence[str], seeds: Sequence[int]
-) -> dict[str, Published]:
-    """Return the paper's numbers for a comparison, by method, without those for another setting."""
+    modelpool: str,
+    overrides: Sequence[str],
+    seeds: Sequence[int],
+    validation: bool | None = None,
+) -> tuple[dict[str, Published], str]:
+    """Return the paper's numbers for a comparison, by method, and why others that it prints for the
+    model pool are not among them.
+    """
     if modelpool == _LLAVA:  # each has the note that the paper does not print its setting
-        return printed_tables()["llava", _LLAVA]
-    changing = [
-        override for override in overrides if not override.startswith("fabric.accelerator=")
-    ]
-    if changing != ([_IN_ORDER] if modelpool == _FLAN_T5 else []):
-        return {}
-    its_orders = modelpool == _FLAN_T5 or list(seeds) == _PAPER["seeds"]
-    found: dict[str, Published] = {}
+        return printed("llava", _LLAVA), ""
+    numbers: dict[str, Published] = {}
     for table in _COMPARABLE:
-        for method, numbers in printed_tables().get((table, modelpool), {}).items():
-            if its_orders or method in ("pretrained", "individual"):
-                found[method] = found.get(method, {}) | numbers
-    return found
+        for method, row in printed(table, modelpool).items():
+            numbers[method] = numbers.get(method, {}) | row
+    changing = [override for override in overrides if not _is_harmless(override)]
+    if modelpool == _FLAN_T5 and _IN_ORDER not in changing:
+        why = f"are for one order, which {_IN_ORDER} takes"
+    elif changing and changing != [_IN_ORDER]:
+        other = next(override for override in changing if override != _IN_ORDER)
+        why = f"are for another setting than {other}"
+    elif changing and modelpool != _FLAN_T5:
+        why = f"are for other orders than {_IN_ORDER}"
+    elif validation is not None:
+        why = "are for all test data"
+    elif modelpool != _FLAN_T5 and sorted(seeds) != _PAPER["seeds"]:
+        # The single models do not depend on the order.
+        single: dict[str, Published] = {}
+        for name in ("pretrained", "individual"):
+            if name in numbers:
+                single[name] = numbers[name]
+        why = "of merged models are means over ten orders, those of --seeds 42:52"
+        return single, _hidden(why) if numbers else ""
+    else:
+        return numbers, ""
+    return {}, _hidden(why) if numbers else ""
+
+
+def _hidden(why: str) -> str:
+    return f"the paper's numbers {why}, and are not shown"
+
+
+def _is_harmless(override: str) -> bool:
+    """Tell whether an override changes no score: where and with how many processes it is run."""
+    key = key_of(override)
+    return key in _HARMLESS or key.split(".")[-1] in ("num_workers", "pin_memory")
 
 
 def paper_settings(modelpool: str, method: str) -> tuple[str, ...]:
@@ -120,10 +171,8 @@ def _rows_of_paper(methods: Sequence[str], modelpool: str) -> list[str]:
     """Return the methods that the paper shows for a model pool, with its settings, in each of their
     forms.
     """
-    tables = {table: rows for (table, pool), rows in printed_tables().items() if pool == modelpool}
-    shown = tables.get(
-        "flan_t5", tables.get("llava", methods)
-    )  # tables with fewer methods than the main one
+    # These tables have fewer methods than the main one.
+    shown = printed("flan_t5", modelpool) or printed("llava", modelpool) or methods
     forms = _PAPER["other_form"] | (
         {"task_arithmetic": "released"} if modelpool == _FLAN_T5 else {}
     )
@@ -170,7 +219,7 @@ def with_fitting_ranks(spec: RunSpec, experiment: Experiment, overrides: Sequenc
 
 
 def printed_row(
-    spec: RunSpec, form: str | None, modelpool: str, printed: Mapping[str, Published]
+    spec: RunSpec, form: str | None, modelpool: str, numbers: Mapping[str, Published]
 ) -> Published:
     """Return the printed numbers for a method if it is run with the paper's settings.
 
@@ -179,9 +228,13 @@ def printed_row(
     """
     if _PAPER["printed_form"].get(spec.method, form) != form:
         return {}
-    given = tuple(setting for setting in spec.settings if not setting.startswith("form="))
+    given = tuple(
+        setting
+        for setting in spec.settings
+        if not setting.startswith("form=") and not _is_harmless(f"method.{setting}")
+    )
     as_printed = given == paper_settings(modelpool, spec.method)
-    row = printed.get(spec.method if as_printed else ":".join((spec.method, *given)), {})
+    row = numbers.get(spec.method if as_printed else ":".join((spec.method, *given)), {})
     about_it = {
         key
         for key, number in row.items()

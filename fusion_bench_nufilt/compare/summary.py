@@ -14,13 +14,10 @@ from fusion_bench_nufilt.storage.files import write_json
 from fusion_bench_nufilt.stream import METRICS
 from fusion_bench_nufilt.stream.program import finish_trackers, log_picture
 
-from .paper import SENSITIVITY, printed_row, printed_tables, published
+from .paper import SENSITIVITY, printed, printed_row, published
 from .specs import NEED_DATA, RunSpec
 
-_OVERHEAD = (
-    "overhead",
-    "clip-vit-base-patch32_TA8",
-)  # the paper's table of costs, and the models that it is for
+_OVERHEAD_POOL = "clip-vit-base-patch32_TA8"  # the models that the paper's table of costs is for
 
 
 class Comparison(ComparisonContent):
@@ -38,13 +35,15 @@ class Comparison(ComparisonContent):
         runs: Mapping[RunSpec, Mapping[int, SeedRun]],
         preset: str | None = None,
     ) -> "Comparison":
-        printed = published(settings["modelpool"], settings["overrides"], seeds)
+        validation = settings.get("resolved", {}).get("validation")
+        modelpool = settings["modelpool"]
+        numbers, why_hidden = published(modelpool, settings["overrides"], seeds, validation)
         methods = {}
         for spec, by_seed in runs.items():
             form = next(
                 (run.config["form"] for run in by_seed.values() if "form" in run.config), None
             )
-            row = printed_row(spec, form, settings["modelpool"], printed)
+            row = printed_row(spec, form, modelpool, numbers)
             data = NEED_DATA.get(spec.method, "none")
             methods[spec.label] = Method(list(spec.overrides), dict(by_seed), data, row)
         panels = [{**panel, "fixed": list(panel["fixed"])} for panel in SENSITIVITY]
@@ -60,10 +59,13 @@ class Comparison(ComparisonContent):
             tasks=tasks,
             seeds=seeds,
             references=references,
-            published_percent={label: printed[label] for label in references if label in printed},
+            published_percent={label: numbers[label] for label in references if label in numbers},
+            published_note=why_hidden,
             methods=methods,
             panels=panels if preset in ("sensitivity", "ranks") else None,
-            published_overhead=printed_tables()[_OVERHEAD] if preset == "overhead" else None,
+            published_overhead=(
+                printed("overhead", _OVERHEAD_POOL) if preset == "overhead" else None
+            ),
         )
 
     def save(self, folder: Path) -> list[str]:

@@ -19,6 +19,7 @@ from .forecast import batches, give_back_freed_memory
 from .output import Record
 from .plan import Plan
 from .sources.source import some
+from .strength import measure_strengths
 
 _Merged = list[
     tuple[Record, list[numpy.ndarray]]
@@ -43,6 +44,8 @@ def merge_on_cluster(
     """
     found = batches(plan, layers)
     work = {f"layer '{batch[0].param}'": ([layer.param for layer in batch],) for batch in found}
+    if work:
+        measure_strengths(plan)  # here, so that every node has the same
     for _, merged in run_on_cluster(
         connect(plan.settings.address), cluster_nodes(plan), work, _make_merger, plan
     ):

@@ -23,6 +23,7 @@ from .beside import state_tensors
 from .forecast import batches, layer_budget, layer_memory, solving_memory
 from .output import Record
 from .plan import BATCHES_PER_GPU, Plan
+from .strength import measure_strengths
 
 
 @dataclasses.dataclass
@@ -245,7 +246,10 @@ def merge_layers(plan: Plan, layers: Sequence[Layer], take: Take) -> Iterator[in
     """Merge layers in this process, and hand over each; yield the number of those that were merged
     meanwhile.
     """
-    found, merger = list(batches(plan, layers)), LayerMerger(plan)
+    found = list(batches(plan, layers))
+    if found:
+        measure_strengths(plan)
+    merger = LayerMerger(plan)
     merged = map_layers(
         lambda batch: merger.merge(batch, take),
         found,

@@ -39,7 +39,6 @@ from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
 from .relation import check_relation
 from .sources.source import some
-from .strength import measure_strengths
 
 log = logging.getLogger(__name__)
 
@@ -184,8 +183,6 @@ def _merge(
     if done:
         log.info("going on: %d of %d tensors are done", len(done), total)
     layers = [layer for layer in plan.layers if layer.param not in done]
-    if layers:
-        measure_strengths(plan)
     others = [param for param in plan.others if param not in done]
     written = map_layers(
         lambda param: write_other(plan, param, state_places, output), others, torch.device("cpu")

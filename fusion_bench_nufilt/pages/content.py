@@ -152,6 +152,7 @@ class ComparisonContent:
     seeds: list[int]
     references: References
     published_percent: dict[str, Published] = field(default_factory=dict)  # for the references
+    published_note: str = ""  # why numbers that the paper prints for the model pool are not shown
     methods: dict[str, Method]  # by label, in the order in which they were asked for
     panels: list[Json] | None = None  # of the paper's sensitivity figure
     published_overhead: dict[str, Published] | None = None  # the paper's table of costs

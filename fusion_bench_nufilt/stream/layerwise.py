@@ -31,7 +31,6 @@ from fusion_bench_nufilt.merge.plan import Plan, Settings, select
 from fusion_bench_nufilt.merge.relation import check_relation
 from fusion_bench_nufilt.merge.sources.models import FullModel
 from fusion_bench_nufilt.merge.sources.module import MemorySource, module_source
-from fusion_bench_nufilt.merge.strength import measure_strengths
 from fusion_bench_nufilt.methods import Report, find_method
 from fusion_bench_nufilt.pages.write import read_table
 from fusion_bench_nufilt.storage.checkpoint import load_state, read_heads
@@ -236,7 +235,6 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         result = module_source(MERGED, merged)
         plan = self._plan([model], step, so_far := FullModel(result, self._architecture))
         self._keep_heads(plan)
-        measure_strengths(plan)
         reports: dict[str, Report] = {}
 
         def take(each: MergedLayer, weigh: Callable[[], Tensor]) -> None:

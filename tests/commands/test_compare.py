@@ -60,7 +60,7 @@ def test_what_is_wrong_with_a_comparison_is_one_message_and_exit_code_1(
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
-        ("batch", "batch: Missing mandatory value: base_method"),
+        ("batch", "batch: method.base_method: no value; name a method of FusionBench"),
         (
             "opcm,nufilt:nul_rank=1",
             "'nul_rank=1': there is no option 'nul_rank'; did you mean 'null_rank'?",

@@ -4,13 +4,30 @@ import re
 
 import pytest
 
-from fusion_bench_nufilt.compare.paper import paper_settings, printed_row, printed_tables, published
+from fusion_bench_nufilt.compare.paper import (
+    paper_settings,
+    printed,
+    printed_numbers,
+    printed_row,
+)
+from fusion_bench_nufilt.compare.paper import published as published_and_why
 from fusion_bench_nufilt.compare.specs import RunSpec
 from tests.conftest import shared_or_skip
 from tests.test_command_line import POOLS
 
 B32, T5 = "clip-vit-base-patch32_TA8", "flan-t5-base_glue"
 ORDERS = range(42, 52)
+
+
+def published(*setting):
+    return published_and_why(*setting)[0]
+
+
+def test_every_number_has_one_place():
+    rows = printed_numbers()
+    assert len(rows) == 1157
+    assert not rows.duplicated(["table", "modelpool", "method", "metric"]).any()
+    assert rows.drop(columns="deviation").notna().all(axis=None)
 
 
 def test_numbers_are_those_of_the_pool_and_method():
@@ -27,18 +44,55 @@ def test_numbers_are_those_of_the_pool_and_method():
 
 
 @pytest.mark.parametrize(
-    ("pool", "overrides", "seeds", "rows"),
+    ("pool", "overrides", "seeds", "rows", "why"),
     [
-        ("nufilt_demo", [], ORDERS, set()),
-        (B32, ["method.null_rank=21"], ORDERS, set()),
-        (B32, ["~modelpool.models.dtd"], ORDERS, set()),
-        (T5, [], ORDERS, set()),  # the paper's order is not a shuffled one
-        (B32, [], [42], {"pretrained", "individual"}),  # which do not depend on the order
+        ("nufilt_demo", ["method.null_rank=21"], [42], set(), ""),  # the paper has none for it
+        (B32, ["method.null_rank=21"], ORDERS, set(), "another setting than method.null_rank=21"),
+        (B32, ["~modelpool.models.dtd"], ORDERS, set(), "another setting than ~modelpool"),
+        (B32, ["method.shuffle_order=false"], ORDERS, set(), "for other orders than"),
+        (T5, [], ORDERS, set(), "one order, which method.shuffle_order=false takes"),
+        (T5, ["method.shuffle_order=false", "method.lr=1"], [42], set(), "than method.lr=1"),
+        # The single models do not depend on the order.
+        (B32, [], [42], {"pretrained", "individual"}, "those of --seeds 42:52, and are not shown"),
     ],
 )
-def test_another_setting_than_the_papers_has_no_number(pool, overrides, seeds, rows):
-    assert published(pool, overrides, seeds).keys() == rows
-    assert published(B32, ["fabric.accelerator=cpu"], ORDERS)  # a device is no setting
+def test_another_setting_than_the_papers_has_no_number_and_says_why(
+    pool, overrides, seeds, rows, why
+):
+    numbers, note = published_and_why(pool, overrides, seeds)
+    assert numbers.keys() == rows
+    assert why in note
+    assert bool(why) == bool(note)
+
+
+def test_numbers_for_all_test_data_do_not_stand_beside_those_for_a_part():
+    for validation in (True, False):
+        numbers, note = published_and_why(B32, [], ORDERS, validation)
+        assert numbers == {}
+        assert "are for all test data" in note
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "fabric.accelerator=cpu",
+        "method.devices=all",
+        "++method.devices=[0,1]",
+        "method.save_on_every_step=false",
+        "taskpool.dataloader_kwargs.num_workers=4",
+        "hydra.searchpath=[file://mine]",
+    ],
+)
+def test_what_changes_no_score_hides_no_number(override):
+    numbers, note = published_and_why(B32, [override], reversed(ORDERS))
+    assert numbers == published(B32, [], ORDERS)
+    assert note == ""
+
+
+def test_a_methods_own_setting_that_changes_no_score_hides_no_number():
+    numbers = published(B32, [], ORDERS)
+    assert printed_row(spec("nufilt", "devices=all"), None, B32, numbers) == numbers["nufilt"]
+    assert printed_row(spec("nufilt", "null_rank=1"), None, B32, numbers) == {}
 
 
 def test_the_ablation_that_could_be_either_form_stands_beside_both():
@@ -58,22 +112,22 @@ def spec(method, *settings):
 
 
 def test_a_number_stands_beside_the_form_that_it_is_of_and_the_mark_beside_another():
-    printed = published(B32, [], ORDERS)
-    assert printed_row(spec("lora_wemoe"), "paper", B32, printed) == {}
+    numbers = published(B32, [], ORDERS)
+    assert printed_row(spec("lora_wemoe"), "paper", B32, numbers) == {}
     assert (
-        printed_row(spec("lora_wemoe", "form=released"), "released", B32, printed)["ACC"]["value"]
+        printed_row(spec("lora_wemoe", "form=released"), "released", B32, numbers)["ACC"]["value"]
         == 68.8
     )
-    assert printed_row(spec("lora_wemoe", "form=released", "lr=1"), "released", B32, printed) == {}
+    assert printed_row(spec("lora_wemoe", "form=released", "lr=1"), "released", B32, numbers) == {}
     for method, settings in (("adamerging", ["form=released"]), ("magmax", [])):
         own, other = (
-            printed_row(spec(method, *settings), form, B32, printed)
+            printed_row(spec(method, *settings), form, B32, numbers)
             for form in ("released", "paper")
         )
         assert (own["ACC"]["note"], own["ACC"]["value"]) == ("", other["ACC"]["value"])
         assert "form=released" in other["ACC"]["note"]
-        assert "form=released" in printed[method]["ACC"]["note"]
-    ties = printed_row(spec("ties_merging", "form=released"), "released", B32, printed)
+        assert "form=released" in numbers[method]["ACC"]["note"]
+    ties = printed_row(spec("ties_merging", "form=released"), "released", B32, numbers)
     assert ties["ACC"]["note"] == "open which of the two forms was run"
 
 
@@ -124,7 +178,7 @@ def test_the_main_tables_were_copied_right():
         assert len(rows) == (15 if metric == "ACC" else 12)
         for name, *cells in rows:
             for pool, cell in zip(POOLS, cells, strict=True):
-                number = printed_tables()["main", pool][ROWS[name]].get(metric)
+                number = printed("main", pool)[ROWS[name]].get(metric)
                 deviation = (
                     ""
                     if number is None or number["deviation"] is None
@@ -152,8 +206,8 @@ ODD = {
 
 @pytest.mark.parametrize("pool", [pool for pool in POOLS if pool.endswith("TALL20")])
 def test_the_tasks_of_a_row_have_the_mean_that_the_main_table_prints(pool):
-    for method, scores in printed_tables()["tasks", pool].items():
+    for method, scores in printed("tasks", pool).items():
         assert len(scores) == 20
         mean = sum(number["value"] for number in scores.values()) / 20
-        printed = printed_tables()["main", pool][method]["ACC"]["value"]
-        assert (abs(mean - printed) > 0.105) == ((method, pool) in ODD), method
+        main = printed("main", pool)[method]["ACC"]["value"]
+        assert (abs(mean - main) > 0.105) == ((method, pool) in ODD), method

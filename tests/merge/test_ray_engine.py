@@ -19,6 +19,8 @@ from fusion_bench_nufilt.merge import Settings
 from fusion_bench_nufilt.merge.output import Output, work_folder
 from tests.conftest import REPO
 from tests.merge.helpers import hashes, merge
+from tests.merge.test_adapters import save_all
+from tests.models import llama
 
 TASKS = ["task1", "task2"]
 LARGE = {
@@ -117,6 +119,15 @@ def is_computing(process):
         return process.name().startswith("ray::Worker.wo")
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.mark.slow
+def test_every_node_gives_a_task_the_strength_that_it_has_here(cluster, tmp_path):
+    save_all(tmp_path, llama(tie_word_embeddings=False))
+    local = merge(tmp_path, ["task1", "adapter"], "local", method="best")
+    ray = {"engine": "ray"}
+    out = merge(tmp_path, ["task1", "adapter"], "on_cluster", method="best", settings=ray)
+    assert hashes(out) == hashes(local)
 
 
 @pytest.mark.slow

@@ -125,6 +125,15 @@ def test_the_papers_numbers_stand_beside_ours_where_they_are_for_the_same():
     assert "paper ACC" not in main_table(comparison(measured)).texts.columns
 
 
+def test_a_column_of_the_paper_that_is_empty_says_why_below_the_table():
+    table = main_table(comparison({"nufilt": [finished(42)]}, modelpool=B32))
+    assert cells(table)["nufilt"]["paper ACC"].text == ""
+    assert table.notes[-1] == (
+        "the paper's numbers of merged models are means over ten orders, those of "
+        "--seeds 42:52, and are not shown"
+    )
+
+
 def test_a_printed_number_that_can_not_be_compared_is_marked_and_says_why():
     overrides = ["method.shuffle_order=false"]
     measured = {

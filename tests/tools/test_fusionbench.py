@@ -259,7 +259,7 @@ PATCHES = sorted(
 )
 
 
-OF_CLIP = ("0003", "0005")
+OF_CLIP = ("0003", "0005", "0007")
 
 
 @pytest.mark.parametrize(
