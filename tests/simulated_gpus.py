@@ -85,6 +85,9 @@ class Stream:
     def __init__(self, gpu):
         self.device = numbered(gpu)
 
+    def synchronize(self):
+        ledger.wait()
+
 
 ledger = Ledger()
 
@@ -292,6 +295,7 @@ def simulated(count=2, capability=(8, 0)):
             ("current_device", lambda: 0),
             ("_lazy_init init empty_cache set_device manual_seed_all", lambda *_: None),
             ("synchronize", lambda *_: ledger.wait()),
+            ("current_stream", Stream),
             ("get_device_capability", lambda *_: capability),
             ("get_device_name", lambda *_: "simulated"),
             ("mem_get_info", lambda gpu: (free := ledger.room(gpu.index), free)),

@@ -1,6 +1,5 @@
 """The mathematics of one merging step on a stack of layers of equal shape: filter, adapt, fuse."""
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +14,7 @@ from .subspace import (
     top_right_singular_vectors,
 )
 from .weights import LowRank
+from .workers import clock
 
 
 def fuse_stack(
@@ -65,9 +65,9 @@ def fuse_stack(
     weights = theta + (tau_filtered if Q is None else Q @ tau_filtered)
     del theta, tau_filtered
     if A is not None:
-        begin = _clock(tau.device)
+        begin = clock(tau.device)
         A, B, losses = SOLVERS[config.solver](objective, A, config, exact)
-        seconds = (_clock(tau.device) - begin) / len(tau)
+        seconds = (clock(tau.device) - begin) / len(tau)
         measures["solving_seconds"] = torch.full_like(tau_norm2, seconds)
         measures["loss_after"] = losses[:, -1]
         weights.baddbmm_(tau @ B if Q is None else Q @ (tau @ B), A)
@@ -77,13 +77,6 @@ def fuse_stack(
 def _norm2(X: Tensor) -> Tensor:
     """Return the squared Frobenius norms, ``(n,)``."""
     return torch.linalg.vector_norm(X, dim=(-2, -1)).square()
-
-
-def _clock(where: torch.device) -> float:
-    """Return the time in seconds, once an accelerator has finished its pending work."""
-    if where.type == "cuda":
-        torch.cuda.synchronize(where)
-    return time.perf_counter()
 
 
 def working_bytes(shape: Sequence[int], itemsize: int, config: FusionConfig) -> int:

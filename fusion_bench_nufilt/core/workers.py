@@ -1,12 +1,13 @@
 """Where layers are solved: on which devices, in which threads, and in how much memory."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from threading import RLock
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -183,9 +184,52 @@ def _make_products_exact(restore: ExitStack) -> None:
         restore.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         torch.set_float32_matmul_precision("highest")
         return
-    for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]
-        restore.callback(setattr, products, "fp32_precision", products.fp32_precision)
-        products.fp32_precision = "ieee"
+    for backend in ("cuda", "mkldnn"):
+        before = _precision(backend, "matmul")
+        if before == "ieee":
+            continue
+        if before != "none" and _follows(backend, before):
+            before = "none"  # as torch spells that there is no setting for these products
+        restore.callback(_set_precision, backend, "matmul", before)
+        _set_precision(backend, "matmul", "ieee")
+
+
+# What torch.backends.cuda.matmul.fp32_precision and its like are made of. The attribute of
+# torch.backends.mkldnn itself, in torch 2.13, sets another one than it shows.
+_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+_set_precision: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
+
+
+def _follows(backend: str, rounding: str) -> bool:
+    """Tell whether the rounding of a backend's products is set for the backend, or for all, and not
+    for its products.
+
+    Torch has no function for this. What is set above them is made exact for a moment, to see
+    whether they follow.
+    """
+    if _precision(backend, "all") != rounding:
+        return False
+    if _precision("generic", "all") == rounding:
+        _set_precision("generic", "all", "ieee")
+        products_follow = _precision(backend, "matmul") != rounding
+        backend_follows = _precision(backend, "all") != rounding
+        _set_precision("generic", "all", rounding)
+        if products_follow or backend_follows:
+            return products_follow
+    _set_precision(backend, "all", "ieee")
+    products_follow = _precision(backend, "matmul") != rounding
+    _set_precision(backend, "all", rounding)
+    return products_follow
+
+
+def clock(where: torch.device) -> float:
+    """Return the time in seconds, once this thread's work on an accelerator is done.
+
+    The work is that of the thread's CUDA stream; those of other threads go on.
+    """
+    if where.type == "cuda":
+        torch.cuda.current_stream(where).synchronize()
+    return time.perf_counter()
 
 
 def stack_size(layer_bytes: int, where: torch.device, batch_bytes: int) -> int:

@@ -2,6 +2,7 @@
 in for two GPUs.
 """
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -113,6 +114,38 @@ def test_merges_that_overlap_are_both_exact_and_leave_the_user_s_setting(
         merges[first_to_end].close()
     assert precisions() == EXACT
     assert list(merges[1 - first_to_end]) == [EXACT] * 8
+
+
+LEVELS = [("generic", "all"), ("cuda", "all"), ("cuda", "matmul")]
+LEVELS += [("mkldnn", "all"), ("mkldnn", "matmul")]
+
+
+@pytest.fixture
+def no_precision_set():
+    """Whatever a test sets is taken back."""
+    before = [torch._C._get_fp32_precision_getter(*level) for level in LEVELS]
+    yield
+    for level, precision in zip(LEVELS, before, strict=True):
+        torch._C._set_fp32_precision_setter(*level, precision)
+
+
+@needs_settings_per_backend
+@pytest.mark.parametrize("backend", ["cuda", "mkldnn"])
+@pytest.mark.parametrize("are_set", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_a_merge_leaves_the_precision_of_products_where_the_user_set_it(
+    no_precision_set, backend, are_set
+):
+    """Set for all backends, for one, for its products, or for several of them."""
+    levels = [("generic", "all"), (backend, "all"), (backend, "matmul")]
+    expected = ["tf32" if is_set else "none" for is_set in are_set]
+    for level, precision in zip(levels, expected, strict=True):
+        torch._C._set_fp32_precision_setter(*level, precision)
+    list(map_layers(str, range(2), CPU))
+    found = []
+    for level in levels:  # without what is set above it, each says what is set for itself
+        found.append(torch._C._get_fp32_precision_getter(*level))
+        torch._C._set_fp32_precision_setter(*level, "none")
+    assert found == expected
 
 
 # --- several devices ---
