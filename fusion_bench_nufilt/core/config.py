@@ -89,6 +89,11 @@ class FusionConfig:
             raise ValueError(f"init_std must be a number >= 0, got {self.init_std!r}")
         check_choices(self)
 
+    @property
+    def has_adapter(self) -> bool:
+        """Whether a merge trains an adapter, whatever the layer's width."""
+        return self.lora_rank > 0 and self.task_rank > 0
+
     def ranks(self, d_i: int) -> Ranks:
         """Return the ranks in a layer with ``d_i`` inputs; a share is rounded to a whole number, at
         least 1.

@@ -49,14 +49,19 @@ def room_for(layer: str, where: torch.device) -> Iterator[None]:
         ) from failure
 
 
-def solve_alone(layer: str, where: torch.device, attempts: Sequence[Callable[[], _R]]) -> _R:
-    """Return the result of the first attempt in which no solver fails; the last one is in float64
-    on the CPU.
+def solve_alone(
+    layer: str, where: torch.device, attempts: Sequence[tuple[str, Callable[[], _R]]]
+) -> _R:
+    """Return the result of the first attempt in which no solver fails.
 
-    ``layer`` is its name and shape, for messages. A NoRoomError says that the device has no room
-    for it, and a ValueError that solvers failed in all attempts.
+    Each has the name of what computes, which the log gives when that takes over; the last one is
+    float64 on the CPU. ``layer`` is the layer's name and shape, for messages. A NoRoomError says
+    that the device has no room for it, and a ValueError that solvers failed in all attempts.
     """
-    for attempt in attempts:
+    failure: RuntimeError | None = None
+    for name, attempt in attempts:
+        if failure is not None:
+            warn_once("%s: %s takes over in such layers, which is slower", str(failure), name)
         try:
             with room_for(layer, where):
                 return attempt()
@@ -64,7 +69,6 @@ def solve_alone(layer: str, where: torch.device, attempts: Sequence[Callable[[],
             if why_it_failed(error) is None:
                 raise
             failure = error.with_traceback(None)
-        warn_once("%s: float64 on the CPU takes over in such layers, which is slower", str(failure))
     raise ValueError(
         f"layer {layer}: no singular vectors, in float64 on the CPU either: {failure}"
     ) from failure

@@ -124,7 +124,7 @@ def fuse_each(
     check_layers(pretrained, pretrained, model="pretrained")
     check_layers(pretrained, merged, model="merged")
     check_layers(pretrained, task, model="task")
-    if lora_A is not None and config.lora_rank > 0:
+    if lora_A is not None and config.has_adapter:
         _check_adapters(merged, lora_A, config)
     devices = check_devices(device or next((weight.device for weight in merged.values()), "cpu"))
     fresh = frozenset(
@@ -171,8 +171,8 @@ class _FusionStep:
         shape = tuple(self.merged[names[0]].shape)
         if len(names) == 1:
             attempts = (
-                partial(self.compute, names, where),
-                partial(self.compute, names, torch.device("cpu"), True),
+                (str(where), partial(self.compute, names, where)),
+                ("float64 on the CPU", partial(self.compute, names, torch.device("cpu"), True)),
             )
             return solve_alone(f"'{names[0]}' {shape}", where, attempts)
         try:
@@ -208,7 +208,7 @@ class _FusionStep:
             stack(self.pretrained),
             stack(self.merged),
             stack(self.task),
-            stack(adapters) if self.config.lora_rank > 0 else None,
+            stack(adapters) if self.config.has_adapter else None,
             self.config,
             fresh=names[0] in self.fresh,
             exact=exact or fast_in_float64(where),

@@ -43,6 +43,9 @@ class LowRank:
     def to(self, device: torch.device) -> "LowRank":
         return LowRank(self.left.to(device), self.right.to(device))
 
+    def double(self) -> "LowRank":
+        return LowRank(self.left.double(), self.right.double())
+
     def in_basis(self) -> tuple[Tensor | None, Tensor]:
         r"""Return an orthonormal basis Q of the outputs that the update reaches, and K with
         :math:`\tau = Q K`.

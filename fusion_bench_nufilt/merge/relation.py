@@ -74,7 +74,8 @@ def _check_effect(plan: Plan, adapter: LoraAdapter) -> Iterator[str]:
 
 def _is_zero(adapter: LoraAdapter, param: str) -> bool:
     """Tell whether an adapter's update of a layer is zero."""
-    update, _ = adapter.weight(param, torch.empty(0))
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+    update, _ = adapter.weight(param, nothing)
     assert isinstance(update, LowRank)
     return not (update.left.any() and update.right.any())
 

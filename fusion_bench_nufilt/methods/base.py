@@ -3,7 +3,6 @@ in the same way.
 """
 
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from torch import Tensor
 from fusion_bench_nufilt.core.failures import solve_alone
 from fusion_bench_nufilt.core.options import Door
 from fusion_bench_nufilt.core.weights import Layers, LowRank, TaskLayers, check_layers, widened
-from fusion_bench_nufilt.core.workers import Devices, check_devices, map_on_devices
+from fusion_bench_nufilt.core.workers import Devices, check_devices, clock, map_on_devices
 from fusion_bench_nufilt.layers.names import last_block_numbers
 
 _R = TypeVar("_R")
@@ -132,17 +131,26 @@ class LayerMethod(ABC):
         check_layers(pretrained, task, model="task")
         about_task = {"strength": strength} if self.weighs_tasks else {}
 
-        def add(layer: str, where: torch.device) -> Added:
-            begin = time.perf_counter()
+        def add(layer: str, where: torch.device, exact: bool = False) -> Added:
+            begin = clock(where)
             home = pretrained[layer].device
             theta_0, new = pretrained[layer].to(where), task[layer].to(where)
-            tau: Any = new if isinstance(new, LowRank) else widened(new) - widened(theta_0)
-            if isinstance(new, LowRank) and not self.takes_factors:
+            state = _moved(states[layer], where, exact)
+            if exact:
+                new = new.double()
+            tau: Any
+            if not isinstance(new, LowRank):
+                tau = widened(new) - widened(theta_0)
+            elif self.takes_factors:
+                tau = new
+            else:
                 tau = widened(new.product())
-            after = self.add(layer, _moved(states[layer], where), theta_0, tau, **about_task)
+            after = self.add(layer, state, theta_0, tau, **about_task)
+            if exact:
+                after = {name: after[name].to(states[layer][name].dtype) for name in after}
             report = {
                 "shape": tuple(theta_0.shape),
-                "seconds": time.perf_counter() - begin,
+                "seconds": clock(where) - begin,
                 "task_norm": (
                     tau.norm() if isinstance(tau, LowRank) else torch.linalg.vector_norm(tau)
                 ).item(),
@@ -159,11 +167,11 @@ class LayerMethod(ABC):
         :meth:`add_each`.
         """
 
-        def weigh(layer: str, where: torch.device) -> tuple[str, Tensor]:
+        def weigh(layer: str, where: torch.device, exact: bool = False) -> tuple[str, Tensor]:
             theta_0 = pretrained[layer]
-            return layer, self.weight(layer, _moved(states[layer], where), theta_0.to(where)).to(
-                theta_0.device
-            )
+            state = _moved(states[layer], where, exact)
+            weight = self.weight(layer, state, theta_0.to(where))
+            return layer, weight.to(theta_0.device, theta_0.dtype)
 
         if self.state_is_weight:
             yield from ((layer, state["weight"]) for layer, state in states.items())
@@ -192,24 +200,33 @@ def variant(method: type[LayerMethod], name: str, **defaults: Any) -> type[Layer
     return type(name, (method,), {"name": name, "defaults": {**method.defaults, **defaults}})
 
 
-def _moved(state: State, where: torch.device) -> State:
-    return {name: value.to(where) for name, value in state.items()}
+def _moved(state: State, where: torch.device, exact: bool = False) -> State:
+    """Return a state on a device, in float64 if ``exact``."""
+    moved = {name: value.to(where) for name, value in state.items()}
+    if exact:
+        for name, value in moved.items():
+            if value.is_floating_point():
+                moved[name] = value.double()
+    return moved
 
 
 def _solve_each(
-    solve: Callable[[str, torch.device], _R],
+    solve: Callable[..., _R],
     states: States,
     pretrained: Layers,
     device: Devices | None,
 ) -> Iterator[_R]:
-    """Call a function of a layer and a device for all layers, and again with the CPU where a solver
-    fails.
+    """Call ``solve(layer, device)`` for all layers, and again where a solver fails: on the CPU, and
+    there with ``exact``, in float64.
     """
+    cpu = torch.device("cpu")
 
     @torch.no_grad()
     def solve_on(layer: str, where: torch.device) -> _R:
-        places = dict.fromkeys((where, torch.device("cpu")))
-        attempts = [partial(solve, layer, place) for place in places]
+        attempts = [(str(where), partial(solve, layer, where))]
+        if where != cpu:
+            attempts.append(("the CPU", partial(solve, layer, cpu)))
+        attempts.append(("float64 on the CPU", partial(solve, layer, cpu, exact=True)))
         return solve_alone(f"'{layer}' {tuple(pretrained[layer].shape)}", where, attempts)
 
     devices = check_devices(

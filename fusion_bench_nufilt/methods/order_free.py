@@ -124,7 +124,8 @@ class OrderFree(LayerMethod):
     ) -> State:
         if not (tau.norm() if isinstance(tau, LowRank) else tau.any()):
             return state
-        after = self.gather({**state, "count": state["count"] + 1}, TaskVector(tau, strength))
+        task = TaskVector(tau, strength, wide_dtype(theta_0))
+        after = self.gather({**state, "count": state["count"] + 1}, task)
         return {name: after[name].to(value.dtype) for name, value in state.items()}
 
     def weight(self, layer: str, state: State, theta_0: Tensor) -> Tensor:
@@ -175,7 +176,8 @@ class FirstWhole(OrderFree):
         if count == 1:
             return {**state, "votes": task.matrix}
         if count == 2:
-            first, votes = TaskVector(state["votes"]), torch.zeros_like(state["votes"])
+            first = TaskVector(state["votes"], digits=task.digits)
+            votes = torch.zeros_like(state["votes"])
             state = self.gather_next({**state, "votes": votes, "count": count - 1}, first)
         return self.gather_next({**state, "count": count}, task)
 

@@ -35,11 +35,18 @@ class TaskVector:
     computed once.
 
     It is a matrix, float32 at least, or thin factors, which are multiplied only where a method
-    needs the matrix. ``strength`` is that of the whole task, in all layers.
+    needs the matrix. ``strength`` is that of the whole task, in all layers. ``digits`` is the
+    dtype of the models that it comes from, if that has fewer than the matrix: their rounding is
+    not a direction of the task.
     """
 
-    def __init__(self, tau: Tensor | LowRank, strength: float = 1.0) -> None:
-        self.strength = strength
+    def __init__(
+        self,
+        tau: Tensor | LowRank,
+        strength: float = 1.0,
+        digits: torch.dtype | None = None,
+    ) -> None:
+        self.strength, self.digits = strength, digits
         self.factors = tau if isinstance(tau, LowRank) and 4 * tau.rank <= min(tau.shape) else None
         self._given = tau
         self._leading: dict[int, Directions] = {}
@@ -105,7 +112,10 @@ class TaskVector:
         return self._of_rank(V, s, U, s.dtype) if self._is_wide else self._of_rank(U, s, V, s.dtype)
 
     def _of_rank(self, U: Tensor, s: Tensor, V: Tensor, dtype: torch.dtype) -> Directions:
-        exist = s > max(self._given.shape) * torch.finfo(dtype).eps * s[:1]
+        eps = torch.finfo(dtype).eps
+        if self.digits is not None:
+            eps = max(eps, torch.finfo(self.digits).eps)
+        exist = s > max(self._given.shape) * eps * s[:1]
         return Directions(U * exist, s * exist, V * exist)
 
     def vote(self) -> tuple[Tensor, Tensor]:

@@ -119,10 +119,11 @@ def test_without_filter_and_adapter_the_task_vector_is_added(layer):
     close(fuse_one(theta_0, theta, theta_t, naive)[0], theta + theta_t - theta_0)
 
 
-@given(layers)
-def test_under_the_filter_a_task_rank_of_zero_means_no_adapter(layer):
-    without_adapter = fuse_one(*layer, replace(CONFIG, lora_rank=0))[0]
-    assert torch.equal(fuse_one(*layer, replace(CONFIG, task_rank=0))[0], without_adapter)
+@given(layers, st.sampled_from([True, False, "zero"]))
+def test_a_task_rank_of_zero_means_no_adapter(layer, null_space):
+    config = replace(CONFIG, null_space=null_space)
+    without_adapter = fuse_one(*layer, replace(config, lora_rank=0))[0]
+    assert torch.equal(fuse_one(*layer, replace(config, task_rank=0))[0], without_adapter)
 
 
 @given(layers, st.floats(1e-2, 1e2))

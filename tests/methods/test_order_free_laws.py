@@ -9,7 +9,7 @@ from fusion_bench.method.task_singular_vector.utils.TSVM_utils import (
     compute_and_sum_svd_mem_reduction,
 )
 
-from fusion_bench_nufilt.core import LowRank
+from fusion_bench_nufilt.core import LowRank, failures
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.best import Best
 from fusion_bench_nufilt.methods.order_free import ScaleConfig, map_spectrum, polar_factor
@@ -277,3 +277,57 @@ OTHERS = [(Sum, "scale", 0), (WudiSums, "eps", -1)]
 def test_a_setting_out_of_its_range_is_refused(kind, key, value):
     with pytest.raises(ValueError, match=key):
         kind.Options(**{key: value})
+
+
+@every_method
+def test_where_a_solver_fails_in_float32_float64_takes_over_and_says_so(kind, monkeypatch, caplog):
+    """A task of low rank keeps that rank: the rounding of its float32 is not a direction."""
+    generator = torch.Generator().manual_seed(0)
+    theta_0 = {"layer": 0.1 * torch.randn(40, 24, generator=generator)}
+    taus = [matrix_with_spectrum(40, 24, torch.arange(rank, 0, -1), rank) for rank in (24, 2)]
+
+    def merged():
+        method = kind(kind.Options(), ["layer"])
+        state = method.start("layer", theta_0["layer"])
+        for step, tau in enumerate(taus, 1):
+            task = {"layer": theta_0["layer"] + tau.float()}
+            ((_, state, _),) = method.add_each({"layer": state}, theta_0, task, step=step)
+        ((_, weight),) = method.weigh_each({"layer": state}, theta_0)
+        return {**state, "weight": weight}
+
+    def failing(function):
+        def solve(self, state, *args):
+            if any(value.dtype == torch.float32 for value in state.values()):
+                raise torch.linalg.LinAlgError("linalg.eigh: no convergence")
+            return function(self, state, *args)
+
+        return solve
+
+    expected = merged()
+    monkeypatch.setattr(kind, "gather", failing(kind.gather))
+    monkeypatch.setattr(kind, "update", failing(kind.update))
+    failures.warn_once.cache_clear()
+    found = merged()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert found[name].count_nonzero() == value.count_nonzero()
+    updates = (weights["weight"] - theta_0["layer"] for weights in (found, expected))
+    assert distance(*updates) < 2e-3  # directions are in float16
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.endswith("float64 on the CPU takes over in such layers, which is slower")
+
+
+@every_method
+def test_a_solver_that_fails_in_float64_too_is_refused_by_the_layer(kind, monkeypatch):
+    def failing(*_):
+        raise torch.linalg.LinAlgError("linalg.eigh: no convergence")
+
+    monkeypatch.setattr(kind, "gather", failing)
+    theta_0 = {"layer": torch.zeros(40, 24)}
+    method = kind(kind.Options(), ["layer"])
+    states = {"layer": method.start("layer", theta_0["layer"])}
+    added = method.add_each(states, theta_0, {"layer": torch.ones(40, 24)}, step=1)
+    with pytest.raises(
+        ValueError, match=r"layer 'layer' \(40, 24\).* in float64 on the CPU either"
+    ):
+        list(added)

@@ -240,7 +240,7 @@ def filter_and_adapt(
     measures["loss_before"] = measures["loss_after"] = loss
 
     weight = theta + tau_P
-    if config.lora_rank > 0 and not fresh:
+    if config.lora_rank > 0 and config.task_rank > 0 and not fresh:
         A, B, loss = fit_adapter(tau, G, V, H, loss, A, config.lr, config.max_steps)
         measures["loss_after"] = loss
         weight.baddbmm_(tau @ B, A)
