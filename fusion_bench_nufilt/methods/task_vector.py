@@ -91,9 +91,9 @@ class TaskVector:
     def leading(self, count: int) -> Directions:
         """Return about the same as :meth:`directions`, by two rounds of subspace iteration.
 
-        The sum of these directions is within 3e-4 of the exact one for a rank below ``count``, but
-        3 to 14 % off for singular values k^-0.9, and 55 to 75 % for a flat spectrum, in which no
-        direction leads.
+        The sum of an eighth of the directions is exact to rounding for a rank up to ``count``. It
+        is 2 to 4 % off for singular values k^-0.9, 5 to 9 % for k^-0.7, and 70 to 85 % for a
+        Gaussian matrix, in which no direction leads: what is found has nine tenths of the energy.
         """
         if count not in self._leading:
             self._leading[count] = self._iterate(count)

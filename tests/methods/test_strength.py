@@ -49,6 +49,15 @@ def test_a_layer_has_the_mean_strength_of_its_tasks_and_a_single_task_is_taken_w
     torch.testing.assert_close(update(Best, taus[:1], [0.5]), taus[0])
 
 
+def test_tasks_of_different_strengths_come_in_any_order():
+    taus = task_vectors((40, 24), count=3)
+    strengths = [1.0, 0.5, 0.8]
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
+        there = update(Best, taus, strengths, dtype)
+        back = update(Best, taus[::-1], strengths[::-1], dtype)
+        assert distance(back, there) < tolerance
+
+
 # --- the strength of a task, from its whole model ---
 
 WIDE, NARROW = (128, 128), (32, 128)
