@@ -10,6 +10,13 @@ _BLOCK = re.compile(r"(.*?\.)??(\d+)\.(.+)")
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
 
 
+def layer_name(name: str) -> str:
+    """Return the name of a layer, given that of its module: transformers 5 drops the prefix of CLIP
+    vision towers.
+    """
+    return name.removeprefix("vision_model.")
+
+
 class Block(NamedTuple):
     """The outermost numbered block around a layer."""
 

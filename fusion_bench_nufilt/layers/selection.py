@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from fusion_bench_nufilt.layers.names import layer_name
 from fusion_bench_nufilt.layers.targets import matches
 from fusion_bench_nufilt.layers.views import View, opaque, views
 
@@ -95,8 +96,7 @@ def select_layers(
     once: dict[tuple[int, tuple[int, int]], View] = {}
     for view in chosen:
         once.setdefault((id(model.get_parameter(view.key)), view.rows), view)
-    # transformers 5 drops the prefix of CLIP vision towers
-    return {view.name.removeprefix("vision_model."): view for view in once.values()}
+    return {layer_name(view.name): view for view in once.values()}
 
 
 class _Rule(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fusion_bench_nufilt.layers import Heads, TargetConfig, select_layers
-from fusion_bench_nufilt.layers.names import last_block_numbers, without_numbers
+from fusion_bench_nufilt.layers.names import last_block_numbers, layer_name, without_numbers
 from fusion_bench_nufilt.layers.targets import leave_out
 from fusion_bench_nufilt.layers.views import View, views
 from fusion_bench_nufilt.storage.files import printable
@@ -114,7 +114,8 @@ class Architecture:
     @property
     def last_blocks(self) -> dict[str | None, int]:
         """The number of the last block of each stack of the model's blocks."""
-        return last_block_numbers(self._params)
+        names = [*self._params, *(view.name for view in self.views.values())]
+        return last_block_numbers(map(layer_name, names))
 
     def rows(self, param: str) -> int:
         """Return the number of rows of a tensor, zero for one that the model does not have."""

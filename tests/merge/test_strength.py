@@ -5,11 +5,16 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import LlamaForCausalLM
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
+from fusion_bench_nufilt.layers import select_layers
+from fusion_bench_nufilt.merge.architecture import Architecture
 from fusion_bench_nufilt.merge.strength import measure_strengths, relative_spacing
+from fusion_bench_nufilt.methods.order_free import strengths as strengths_of_layers
 from fusion_bench_nufilt.storage.tensors import TensorFile
+from tests.families import FAMILIES
 from tests.merge.helpers import STATE, hashes, interrupt, merge, plan, same, tensors
 from tests.merge.test_adapters import save_all
 from tests.models import llama
@@ -86,3 +91,21 @@ def test_the_spacing_of_stored_values_is_that_of_their_dtype(tmp_path, dtype):
     save_file({"weight": torch.ones(2, 2, dtype=dtype)}, tmp_path / "model.safetensors")
     info = TensorFile(tmp_path / "model.safetensors").tensors["weight"]
     assert relative_spacing(info) == torch.finfo(dtype).eps
+
+
+def test_a_layer_whose_name_lacks_the_prefix_of_its_tensor_finds_its_stack_of_blocks():
+    """The names of layers are those of transformers 5, which drops the prefix of a CLIP tower."""
+    tower = nn.ModuleDict({"vision_model": nn.ModuleDict({"layers": nn.ModuleList()})})
+    for _ in range(3):
+        tower["vision_model"]["layers"].append(nn.ModuleDict({"fc": nn.Linear(4, 4)}))
+    (first, *_) = select_layers(tower, ["1.fc"])
+    last = Architecture(tower).last_blocks
+    assert strengths_of_layers([first], 1.0, 0.4, last) == {"layers.1.fc": 1.0}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_in_a_block_finds_its_stack_in_the_model(family):
+    model = FAMILIES[family]()
+    layers = select_layers(model, "all-linear")
+    found = strengths_of_layers(list(layers), 1.0, 0.4, Architecture(model).last_blocks)
+    assert found.keys() == layers.keys()
