@@ -40,12 +40,14 @@ def analyze_folders(
     result = Analysis({"base": plan.base.label, "tasks": tasks}, tasks, shapes, task_rank)
 
     def examine(layer: Layer) -> tuple[float, dict[str, TaskVector]]:
-        stored, rank = widened(plan.base.read(layer.keys[0])[0]), max(DIRECTIONS, task_rank)
-        theta_0 = layer.view.matrix(stored)
-        found = {
-            name: task_vector(_update(model, layer, stored), rank) for name, model in models.items()
-        }
-        return float(torch.linalg.vector_norm(theta_0)), found
+        stored = widened(plan.base.read(layer.keys[0])[0])
+        rank = max(DIRECTIONS, task_rank)
+        vectors = {}
+        for name, model in models.items():
+            # An adapter has factors for the layers that it changes.
+            if layer.param in model.params:
+                vectors[name] = task_vector(_update(model, layer, stored), rank)
+        return float(torch.linalg.vector_norm(layer.view.matrix(stored))), vectors
 
     for layer, found in zip(
         plan.layers, map_layers(examine, plan.layers, torch.device("cpu")), strict=True
@@ -56,12 +58,8 @@ def analyze_folders(
 
 
 def _update(model: FullModel, layer: Layer, stored: Tensor) -> Tensor:
-    """Return tau of a layer, ``(d_o, d_i)``, given the base's tensor; zero where an adapter has
-    none.
-    """
+    """Return tau of a layer, ``(d_o, d_i)``, given the base's tensor."""
     theta_0 = layer.view.matrix(stored)
-    if layer.param not in model.params:
-        return torch.zeros_like(theta_0)
     weight, _ = model.weight(layer.param, stored)
     if isinstance(weight, LowRank):
         return weight.product().to(theta_0)

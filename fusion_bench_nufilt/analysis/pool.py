@@ -172,20 +172,25 @@ class PoolAnalysis:
         r_d = r_v.
         """
         narrowest = min(min(view.shape) for view in self.views.values())
-        ranks, rows = [rank for rank in RANKS if rank <= narrowest], []
+        ranks = [rank for rank in RANKS if rank <= narrowest]
+        d_i = self.views[layer].shape[1]
+        r_d, r_v = self.config.data_rank, self.config.task_rank
+        rows = []
         for (of_data, V_d), (of_vector, vector) in product(data.items(), vectors.items()):
-            A = subspace_affinity(
-                V_d[:, : self.config.data_rank], vector.V[:, : self.config.task_rank]
-            )
-            row = {
-                "layer": layer,
-                "kind": kind(layer),
-                "data": of_data,
-                "vector": of_vector,
-                "affinity": float(A),
-            }
+            if vector.norm == 0:  # there are no directions to compare
+                continue
             by_rank = affinity_by_rank(V_d, vector.V, ranks).tolist()
-            rows.append(row | {"by_rank": dict(zip(ranks, by_rank, strict=True))})
+            rows.append(
+                {
+                    "layer": layer,
+                    "kind": kind(layer),
+                    "data": of_data,
+                    "vector": of_vector,
+                    "affinity": float(subspace_affinity(V_d[:, :r_d], vector.V[:, :r_v])),
+                    "chance": vector.directions(r_v) / d_i,
+                    "by_rank": dict(zip(ranks, by_rank, strict=True)),
+                }
+            )
         return rows
 
 

@@ -33,8 +33,13 @@ class TaskVector:
     V: Tensor
     norm: float  # Frobenius norm
     energy: Tensor  # the share of the squared norm in each of the directions of V, (r,)
+    rank: int | None  # the numerical rank; None if more directions than were computed
     # squared norm over the largest squared singular value (stable rank); 0 for a zero vector
     effective_rank: float
+
+    def directions(self, most: int) -> int:
+        """Return how many of the first directions are not zero."""
+        return int((self.energy[:most] > 0).sum())
 
     def rank_for(self, share: float) -> int | None:
         """Return how many directions hold this share of the energy, or None if more than were
@@ -49,9 +54,17 @@ def task_vector(tau: Tensor, rank: int) -> TaskVector:
     d_o, d_i = tau.shape
     V, sigma = _top_directions(tau, min(rank, d_o, d_i))
     sigma = sigma * (sigma > max(d_o, d_i) * torch.finfo(tau.dtype).eps * sigma.amax())
-    norm, top = float(torch.linalg.vector_norm(tau)), float(sigma.amax()) ** 2
+    norm = float(torch.linalg.vector_norm(tau))
+    if norm == 0:
+        return TaskVector(torch.zeros_like(V), 0.0, torch.zeros_like(sigma), 0, 0.0)
+    nonzero = int((sigma > 0).sum())
+    is_known = nonzero < len(sigma) or len(sigma) == min(d_o, d_i)
     return TaskVector(
-        V * (sigma > 0), norm, sigma.square() / (norm**2 or 1.0), norm**2 / top if top else 0.0
+        V * (sigma > 0),
+        norm,
+        sigma.square() / norm**2,
+        nonzero if is_known else None,
+        norm**2 / float(sigma.amax()) ** 2,
     )
 
 

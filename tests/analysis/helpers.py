@@ -30,19 +30,18 @@ def sentences(lengths, longest=9, batch_size=3):
     return DataLoader(rows, batch_size=batch_size)
 
 
-def pair_rows(layers, names, columns, values, curves=None):
+def pair_rows(layers, names, columns, values, curves=None, chances=None):
     """Rows of values ``(layers, names, names)``, and of curves ``(layers, names, names, ranks)``
-    over ranks 1, 2, …
+    over ranks 1, 2, …; ``chances`` are those of the layers.
     """
     rows = []
     for place in np.ndindex(values.shape):
         layer, one, other = layers[place[0]], names[place[1]], names[place[2]]
-        row = {"layer": layer, "kind": kind(layer)} | dict(
-            zip(columns, (one, other, values[place]), strict=True)
-        )
-        rows.append(
-            row if curves is None else row | {"by_rank": dict(enumerate(curves[place].tolist(), 1))}
-        )
+        row = {"layer": layer, "kind": kind(layer), columns[0]: one, columns[1]: other}
+        row |= {columns[2]: values[place], "chance": (chances or {}).get(layer, 0.25)}
+        if curves is not None:
+            row["by_rank"] = dict(enumerate(curves[place].tolist(), 1))
+        rows.append(row)
     return rows
 
 

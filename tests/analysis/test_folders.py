@@ -1,15 +1,19 @@
 """Folders analysed layer by layer, whatever way their tensors hold the layers."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from fusion_bench_nufilt.analysis.folders import analyze_folders
+from fusion_bench_nufilt.analysis.summary import reading, summarise
 from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
 from fusion_bench_nufilt.layers import TargetConfig, select_layers
 from fusion_bench_nufilt.merge import plan_merge
 from tests.families import FAMILIES
-from tests.models import finetuned
+from tests.models import finetuned, llama
 
 RANK = 4
 
@@ -84,3 +88,58 @@ def test_an_adapter_of_transposed_layers_is_analysed_like_the_weights_that_it_ma
     one, two = (row["norm"] for row in found.vectors)
     assert one == pytest.approx(two, rel=1e-5)
     assert [row["overlap"] for row in found.overlaps] == pytest.approx([1.0] * 4, abs=1e-4)
+
+
+def adapter(folder, layers, rank=4):
+    """An adapter of rank 4 with equal singular values, on layers of the tiny Llama."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(layers)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    factors = {}
+    for module, (d_o, d_i) in layers.items():
+        factors[f"base_model.model.{module}.lora_A.weight"] = torch.eye(rank, d_i)
+        factors[f"base_model.model.{module}.lora_B.weight"] = torch.eye(d_o, rank)
+    save_file(factors, folder / "adapter_model.safetensors")
+
+
+def test_layers_that_an_adapter_does_not_touch_do_not_count(tmp_path):
+    base = llama()
+    base.save_pretrained(tmp_path / "base")
+    shapes = {name: view.shape for name, view in select_layers(base).items()}
+    q_proj = {name: shape for name, shape in shapes.items() if name.endswith("q_proj")}
+    v_proj = {name: shape for name, shape in shapes.items() if name.endswith("v_proj")}
+    adapter(tmp_path / "one", q_proj)
+    adapter(tmp_path / "two", q_proj)
+    content = summarise(analyse(tmp_path, target_modules="auto"))
+    for task in ("one", "two"):
+        vector = content["vectors"][task]
+        assert vector["layers"] == len(q_proj)
+        assert vector["rank"] == 4
+        assert vector["effective_rank"] == pytest.approx(4)
+        assert vector["energy_in_top"] == pytest.approx(1)
+    assert content["overlap"]["all"] == [[pytest.approx(1)] * 2] * 2
+    assert content["chance"]["all"] == pytest.approx(4 / 32)
+    assert [layer["name"] for layer in content["layers"]] == list(q_proj)
+    first, second, *_ = reading(content)
+    left_out = len(shapes) - len(q_proj)
+    assert first.startswith(f"Of {len(shapes)} layers, {left_out} are changed by no task vector")
+    assert f"share 1.00 of their top 4 directions on average over {len(q_proj)} layers" in second
+
+    shutil.rmtree(tmp_path / "two")
+    adapter(tmp_path / "two", v_proj)
+    content = summarise(analyse(tmp_path))
+    assert content["overlap"]["all"][0][1] is None
+    assert "No two task vectors change the same layer, so that none collide." in reading(content)
+
+
+def test_a_frozen_layer_of_a_whole_model_does_not_count(tmp_path):
+    base = llama()
+    models = {"base": base, "one": finetuned(base, 1), "two": finetuned(base, 1)}
+    frozen = next(iter(select_layers(base).values()))
+    with torch.no_grad():
+        frozen.read(models["two"]).copy_(frozen.read(base))
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    content = summarise(analyse(tmp_path))
+    assert content["vectors"]["one"]["layers"] == content["vectors"]["two"]["layers"] + 1
+    assert content["overlap"]["all"][0][1] == pytest.approx(1)

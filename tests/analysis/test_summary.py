@@ -25,6 +25,7 @@ def vector(task, layer, relative_norm, effective_rank, rank_90, energy_in_top):
         "layer": layer,
         "norm": 1.0,
         "relative_norm": relative_norm,
+        "rank": 6,
         "effective_rank": effective_rank,
     }
     energy = torch.tensor([0.5, 0.5] if task == "law" else [0.4, 0.4])
@@ -32,7 +33,8 @@ def vector(task, layer, relative_norm, effective_rank, rank_90, energy_in_top):
 
 
 def pairs(columns, values, **others):
-    return pair_rows([ATTENTION, MLP], TASKS, columns, np.array(values), **others)
+    chances = {ATTENTION: 0.5, MLP: 0.25}
+    return pair_rows([ATTENTION, MLP], TASKS, columns, np.array(values), chances=chances, **others)
 
 
 def analysis(**others):
@@ -70,6 +72,8 @@ AFFINITY = pairs(("data", "vector", "affinity"), A, curves=A[..., None])
 def test_vectors_and_overlaps_are_summed_up_by_task_and_group():
     content = summarise(analysis())
     law = {
+        "layers": 2,
+        "rank": 6,
         "relative_norm": pytest.approx(0.2),
         "effective_rank": 3,
         "rank_90": 6,
@@ -134,18 +138,14 @@ def test_affinities_are_summed_up_by_group_with_their_dominance():
 def test_the_sentences_say_what_the_numbers_say():
     whole = analysis(losses=LOSSES, affinity=AFFINITY)
     assert reading(summarise(whole)) == [
-        "The task vectors share 0.30 of their top 4 directions on average; chance would be 0.38. "
-        "Those that collide "
-        "most are law and code (0.30).",
+        "The task vectors share 0.30 of their top 4 directions on average over 2 layers; chance "
+        "would be 0.38. Those that collide most are law and code (0.30).",
         f"They collide most in {ATTENTION} (0.50) and least in {MLP} (0.10).",
-        "The top 4 directions of a layer hold 50 to 70 % of a task vector's energy; 90 % of it "
-        "takes more than the 2 "
-        "directions that were solved for.",
-        "Data and task vectors: matched pairs have a mean affinity of 0.65, mismatched ones of "
-        "0.20; chance would be "
-        "0.38. The largest value is on the diagonal in 2 of 2 rows and 2 of 2 columns; a matched "
-        "pair is above a "
-        "mismatched one in 100 % of cases.",
+        "The top 4 directions of a layer hold 50 to 70 % of a task vector's energy, mean over 2 "
+        "layers; 90 % of it takes more than the 2 directions that were solved for.",
+        "Data and task vectors: matched pairs have a mean affinity of 0.65 over 2 layers, "
+        "mismatched ones of 0.20; chance would be 0.38. The largest value is on the diagonal in 2 "
+        "of 2 rows and 2 of 2 columns; a matched pair is above a mismatched one in 100 % of cases.",
         "Losses with fixed inputs, mean over the steps: a (1) has the lowest stability loss, a (2) "
         "the lowest "
         "plasticity loss, and a (1.2) the lowest harmonic mean. A method that changes little has "
@@ -158,14 +158,50 @@ def test_the_sentences_say_what_the_numbers_say():
 
 
 def test_one_vector_has_nothing_to_collide_with():
-    content = summarise(analysis()) | {"names": ["law"], "overlap": {"all": [[1.0]]}}
+    content = summarise(analysis()) | {"names": ["law"], "tasks": ["law"]}
     content["vectors"] = {"law": content["vectors"]["law"]}
     assert reading(content) == [
         "There is one task vector, 'law', and nothing that it could collide with.",
-        "The top 4 directions of a layer hold 70 % of a task vector's energy; 90 % of it takes 6 "
-        "directions in the "
-        "median layer.",
+        "The top 4 directions of a layer hold 70 % of a task vector's energy, mean over 2 layers; "
+        "90 % of it takes 6 directions in the median layer.",
     ]
+
+
+def test_a_task_vector_counts_in_the_layers_that_it_changes_alone():
+    whole = analysis(affinity=AFFINITY)
+    whole.vectors = [row for row in whole.vectors if (row["task"], row["layer"]) != ("code", MLP)]
+    for table in (whole.overlaps, whole.affinity):
+        table[:] = [
+            row
+            for row in table
+            if row["layer"] != MLP or "code" not in (row["vector"], row.get("other_vector"))
+        ]
+    content = summarise(whole)
+    assert content["vectors"]["code"]["layers"] == 1
+    assert content["vectors"]["code"]["effective_rank"] == 1.0
+    assert content["common_layers"] == [[2, 1], [1, 1]]
+    assert content["overlap"]["all"][0][1] == 0.5
+    assert content["overlap"]["MLP"][0][1] is None
+    assert content["chance"]["all"] == 0.5
+    assert content["affinity"]["all"]["mean"][0][1] == 0.2
+    assert content["affinity"]["all"]["dominance"]["layers"] == 1
+    assert "dominance" not in content["affinity"]["MLP"]
+    assert "law and code (0.50)." in reading(content)[0]
+    assert "on average over 1 layer;" in reading(content)[0]
+
+
+def test_a_task_that_changes_nothing_is_named_and_one_alone_is_refused():
+    whole = analysis()
+    whole.vectors = [row for row in whole.vectors if row["task"] == "law"]
+    whole.overlaps = [
+        row for row in whole.overlaps if {row["vector"], row["other_vector"]} == {"law"}
+    ]
+    content = summarise(whole)
+    assert content["names"] == ["law"]
+    assert "'code' changes none of the layers." in reading(content)
+    whole.vectors = []
+    with pytest.raises(ValueError, match="none of law, code changes any of the 2 layers"):
+        summarise(whole)
 
 
 def test_tables_have_a_row_for_each_layer_and_leave_empty_what_is_not_known(tmp_path):
@@ -178,11 +214,11 @@ def test_tables_have_a_row_for_each_layer_and_leave_empty_what_is_not_known(tmp_
         "losses.csv",
     ]
     lines = (tmp_path / "task_vectors.csv").read_text().splitlines()
-    assert lines[1] == f"law,{ATTENTION},1.0,0.1,2.0,5,0.6"
-    assert lines[3] == f"code,{ATTENTION},1.0,0.2,1.0,,0.5"
+    assert lines[1] == f"law,{ATTENTION},1.0,0.1,6,2.0,5,0.6"
+    assert lines[3] == f"code,{ATTENTION},1.0,0.2,6,1.0,,0.5"
     assert (tmp_path / "overlaps.csv").read_text().splitlines()[
         2
-    ] == f"{ATTENTION},attention,law,code,0.5"
+    ] == f"{ATTENTION},attention,law,code,0.5,0.5"
     assert (tmp_path / "losses.csv").read_text().splitlines()[
         1
     ] == f"a,1,law,{ATTENTION},,9.0,,9.0,,9.0"

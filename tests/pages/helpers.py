@@ -77,6 +77,7 @@ def some_analysis():
         "norm": 1.0,
         "relative_norm": 0.1,
         "effective_rank": 3.0,
+        "rank": 12,
         "rank_90": 9,
         "energy_in_top": 0.6,
     }

@@ -81,7 +81,7 @@ def analysis_of(methods, tasks):
     tasks = names("task", tasks)
     shape = (len(LAYERS), len(tasks), len(tasks))
     energy = torch.full((32,), 1 / 32, dtype=torch.float64)
-    vector = {"norm": 1.0, "relative_norm": 0.1, "rank_90": 9, "energy_in_top": 0.6}
+    vector = {"norm": 1.0, "relative_norm": 0.1, "rank": 12, "rank_90": 9, "energy_in_top": 0.6}
     vectors = [
         {"task": task, "layer": layer, **vector, "effective_rank": float(rng.uniform(2, 9))}
         | {"energy": energy}
