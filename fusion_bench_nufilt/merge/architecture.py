@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -32,6 +32,15 @@ _NOT_LINEAR = re.compile(
 _PACKED = {"in_proj_weight": 2, "gate_up_proj": 3, "down_proj": 3}
 _GPT2 = re.compile(r"(.*\.)?attn\.c_attn\.weight")  # (d, 3d) where the layers are transposed
 _NOT_TOGETHER = "weights and config do not belong together"
+# Buffers that no training changes, by the last part of their names.
+_COMPUTED = (
+    "position_ids",
+    "token_type_ids",
+    "inv_freq",
+    "original_inv_freq",
+    "masked_bias",
+    "num_batches_tracked",
+)
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
 
 
@@ -78,6 +87,7 @@ class Architecture:
         self._params: dict[str, str] = {}
         for names in _shared_names(self.model):
             self._params |= dict.fromkeys(names, self._first(names))
+        self._computed = set(_unsaved_buffers(loaded or model))
         self.views: dict[str, View] = {}  # of all layers, by param
         self._parts: dict[str, Parts] = {}  # of parameters that hold several layers
         for key, group in groupby(views(self.model), lambda view: view.key):
@@ -158,6 +168,13 @@ class Architecture:
         name = self._rename(key)
         return name, f"{self.backbone}.{name}", name.removeprefix(f"{self.backbone}.")
 
+    def is_computed(self, param: str) -> bool:
+        """Return whether a tensor is computed when a model is built, such as the frequencies of
+        rotary embeddings, which older versions of transformers stored.
+        """
+        computed = param.rpartition(".")[2] in _COMPUTED
+        return computed or not self._computed.isdisjoint(self._names(param))
+
     def stacks_of(self, module: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a module's own parameters of three dimensions in the loaded model,
         by name.
@@ -225,7 +242,9 @@ class Architecture:
                 if (shape := base.tensors[key].shape) != (promised := self.shape(whole)):
                     but = f"shape {shape} differs from {promised}, which its config.json promises"
                     raise ValueError(f"model '{name}', tensor '{key}': {but}: {_NOT_TOGETHER}")
-        if lost := sorted(chosen.keys() - stored.keys()):
+        lost = sorted(chosen.keys() - stored.keys())
+        if lost:
+            base.check_unwrapped(stored.keys() - self._params.keys())
             what = (
                 f"the weight of {len(lost)} layers that its config.json promises, '{lost[0]}' first"
             )
@@ -249,6 +268,13 @@ class Architecture:
         return {
             param: tuple(keys) for param, keys in self.by_param(base).items() if param not in chosen
         }
+
+
+def _unsaved_buffers(model: nn.Module) -> Iterator[str]:
+    """Yield the names of a model's buffers that it does not save."""
+    for path, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            yield f"{path}.{name}".removeprefix(".")
 
 
 def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from fusion_bench_nufilt.core.options import with_scope
 from fusion_bench_nufilt.layers import TargetConfig, coverage
 from fusion_bench_nufilt.layers.targets import leave_out
 from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, verify_files
-from fusion_bench_nufilt.storage.files import CARD, MANIFEST
+from fusion_bench_nufilt.storage.files import CARD, MANIFEST, printable
 from fusion_bench_nufilt.storage.resumable import differences, in_one_line
 from fusion_bench_nufilt.storage.schemas import Input
 from fusion_bench_nufilt.storage.tensors import FLOATS, describe
@@ -24,7 +25,7 @@ from .plan import Plan, Selection, Settings
 from .sources.adapters import LoraAdapter
 from .sources.models import FullModel
 from .sources.module import module_source
-from .sources.source import some
+from .sources.source import Source, some
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def check_merged(plan: Plan, merged: FullModel) -> Iterator[str]:
     if plan.settings.step is None and "step" not in plan.before:
         advice = "say with --step which number the new one has"
         raise ValueError(f"'{name}' has no {MANIFEST} that tells how many tasks it holds: {advice}")
-    check_made_from(plan.pretrained, merged)
+    check_made_from(plan.pretrained, merged, plan.computed)
     inputs = plan.before.get("inputs", {})
     if "base" in inputs:
         yield from check_inputs(plan, {"base": inputs["base"]}, f"'{name}'")
@@ -109,26 +110,43 @@ def check_module(
         if layers is None or view.key in layers
     ]
     others = architecture.others(base.source, found)
+    computed = set(filter(architecture.is_computed, others))
     targets = TargetConfig(other_params="mean")
     selection = Selection(
-        base, targets, found, others, set(), coverage(pretrained, {}, targets), architecture.origin
+        base,
+        targets,
+        found,
+        others,
+        set(),
+        computed,
+        coverage(pretrained, {}, targets),
+        architecture.origin,
     )
     task = FullModel(module_source(name, model, drawn), architecture)
     for warning in check_task(selection, task, architecture, selection.averaged_at(1)):
         log.info("%s", warning)
 
 
-def check_made_from(base: FullModel, merged: FullModel) -> None:
-    """Refuse a merged model that has not the base's tensors, in the base's shapes."""
-    for param, shape in base.params.items():
-        if (other := merged.params.get(param)) != shape:
+def check_made_from(base: FullModel, merged: FullModel, computed: Collection[str]) -> None:
+    """Refuse a merged model that has not the base's tensors, in the base's shapes.
+
+    It may lack those that are ``computed`` when a model is built.
+    """
+    expected = {
+        param: shape
+        for param, shape in base.params.items()
+        if param in merged.params or param not in computed
+    }
+    for param, shape in expected.items():
+        other = merged.params.get(param)
+        if other != shape:
             but = f"'{param}' is {other} there and {shape} in the base"
             what = (
                 f"the merged model '{merged.source.name}' was not made from the base "
                 f"'{base.source.name}'"
             )
             raise ValueError(f"{what}: {but}")
-    floats = (param for param, key in base.keys.items() if base.source.tensors[key].dtype in FLOATS)
+    floats = [param for param in expected if base.source.tensors[base.keys[param]].dtype in FLOATS]
     merged.source.check_floats(merged.keys[param] for param in floats)
 
 
@@ -164,7 +182,7 @@ def kept_from_base(plan: Plan) -> list[str]:
     for task in plan.tasks:
         averaged = plan.averaged_of(task)
         for param in task.keys:
-            if param in plan.others and param not in averaged:
+            if param in plan.others and param not in averaged and param not in plan.computed:
                 kept[param] = None
     return list(kept)
 
@@ -182,6 +200,8 @@ def check_task(
         {layer.param for layer in selection.layers},
     )
     yield from _check_shapes(selection, task, architecture, chosen)
+    if isinstance(task, LoraAdapter):
+        yield from _check_base_of(task, selection.base)
     lost = [param for param in base if param in chosen and param not in task.params]
     if not isinstance(task, LoraAdapter) and lost:
         first, hint = (
@@ -199,7 +219,9 @@ def check_task(
         )
     changed = chosen | averaged
     task.source.check_floats(key for param, key in task.keys.items() if param in changed)
-    if extra := [param for param in task.params if param not in base]:
+    extra = [param for param in task.params if param not in base]
+    extra = [param for param in extra if not architecture.is_computed(param)]
+    if extra:
         yield f"'{name}' has {len(extra)} tensors that the base lacks, ignored: {some(extra)}"
     if absent := sorted(param for param in averaged if not task.has(param)):
         yield f"'{name}' is left out of the mean of {some(absent)}"
@@ -216,6 +238,29 @@ def check_task(
         yield f"adapter '{name}' also changes {some(outside)}: ignored"
 
 
+def _check_base_of(adapter: LoraAdapter, base: Source) -> Iterator[str]:
+    """Warn if the base that an adapter names has another name than the one that is given."""
+    trained_on = adapter.checkpoint.adapter_config.get("base_model_name_or_path")
+    if not trained_on:
+        return
+    given = [base.name, base.label, base.config.get("_name_or_path")]
+    names = {_last_name(name) for name in given if isinstance(name, str)}
+    if _last_name(trained_on) not in names:
+        yield (
+            f"adapter '{adapter.source.name}' was trained on '{printable(trained_on)}', and the "
+            f"base given is '{base.name}': make sure that these are the same model"
+        )
+
+
+def _last_name(model: str) -> str:
+    """Return the name of a model without its owner or folders, its revision and the mark of a copy
+    of it that bitsandbytes quantised.
+    """
+    path = re.sub(r"models--([^/]+)/snapshots/[^/]+$", r"\1", model.replace("\\", "/").rstrip("/"))
+    name = path.rpartition("/")[2].rpartition("--")[2].partition("@")[0].lower()
+    return re.sub(r"(-unsloth)?-bnb-[48]bit$", "", name)
+
+
 def _check_shapes(
     selection: Selection, task: FullModel, architecture: Architecture, chosen: set[str]
 ) -> Iterator[str]:
@@ -223,6 +268,8 @@ def _check_shapes(
     ``on_shape_mismatch`` allows it.
     """
     name, base = task.source.name, selection.base.name
+    task.source.check_unwrapped(set(task.params) - set(selection.pretrained.params))
+    selection.base.check_unwrapped(set(selection.pretrained.params) - set(task.params))
     full = {param: shape for param, shape in selection.pretrained.params.items() if 0 not in shape}
     task.source.check_not_empty(
         key for param, key in task.keys.items() if param in full or architecture.parts(param)

@@ -157,6 +157,7 @@ class Selection:
     head_params: set[
         str
     ]  # the base's tensors of heads that tasks have for themselves, which stay as they are
+    computed: set[str]  # the base's other tensors that are computed, and not trained
     coverage: Coverage  # how much of the model the layers cover
     origin: str  # where the layers are known from
 
@@ -174,7 +175,7 @@ class Selection:
             for param, keys in self.others.items()
             if self.base.tensors[keys[0]].dtype in FLOATS
         }
-        return floats - self.head_params
+        return floats - self.head_params - self.computed
 
 
 def select(
@@ -185,12 +186,14 @@ def select(
     """
     source = pretrained.source
     layers = architecture.layers(source, targets, heads)
+    others = architecture.others(source, layers)
     return Selection(
         pretrained=pretrained,
         targets=targets,
         layers=layers,
-        others=architecture.others(source, layers),
+        others=others,
         head_params=set(heads.of(pretrained.params)),
+        computed=set(filter(architecture.is_computed, others)),
         coverage=coverage(
             architecture.model, {layer.name: layer.view for layer in layers}, targets
         ),

@@ -174,7 +174,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             merged = {view.key for view in self.layers.values()}
             refuse_drawn(name, [key for key in drawn if key in merged], can_exclude=True)
             if name == MERGED:
-                check_made_from(self._base, self._model(name, model, ()))
+                check_made_from(self._base, self._model(name, model, ()), ())
             return
         task, before = self._model(name, model, drawn), self._heads.of(self._base.params)
         find_head(self._heads, task)

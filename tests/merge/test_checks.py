@@ -1,11 +1,30 @@
 """What a merge says before any work."""
 
+import json
+import re
+import shlex
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from fusion_bench_nufilt.merge import merge_folders
+from fusion_bench_nufilt.merge.checks import check_module, kept_from_base
+from fusion_bench_nufilt.merge.sources.adapters import PREFIX
 from tests.commands.helpers import nufilt
-from tests.merge.helpers import RANKS, change, merge, plan
+from tests.merge.helpers import (
+    RANKS,
+    change,
+    change_json,
+    merge,
+    plan,
+    same,
+    save_stream,
+    tensors,
+)
+from tests.merge.test_adapters import save_adapter
+from tests.models import clip, llama
 
 
 def test_the_plan_names_the_tensors_whose_changes_are_left_out_and_what_averages_them(stream):
@@ -57,3 +76,136 @@ def test_a_result_far_from_its_base_is_not_suspected_to_be_of_another(stream, ro
     (stream / "unknown" / "nufilt.json").unlink()
     warnings = plan(stream, ["unknown"], **options).warnings
     assert [text for text in warnings if "unknown' looks as if it was made from another" in text]
+
+
+# --- names that a wrapper for training left ---
+
+WRAPPERS = {
+    "module.": lambda key: f"module.{key}",
+    "_orig_mod.": lambda key: f"_orig_mod.{key}",
+    "_orig_mod. of every block": lambda key: re.sub(r"(layers\.\d+\.)", r"\1_orig_mod.", key),
+    "_fsdp_wrapped_module.": lambda key: key.replace("layers.", "layers._fsdp_wrapped_module."),
+    "_checkpoint_wrapped_module.": lambda key: key.replace(
+        "mlp.", "_checkpoint_wrapped_module.mlp."
+    ),
+}
+
+
+def rename(folder, function):
+    """Give all tensors of a folder other names."""
+    for file in folder.glob("*.safetensors"):
+        state = {function(key): value for key, value in load_file(file).items()}
+        save_file(state, file, metadata={"format": "pt"})
+    for index in folder.glob("*.index.json"):
+        content = json.loads(index.read_text())
+        renamed = {function(key): file for key, file in content["weight_map"].items()}
+        index.write_text(json.dumps({**content, "weight_map": renamed}))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("model", ["base", "task1", "adapter"])
+def test_the_wrapper_that_a_model_was_saved_from_is_named_with_what_takes_it_out(
+    tmp_path, wrapper, model
+):
+    models = save_stream(tmp_path, llama(), tasks=1)
+    save_adapter(tmp_path, models["_pretrained_"])
+    tasks = ["adapter" if model == "adapter" else "task1"]
+    expected = tensors(merge(tmp_path, tasks, "expected"))
+    function = WRAPPERS[wrapper]
+    if model == "adapter" and wrapper.startswith("_orig_mod."):  # compiled before peft
+        rename(tmp_path / model, lambda key: PREFIX + function(key.removeprefix(PREFIX)))
+    else:
+        rename(tmp_path / model, function)
+    name = wrapper.partition(".")[0]
+    with pytest.raises(
+        ValueError, match=f"{model}' was saved from the wrapper of .*'{name}"
+    ) as error:
+        plan(tmp_path, tasks)
+    program, option, code = shlex.split(str(error.value).rpartition("in place with: ")[2])
+    assert (program, option) == ("python", "-c")
+    exec(code, {})
+    assert same(tensors(merge(tmp_path, tasks)), expected)
+
+
+def test_a_base_and_tasks_that_are_all_named_alike_are_merged_as_they_are(stream):
+    expected = tensors(merge(stream, out="expected"))
+    for model in ("base", "task1", "task2", "task3"):
+        rename(stream / model, WRAPPERS["module."])
+        (stream / model / "config.json").unlink()
+    found = tensors(merge(stream))
+    assert found.keys() == {f"module.{key}" for key in expected}
+
+
+def test_a_model_in_memory_is_to_be_given_without_its_wrapper():
+    with pytest.raises(ValueError, match=r"svhn' was saved from the wrapper of Distr.*is inside"):
+        check_module(clip(), torch.nn.DataParallel(clip()), "svhn")
+
+
+# --- buffers ---
+
+
+def add_buffers(folder, value=1.0):
+    """Store what older versions of transformers stored of a Llama, and the positions of a CLIP."""
+    file = max(folder.glob("*.safetensors"))
+    buffers = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.full((4,), value),
+        "model.embeddings.position_ids": torch.arange(5),
+    }
+    save_file({**load_file(file), **buffers}, file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    return buffers
+
+
+@pytest.mark.parametrize("other_params", ["mean", "pretrained"])
+@pytest.mark.parametrize("models", [("base", "task1", "task2"), ("base",), ("task1",)])
+def test_buffers_are_neither_left_out_nor_lost_nor_averaged(tmp_path, models, other_params):
+    save_stream(tmp_path, llama(), tasks=2, shards="1GB")
+    for number, model in enumerate(models):
+        buffers = add_buffers(tmp_path / model, value=1.0 + number)
+    planned = plan(tmp_path, ["task1", "task2"], other_params=other_params)
+    assert planned.warnings == []
+    kept = kept_from_base(planned)
+    assert kept == [] or other_params == "pretrained"
+    assert not {"inv_freq", "position_ids"} & {param.rpartition(".")[2] for param in kept}
+    out = tensors(merge_folders(planned, tmp_path / "out"))
+    base = tensors(tmp_path / "base")
+    assert out.keys() == base.keys()
+    assert [key for key in buffers if key in base and not torch.equal(out[key], base[key])] == []
+
+
+def test_a_result_without_the_buffers_of_its_base_is_gone_on_from(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2, shards="1GB")
+    one = merge(tmp_path, ["task1"], "one")
+    expected = tensors(merge(tmp_path, ["task2"], "two", merged="one"))
+    (one / "nufilt.json").unlink()
+    buffers = add_buffers(tmp_path / "base")
+    settings = {"step": 2}
+    out = tensors(merge(tmp_path, ["task2"], merged="one", settings=settings))
+    assert same(out, {**expected, **buffers})
+
+
+# --- the base that an adapter names ---
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "given"),
+    [
+        ("meta-llama/Llama-2-7b-hf", "Llama-2-7b-hf"),
+        ("unsloth/llama-3-8b-unsloth-bnb-4bit", "Llama-3-8B"),
+        ("/cache/models--owner--some-base/snapshots/0123abc", "some-base"),
+        ("C:\\models\\base\\", "base"),
+    ],
+)
+def test_the_base_that_an_adapter_names_may_be_anywhere_but_is_the_one_that_is_given(
+    tmp_path, trained_on, given
+):
+    models = save_stream(tmp_path, llama(), tasks=1)
+    save_adapter(tmp_path, models["_pretrained_"])
+    (tmp_path / "base").rename(tmp_path / given)
+    change_json(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path=trained_on)
+    assert plan(tmp_path, ["adapter"], base=given).warnings == []
+    shutil.move(tmp_path / given, tmp_path / "another")
+    (text,) = plan(tmp_path, ["adapter"], base="another").warnings
+    assert f"adapter' was trained on '{trained_on}', and the base given is '" in text
+    change_json(tmp_path / "another" / "config.json", _name_or_path=f"owner/{given}")
+    assert plan(tmp_path, ["adapter"], base="another").warnings == []

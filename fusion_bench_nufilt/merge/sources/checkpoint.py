@@ -242,6 +242,25 @@ class Checkpoint(Source):
         except OSError as error:
             raise ValueError(f"'{error.filename}' can't be read: {error.strerror}") from error
 
+    def _unwrapping(self, wrapper: str) -> str:
+        folder = self.folder
+        first = ""
+        if not Path(self.name).expanduser().is_dir():
+            repository = self.name.partition("@")[0]
+            first = f"`hf download {repository} --local-dir FOLDER`, and "
+            folder = Path("FOLDER")
+        pattern = r'(^|(?<="))module\.' if wrapper == "module" else rf"{wrapper}\."
+        code = (
+            "import re; from pathlib import Path; from safetensors.torch import load_file, "
+            f"save_file; folder = Path({json.dumps(str(folder))}); "
+            f"strip = lambda text: re.sub({pattern!r}, '', text); "
+            "[save_file({strip(key): value for key, value in load_file(file).items()}, "
+            "file.with_suffix('.new'), {'format': 'pt'}) or file.with_suffix('.new').replace(file) "
+            "for file in folder.glob('*.safetensors')]; "
+            "[file.write_text(strip(file.read_text())) for file in folder.glob('*.index.json')]"
+        )
+        return f"Take it out in place with: {first}python -c {shlex.quote(code)}"
+
     def identity(self) -> Input:
         """Return what tells this checkpoint from others, without reading its weights: its revision
         on the hub, or its files.

@@ -12,6 +12,13 @@ from torch import Tensor
 
 from fusion_bench_nufilt.storage.tensors import FLOATS, TensorFile, TensorInfo
 
+# What training wraps a model or its layers in, by the name that this adds to those of tensors.
+# That of DistributedDataParallel and of DeepSpeed is "module", at the start of a name.
+_WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+}
 Parts = Sequence[tuple[int, int]]  # first and last row of each part of a tensor
 
 
@@ -49,6 +56,25 @@ class Source(ABC):
         """
         self.parts = parts
         self.tensors = split_rows(self.whole, parts)
+
+    def check_unwrapped(self, names: Iterable[str]) -> None:
+        """Raise a ValueError if names that are not looked for are those of a wrapper for
+        training.
+        """
+        for name in names:
+            parts = name.split(".")
+            found = [part for part in parts if part in _WRAPPERS]
+            found += [part for part in parts[:1] if part == "module"]
+            if found:
+                made_by = _WRAPPERS.get(found[0], "DistributedDataParallel or DeepSpeed")
+                raise ValueError(
+                    f"model '{self.name}' was saved from the wrapper of {made_by}: the name of "
+                    f"'{name}' has '{found[0]}.'. {self._unwrapping(found[0])}"
+                )
+
+    def _unwrapping(self, wrapper: str) -> str:
+        """Return how a wrapper is taken out of the names of the tensors."""
+        return f"Give the model that is inside of '{wrapper}'"
 
     def check_not_empty(self, keys: Iterable[str]) -> None:
         """Raise a ValueError that names tensors of which nothing but a placeholder was saved."""
