@@ -18,9 +18,7 @@ from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.core.options import choices
 from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.merge import Settings
-from fusion_bench_nufilt.methods.spectral import SpectralConfig
-from fusion_bench_nufilt.methods.sums import WudiConfig
-from fusion_bench_nufilt.methods.tsv import TsvConfig
+from fusion_bench_nufilt.methods.options import SpectralConfig, TsvConfig, WudiConfig
 from fusion_bench_nufilt.stream import ProtocolConfig
 from fusion_bench_nufilt.stream.protocol import DeviceConfig
 

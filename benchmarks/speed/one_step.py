@@ -38,7 +38,8 @@ from fusion_bench_nufilt.core import FusionConfig, fuse_each
 from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, loop_gram
 from fusion_bench_nufilt.core.subspace import null_space_filter, top_right_singular_vectors
 from fusion_bench_nufilt.core.workers import fast_in_float64
-from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig
+from fusion_bench_nufilt.methods.options import SpectralConfig
+from fusion_bench_nufilt.methods.spectral import Spectral
 from fusion_bench_nufilt.methods.sums import WudiConfig, WudiSums
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 

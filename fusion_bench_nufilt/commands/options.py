@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import typer
 
 from fusion_bench_nufilt.compare.overrides import key_value
-from fusion_bench_nufilt.core import FusionConfig
+from fusion_bench_nufilt.core.config import FusionConfig
 from fusion_bench_nufilt.core.options import choices
 
 # The options that are a number or a share of the width.
@@ -27,11 +27,16 @@ ConfigDir = Annotated[
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
-def takes_options(*kinds: type, varied: Collection[str] = ()) -> Callable[[_Command], _Command]:
+def takes_options(
+    *kinds: type, varied: Collection[str] = (), common: Collection[str] = ()
+) -> Callable[[_Command], _Command]:
     """Return a decorator that puts the fields of dataclasses into the options of a command with
     ``**options``.
 
-    ``varied`` names those whose defaults a method may change.
+    Args:
+        kinds: the dataclasses.
+        varied: those of their fields whose defaults a method may change.
+        common: those that stand first in the help, under no heading.
     """
     fields = defaultdict(list)
     for each in chain(*map(dataclasses.fields, kinds)):
@@ -45,7 +50,7 @@ def takes_options(*kinds: type, varied: Collection[str] = ()) -> Callable[[_Comm
             shown = "depends on the method" if depends else True
             info = typer.Option(
                 help=each.metadata["help"],
-                rich_help_panel=each.metadata["panel"],
+                rich_help_panel=None if name in common else each.metadata["panel"],
                 show_default=shown,
             )
             annotation: Any = Annotated[kind, info]

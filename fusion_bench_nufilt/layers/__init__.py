@@ -2,9 +2,24 @@
 parameter.
 """
 
-from fusion_bench_nufilt.layers.coverage import Coverage, coverage
-from fusion_bench_nufilt.layers.heads import Heads
-from fusion_bench_nufilt.layers.selection import select_layers
-from fusion_bench_nufilt.layers.targets import TargetConfig
+from typing import TYPE_CHECKING
 
-__all__ = ["Coverage", "Heads", "TargetConfig", "coverage", "select_layers"]
+from fusion_bench_nufilt.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from .coverage import Coverage
+    from .heads import Heads
+    from .selection import select_layers
+    from .targets import TargetConfig
+
+__all__ = ["Coverage", "Heads", "TargetConfig", "select_layers"]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "Coverage": "coverage",
+        "Heads": "heads",
+        "TargetConfig": "targets",
+        "select_layers": "selection",
+    },
+)

@@ -1,7 +1,18 @@
 """Merging checkpoint folders of any size, without loading a model."""
 
-from .folders import merge_folders
-from .plan import Plan, Settings
-from .planning import plan_merge
+from typing import TYPE_CHECKING
+
+from fusion_bench_nufilt.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from .folders import merge_folders
+    from .plan import Plan
+    from .planning import plan_merge
+    from .settings import Settings
 
 __all__ = ["Plan", "Settings", "merge_folders", "plan_merge"]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {"Plan": "plan", "Settings": "settings", "merge_folders": "folders", "plan_merge": "planning"},
+)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.core.options import with_scope
-from fusion_bench_nufilt.layers import TargetConfig, coverage
+from fusion_bench_nufilt.layers import TargetConfig
+from fusion_bench_nufilt.layers.coverage import coverage
 from fusion_bench_nufilt.layers.targets import leave_out
 from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, verify_files
 from fusion_bench_nufilt.storage.files import CARD, MANIFEST, printable
@@ -21,7 +22,8 @@ from fusion_bench_nufilt.storage.tensors import FLOATS, describe
 from .architecture import Architecture, Layer
 from .beside import mean_key, means_to_keep, state_tensors
 from .layout import is_rounded
-from .plan import Plan, Selection, Settings
+from .plan import Plan, Selection
+from .settings import Settings
 from .sources.adapters import LoraAdapter
 from .sources.models import FullModel
 from .sources.module import module_source

@@ -22,7 +22,8 @@ from .architecture import Layer
 from .beside import state_tensors
 from .forecast import batches, layer_budget, layer_memory, solving_memory
 from .output import Record
-from .plan import BATCHES_PER_GPU, Plan
+from .plan import Plan
+from .settings import BATCHES_PER_GPU
 from .strength import measure_strengths
 
 

@@ -20,7 +20,7 @@ from fusion_bench_nufilt.methods import METHODS, LayerMethod
 
 from .architecture import Architecture, Layer
 from .others import running_mean
-from .plan import Settings
+from .settings import Settings
 from .sources.checkpoint import Checkpoint
 from .sources.models import FullModel
 from .strength import strength_of

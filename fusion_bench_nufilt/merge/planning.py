@@ -16,8 +16,9 @@ from .checks import CHANGED, check_merged, check_state, check_task, verify_merge
 from .forecast import layer_memory, process_memory
 from .heads import describe_heads, take_heads
 from .layout import small_files_of
-from .plan import Plan, Settings, select
+from .plan import Plan, select
 from .relation import check_relation
+from .settings import Settings
 from .sources.adapters import open_task
 from .sources.checkpoint import Checkpoint, is_adapter
 from .sources.models import FullModel

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from .base import State
-from .order_free import FirstWhole, OrderFree, ScaleConfig
-from .spectral import Spectral, SpectralConfig
+from .options import DEFAULTS, ScaleConfig, SpectralConfig, TsvConfig
+from .order_free import FirstWhole
+from .spectral import Spectral
 from .task_vector import TaskVector
-from .tsv import TsvConfig, TsvStream
+from .tsv import TsvStream
 
 
 class Best(FirstWhole):
@@ -39,7 +40,7 @@ class Best(FirstWhole):
     name = "best"
     label = "TSV-M with spectral voting"
     citation = f"the mean of the updates by {TsvStream.citation} and by {Spectral.citation}"
-    defaults = {**OrderFree.defaults, "ramp": 0.4}  # noqa: RUF012
+    defaults = DEFAULTS[name]
     directions = TsvStream.directions
     weighs_tasks = True
 

@@ -5,60 +5,25 @@ grow with depth.
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property, partial
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion_bench_nufilt.core import options
-from fusion_bench_nufilt.core.options import check_positive, is_number
 from fusion_bench_nufilt.core.subspace import gram_matrix, leading_basis
 from fusion_bench_nufilt.core.weights import LowRank, wide_dtype, widened
 from fusion_bench_nufilt.layers.names import block_of
 
 from .base import LayerMethod, State
+from .options import FAINTEST, ORDER_FREE_DEFAULTS, RampConfig, ScaleConfig
 from .task_vector import TaskVector
 
-FAINTEST = 1e-6  # a direction weaker than this share of the strongest is rounding error
 FAINTEST_IN_FLOAT32 = (
     1e-4  # products in float32 know directions down to this share of the strongest
 )
 FAINT = 1e-3  # eigenvalues below this share of the largest are inaccurate in float32
-
-option = partial(options.option, panel="Order-free methods")
-
-
-@dataclass(frozen=True)
-class RampConfig:
-    """The setting that all order-free methods have; any others must be numbers above zero.
-
-    Raises:
-        ValueError: a value is out of its range; the message names the key.
-    """
-
-    ramp: float = option(
-        0.0,
-        "Strength grows with depth, from λ (1 - ramp) in the first block to λ (1 + ramp) in the "
-        "last.",
-    )
-
-    def __post_init__(self) -> None:
-        check_positive(
-            self,
-            *(each.name for each in fields(self) if each.type is float and each.name != "ramp"),
-        )
-        if not (is_number(self.ramp) and -1 < self.ramp < 1):
-            raise ValueError(f"ramp must be a number between -1 and 1, got {self.ramp!r}")
-
-
-@dataclass(frozen=True)
-class ScaleConfig(RampConfig):
-    """The settings of an order-free method whose update has a strength."""
-
-    scale: float = option(1.0, "Strength of the merged update.", symbol="λ")
 
 
 class OrderFree(LayerMethod):
@@ -71,7 +36,7 @@ class OrderFree(LayerMethod):
     """
 
     Options: ClassVar[type] = ScaleConfig
-    defaults = {"target_modules": "all-linear", "other_params": "mean"}  # noqa: RUF012
+    defaults: ClassVar[Mapping[str, Any]] = ORDER_FREE_DEFAULTS
     itemsize = 8
     takes_factors = True
     directions: tuple[str, ...] = ()

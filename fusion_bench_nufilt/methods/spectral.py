@@ -18,38 +18,15 @@ less than half as long as that of unrelated ones, :math:`\lVert S \rVert < \tfra
 \lVert A_t \rVert^2}`, X is multiplied by the ratio of the two lengths.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from .base import State
-from .order_free import (
-    FAINTEST,
-    FAINTEST_IN_FLOAT32,
-    FirstWhole,
-    RampConfig,
-    map_spectrum,
-    option,
-)
+from .options import SpectralConfig
+from .order_free import FAINTEST_IN_FLOAT32, FirstWhole, map_spectrum
 from .task_vector import TaskVector
 
 SLOPE = 0.03  # the fall of q between no vote and one vote
-
-
-@dataclass(frozen=True)
-class SpectralConfig(RampConfig):
-    """The settings of spectral voting."""
-
-    kappa: float = option(
-        0.9, "Strength of a direction, over the tasks' mean largest singular value.", symbol="κ"
-    )
-    damp: float = option(0.5, "Directions that n tasks share are held down by n^-damp.")
-    faintest: float = option(
-        FAINTEST,
-        "Votes below this share of the strongest are left out; from 1e-4 on, votes are computed in "
-        "float32, of the leading eighth of the directions where no others count.",
-    )
 
 
 class Spectral(FirstWhole):

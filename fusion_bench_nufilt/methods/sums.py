@@ -1,32 +1,14 @@
 """Order-free methods that keep running sums."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .base import State
-from .order_free import OrderFree, ScaleConfig, map_spectrum, option
+from .options import ScaleConfig, SumConfig, WudiConfig
+from .order_free import OrderFree, map_spectrum
 from .task_vector import TaskVector
-
-
-@dataclass(frozen=True)
-class SumConfig(ScaleConfig):
-    """The settings of task arithmetic on the running sum."""
-
-    scale: float = option(0.3, "Strength of the merged update.", symbol="λ")
-
-
-@dataclass(frozen=True)
-class WudiConfig(ScaleConfig):
-    """The settings of WUDI in closed form."""
-
-    eps: float = option(
-        0.1,
-        "Ridge of the least-squares problem, over the mean eigenvalue of its matrix.",
-        symbol="ε",
-    )
 
 
 class Sum(OrderFree):

@@ -1,33 +1,13 @@
 r"""TSV-M from the tasks' leading directions, one task after another."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .base import State
-from .order_free import FAINTEST, OrderFree, ScaleConfig, option, polar_factor
+from .options import TsvConfig
+from .order_free import OrderFree, polar_factor
 from .task_vector import Directions, TaskVector
-
-
-@dataclass(frozen=True)
-class TsvConfig(ScaleConfig):
-    """The settings of TSV-M."""
-
-    keep: float = option(
-        1.0,
-        "A task keeps at most this share of a layer's directions; below 1, they are found by two "
-        "rounds of subspace iteration.",
-    )
-    faintest: float = option(
-        FAINTEST, "Directions below this share of a task's strongest are left out."
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.keep > 1:
-            raise ValueError(f"keep must be at most 1, got {self.keep!r}")
 
 
 class TsvStream(OrderFree):

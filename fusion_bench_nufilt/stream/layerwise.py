@@ -27,8 +27,9 @@ from fusion_bench_nufilt.merge.encode import state_to_keep
 from fusion_bench_nufilt.merge.engine import MergedLayer, merge_layers
 from fusion_bench_nufilt.merge.heads import describe_heads, find_head, new_heads, take_head
 from fusion_bench_nufilt.merge.others import average_others
-from fusion_bench_nufilt.merge.plan import Plan, Settings, select
+from fusion_bench_nufilt.merge.plan import Plan, select
 from fusion_bench_nufilt.merge.relation import check_relation
+from fusion_bench_nufilt.merge.settings import Settings
 from fusion_bench_nufilt.merge.sources.models import FullModel
 from fusion_bench_nufilt.merge.sources.module import MemorySource, module_source
 from fusion_bench_nufilt.methods import Report, find_method

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from fusion_bench_nufilt.commands.merge import MODELS, merge
+from fusion_bench_nufilt.commands.merge import merge
+from fusion_bench_nufilt.commands.merging import MODELS
 from tests.adversary import mutations as do
 from tests.adversary.mutations import (
     EMBEDDING,

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from fusion_bench_nufilt.commands.merge import gather, read_recipe
+from fusion_bench_nufilt.commands.merging import gather, read_recipe
 from tests.commands.helpers import nufilt
 from tests.merge.helpers import RANKS, change, hashes, merge, same, save_stream, tensors
 from tests.models import llama

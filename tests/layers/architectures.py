@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
-from fusion_bench_nufilt.layers import TargetConfig, coverage, select_layers
+from fusion_bench_nufilt.layers import TargetConfig, select_layers
+from fusion_bench_nufilt.layers.coverage import coverage
 from fusion_bench_nufilt.layers.names import without_numbers
 from tests.families import FAMILIES
 from tests.merge.helpers import RANKS, manifest, merge, save_stream, transpose_experts

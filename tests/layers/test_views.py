@@ -11,7 +11,8 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm, fuse_layers
-from fusion_bench_nufilt.layers import TargetConfig, coverage, select_layers
+from fusion_bench_nufilt.layers import TargetConfig, select_layers
+from fusion_bench_nufilt.layers.coverage import coverage
 from fusion_bench_nufilt.layers.views import opaque, views
 from fusion_bench_nufilt.stream import layerwise
 from tests.families import CONVERTED, FAMILIES, OpenClipBlock, openclip

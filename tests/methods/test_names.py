@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from fusion_bench_nufilt.compare.configs import compose_run, plain
 from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.methods import METHODS
+from fusion_bench_nufilt.methods.options import DEFAULTS, OPTIONS
 from tests.commands.helpers import nufilt
 from tests.merge.helpers import STATE, manifest, same, tensors
 from tests.stream.helpers import logging_to, pool, saved_pool
@@ -126,3 +127,10 @@ def test_the_help_says_that_a_default_depends_on_the_method():
     _, text = nufilt("merge", "--help")
     ramp = text.partition("--ramp")[2].partition("--kappa")[0]
     assert "depends on the" in ramp
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_the_options_without_torch_are_those_of_the_method(name):
+    method = METHODS[name]
+    assert method.Options is OPTIONS[name.partition("/")[0]]
+    assert method.defaults == DEFAULTS[name]

@@ -12,11 +12,12 @@ from fusion_bench.method.task_singular_vector.utils.TSVM_utils import (
 from fusion_bench_nufilt.core import LowRank, failures
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.best import Best
-from fusion_bench_nufilt.methods.order_free import ScaleConfig, map_spectrum, polar_factor
+from fusion_bench_nufilt.methods.options import ScaleConfig, TsvConfig, WudiConfig
+from fusion_bench_nufilt.methods.order_free import map_spectrum, polar_factor
 from fusion_bench_nufilt.methods.spectral import Spectral
-from fusion_bench_nufilt.methods.sums import Isotropic, Sum, WudiConfig, WudiSums
+from fusion_bench_nufilt.methods.sums import Isotropic, Sum, WudiSums
 from fusion_bench_nufilt.methods.task_vector import TaskVector
-from fusion_bench_nufilt.methods.tsv import TsvConfig, TsvStream
+from fusion_bench_nufilt.methods.tsv import TsvStream
 from tests.conftest import every_device
 from tests.core.matrices import matrix_with_spectrum
 from tests.methods.test_spectral import distance, spectrum, task_vectors

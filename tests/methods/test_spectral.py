@@ -13,8 +13,9 @@ from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.layers.names import last_block_numbers
+from fusion_bench_nufilt.methods.options import SpectralConfig
 from fusion_bench_nufilt.methods.order_free import FAINTEST, strengths
-from fusion_bench_nufilt.methods.spectral import Spectral, SpectralConfig, flatten
+from fusion_bench_nufilt.methods.spectral import Spectral, flatten
 from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
 from tests.core.matrices import matrix_with_spectrum
 from tests.models import TOWER

@@ -8,7 +8,7 @@ import torch
 
 from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.methods.best import Best
-from fusion_bench_nufilt.methods.order_free import ScaleConfig
+from fusion_bench_nufilt.methods.options import ScaleConfig, TsvConfig
 from fusion_bench_nufilt.methods.spectral import Spectral
 from fusion_bench_nufilt.methods.strength import (
     SAMPLED_LAYERS,
@@ -17,7 +17,7 @@ from fusion_bench_nufilt.methods.strength import (
     tail,
     task_strength,
 )
-from fusion_bench_nufilt.methods.tsv import TsvConfig, TsvStream
+from fusion_bench_nufilt.methods.tsv import TsvStream
 from tests.core.matrices import matrix_with_spectrum
 from tests.methods.test_spectral import distance, task_vectors
 

@@ -19,7 +19,8 @@ from fusion_bench_nufilt import (
     NufiltContinualMergingAlgorithm,
     fuse_layers,
 )
-from fusion_bench_nufilt.layers import TargetConfig, coverage, select_layers
+from fusion_bench_nufilt.layers import TargetConfig, select_layers
+from fusion_bench_nufilt.layers.coverage import coverage
 from tests.conftest import REPO
 from tests.families import FAMILIES, openclip
 from tests.models import clip, finetuned, full_clip, llama, llava, t5
