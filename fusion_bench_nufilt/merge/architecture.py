@@ -3,8 +3,8 @@
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from fusion_bench_nufilt.layers import Heads, TargetConfig, select_layers
 from fusion_bench_nufilt.layers.names import last_block_numbers, layer_name, without_numbers
+from fusion_bench_nufilt.layers.shared import shared_names, untie, without_values
 from fusion_bench_nufilt.layers.targets import leave_out
 from fusion_bench_nufilt.layers.views import View, views
 from fusion_bench_nufilt.storage.files import printable
@@ -84,10 +85,18 @@ class Architecture:
         parameters = (loaded or model).named_parameters()
         self._stacks = {name: tuple(value.shape) for name, value in parameters if value.ndim == 3}
         self.backbone = getattr(self.model, "base_model_prefix", "")
+        self.embedding, self.head, self._tables = _token_tables(self.model)
         self._params: dict[str, str] = {}
-        for names in _shared_names(self.model):
-            self._params |= dict.fromkeys(names, self._first(names))
+        names_of_each = shared_names(self.model)
+        for names in names_of_each:
+            self._params |= dict.fromkeys(names, self.first(names))
         self._computed = set(_unsaved_buffers(loaded or model))
+        self._find_layers()
+        several = [names for names in names_of_each if len(names) > 1]
+        #: The names of each weight that the configuration ties.
+        self.shared = [names for names in several if self._params[names[0]] not in self._parts]
+
+    def _find_layers(self) -> None:
         self.views: dict[str, View] = {}  # of all layers, by param
         self._parts: dict[str, Parts] = {}  # of parameters that hold several layers
         for key, group in groupby(views(self.model), lambda view: view.key):
@@ -106,12 +115,15 @@ class Architecture:
         built, origin = _on_meta(base)
         return cls(*as_stored(built, base.tensors), origin, built)
 
-    def _first(self, names: Sequence[str]) -> str:
+    def first(self, names: Sequence[str]) -> str:
         """Return the name by which a weight of several names goes: one in the backbone, if there is
         one, since a head that shares the embedding may come before it.
         """
         in_backbone = [name for name in names if name.startswith(f"{self.backbone}.")]
         return (in_backbone or names)[0]
+
+    def param_named(self, name: str) -> str:
+        return self._params[name]
 
     def param_of(self, view: View) -> str:
         param = self._params[view.key]
@@ -126,6 +138,27 @@ class Architecture:
         """The number of the last block of each stack of the model's blocks."""
         names = [*self._params, *(view.name for view in self.views.values())]
         return last_block_numbers(map(layer_name, names))
+
+    @property
+    def weights(self) -> list[list[str]]:
+        """The names of what :attr:`shared` has, by the weights that they have in this merge."""
+        names = defaultdict(list)
+        for name in chain(*self.shared):
+            names[self._params[name]].append(name)
+        return list(names.values())
+
+    def selects(self, targets: TargetConfig, names: Collection[str]) -> bool:
+        """Tell whether one of these parameters holds a layer to merge."""
+        selected = select_layers(self.model, targets.target_modules, targets.exclude_modules)
+        return any(view.key in names for view in selected.values())
+
+    def untie(self, names: Sequence[str]) -> None:
+        """Give some names of a weight a weight of their own."""
+        if any(not parameter.is_meta for parameter in self.model.parameters()):
+            self.model = without_values(self.model)  # a model in memory stays as it is
+        untie(self.model, names)
+        self._params |= dict.fromkeys(names, self.first(names))
+        self._find_layers()
 
     def rows(self, param: str) -> int:
         """Return the number of rows of a tensor, zero for one that the model does not have."""
@@ -150,6 +183,14 @@ class Architecture:
     def param(self, key: str) -> str:
         """Return the model's first name for the tensor that a checkpoint stores under ``key``."""
         return self._params.get(name := self.module_name(key), name)
+
+    def name(self, key: str) -> str:
+        """Return the model's name for the tensor that a checkpoint stores under ``key``, whatever
+        it is tied to.
+        """
+        name = self.module_name(key)
+        tied = any(name in names for names in self.shared)
+        return name if tied else self._params.get(name, name)
 
     def by_param(self, source: Source) -> dict[str, list[str]]:
         """Return a model's keys by param, in its own order."""
@@ -208,22 +249,8 @@ class Architecture:
         """Return the params of the tensors with a row for every token, given the stored tensors'
         shapes by param.
         """
-        try:
-            first, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()  # type: ignore[operator]
-        except (
-            AttributeError,
-            NotImplementedError,
-        ):  # not a transformers model, or one with two towers
-            return []
-        if not isinstance(first, nn.Embedding):
-            return []
-        both = [*first.parameters(), *(head.parameters() if isinstance(head, nn.Module) else ())]
-        held = {id(parameter) for parameter in both if len(parameter) == first.num_embeddings}
-        found = [
-            name
-            for name, parameter in self.model.named_parameters()
-            if id(parameter) in held and name in stored
-        ]
+        params = dict.fromkeys(self._params[name] for name in self._tables)
+        found = [param for param in params if param in stored]
         return [param for param in found if stored[param][0] == stored[found[0]][0]]
 
     def layers(self, base: Source, targets: TargetConfig, heads: Heads) -> list[Layer]:
@@ -315,12 +342,26 @@ def _backbone_of(model_type: str) -> str:
         return ""
 
 
-def _shared_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter, of which a tied one has several."""
-    names = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return list(names.values())
+def _token_tables(model: Any) -> tuple[str, list[str], list[str]]:
+    """Return the name of the weight of a model's embedding, the names of the output head's weights
+    with a row for every token, and all names of both; all are empty if it does not tell.
+    """
+    try:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # not a transformers model, or with two towers
+        return "", [], []
+    if not isinstance(embedding, nn.Embedding):
+        return "", [], []
+    paths = {id(module): path for path, module in model.named_modules()}
+    name, of_head, tables = f"{paths.get(id(embedding))}.weight", [], [embedding.weight]
+    for attribute, table in head.named_parameters() if isinstance(head, nn.Module) else ():
+        if len(table) == embedding.num_embeddings:
+            tables.append(table)
+        if table.shape == embedding.weight.shape:
+            of_head.append(f"{paths.get(id(head))}.{attribute}")
+    held = {id(table) for table in tables}
+    names = model.named_parameters(remove_duplicate=False)
+    return name, of_head, [name for name, parameter in names if id(parameter) in held]
 
 
 def _untie_head(model: Any) -> None:

@@ -28,9 +28,13 @@ from .sources.adapters import LoraAdapter
 from .sources.models import FullModel
 from .sources.module import module_source
 from .sources.source import Source, some
+from .ties import differing
 
 log = logging.getLogger(__name__)
 
+COPY_HEAD = (
+    "copy its embedding into its head, save it with tie_word_embeddings=False, and name that folder"
+)
 CHANGED = "merge or fetch it again; --no-verify goes on from it all the same"
 
 
@@ -125,6 +129,13 @@ def check_module(
         architecture.origin,
     )
     task = FullModel(module_source(name, model, drawn), architecture)
+    if names := differing(architecture, task):
+        raise ValueError(
+            f"model '{name}' has {some(names)} as weights of their own, which are one in the "
+            f"pretrained model: {COPY_HEAD}"
+        )
+    for each in (base, task):
+        each.tie(architecture)
     for warning in check_task(selection, task, architecture, selection.averaged_at(1)):
         log.info("%s", warning)
 
@@ -236,8 +247,11 @@ def check_task(
         raise ValueError(
             f"adapter '{name}' changes {some(dora)} by DoRA outside the merged layers: {remedy}"
         )
-    if outside and selection.targets.other_params == "pretrained":
-        yield f"adapter '{name}' also changes {some(outside)}: ignored"
+    if isinstance(task, LoraAdapter) and selection.targets.other_params == "pretrained":
+        outside = [param for param in task.params if param in base and param not in chosen]
+        outside += [name for name in task.left_out if name not in outside]
+        if outside:
+            yield f"adapter '{name}' also changes {some(outside)}: ignored"
 
 
 def _check_base_of(adapter: LoraAdapter, base: Source) -> Iterator[str]:

@@ -100,18 +100,22 @@ def find_places(base: Checkpoint, headers: Mapping[str, bytes]) -> dict[str, Ten
 
 
 def small_files_of(
-    small: Mapping[str, bytes], base: Checkpoint, files: Files, dtype: str
+    small: Mapping[str, bytes], base: Checkpoint, files: Files, dtype: str, untied: bool
 ) -> dict[str, bytes]:
     """Return the base's small files for the result, with config.json and the index changed where
     they must be.
+
+    ``untied`` says that the result has a head of its own where the base's config ties it.
     """
     found = dict(small)
-    if (
-        _CONFIG in found
-        and (config := _retyped(before := json.loads(found[_CONFIG]), dtype)) != before
-    ):
-        found[_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
-    if files != _by_file(base.whole):
+    if _CONFIG in found:
+        before = json.loads(found[_CONFIG])
+        config = _retyped(before, dtype)
+        if untied:
+            config = {**_untied(config), "tie_word_embeddings": False}
+        if config != before:
+            found[_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+    if files != _by_file({key: base.whole[key] for key in base.whole if key not in base.copies}):
         found.pop(INDEX, None)
         if len(files) > 1:
             size = sum(info.nbytes for held in files.values() for info in held.values())
@@ -135,3 +139,11 @@ def _retyped(config: Any, dtype: str) -> Any:
         if isinstance(kept.get(key), str) and dtype in _NAMES
     }
     return kept | named
+
+
+def _untied(config: Any) -> Any:
+    """Return a part of config.json that ties nothing."""
+    if not isinstance(config, dict):
+        return config
+    parts = {key: _untied(value) for key, value in config.items()}
+    return parts | ({"tie_word_embeddings": False} if "tie_word_embeddings" in parts else {})

@@ -179,7 +179,8 @@ def _values(
             note("merged", so_far)
             value = so_far.to(dtype)
             if averaged and plan.state is not None and mean_key(param) in plan.state.keys:
-                value = plan.state.source.elements(mean_key(param), start, stop).to(so_far.device)
+                kept = plan.state.keys[mean_key(param)]
+                value = plan.state.source.elements(kept, start, stop).to(so_far.device)
                 note("state", value)
                 _check_belongs(plan, param, value, so_far)
         if averaged:

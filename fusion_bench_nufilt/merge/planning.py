@@ -12,6 +12,7 @@ from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, read_manifest
 from fusion_bench_nufilt.storage.schemas import Manifest
 
 from .architecture import Architecture
+from .beside import mean_key
 from .checks import CHANGED, check_merged, check_state, check_task, verify_merged
 from .forecast import layer_memory, process_memory
 from .heads import describe_heads, take_heads
@@ -22,6 +23,7 @@ from .settings import Settings
 from .sources.adapters import open_task
 from .sources.checkpoint import Checkpoint, is_adapter
 from .sources.models import FullModel
+from .ties import carry_over, complete_base, earlier_params, is_untied, tie_weights
 from .vocabulary import join_vocabularies
 
 
@@ -70,6 +72,16 @@ def plan_merge(
     pretrained = FullModel(checkpoint, architecture)
     so_far, before, state = _open_merged(merged, architecture, kind)
     opened = _open_tasks(tasks, architecture, settings.weights or [1.0] * len(tasks))
+    lasting = [model for model in (pretrained, so_far) if model is not None]
+    first_step = settings.step or before.get("step", 0) + 1
+    earlier = {} if so_far is None else earlier_params(architecture, so_far)
+    tie_weights(architecture, lasting, opened, targets, first_step)
+    complete_base(architecture, pretrained, [*lasting, *opened])
+    if "mean_counts" in before:
+        carry_over(architecture, before["mean_counts"], earlier)
+    if state is not None:
+        state.tie(architecture)
+        carry_over(architecture, state.keys, earlier, mean_key)
     heads = take_heads(targets.heads, pretrained, opened, architecture, before)
     selection = select(pretrained, architecture, targets, heads)
     plan = Plan(
@@ -89,7 +101,10 @@ def plan_merge(
         small_files=checkpoint.small_files(),
     )
     plan.warnings += _check(plan, architecture)
-    plan.small_files = small_files_of(plan.small_files, checkpoint, plan.files, settings.dtype)
+    untied = bool(checkpoint.copies) and is_untied(architecture, checkpoint.config)
+    plan.small_files = small_files_of(
+        plan.small_files, checkpoint, plan.files, settings.dtype, untied
+    )
     return plan
 
 

@@ -142,6 +142,11 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         ``manifest`` is empty.
         """
 
+    def prepare(self, merged: nn.Module) -> None:
+        """Give a copy of the pretrained model the parameters that its weights need, before an
+        earlier result is loaded into it.
+        """
+
     def restore(self, step: int) -> None:
         """Take over what the log directory has of the steps up to ``step`` when a run is
         resumed.
@@ -248,8 +253,10 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             self.go_on_from(
                 *merged_checkpoint(modelpool, pretrained, self.drawn, verify=self.verify)
             )
+            self.prepare(merged)
             merged.load_state_dict(previous.state_dict())
             del previous
+        self.prepare(merged)
         next_step = self._resume(merged) + 1 if self.resume else self.first_step
         left = list(enumerate(names, self.first_step))[next_step - self.first_step :]
         for step, name in tqdm(left, "Merging models", disable=None):

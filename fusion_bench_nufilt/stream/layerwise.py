@@ -32,6 +32,7 @@ from fusion_bench_nufilt.merge.relation import check_relation
 from fusion_bench_nufilt.merge.settings import Settings
 from fusion_bench_nufilt.merge.sources.models import FullModel
 from fusion_bench_nufilt.merge.sources.module import MemorySource, module_source
+from fusion_bench_nufilt.merge.ties import carry_over, earlier_params, tie_weights, untie_model
 from fusion_bench_nufilt.methods import Report, find_method
 from fusion_bench_nufilt.pages.write import read_table
 from fusion_bench_nufilt.storage.checkpoint import load_state, read_heads
@@ -96,7 +97,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             str, set[str]
         ] = {}  # weights that the models lack, or have in another shape
         self._architecture = Architecture(pretrained)
-        self._base = FullModel(module_source(PRETRAINED, pretrained), self._architecture)
+        self._earlier: dict[str, str] = {}  # params of tied weights in a merge that is gone on from
+        self._base = self._model(PRETRAINED, pretrained, ())
         stored = self._model(PRETRAINED, pretrained, self.drawn).params
         config = self._base.source.config
         self._heads = Heads(
@@ -131,13 +133,37 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             _warn_once("%s", warning)
 
     def _model(self, name: str, model: nn.Module, lacking: Collection[str]) -> FullModel:
-        return FullModel(module_source(name, model, lacking), self._architecture)
+        opened = FullModel(module_source(name, model, lacking), self._architecture)
+        opened.tie(self._architecture)
+        return opened
+
+    def _untie(
+        self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str]
+    ) -> None:
+        """Untie what a model has as two weights, and the pretrained one as one."""
+        opened = FullModel(module_source(name, model, drawn), self._architecture)
+        before = self._architecture.weights
+        if name == MERGED:
+            self._earlier = earlier_params(self._architecture, opened)
+            tie_weights(self._architecture, [opened], [], self.targets)
+        else:
+            step = self.first_step + self.matrix.tasks.index(name)
+            tie_weights(self._architecture, [], [opened], self.targets, step)
+        if self._architecture.weights != before:
+            self._base = self._model(PRETRAINED, pretrained, ())
+            self._select()
+            earlier = {name: self._architecture.first(names) for names in before for name in names}
+            carry_over(self._architecture, self._mean_counts, earlier)
+            carry_over(self._architecture, self._states, earlier, mean_key)
 
     @property
     def solving_share(self) -> float | None:
         """The share of the merging time that the solver took; None for a method without one."""
         solving = sum(row.get("solving_seconds", 0.0) for row in self._reports)
         return solving / sum(row["seconds"] for row in self._reports) if solving else None
+
+    def prepare(self, merged: nn.Module) -> None:
+        untie_model(self._architecture, merged)
 
     def describe(self) -> dict[str, Any]:
         step = self.first_step + len(self.merge_seconds) - 1
@@ -159,6 +185,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             task: load(self.files[head["file"]]) for task, head in self.task_heads.items()
         }
         self._states = {} if folder is None else load_state(folder)
+        carry_over(self._architecture, self._mean_counts, self._earlier)
+        carry_over(self._architecture, self._states, self._earlier, mean_key)
         step = manifest.get("step", self.first_step - 1) + 1
         plan = dataclasses.replace(self._plan([], step), before=manifest)
         for warning in check_state(plan, MERGED if folder is None else str(folder)):
@@ -171,6 +199,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     def check_model(
         self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str] = ()
     ) -> None:
+        if name != PRETRAINED:
+            self._untie(pretrained, model, name, drawn)
         if name in (PRETRAINED, MERGED):
             merged = {view.key for view in self.layers.values()}
             refuse_drawn(name, [key for key in drawn if key in merged], can_exclude=True)
@@ -233,8 +263,11 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     ) -> nn.Module:
         model = self._model(name, task, self._lacking[name])
         take_head(self._heads, model)
-        result = module_source(MERGED, merged)
-        plan = self._plan([model], step, so_far := FullModel(result, self._architecture))
+        self.prepare(merged)
+        so_far = self._model(MERGED, merged, ())
+        result = so_far.source
+        assert isinstance(result, MemorySource)
+        plan = self._plan([model], step, so_far)
         self._keep_heads(plan)
         reports: dict[str, Report] = {}
 

@@ -135,16 +135,6 @@ def test_tied_weights_stay_tied_and_are_written_once(tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_task_that_unties_its_head_gives_its_embedding_to_the_tied_weight(tmp_path):
-    save_stream(tmp_path, llama(tie_word_embeddings=True), tasks=1)
-    expected = tensors(merge(tmp_path, ["task1"], "expected", other_params="mean"))
-    path = tmp_path / "task1" / "model.safetensors"
-    save_file(
-        {**load_file(path), "lm_head.weight": torch.ones(50, 32)}, path, metadata={"format": "pt"}
-    )
-    assert same(tensors(merge(tmp_path, ["task1"], other_params="mean")), expected)
-
-
 @pytest.mark.oldest
 def test_a_head_that_the_configuration_unties_has_a_mean_of_its_own(tmp_path):
     """transformers 5 builds every T5 with a tied head, as Flan-T5's is not, and unties it when it

@@ -2,11 +2,11 @@
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fusion_bench_nufilt.layers.targets import matches
+from fusion_bench_nufilt.storage.tensors import digest
 
 from ..architecture import Architecture
 from .checkpoint import Checkpoint, is_adapter
@@ -85,7 +85,6 @@ class LoraAdapter(FullModel):
                 "was trained"
             )
         self.source.check_not_empty(tensors)
-        saved: defaultdict[str, list[str]] = defaultdict(list)  # whole tensors by param
         for key, info in tensors.items():
             name = key.removeprefix(PREFIX).replace(".base_layer.bias", ".bias")  # trained biases
             if _ORIGINAL in name or (_SAVED in name and key.replace(_SAVED, ".") in tensors):
@@ -99,11 +98,11 @@ class LoraAdapter(FullModel):
                 if architecture.stacks_of(outer := module.split(".base_layer")[0]):
                     wrapped[key] = outer
                 else:
-                    self._add_pair(architecture.param(f"{module}.weight"), module, key)
+                    self._add_pair(architecture.name(f"{module}.weight"), module, key)
             elif name.endswith(_TOKENS):
                 self._add_tokens(architecture, name.removesuffix(_TOKENS), key)
             elif self.config.get("use_dora") and name.endswith(".lora_magnitude_vector"):
-                param = architecture.param(name.removesuffix(".lora_magnitude_vector") + ".weight")
+                param = architecture.name(name.removesuffix(".lora_magnitude_vector") + ".weight")
                 self.magnitudes[param] = key
             elif ".base_layer." in name:
                 # the base's own weight, which peft saves along with an adapted embedding or head
@@ -116,15 +115,14 @@ class LoraAdapter(FullModel):
                     self.keys[param], self.params[param] = key, rows.shape
                 if experts:
                     continue
-                param = architecture.param(name)
-                saved[param].append(key)
+                param = architecture.name(name)
                 self.keys[param], self.params[param] = key, info.shape
             elif partner == key:
                 unknown.append(key)
             elif partner not in tensors:
                 raise ValueError(f"adapter '{self.source.name}' has '{key}' and no '{partner}'")
         self._add_experts(architecture, wrapped)
-        self._check_tied(architecture, saved)
+        self._share(architecture)
         promised = {
             "use_dora": self.pairs.keys() <= self.magnitudes.keys(),
             "trainable_token_indices": self._trained,
@@ -142,24 +140,43 @@ class LoraAdapter(FullModel):
                 f"{WITH_PEFT}"
             )
 
-    def _check_tied(self, architecture: Architecture, saved: Mapping[str, Sequence[str]]) -> None:
-        """Refuse a full tensor that was trained apart from the one to which the base ties it."""
+    def _share(self, architecture: Architecture) -> None:
+        """Give all names of a weight what peft applies to all of them: a tensor that it saved by
+        itself, such as a resized embedding, and rows that were trained in the embedding.
+        """
         trained = self.config.get("modules_to_save") or ()
-        for param, keys in saved.items():
-            if len(tied := architecture.names(param)) < 2:
-                continue
-            alone = len(keys) == 1 and any(
-                f".{keys[0]}".endswith(f".{module}.weight") for module in trained
-            )
-            if alone or len({self.source.read(key)[1] for key in keys if len(keys) > 1}) > 1:
-                ties = f"'{keys[0]}' apart from what the base ties it to ({some(tied)})"
-                remedy = "save the base with tie_word_embeddings=False, and merge into that"
-                raise ValueError(f"adapter '{self.source.name}' trained {ties}: {remedy}")
+        for names in architecture.shared:
+            for name in [name for name in names if name in self.keys]:
+                alone = any(f".{name}".endswith(f".{module}.weight") for module in trained)
+                if alone or (name in self._trained and name != architecture.embedding):
+                    continue
+                for other in set(names) - self.keys.keys() - self.pairs.keys():
+                    self.keys[other], self.params[other] = self.keys[name], self.params[name]
+                    if name in self._trained:
+                        self._trained[other] = self._trained[name]
+                        self._rows[other] = self._rows[name]
+
+    def tell_apart(self, names: Sequence[str]) -> list[object]:
+        told: list[object] = []
+        for name in names:
+            digests: list[object] = []
+            if name in self.pairs:
+                key_a, key_b, scaling = self.pairs[name]
+                right, left = self.source.read(key_a)[0], self.source.read(key_b)[0]
+                if key_a.endswith(EMBEDDING_A):
+                    left, right = right.T, left.T
+                digests += [digest(left), digest(right), scaling]
+            if name in self.magnitudes:
+                digests.append(self.source.read(self.magnitudes[name])[1])
+            if name in self.keys:
+                digests += [self.source.read(self.keys[name])[1], *self._trained.get(name, ())]
+            told.append(tuple(digests))
+        return told
 
     def _add_tokens(self, architecture: Architecture, module: str, key: str) -> None:
         """Note the rows of an embedding that the adapter trained, which replace the base's."""
         param, numbers = (
-            architecture.param(f"{module}.weight"),
+            architecture.name(f"{module}.weight"),
             self.config.get("trainable_token_indices"),
         )
         if isinstance(numbers, dict):

@@ -103,6 +103,7 @@ class Checkpoint(Source):
         self.tensors = join_blocks(name, self.tensors, self.quantisation)
         self.tensors = join_scales(name, self.tensors, self.quantisation)
         self.whole = self.tensors  # before they are split
+        self.copies: dict[str, str] = {}  # further keys, and those of which they have the tensors
 
     @classmethod
     def open(cls, name: str) -> "Checkpoint":
@@ -152,6 +153,7 @@ class Checkpoint(Source):
                 local.opened,
                 False,
             )
+            self.whole = {**self.whole, **{key: self.whole[of] for key, of in self.copies.items()}}
             self.split(self.parts)
 
     def folder_with(self, *files: str) -> Path:
@@ -273,6 +275,18 @@ class Checkpoint(Source):
             if path.is_file():
                 files[name] = InputFile(sha256=hashlib.sha256(path.read_bytes()).hexdigest())
         return Input(name=self.label, files=files)
+
+    def same(self, key: str, other: str) -> bool:
+        """Tell whether two tensors hold the same values, which are fetched for that."""
+        if key != other:
+            self.fetch()
+        return super().same(key, other)
+
+    def add_copy(self, key: str, of: str) -> None:
+        """Present a tensor under a further key."""
+        self.copies[key] = of
+        self.whole = {**self.whole, key: self.whole[of]}
+        self.split(self.parts)
 
     def file(self, key: str) -> TensorFile:
         return self.opened[self.tensors[key].file]

@@ -5,7 +5,7 @@ them.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class FullModel:
         self.keys: dict[str, str] = {}
         self.pairs: dict[str, tuple[str, str, float]] = {}
         self.ignored: list[str] = []
+        self.left_out: list[str] = []  # names of tied weights that are more than one here alone
         self.head: dict[str, str] = {}  # keys of the task's own head, by param
         self.strength = 1.0  # of its update in a merge
         self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths, by param
@@ -56,11 +57,43 @@ class FullModel:
         self._find_tensors(architecture)
 
     def _find_tensors(self, architecture: Architecture) -> None:
-        for param, keys in architecture.by_param(self.source).items():
-            # Where a model that the base ties is stored untied, the param's own name wins: the
-            # embedding, not the head.
-            key = next((key for key in keys if architecture.module_name(key) == param), keys[0])
-            self.keys[param], self.params[param] = key, self.source.tensors[key].shape
+        for key in self.source.tensors:
+            name = architecture.name(key)
+            if name not in self.keys or architecture.module_name(key) == name:
+                self.keys[name], self.params[name] = key, self.source.tensors[key].shape
+        for names in architecture.shared:
+            stored = [name for name in names if name in self.keys]
+            for name in names if stored else ():
+                self.keys.setdefault(name, self.keys[stored[0]])
+                self.params.setdefault(name, self.params[stored[0]])
+        embedding = architecture.embedding
+        if self.source.config.get("tie_word_embeddings") is True and embedding in self.keys:
+            # This model's head is its embedding, also where the base has a head of its own.
+            for name in architecture.head:
+                self.keys.setdefault(name, self.keys[embedding])
+                self.params.setdefault(name, self.params[embedding])
+
+    def tell_apart(self, names: Sequence[str]) -> list[object]:
+        """Return for each of some names that share a weight what tells its tensor from others."""
+        told: list[object] = []
+        distinct: list[str] = []
+        for name in names:
+            key = self.keys.get(name)
+            equal = [other for other in distinct if key and self.source.same(key, other)]
+            if key and not equal:
+                distinct.append(key)
+            told.append(equal[0] if equal else key)
+        return told
+
+    def tie(self, architecture: Architecture) -> None:
+        """Have one tensor for each weight, which goes by its param from now on.
+
+        Until then, each name has its own.
+        """
+        for name in chain(*architecture.shared):
+            if architecture.param_named(name) != name:
+                for known in (self.params, self.keys, self.pairs, self.magnitudes, self._rows):
+                    known.pop(name, None)
 
     @property
     def checkpoint(self) -> Checkpoint:

@@ -2,6 +2,7 @@
 in common.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.storage.tensors import FLOATS, TensorFile, TensorInfo
+from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, FLOATS, TensorFile, TensorInfo
 
 # What training wraps a model or its layers in, by the name that this adds to those of tensors.
 # That of DistributedDataParallel and of DeepSpeed is "module", at the start of a name.
@@ -49,6 +50,21 @@ class Source(ABC):
     @abstractmethod
     def elements(self, key: str, start: int, stop: int) -> Tensor:
         """Read the elements ``start`` to ``stop`` of a flattened tensor."""
+
+    def same(self, key: str, other: str) -> bool:
+        """Tell whether two tensors hold the same values; only floating point is compared."""
+        info = self.tensors[key]
+        if key == other or not {info.dtype, self.tensors[other].dtype} <= FLOATS.keys():
+            return True
+        if info.shape != self.tensors[other].shape:
+            return False
+        numel = math.prod(info.shape)
+        for start in range(0, numel, CHUNK_BYTES // 8):
+            stop = min(start + CHUNK_BYTES // 8, numel)
+            values = self.elements(key, start, stop).double()
+            if not torch.equal(values, self.elements(other, start, stop).double()):
+                return False
+        return True
 
     def split(self, parts: Mapping[str, Parts]) -> None:
         """Make groups of rows of some tensors tensors of their own, under the keys that
