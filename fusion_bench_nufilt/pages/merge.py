@@ -2,18 +2,13 @@
 
 from typing import Any, NotRequired
 
-import numpy as np
 import pandas as pd
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.storage.schemas import Count, Coverage, LayerStep, Share
 
+from .layers import layer_charts, layer_means, strongest_layers
 from .page import Outputs, Tables, render_page
-from .run import layer_charts
-
-_STRONGEST = 20
-_MEANS = {"filtered_share": "share filtered", "overlap": "overlap of subspaces"}
-_NORM = "norm of task vectors"
 
 
 class MergeContent(TypedDict):
@@ -33,42 +28,34 @@ class MergeContent(TypedDict):
 def merge_outputs(content: MergeContent, _: Tables) -> Outputs:
     """Make the page; refuse a saved step of a run, whose layers are in the log directory."""
     if "layers" not in content:
-        raise ValueError("it is one step of a run: name the log directory of the run")
+        raise ValueError(
+            "it is one step of a run: name the log directory of the run, in which checkpoints/ is"
+        )
     tasks, coverage = content["tasks"], content["coverage"]
     rows = pd.DataFrame(
         [{"layer": name, **report} for name, steps in content["layers"].items() for report in steps]
     )
-    steps = _summary(rows, "step")
+    steps = layer_means(rows, ["step"])
     # The last task is that of the last step; the first one's step may be any (--step).
-    steps.insert(0, "task", [tasks[step - content["step"] - 1] for step in steps.index])
-    strongest = _summary(rows, "layer").sort_values(_NORM, ascending=False).head(_STRONGEST)
+    steps.insert(1, "task", [tasks[step - content["step"] - 1] for step in steps["step"]])
+    strongest = strongest_layers(rows)
     shapes = {
         name: " x ".join(map(str, shape))
         for name, shape in zip(rows["layer"], rows["shape"], strict=True)
     }
-    strongest.insert(0, "shape", strongest.index.map(shapes))
+    strongest.insert(1, "shape", strongest["layer"].map(shapes))
     page = render_page(
         "merge.html",
         content=content,
         begun_elsewhere=len(tasks) > content["step"] - rows["step"].min() + 1,
-        steps=steps.reset_index(),
-        strongest=strongest.reset_index(),
+        steps=steps,
+        strongest=strongest,
         layers=layer_charts(rows),
         coverage=_shares(coverage),
         remarks=[f"not merged: {name} ({count})" for name, count in coverage["left_out"].items()]
         + content.get("warnings", []),
     )
     return Outputs(page, {})
-
-
-def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Return, for every step or layer, the norm of its task vectors and the means of what the
-    method measured.
-    """
-    groups = rows.groupby(by)
-    norms = groups["task_norm"].agg(lambda norms: float(np.linalg.norm(norms))).rename(_NORM)
-    known = {key: title for key, title in _MEANS.items() if key in rows}
-    return pd.concat([norms, groups[list(known)].mean().rename(columns=known)], axis=1)
 
 
 def _shares(coverage: Coverage) -> pd.DataFrame:

@@ -4,26 +4,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
-from altair.typing import ChartType
+from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.storage.schemas import Score, Seconds
 
-from .charts import by_depth, lines, score_maps
+from .charts import score_maps
+from .layers import layer_charts, layer_means, strongest_layers
 from .metrics import AccuracyMatrix
-from .names import kind
 from .page import Outputs, Tables, render_page
 from .tables import to_csv
 from .theme import cells
-
-#: The columns of layers.csv that are drawn, and their titles.
-QUANTITIES = {
-    "filtered_share": "share of the task vector that the filter took",
-    "overlap": "overlap of new and old subspaces",
-    "loss_before": "data-free loss before the adapter",
-    "loss_after": "data-free loss after it",
-    "task_norm": "norm of the task vector",
-    "merged_norm": "norm of what was merged before",
-}
 
 
 @dataclass(frozen=True)
@@ -73,23 +63,32 @@ def _steps(matrix: AccuracyMatrix, seconds: list[float]) -> pd.DataFrame:
     return steps
 
 
-def layer_charts(table: pd.DataFrame) -> dict[str, ChartType]:
-    """Draw what was measured of the layers, given the rows of ``layers.csv``.
+class UnscoredRun(TypedDict):
+    """The fields of ``run.json`` that the page of a run without scores shows."""
 
-    ``by_layer`` has the means over the steps and, where there are several, ``by_step`` those over
-    the layers of a kind.
-    """
-    known = [key for key in QUANTITIES if key in table]
-    rows = table.melt(["layer", "step"], known, "quantity", "y").dropna(subset="y")
-    if rows.empty:
-        return {}
-    rows["panel"] = rows["quantity"].map(QUANTITIES)
-    by_layer = rows.groupby(["panel", "layer"], sort=False)["y"].mean().reset_index()
-    charts = {"by_layer": by_depth(by_layer.to_dict("records"))}
-    if rows["step"].nunique() > 1:
-        # The kinds are in the order of the layers, and have the same colours in both charts.
-        rows = rows.assign(name=rows["layer"].map(kind), x=rows["step"])
-        by_step = rows.groupby(["panel", "name", "x"], sort=False)["y"].mean().reset_index()
-        look: Any = {"size": (260, 180), "across": 3, "own_scales": ["y"]}
-        charts["by_step"] = lines(by_step.to_dict("records"), "step", "", **look)
-    return charts
+    method: str
+    order: list[str]
+    inputs: dict[str, Any]
+    settings: dict[str, Any]
+    versions: dict[str, str]
+
+
+def unscored_outputs(run: UnscoredRun, tables: Tables) -> Outputs:
+    """Make the page of a run that has no scores, or none yet: what happened to its layers."""
+    if "layers" not in tables:
+        raise ValueError(
+            "it has no scores, and its method measures no layers: run it with a task pool, such as "
+            "the model pool's own (without taskpool=dummy)"
+        )
+    layers = tables["layers"]
+    return Outputs(
+        render_page(
+            "unscored.html",
+            run=run,
+            merged=layers["step"].nunique(),
+            steps=layer_means(layers, ["step", "task"]),
+            strongest=strongest_layers(layers),
+            layers=layer_charts(layers),
+        ),
+        {},
+    )

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from fusion_bench_nufilt.storage.files import MANIFEST, read_json, write_text
+from fusion_bench_nufilt.storage.files import MANIFEST, RUN, read_json, write_text
 
 from .analysis import MEASURED, AnalysisContent, analysis_outputs
 from .comparison import comparison_outputs
 from .content import ComparisonContent
 from .merge import MergeContent, merge_outputs
 from .page import PAGE, Outputs, Tables
-from .run import RunContent, run_outputs
+from .run import RunContent, UnscoredRun, run_outputs, unscored_outputs
 from .theme import save_chart
 
 log = logging.getLogger(__name__)
@@ -36,14 +36,15 @@ class Kind(NamedTuple):
     pictures: tuple[str, ...] = ("png",)
 
 
+_LAYERS = {"layers": "task layer step"}
+#: By the file that tells what a folder is; the first that is there decides.
 KINDS = {
-    "accuracy_matrix.json": Kind(
-        RunContent, "run the method again", run_outputs, {"layers": "task layer step"}
-    ),
+    "accuracy_matrix.json": Kind(RunContent, "run the method again", run_outputs, _LAYERS),
     "results.json": Kind(ComparisonContent, "run the comparison again", comparison_outputs),
     "analysis.json": Kind(
         AnalysisContent, "run the analysis again", analysis_outputs, MEASURED, ("png", "pdf")
     ),
+    RUN: Kind(UnscoredRun, "run the method again", unscored_outputs, _LAYERS),
     MANIFEST: Kind(MergeContent, "merge again", merge_outputs),
 }
 

@@ -27,6 +27,8 @@ _T = TypeVar("_T")
 
 #: Beside every merged model: ``step`` and ``tasks`` say what is in it.
 MANIFEST = "nufilt.json"
+#: In a log directory: what the run in it depends on.
+RUN = "run.json"
 #: The model card of a result.
 CARD = "README.md"
 #: The lock file of a folder that only one process may write to.

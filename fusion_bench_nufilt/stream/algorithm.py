@@ -227,6 +227,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         merged = self.merge_stream(modelpool, pretrained, names)
         if self.scores is not None:
             self._finish(self.scores, merged)
+        elif self.folder is not None and (self.folder.path / "layers.csv").is_file():
+            leave_results(self.folder.path)
         if self._program is not None:
             print("\n".join(self._summary(merged)))
         return merged
@@ -402,7 +404,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             lines.append(f"model  {folder}")
             if isinstance(merged, PreTrainedModel):
                 lines.append(f'       {type(merged).__name__}.from_pretrained("{folder}")')
-        if self.scores is not None and self.folder is not None:
+        if self.folder is not None and (self.folder.path / PAGE).is_file():
             lines.append(f"page   {self.folder.path / PAGE}")
         seconds = {name: sum(times) for name, times in self.profiler.recorded_durations.items()}
         parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())

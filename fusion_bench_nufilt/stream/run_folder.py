@@ -18,6 +18,7 @@ from fusion_bench_nufilt.storage.checkpoint import (
 )
 from fusion_bench_nufilt.storage.files import (
     MANIFEST,
+    RUN,
     lock_folder,
     read_json,
     restore_folder,
@@ -28,8 +29,6 @@ from fusion_bench_nufilt.storage.schemas import Manifest
 
 log = logging.getLogger(__name__)
 
-#: What the run in a log directory depends on.
-RUN = "run.json"
 #: The fields of a step's manifest without which a run can't go on from it.
 _NEEDED = ("step", "merge_seconds", "inputs")
 

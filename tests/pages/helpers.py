@@ -33,11 +33,26 @@ def run_folder(folder):
         "merge_seconds": [0.1, 0.2, 0.3],
     }
     matrix.save(folder, {**about, "versions": {"torch": "2.13.0"}})
+    layers_table(folder)
+    return folder
+
+
+def layers_table(folder):
     with (folder / "layers.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["step", "task", "layer", "filtered_share", "overlap", "loss_after"])
+        columns = ["step", "task", "layer", "task_norm", "filtered_share", "overlap", "loss_after"]
+        writer.writerow(columns)
         for step, task in enumerate(TASKS, 1):
-            writer.writerows([step, task, layer, 0.1 * step, 0.2, 1.5 * step] for layer in LAYERS)
+            for layer in LAYERS:
+                writer.writerow([step, task, layer, 2.0, 0.1 * step, 0.2, 1.5 * step])
+
+
+def unscored_folder(folder):
+    """A run of these models without a task pool."""
+    folder.mkdir(exist_ok=True)
+    run = {"method": "NUFILT", "order": TASKS, "inputs": {}, "settings": {"null_rank": 8}}
+    write_json(folder / "run.json", {**run, "versions": {"torch": "2.13.0"}})
+    layers_table(folder)
     return folder
 
 
@@ -114,7 +129,7 @@ def merge_folder(folder):
     """What a merge of two models into one that holds another says of itself; the last changes half
     of the layers.
     """
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     norms = {layer: float(number) for number, layer in enumerate(LAYERS, 1)}
     report = {
         "shape": [8, 16],
@@ -148,6 +163,7 @@ def merge_folder(folder):
 
 FOLDERS = {
     "run": run_folder,
+    "unscored": unscored_folder,
     "comparison": comparison_folder,
     "analysis": analysis_folder,
     "merge": merge_folder,

@@ -16,7 +16,14 @@ from fusion_bench_nufilt.pages.charts import heat_maps
 from fusion_bench_nufilt.pages.page import templates
 from fusion_bench_nufilt.pages.theme import cells
 from fusion_bench_nufilt.pages.write import leave_results, write_results
-from tests.pages.helpers import FOLDERS, LAYERS, TASKS, merge_folder, run_folder
+from tests.pages.helpers import (
+    FOLDERS,
+    LAYERS,
+    TASKS,
+    merge_folder,
+    run_folder,
+    unscored_folder,
+)
 
 
 def page_of(folder):
@@ -50,6 +57,10 @@ def body(page):
                 "2.13.0",
                 "null_rank",
             ],
+        ),
+        (
+            "unscored",
+            ["NUFILT: 3 of 3 models merged", "without scores", "encoder.layers.1.mlp.fc1"],
         ),
         (
             "comparison",
@@ -165,12 +176,20 @@ def test_the_page_of_a_merge_that_began_at_another_step_names_the_task_of_each(t
     assert "the steps before are on the page" not in text
 
 
-def test_a_step_of_a_run_is_not_the_folder_of_a_merge(tmp_path):
-    merge_folder(tmp_path)
-    content = json.loads((tmp_path / "nufilt.json").read_text())
+def test_a_step_of_a_run_without_scores_names_the_folder_that_has_a_page(tmp_path):
+    unscored_folder(tmp_path)
+    step = merge_folder(tmp_path / "checkpoints" / "merged_model_2")
+    content = json.loads((step / "nufilt.json").read_text())
     del content["layers"]
-    (tmp_path / "nufilt.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="is one step of a run: name the log directory of the run"):
+    (step / "nufilt.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"name the log directory .* in which checkpoints/ is"):
+        write_results(step)
+    assert write_results(tmp_path) == ["index.html"]
+
+
+def test_a_run_without_scores_and_layers_says_what_to_do(tmp_path):
+    (unscored_folder(tmp_path) / "layers.csv").unlink()
+    with pytest.raises(ValueError, match=r"it has no scores, .* run it with a task pool"):
         write_results(tmp_path)
 
 

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from fusion_bench_nufilt.pages.run import layer_charts
+from fusion_bench_nufilt.pages.layers import layer_charts
 from fusion_bench_nufilt.pages.write import write_results
 from tests.pages.charts import legend, rows_of
 from tests.pages.helpers import TASKS, run_folder
