@@ -281,6 +281,7 @@ class ContinualMethodBaseline(_Baseline):
                 vars(self._method).update(self._memory)
                 pool.load_model = load
             elif index + 1 > done:
+                self.check_model(base, current, f"merged after step {index + 1}")
                 self.finish_step(index + 1, current, time.perf_counter() - begin)
             begin = time.perf_counter()
 

@@ -19,11 +19,19 @@ from fusion_bench_nufilt.storage.files import (
     printable,
     read_json,
     refuse_foreign,
-    shown,
 )
 
 from .options import ConfigDir, patterns, takes_options, was_typed
-from .terminal import AsJson, Quiet, bars_on, name_files, only_log_of, terminal, warn
+from .terminal import (
+    AsJson,
+    Quiet,
+    bars_on,
+    name_files,
+    only_log_of,
+    raise_failures,
+    terminal,
+    warn,
+)
 
 without_data = partial(typer.Option, rich_help_panel="Folders, without data")
 
@@ -100,8 +108,10 @@ def analyze(
             files += write_results(out)
         finally:
             lock.release()
-    print(json.dumps(content) if as_json else "\n".join(map(printable, content["reading"])))
-    name_files(console, out, files)
+        print(json.dumps(content) if as_json else "\n".join(map(printable, content["reading"])))
+        name_files(console, out, files)
+        failures = content.get("failures", {})
+        raise_failures([f"{label}: {reason}" for label, reason in failures.items()])
 
 
 def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
@@ -159,6 +169,4 @@ def _pool(
             result = pool.run(bar.update)
         with bars(total=len(pool.tasks) * len(specs), desc="Measuring methods") as bar:
             measure_methods(pool, result, specs, words, bar.update)
-    for label, reason in result.failures.items():
-        console.print(f"[yellow]{shown(label)} failed:[/yellow] {shown(reason)}")
     return result

@@ -10,7 +10,16 @@ from fusion_bench_nufilt.compare.overrides import with_config_dir
 from fusion_bench_nufilt.storage.files import refuse_foreign
 
 from .options import ConfigDir
-from .terminal import AsJson, Quiet, bars_on, interruptible, name_files, only_log_of, terminal
+from .terminal import (
+    AsJson,
+    Quiet,
+    bars_on,
+    interruptible,
+    name_files,
+    only_log_of,
+    raise_failures,
+    terminal,
+)
 
 
 def compare(
@@ -103,8 +112,15 @@ def compare(
         found.log(loggers, [out / file for file in files if file.endswith(".png")])
         _print(found, as_json)
         name_files(console, out, files)
-    if any(method.failures for method in found.methods.values()):
-        raise typer.Exit(1)
+        raise_failures(_failures(found))
+
+
+def _failures(found: Any) -> list[str]:
+    failures = []
+    for label, method in found.methods.items():
+        for reason, seeds in method.failures.items():
+            failures.append(f"{label}, seed {', '.join(map(str, seeds))}: {reason}")
+    return failures
 
 
 def _print(found: Any, as_json: bool) -> None:

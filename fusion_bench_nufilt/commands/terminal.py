@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -62,6 +62,14 @@ def warn(console: Console, warnings: Iterable[str]) -> None:
 
 def name_files(console: Console, folder: Path, files: Iterable[str]) -> None:
     console.print(f"[bold]{shown(str(folder))}[/bold]: {', '.join(files)}")
+
+
+def raise_failures(failures: Sequence[str]) -> None:
+    """End the command with exit code 1 and a line for each method that failed, where the rest of
+    the work has been done and saved.
+    """
+    if failures:
+        raise ValueError("\n".join(["these failed, and all else is finished:", *failures]))
 
 
 def only_log_of(room: str) -> None:

@@ -68,6 +68,19 @@ def test_a_continual_method_of_fusionbench_is_run_as_it_is(name):
     assert same(merged.run(models), own)
 
 
+def test_a_continual_method_that_overflows_is_refused_and_not_scored():
+    models = pool(2)
+    for task in ("task1", "task2"):
+        for parameter in models[task].parameters():
+            parameter.data.fill_(3e38)
+    target = "fusion_bench.method.opcm.task_arithmetic.ContinualTaskArithmeticForCLIP"
+    method = ContinualMethodBaseline(
+        OmegaConf.create({"_target_": target, "scaling_factor": 1.0}), shuffle_order=False
+    )
+    with pytest.raises(ValueError, match="merged after step 2"):
+        on_cpu(method).run(models)
+
+
 @pytest.mark.parametrize(
     ("name", "form"), [("task_arithmetic", "paper"), ("ties_merging", "released")]
 )

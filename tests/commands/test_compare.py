@@ -1,5 +1,7 @@
 """The `nufilt compare` command."""
 
+import re
+
 import pytest
 
 from tests.commands.helpers import nufilt
@@ -83,6 +85,31 @@ def test_the_others_are_run_where_that_is_asked_for_and_the_exit_code_tells_that
     rows = (tmp_path / "out" / "table.md").read_text().splitlines()
     for name, said in (("batch", "failed"), ("naive sum", "none")):
         assert [said in row for row in rows if row.startswith(f"| {name} ")] == [True], text
+
+
+FAILING = "broken=opcm:base_method.alpha=much"  # is first computed with in the second step
+
+
+def test_a_row_that_fails_leaves_the_others_and_ends_the_command_with_its_reason_and_code_1(
+    demo, tmp_path
+):
+    methods = f"{FAILING}, weight_average"
+    options = ("--out", tmp_path / "out", "--evaluate", "last", "--quiet", "--json")
+    code, text = nufilt("compare", "--methods", methods, *options)
+    assert code == 1
+    assert re.search(r"error: .* broken, seed 42: TypeError: .*$", text)
+    rows = (tmp_path / "out" / "table.md").read_text()
+    assert re.search(r"\| weight_average +\| \**\d", rows)
+    assert re.search(r"\| broken +\| +failed", rows)
+
+
+@pytest.mark.slow
+def test_a_method_that_fails_in_an_analysis_ends_it_with_its_reason_and_code_1(demo, tmp_path):
+    options = ("--out", tmp_path / "out", "--quiet", "--json")
+    code, text = nufilt("analyze", "--methods", f"{FAILING}, weight_average", *options)
+    assert code == 1
+    assert re.search(r"error: .* broken: TypeError: .*$", text)
+    assert "weight_average" in (tmp_path / "out" / "analysis.json").read_text()
 
 
 def test_what_is_analysed_is_not_written_to(tmp_path):
