@@ -323,7 +323,7 @@ def test_a_model_that_was_merged_unchecked_and_changed_since_is_not_gone_on_with
         run(on_step=interrupt_after(2))
     with torch.no_grad():
         next(models["task1"].parameters()).add_(0.01)
-    with pytest.raises(ValueError, match="another model 'task1'"):
+    with pytest.raises(ValueError, match="model 'task1' is not the same"):
         run("method.resume=true")
 
 
