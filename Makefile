@@ -14,7 +14,7 @@ VENV ?= .venv
 # into $(VENV) beforehand to save a large download.
 export TORCH ?= torch==2.13.0
 
-# Processes of the fast tests, which take about 1 GB each. The slow ones start processes and clusters of their own.
+# Processes of the tests, which take about 1 GB each. Slow ones start processes of their own, and one cluster at a time.
 JOBS ?= 2
 
 # Threads that wait by spinning stall each other on a busy machine: ten times slower here.
@@ -44,10 +44,10 @@ test-oldest: $(OLDEST)/.ready
 		$(OLDEST)/bin/python -m pytest -m oldest --numprocesses $(JOBS) --dist worksteal
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow --ignore=tests/adversary
+	$(BIN)/python -m pytest -m slow --numprocesses $(JOBS) --dist loadgroup
 
 adversary: $(READY)
-	$(BIN)/python -m pytest tests/adversary -m "slow or not slow" --tally
+	$(BIN)/python -m pytest tests/adversary -m "nightly or not nightly" --tally
 
 lint: $(READY)
 	$(BIN)/ruff check .

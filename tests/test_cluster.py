@@ -14,6 +14,8 @@ import torch
 from fusion_bench_nufilt import cluster
 from tests.conftest import REPO
 
+pytestmark = pytest.mark.xdist_group("Ray")  # one cluster at a time
+
 
 def double(number):
     if number < 0:

@@ -590,7 +590,7 @@ def test_checking_a_task_pool_leaves_the_gpu_s_random_numbers(gpus, monkeypatch)
     "tests",
     [
         ["-m", "cuda", "tests/core", "tests/methods", "tests/merge"],
-        ["-m", "not slow", "tests/merge", "tests/stream/test_layerwise.py"],
+        ["-m", "not slow", "tests/merge/test_merge.py", "tests/stream/test_layerwise.py"],
     ],
     ids=["marked", "unmarked"],
 )

@@ -11,7 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, CLIPVisionModel
 from tests.conftest import shared_or_skip
 from tests.test_pools import gpt2_checkpoints
 
-pytestmark = [pytest.mark.slow, pytest.mark.oldest]
+pytestmark = [pytest.mark.slow, pytest.mark.oldest, pytest.mark.xdist_group("hub")]
 
 
 @pytest.fixture(scope="session")
@@ -74,8 +74,8 @@ from fusion_bench_nufilt.stream.data_sets import check_test_sets, check_train_se
 fabric = Fabric(accelerator="cpu", devices=1)
 for name, overrides in json.loads(sys.argv[1]).items():
     config = compose_run([f"modelpool={name}", *overrides])
-    taskpool = make(taskpool_config(config), fabric, load_taskpool_from_config)
-    modelpool = make(config.modelpool, fabric, load_modelpool_from_config)
+    taskpool = make("taskpool", taskpool_config(config), fabric, load_taskpool_from_config)
+    modelpool = make("modelpool", config.modelpool, fabric, load_modelpool_from_config)
     check_test_sets(taskpool)
     check_train_sets(modelpool)
     tests = getattr(taskpool, "_test_datasets", None)
@@ -101,10 +101,10 @@ def test_every_pool_finds_the_data_of_its_tasks(hub, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("word", ["mnis", "tanganke/none"])
 def test_a_data_set_that_is_not_there_is_told_before_anything_is_downloaded(
-    fusion_bench, hub, word, tmp_path
+    fusion_bench, hub, tmp_path
 ):
+    word = "tanganke/none"
     other = f"modelpool.taskpool.test_datasets.mnist.path={word}"
     launcher = (*hub, "env", f"HF_HOME={tmp_path / 'home'}")
     done = fusion_bench(
@@ -117,7 +117,7 @@ def test_a_data_set_that_is_not_there_is_told_before_anything_is_downloaded(
     assert done.returncode == 1
     said = done.stderr.strip().splitlines()[-1]
     assert said.startswith(f"task 'mnist': its data set '{word}': ")
-    assert ("name its owner" if "/" not in word else "correct its name") in said
+    assert "correct its name" in said
     assert not [
         file
         for file in (tmp_path / "home").rglob("*")
@@ -156,26 +156,3 @@ def test_flan_t5_on_glue_with_the_command_of_the_readme(fusion_bench, hub):
     saved = fusion_bench.logs / "checkpoints" / "merged_model_7"
     assert (saved / "model.safetensors").exists()
     AutoModelForSeq2SeqLM.from_pretrained(saved)
-
-
-def test_flan_t5_is_compared_beside_the_papers_numbers(hub, tmp_path):
-    options = (
-        "--methods",
-        "nufilt",
-        "--modelpool",
-        "flan-t5-base_glue",
-        "--evaluate",
-        "last",
-        "--out",
-        tmp_path,
-    )
-    nufilt = [sys.executable, "-m", "fusion_bench_nufilt.commands.app"]
-    command = [*hub, *nufilt, "compare", *options, "method.shuffle_order=false"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (row,) = (
-        line
-        for line in (tmp_path / "table.md").read_text().splitlines()
-        if line.startswith("| nufilt")
-    )
-    assert "83.7" in row

@@ -104,11 +104,11 @@ def corrupt_each(number, files, check, *arguments):
     run()
 
 
-@pytest.mark.parametrize("number", [15, pytest.param(350, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [15, pytest.param(350, marks=pytest.mark.nightly)])
 def test_corrupted_inputs_are_refused_or_merged_rightly(good, tmp_path, expected, number):
     corrupt_each(number, FILES + MEANINGFUL, check, good, tmp_path / "inputs", expected)
 
 
-@pytest.mark.parametrize("number", [15, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [15, pytest.param(150, marks=pytest.mark.nightly)])
 def test_a_corrupted_work_folder_gives_the_same_result(interrupted, tmp_path, expected, number):
     corrupt_each(number, WORK, check_work_folder, interrupted, tmp_path / "inputs", expected)

@@ -51,7 +51,7 @@ def test_a_sample_of_bad_input_is_refused_by_name_or_does_nothing(doors_only, in
     assert faults(sample(every, FAST // len({case.door for case in every}), seed=0), inputs) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bad_input_is_refused_by_name_or_does_nothing(doors_only, inputs):
     every, doors.SEED = (
         cases(inputs),

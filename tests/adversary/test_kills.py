@@ -69,7 +69,10 @@ for number in range(kills):
 """
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param(2, marks=pytest.mark.slow), pytest.param(60, marks=pytest.mark.nightly)],
+)
 def test_nufilt_merge(inputs, kills):
     whole = hashes(merge(inputs, ["task1", "task2"], "whole"))
     COUNTS["kills"] += kills
@@ -110,7 +113,7 @@ def whole_steps(folder):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fusion_bench(tmp_path, demo):
     kills = 60
     context = multiprocessing.get_context("forkserver")
@@ -162,7 +165,7 @@ def merge_and_tell(inputs, start, errors):
         errors.put(str(error) or repr(error))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_merges_into_one_folder_make_one_result_and_the_other_says_who_is_writing(inputs):
     whole = hashes(merge(inputs, ["task1", "task2"], "whole"))
     context = multiprocessing.get_context("forkserver")

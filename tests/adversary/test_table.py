@@ -22,7 +22,7 @@ ROWS = rows()
 # The fast tests have the first row of each message; the others are for every night.
 FIRST = {row.says: row.name for row in reversed(ROWS)}
 CASES = [
-    pytest.param(row, id=row.name, marks=[pytest.mark.slow] * (row.name != FIRST[row.says]))
+    pytest.param(row, id=row.name, marks=[pytest.mark.nightly] * (row.name != FIRST[row.says]))
     for row in ROWS
 ]
 FLAGS = [f"{key}={value}" for key, value in RANKS.items()]

@@ -109,6 +109,7 @@ def test_jobs_are_for_one_machine(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("Ray")
 def test_a_cluster_finds_the_matrices_of_one_machine(tmp_path, monkeypatch):
     ray = pytest.importorskip("ray", reason="needs the extra [ray]")
     monkeypatch.setenv(
@@ -334,7 +335,6 @@ def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(t
         ("sensitivity", "sensitivity.png"),
         ("overhead", "overhead.md"),
         ("ablation", "ablation.png"),
-        ("ranks", "sensitivity.png"),
     ],
 )
 def test_a_preset_runs_whole(tmp_path, preset, file):

@@ -22,6 +22,8 @@ from tests.merge.helpers import hashes, merge
 from tests.merge.test_adapters import save_all
 from tests.models import llama
 
+pytestmark = pytest.mark.xdist_group("Ray")  # one cluster at a time
+
 TASKS = ["task1", "task2"]
 LARGE = {
     "null_rank": 64,

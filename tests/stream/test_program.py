@@ -1,5 +1,6 @@
-"""Pictures reach the trackers that take some."""
+"""Which task pool scores a run; and pictures reach the trackers that take some."""
 
+import json
 import logging
 from types import SimpleNamespace
 
@@ -9,6 +10,21 @@ from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 
 from fusion_bench_nufilt.stream.program import log_picture
+
+
+def test_a_task_pool_that_is_named_wins_and_a_missing_task_is_shown_as_missing(program, capfd):
+    words = ("taskpool=nufilt_demo", "~taskpool.test_datasets.digits", "method.evaluate=last")
+    result = json.loads((program(*words) / "accuracy_matrix.json").read_text())
+    assert sorted(result["tasks"]) == ["colours", "digits", "shapes"]
+    assert result["missing"] == ["digits"]
+    assert result["ACC"] is not None
+    assert "no score for digits" in " ".join(capfd.readouterr().out.split())
+
+
+def test_the_placeholder_where_it_is_named_means_no_scores(program):
+    logs = program("taskpool=dummy", "method.save_on_every_step=false")
+    written = {path.name for path in logs.iterdir()}
+    assert not {"accuracy_matrix.json", "checkpoints"} & written
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ the plugin.
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from tests.conftest import REPO
 from tests.models import finetuned, llama, t5
 from tests.tools.test_upstream import upstream
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("FusionBench's source")]
 
 with_transformers_4 = pytest.mark.skipif(
     transformers.__version__ >= "5",
@@ -233,73 +234,78 @@ def test_steps_are_scored_by_fusionbench_as_the_plugin_scores_them(
         ]
 
 
-def test_with_plugin_and_contribution_each_name_has_one_meaning(checkout, elsewhere):
-    def method(name):
-        done = elsewhere(
-            "-m", "fusion_bench", "--cfg", "job", f"method={name}", checkout=checkout, plugin=True
-        )
-        return yaml.safe_load(done.stdout)["method"]
+#: Composes methods as `fusion_bench` does, and prints them.
+COMPOSE = """
+import json, sys
+from fusion_bench_nufilt.compare.configs import compose_run, plain
+print(json.dumps({name: plain(compose_run([f"method={name}"]).method) for name in sys.argv[1:]}))
+"""
 
-    assert method("nufilt/nufilt")["_target_"] == "fusion_bench.method.NUFILTMerging"
-    of_text = method("nufilt/nufilt_nlp")
-    assert (of_text["_target_"], of_text["shuffle_order"]) == (
-        "fusion_bench.method.NUFILTMerging",
-        False,
-    )
+
+def test_with_plugin_and_contribution_each_name_has_one_meaning(checkout, elsewhere):
     ours = "fusion_bench_nufilt.NufiltContinualMergingAlgorithm"
-    assert (method("nufilt")["_target_"], method("nufilt")["lora_rank"]) == (ours, 64)
-    assert (
-        method("nufilt/filter_only")["_target_"],
-        method("nufilt/filter_only")["lora_rank"],
-    ) == (ours, 0)
+    theirs = "fusion_bench.method.NUFILTMerging"
+    targets = {
+        "nufilt/nufilt": theirs,
+        "nufilt/nufilt_nlp": theirs,
+        "nufilt": ours,
+        "nufilt/filter_only": ours,
+    }
+    done = elsewhere("-c", COMPOSE, *targets, checkout=checkout, plugin=True)
+    methods = json.loads(done.stdout.splitlines()[-1])
+    assert {name: method["_target_"] for name, method in methods.items()} == targets
+    assert methods["nufilt/nufilt_nlp"]["shuffle_order"] is False
+    assert methods["nufilt"]["lora_rank"] == 64
+    assert methods["nufilt/filter_only"]["lora_rank"] == 0
 
 
 PATCHES = sorted(
     path for path in (REPO / "tools" / "patches").rglob("*.patch") if path.parent.name != "mergekit"
 )
-
-
 OF_CLIP = ("0003", "0005", "0007")
+#: Runs files of unit tests, and prints those that fail.
+UNIT_TESTS = """
+import importlib.util, json, sys, unittest
+failed = []
+for number, file in enumerate(sys.argv[1:]):
+    spec = importlib.util.spec_from_file_location(f"tests_{number}", file)
+    module = importlib.util.module_from_spec(spec)
+    result = unittest.TestResult()
+    try:
+        spec.loader.exec_module(module)
+        unittest.defaultTestLoader.loadTestsFromModule(module).run(result)
+    except Exception:
+        result.testsRun = 0
+    if result.testsRun == 0 or not result.wasSuccessful():
+        failed.append(file)
+print(json.dumps(failed))
+"""
 
 
 @pytest.mark.parametrize(
-    "patch",
-    [
-        pytest.param(
-            path,
-            marks=[with_transformers_4, pytest.mark.oldest]
-            if path.name.startswith(OF_CLIP)
-            else (),
-        )
-        for path in PATCHES
-    ],
-    ids=lambda path: f"{path.parent.name}-{path.name[:4]}",
+    "of_clip", [False, pytest.param(True, marks=[with_transformers_4, pytest.mark.oldest])]
 )
-def test_a_patch_mends_what_its_test_shows(patch, distribution, elsewhere, tmp_path):
-    """On top of those before it: OPCM can't even be made without the second where Ray is
-    installed.
-    """
+def test_the_patches_mend_what_their_tests_show(of_clip, distribution, elsewhere, tmp_path):
+    """Each test fails without the patches, and passes with all of them."""
     folder = shutil.copytree(distribution, tmp_path / "fusion_bench")
     (folder / "fusion_bench_config").rename(folder / "config")  # as in its repository
     (folder / "fusion_bench_config").symlink_to("config")
-    changes = patch.read_text()
-    (test,) = [
-        line[6:]
-        for line in changes.splitlines()
-        if line.startswith("+++ b/tests/") and "/test_" in line[10:]
-    ]
-    if "lm_eval" in test:
+    tests = []
+    for patch in PATCHES:
+        if patch.name.startswith(OF_CLIP) == of_clip:
+            files = re.findall(r"^\+\+\+ b/(tests/.*/test_.*)$", patch.read_text(), re.MULTILINE)
+            tests += [str(folder / file) for file in files]
+    if not of_clip:
         pytest.importorskip("lm_eval", reason="the task pool of lm-eval needs lm-eval")
 
-    def passes():
-        done = elsewhere(str(folder / test), checkout=folder, check=False)
-        assert "Ran " in done.stderr
-        return done.returncode == 0
+    def failing():
+        done = elsewhere("-c", UNIT_TESTS, *tests, checkout=folder)
+        return json.loads(done.stdout.splitlines()[-1])
 
-    git = ["git", "apply", "--whitespace=nowarn"]
-    for earlier in PATCHES[: PATCHES.index(patch)]:
-        subprocess.run([*git, "--exclude=tests/*", str(earlier)], cwd=folder, check=True)
-    subprocess.run([*git, "--include=tests/*", str(patch)], cwd=folder, check=True)
-    assert not passes()
-    subprocess.run([*git, "--exclude=tests/*", str(patch)], cwd=folder, check=True)
-    assert passes()
+    apply = ["git", "apply", "--whitespace=nowarn"]
+    for patch in PATCHES:
+        subprocess.run([*apply, "--include=tests/*", str(patch)], cwd=folder, check=True)
+    assert failing() == tests != []
+    for patch in PATCHES:
+        subprocess.run([*apply, "--exclude=tests/*", str(patch)], cwd=folder, check=True)
+    assert failing() == []
