@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.core.options import with_scope
@@ -275,6 +277,33 @@ def _last_name(model: str) -> str:
     path = re.sub(r"models--([^/]+)/snapshots/[^/]+$", r"\1", model.replace("\\", "/").rstrip("/"))
     name = path.rpartition("/")[2].rpartition("--")[2].partition("@")[0].lower()
     return re.sub(r"(-unsloth)?-bnb-[48]bit$", "", name)
+
+
+def check_modules(plan: Plan, task: FullModel) -> Iterator[str]:
+    """Warn of the modules that sentence-transformers puts behind a task's model and the base has
+    otherwise: they are not merged.
+    """
+    base = plan.pretrained.checkpoint.module_files()
+    files = {} if isinstance(task, LoraAdapter) else task.checkpoint.module_files()
+    other = [name for name, content in files.items() if not _same_content(base.get(name), content)]
+    if other:
+        yield (
+            f"'{task.source.name}' has other modules than the base, whose are kept: {some(other)}"
+        )
+
+
+def _same_content(one: bytes | None, other: bytes) -> bool:
+    """Compare two files; of weights, their tensors alone."""
+    if one is None or one == other:
+        return one == other
+    try:
+        tensors = load(one)
+        others = load(other)
+    except SafetensorError:
+        return False
+    return tensors.keys() == others.keys() and all(
+        torch.equal(value, others[name]) for name, value in tensors.items()
+    )
 
 
 def _check_shapes(

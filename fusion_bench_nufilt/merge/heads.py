@@ -139,8 +139,7 @@ def load_task(folder: str | Path, task: str) -> nn.Module:
             class.
     """
     checkpoint = Checkpoint.open(str(folder))
-    place = checkpoint.folder_with("*.safetensors")
-    manifest = read_manifest(place) or Manifest()
+    manifest = read_manifest(checkpoint.folder) or Manifest()
     heads = manifest.get("heads", {})
     if task not in heads:
         known = (
@@ -148,6 +147,7 @@ def load_task(folder: str | Path, task: str) -> nn.Module:
         )
         raise ValueError(f"'{folder}' has no head of '{task}': {known}")
     file, config = heads[task]["file"], heads[task]["config"]
+    place = checkpoint.folder_with(*checkpoint.files, file)  # not the state, which is larger
     tensors = load(read_heads(place, manifest, task)[file])
     build = _by_transformers if config.get("architectures") else _by_timm
     model, missing = build(place, config)

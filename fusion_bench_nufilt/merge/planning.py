@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from fusion_bench_nufilt.core.options import split_options
@@ -13,7 +12,7 @@ from fusion_bench_nufilt.storage.schemas import Manifest
 
 from .architecture import Architecture
 from .beside import mean_key
-from .checks import CHANGED, check_merged, check_state, check_task, verify_merged
+from .checks import CHANGED, check_merged, check_modules, check_state, check_task, verify_merged
 from .forecast import layer_memory, process_memory
 from .heads import describe_heads, take_heads
 from .layout import small_files_of
@@ -98,7 +97,7 @@ def plan_merge(
         merged=so_far,
         state=state,
         heads=describe_heads(heads, pretrained, opened, before),
-        small_files=checkpoint.small_files(),
+        small_files=checkpoint.small_files() | checkpoint.module_files(),
     )
     plan.warnings += _check(plan, architecture)
     untied = bool(checkpoint.copies) and is_untied(architecture, checkpoint.config)
@@ -126,10 +125,10 @@ def _open_merged(
     so_far = FullModel(merged, architecture)
     if kind.state_is_weight and _has_sums(before):
         return so_far, before, None
-    kept = (merged.folder_with(STATE_FILE) / STATE_FILE).parent
-    if not kept.is_dir():
+    if merged.revision is not None and STATE_FILE not in before.get("files", {}):
         return so_far, before, None
-    return so_far, before, FullModel(Checkpoint.from_folder(str(kept), kept), architecture)
+    kept = merged.open_inside(STATE_FILE)
+    return so_far, before, None if kept is None else FullModel(kept, architecture)
 
 
 def _has_sums(before: Manifest) -> bool:
@@ -195,6 +194,7 @@ def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
     _refuse_twice(plan)
     for task in plan.tasks:
         yield from check_task(plan, task, architecture, plan.averaged)
+        yield from check_modules(plan, task)
     if plan.merged is not None:
         yield from check_state(plan, plan.merged.source.name)
     yield from check_relation(plan)
@@ -205,10 +205,4 @@ def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
     if bound is not None and needed > bound:
         needs = f"{needed / 1e9:.2f} GB that the largest layer needs by itself"
         raise ValueError(f"max_memory of {bound / 1e9:.2f} GB is below the {needs}")
-    taken = Path(STATE_FILE).parts[0]
-    if plan.keeps_state and taken in plan.small_files:
-        raise ValueError(
-            f"the base '{plan.base.name}' has a file '{taken}', where the state is to be kept: "
-            "rename it"
-        )
     yield from verify_merged(plan)

@@ -125,7 +125,7 @@ def _name_untied_head(model: Any, config: Path) -> None:
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
 

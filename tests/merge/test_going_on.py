@@ -101,13 +101,6 @@ def test_another_strength_from_the_middle_on_is_that_strength_for_all_tasks(stre
     assert same(tensors(on), tensors(merge(stream, method=kind.name, **options)))
 
 
-def test_a_file_of_the_base_where_the_state_is_to_be_kept_is_refused_before_any_work(stream):
-    (stream / "base" / "nufilt_state").write_text("mine")
-    with pytest.raises(ValueError, match="base' has a file 'nufilt_state'"):
-        plan(stream, ["task1"], method="spectral")
-    merge(stream, ["task1"])
-
-
 def test_without_a_state_the_model_is_the_same_and_ends_its_stream(stream):
     whole = merge(stream, ["task1", "task2"], "whole", method="best")
     last = merge(stream, ["task1", "task2"], "last", method="best", settings={"state": False})

@@ -2,7 +2,6 @@
 downloaded.
 """
 
-import fnmatch
 import re
 import shutil
 
@@ -10,13 +9,20 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import NotASafetensorsRepoError
 from huggingface_hub.repocard import metadata_load
-from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
+from huggingface_hub.utils import (
+    SafetensorsFileMetadata,
+    SafetensorsRepoMetadata,
+    TensorInfo,
+    filter_repo_objects,
+)
+from safetensors.torch import load_file, save_file
 
-from fusion_bench_nufilt import FusionConfig
-from fusion_bench_nufilt.merge import merge_folders, plan_merge
+from fusion_bench_nufilt import FusionConfig, load_task
+from fusion_bench_nufilt.merge import Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.merge.forecast import disk_bytes
 from fusion_bench_nufilt.storage.tensors import TensorFile
-from tests.merge.helpers import RANKS, manifest, merge, same, save_stream, tensors
+from tests.merge.helpers import RANKS, STATE, manifest, merge, same, save_stream, tensors
+from tests.merge.test_heads import save as save_classifiers
 from tests.merge.test_quantised import quantise
 from tests.models import llama
 
@@ -30,34 +36,45 @@ def hub(tmp_path, monkeypatch):
     (tmp_path / "remote" / "base" / "README.md").write_text("---\nlicense: mit\n---\n")
     downloaded = []
 
-    def snapshot_download(name, revision=None, allow_patterns=()):
+    def snapshot_download(name, revision=None, allow_patterns=(), ignore_patterns=()):
         source, target = (
             tmp_path / "remote" / name.split("/")[1],
             tmp_path / "cache" / name.replace("/", "--") / COMMIT,
         )
         target.mkdir(parents=True, exist_ok=True)
-        for path in source.iterdir():
-            if any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns):
-                shutil.copyfile(path, target / path.name)
-                downloaded.append(f"{name}/{path.name}")
+        files = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+        wanted = filter_repo_objects(
+            map(str, files), allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        for file in wanted:
+            (target / file).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / file, target / file)
+            downloaded.append(f"{name}/{file}")
         return str(target)
 
+    def parse_safetensors_file_metadata(name, file, revision=None):
+        path = tmp_path / "remote" / name.split("/")[1] / file
+        found = {
+            key: TensorInfo(dtype=info.dtype, shape=list(info.shape), data_offsets=(0, info.nbytes))
+            for key, info in TensorFile(path).tensors.items()
+        }
+        return SafetensorsFileMetadata(metadata={}, tensors=found)
+
     def get_safetensors_metadata(name, revision=None):
-        files = {}
-        for path in (tmp_path / "remote" / name.split("/")[1]).glob("*.safetensors"):
-            found = {
-                key: TensorInfo(
-                    dtype=info.dtype, shape=list(info.shape), data_offsets=(0, info.nbytes)
-                )
-                for key, info in TensorFile(path).tensors.items()
-            }
-            files[path.name] = SafetensorsFileMetadata(metadata={}, tensors=found)
+        folder = tmp_path / "remote" / name.split("/")[1]
+        files = {
+            path.name: parse_safetensors_file_metadata(name, path.name)
+            for path in folder.glob("*.safetensors")
+        }
         if not files:
             raise NotASafetensorsRepoError("no safetensors")
         return SafetensorsRepoMetadata(
             metadata=None, sharded=True, weight_map={}, files_metadata=files
         )
 
+    monkeypatch.setattr(
+        huggingface_hub, "parse_safetensors_file_metadata", parse_safetensors_file_metadata
+    )
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", get_safetensors_metadata)
     return downloaded
@@ -198,3 +215,38 @@ def test_a_name_that_only_resembles_a_folder_is_asked_for_on_the_hub(tmp_path, m
     with pytest.raises(ValueError, match="the hub can't give it: asked"):
         plan_merge(name, ["math"])
     assert asked == [name.partition("@")[0]]
+
+
+@pytest.mark.parametrize("method", ["best", "nufilt"])
+def test_a_plan_to_go_on_from_the_hub_downloads_no_state_and_the_merge_has_its_bits(
+    tmp_path, hub, method
+):
+    remote = tmp_path / "remote"
+    for folder in ("base", "task1", "task2"):
+        for path in (remote / folder).glob("*.safetensors"):
+            narrow = {key: value.bfloat16() for key, value in load_file(path).items()}
+            save_file(narrow, path, {"format": "pt"})
+    merge(remote, ["task1"], "one", method=method, settings={"state": True})
+    options = FusionConfig(**RANKS) if method == "nufilt" else None
+    settings = Settings(state=True)
+    planned = plan_merge(
+        "owner/base", ["owner/task2"], "owner/one", options, None, settings, method=method
+    )
+    assert planned.state.source.remote
+    assert not [name for name in hub if name.endswith(".safetensors")]
+    out = merge_folders(planned, tmp_path / "out")
+    expected = merge(remote, ["task2"], merged="one", method=method, settings={"state": True})
+    assert same(tensors(out), tensors(expected))
+    assert same(load_file(out / STATE), load_file(expected / STATE))
+
+
+def test_a_head_is_loaded_without_the_state(tmp_path, hub):
+    save_classifiers(tmp_path / "remote", "vit")
+    left_out = {"exclude_modules": ["pooler.dense"]}
+    merge(tmp_path / "remote", ["few"], "one", method="best", **left_out)
+    model = load_task("owner/one", "few")
+    expected = load_task(tmp_path / "remote" / "one", "few")
+    assert same(model.state_dict(), expected.state_dict())
+    downloaded = [name for name in hub if name.endswith(".safetensors")]
+    assert "owner/one/heads/few.safetensors" in downloaded
+    assert f"owner/one/{STATE}" not in downloaded

@@ -139,8 +139,8 @@ def test_a_finished_result_of_other_settings_or_inputs_is_refused_by_what_differ
     merge(stream)
     with pytest.raises(ValueError, match=r"out' exists: settings.null_rank is 6 there and 5 here"):
         merge(stream, null_rank=5)
-    with pytest.raises(ValueError, match=r'out. exists: .*name is "task3" there and "task2" here'):
-        merge(stream, ["task1", "task2", "task2"])
+    with pytest.raises(ValueError, match=r'out. exists: .*name is "task2" there and "task3" here'):
+        merge(stream, ["task1", "task3", "task2"])
     change_json(stream / "task2" / "config.json", rope_theta=1e6)
     with pytest.raises(ValueError, match=r"inputs\.task 1\.files\.config\.json.* is not the same"):
         merge(stream)

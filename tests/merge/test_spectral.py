@@ -139,7 +139,7 @@ def test_what_has_no_state_or_that_of_other_layers_or_of_another_method_is_refus
 def test_nufilt_on_top_of_it_deserves_a_warning(stream):
     merge(stream, ["task1"], "one")
     planned = helpers.plan(stream, ["task2"], "one", target_modules="all-linear")
-    assert any("method was 'spectral', is 'nufilt'" in text for text in planned.warnings)
+    assert any('method is "spectral" there and "nufilt" here' in text for text in planned.warnings)
 
 
 def test_the_command_merges_all_linear_layers_and_its_result_is_a_recipe(stream):

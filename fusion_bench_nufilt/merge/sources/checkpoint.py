@@ -7,12 +7,13 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 import huggingface_hub
 import torch
 from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
+from huggingface_hub.utils import SafetensorsFileMetadata
 from pydantic import FiniteFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -24,19 +25,24 @@ from fusion_bench_nufilt.storage.tensors import TensorFile, TensorInfo, digest
 
 from .fp8 import Quantisation, Quantised, join_scales, other_quantisation
 from .mxfp4 import Packed, join_blocks
+from .small import (
+    NOT_OF_THE_MODEL,
+    PICKLES,
+    SMALL_FILES,
+    is_small_file,
+    module_files,
+    module_folders,
+    read_files,
+)
 from .source import Source, some
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", CARD]
 _PICKLED_ADAPTER = "adapter_model.bin"
 _PICKLED = "pytorch_model.bin"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 # What a Trainer saves beside weights.
 _OF_A_TRAINER = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.\w+")
-_WEIGHTS = (*_PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
-_MOST_BYTES = 10**9  # the largest small file, which is held in memory
 
 # The fields of a config.json with which the time and the memory to build a model grow.
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|depths?|(encoder|decoder)_layers")
@@ -77,11 +83,20 @@ class Checkpoint(Source):
     """
 
     def __init__(
-        self, name: str, folder: Path, files: _Files, opened: dict[str, TensorFile] | None = None
+        self,
+        name: str,
+        folder: Path,
+        files: _Files,
+        opened: dict[str, TensorFile] | None = None,
+        inside: str = "",
     ) -> None:
-        self.name, self.folder, self.files, self.remote = name, folder, list(files), opened is None
+        self.name = name
         # A folder of the hub's cache has the name of its commit.
         self.revision = None if Path(name).expanduser().is_dir() else folder.name
+        self.folder = folder / inside
+        self.files = list(files)
+        self.remote = opened is None
+        self._inside = inside
         self.tensors: dict[str, TensorInfo] = {}
         self.opened = opened or {}
         for file, found in files.items():
@@ -132,36 +147,55 @@ class Checkpoint(Source):
         return cls.from_folder(name, folder)
 
     @classmethod
-    def from_folder(cls, name: str, folder: Path) -> "Checkpoint":
-        files = {file: TensorFile(folder / file) for file in _weight_files(name, folder)}
-        checkpoint = cls(
-            name, folder, {file: opened.tensors for file, opened in files.items()}, files
-        )
-        promised = {key for key, file in _weight_map(folder).items() if file in files}
-        if lost := sorted(promised.difference(*(file.tensors for file in files.values()))):
+    def from_folder(cls, name: str, folder: Path, inside: str = "") -> "Checkpoint":
+        """Read the headers of a folder, or of one ``inside`` a folder of the hub's cache."""
+        home = folder / inside
+        opened = {file: TensorFile(home / file) for file in _weight_files(name, home)}
+        headers = {file: weights.tensors for file, weights in opened.items()}
+        checkpoint = cls(name, folder, headers, opened, inside)
+        promised = {key for key, file in _weight_map(home).items() if file in opened}
+        lost = sorted(promised.difference(*headers.values()))
+        if lost:
             raise ValueError(
                 f"'{name}': {INDEX} names tensors that its files lack: {some(lost)}; fetch it again"
             )
         return checkpoint
 
+    def open_inside(self, file: str) -> "Checkpoint | None":
+        """Read the header of a weight file in a folder inside this one, if there is such a folder.
+        One on the hub, which must be there, stays there until it is fetched.
+        """
+        path = PurePosixPath(file)
+        inside = str(path.parent)
+        if self.revision is None:
+            home = self.folder / inside
+            return self.from_folder(str(home), home) if home.is_dir() else None
+        if (self.folder / file).is_file():
+            return self.from_folder(self.name, self.folder, inside)
+        tensors = _hub_header(self.name, self.revision, file)
+        return Checkpoint(self.name, self.folder, {path.name: tensors}, inside=inside)
+
     def fetch(self) -> None:
-        if self.remote:
-            local = self.from_folder(self.name, download(self.name, self.folder.name, self.files))
-            self.folder, self.whole, self.opened, self.remote = (
-                local.folder,
-                local.whole,
-                local.opened,
-                False,
-            )
-            self.whole = {**self.whole, **{key: self.whole[of] for key, of in self.copies.items()}}
-            self.split(self.parts)
+        """Download the weights, if they are on the hub."""
+        if not self.remote:
+            return
+        files = [str(PurePosixPath(self._inside, file)) for file in self.files]
+        folder = download(self.name, self.revision, files)
+        local = self.from_folder(self.name, folder, self._inside)
+        self.folder = local.folder
+        copies = {key: local.whole[of] for key, of in self.copies.items()}
+        self.whole = {**local.whole, **copies}
+        self.opened = local.opened
+        self.remote = False
+        self.split(self.parts)
 
     def folder_with(self, *files: str) -> Path:
         """Return the folder; if it is the hub's, download the files that match these patterns
         first.
         """
-        here = Path(self.name).expanduser().is_dir()
-        return self.folder if here else download(self.name, self.folder.name, files)
+        if self.revision is None:
+            return self.folder
+        return download(self.name, self.revision, files)
 
     @property
     def label(self) -> str:
@@ -209,40 +243,30 @@ class Checkpoint(Source):
         return read_json(self.folder / _ADAPTER_CONFIG, AdapterConfig) or {}
 
     def small_files(self, names: str = ".*") -> dict[str, bytes]:
-        """Return the content of all files but weights whose names match an expression, by path in
-        the folder.
+        """Return the content of the files beside the weights whose names match an expression, by
+        path in the folder.
 
         Raises:
             ValueError: a file can't be read, is too large, or is a link out of the folder.
         """
-        found = [path for path in self.folder.iterdir() if not path.name.endswith(_WEIGHTS)]
-        found += (self.folder / "additional_chat_templates").glob("*")
-        if self.files != [SINGLE]:
-            found.append(self.folder / INDEX)
-        skip = {CARD, ".gitattributes", MANIFEST}
-        found = sorted(
-            path for path in found if path.name not in skip and re.fullmatch(names, path.name)
-        )
-        found = [path for path in found if path.is_file()]
-        homes = [self.folder.resolve()]
-        if (
-            self.folder.resolve().parent.name == "snapshots"
-        ):  # the hub's cache keeps files beside its snapshots
-            homes.append(self.folder.resolve().parents[1] / "blobs")
-        for path in found:
-            if not any(path.resolve().is_relative_to(home) for home in homes):
-                raise ValueError(
-                    f"'{path}' is a link to '{path.resolve()}', out of the folder: copy the file "
-                    "there"
-                )
-            if (size := path.stat().st_size) > _MOST_BYTES:
-                raise ValueError(
-                    f"'{path}' has {size / 1e9:.1f} GB and is no weight file: move it elsewhere"
-                )
-        try:
-            return {path.relative_to(self.folder).as_posix(): path.read_bytes() for path in found}
-        except OSError as error:
-            raise ValueError(f"'{error.filename}' can't be read: {error.strerror}") from error
+        paths = [path for path in self.folder.iterdir() if is_small_file(path.name)]
+        paths += (self.folder / "additional_chat_templates").glob("*.jinja")
+        wanted = []
+        for path in sorted(paths):
+            of_other_weights = path.name.endswith(".index.json") and (
+                path.name != INDEX or self.files == [SINGLE]
+            )
+            skipped = of_other_weights or path.name in (CARD, MANIFEST)
+            if path.is_file() and not skipped and re.fullmatch(names, path.name):
+                wanted.append(path)
+        return read_files(self.folder, wanted)
+
+    def module_files(self) -> dict[str, bytes]:
+        """Return the files of the modules that sentence-transformers puts behind the model, by path
+        in the folder.
+        """
+        weights = [f"{module}/*.safetensors" for module in module_folders(self.folder)]
+        return module_files(self.folder_with(*weights)) if weights else {}
 
     def _unwrapping(self, wrapper: str) -> str:
         folder = self.folder
@@ -395,7 +419,7 @@ def _weight_files(name: str, folder: Path) -> list[str]:
         raise ValueError(
             f"'{name}' holds no safetensors file, and {some(inside)} does: give that one"
         )
-    pickles = [path.name for path in folder.iterdir() if path.suffix in _PICKLES]
+    pickles = [path.name for path in folder.iterdir() if path.suffix in PICKLES]
     pickles = sorted(file for file in pickles if not _OF_A_TRAINER.fullmatch(file))
     if pickles:
         pickled = f"pickled weights ({some(pickles)}), which run code when opened and are refused"
@@ -451,12 +475,23 @@ def _hub_headers(name: str, commit: str, adapter: bool) -> _Files:
         raise ValueError(
             f"'{name}': the hub can't give the headers of its weights: {error}"
         ) from error
+    return {file: _described(file, found) for file, found in metadata.files_metadata.items()}
+
+
+def _hub_header(name: str, commit: str, file: str) -> dict[str, TensorInfo]:
+    """Return the tensors of one file of a hub repository."""
+    repository = name.partition("@")[0]
+    try:
+        found = huggingface_hub.parse_safetensors_file_metadata(repository, file, revision=commit)
+    except Exception as error:
+        raise ValueError(f"'{name}': the hub can't give the header of {file}: {error}") from error
+    return _described(PurePosixPath(file).name, found)
+
+
+def _described(file: str, metadata: SafetensorsFileMetadata) -> dict[str, TensorInfo]:
     return {
-        file: {
-            key: TensorInfo(file, str(t.dtype), tuple(t.shape), *t.data_offsets)
-            for key, t in found.tensors.items()
-        }
-        for file, found in metadata.files_metadata.items()
+        key: TensorInfo(file, str(tensor.dtype), tuple(tensor.shape), *tensor.data_offsets)
+        for key, tensor in metadata.tensors.items()
     }
 
 
@@ -464,7 +499,10 @@ def download(name: str, revision: str | None, files: Sequence[str]) -> Path:
     """Download the small files and some others into a folder that is named after their commit, and
     return it.
     """
-    repository, wanted = name.partition("@")[0], [*_SMALL, *files]
-    return Path(
-        huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=wanted)
+    folder = huggingface_hub.snapshot_download(
+        name.partition("@")[0],
+        revision=revision,
+        allow_patterns=[*SMALL_FILES, *files],
+        ignore_patterns=NOT_OF_THE_MODEL,
     )
+    return Path(folder)
