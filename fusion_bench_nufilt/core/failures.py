@@ -14,6 +14,10 @@ log = logging.getLogger(__name__)
 warn_once = functools.cache(log.warning)
 
 
+class SteepSpectrumError(torch.linalg.LinAlgError):
+    """A spectrum falls too steeply for float32, as where a matrix has exactly low rank."""
+
+
 class NoRoomError(ValueError):
     """A device has no room for a layer."""
 
@@ -60,7 +64,10 @@ def solve_alone(
     """
     failure: RuntimeError | None = None
     for name, attempt in attempts:
-        if failure is not None:
+        if isinstance(failure, SteepSpectrumError):
+            # Nothing is wrong: a LoRA that was merged into its base has exactly low rank.
+            log.debug("layer %s: %s; %s computes it", layer, failure, name)
+        elif failure is not None:
             warn_once("%s: %s takes over in such layers, which is slower", str(failure), name)
         try:
             with room_for(layer, where):

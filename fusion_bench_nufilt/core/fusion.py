@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .config import FusionConfig
-from .failures import solve_alone, warn_once, why_it_failed
+from .failures import SteepSpectrumError, solve_alone, warn_once, why_it_failed
 from .stack import fuse_stack, working_bytes
 from .weights import Layers, LowRank, TaskLayers, check_layers, wide_dtype
 from .workers import Devices, check_devices, fast_in_float64, map_on_devices, stack_size
@@ -178,13 +178,16 @@ class _FusionStep:
         try:
             return self.compute(names, where)
         except RuntimeError as error:
-            if (reason := why_it_failed(error)) is None:
+            reason = why_it_failed(error)
+            if reason is None:
                 raise
-        warn_once(
-            "device '%s', %d layers of shape %s together: %s; halves take over, which changes them "
-            "by rounding",
-            *(where, len(names), shape, reason),
-        )
+            is_steep = isinstance(error, SteepSpectrumError)
+        if not is_steep:
+            warn_once(
+                "device '%s', %d layers of shape %s together: %s; halves take over, which changes "
+                "them by rounding",
+                *(where, len(names), shape, reason),
+            )
         middle = len(names) // 2
         return [*self.solve(names[:middle], where), *self.solve(names[middle:], where)]
 

@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .failures import SteepSpectrumError
+
 # Perturbation theory may change a singular vector by this much in the first round and in the
 # second. The error that is left is about the square of the first change, or a tenth of the second.
 # A second round is needed only for spectra that are steeper than those of fine-tuned models.
@@ -39,8 +41,8 @@ def top_right_singular_vectors(
           projector on the matrix's span.
 
     Raises:
-        torch.linalg.LinAlgError: the spectrum falls too steeply for float32, or an eigenvalue
-        solver failed.
+        SteepSpectrumError: the spectrum falls too steeply for float32.
+        torch.linalg.LinAlgError: an eigenvalue solver failed.
     """
     d_o, d_i = tau.shape[-2:]
     rank = min(rank, d_o, d_i)
@@ -57,7 +59,7 @@ def top_right_singular_vectors(
         if converged := bool((change <= largest_change).all()):
             break
     if tau.dtype == torch.float32 and not converged:
-        raise torch.linalg.LinAlgError("the singular vectors are too inaccurate in float32")
+        raise SteepSpectrumError("its spectrum falls too steeply for float32")
     V = block[..., :rank]
     # QR keeps the span of the leading columns: the largest come first, the last may be rounding
     # alone.
