@@ -60,11 +60,10 @@ def top_right_singular_vectors(
             break
     if tau.dtype == torch.float32 and not converged:
         raise SteepSpectrumError("its spectrum falls too steeply for float32")
+    # The corrected vectors are not orthogonal where the spectrum is steep. QR keeps the span of the
+    # leading columns: the largest come first, the last may be rounding alone.
     V = block[..., :rank]
-    # QR keeps the span of the leading columns: the largest come first, the last may be rounding
-    # alone.
-    if wide:
-        V = torch.linalg.qr(tau.mT @ V).Q
+    V = torch.linalg.qr(tau.mT @ V if wide else V).Q
     return (V * (sigma > 0)).to(like)
 
 

@@ -65,7 +65,7 @@ class TaskVector:
         ).double() ** 2
 
     def directions(self, count: int) -> Directions:
-        """Return the ``count`` leading directions, or as many as thin factors have.
+        """Return the ``count`` leading directions, or as many as thin factors have, in float64.
 
         Those beyond the numerical rank are zero: their singular value is at most ``max(d_o, d_i) *
         eps`` times the largest, numpy's rule, and their vectors depend on the solver alone.
@@ -74,16 +74,13 @@ class TaskVector:
             U, s, V = (each[..., :count] for each in _directions_of(self.factors))
             dtype = wide_dtype(self.factors.left)
         else:
-            tall, rest, V, gram, _ = self._parts
-            V = V[:, :count]
-            U = tall @ V
-            if (more := count - V.shape[1]) > 0:
-                # The null space of the rest holds what was taken out of it, so that products must
-                # be with the rest.
-                others = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, :more]
-                U, V = torch.cat([U, rest @ others], dim=1), torch.cat([V, others], dim=1)
-            s = torch.linalg.vector_norm(U, dim=0)
-            U, dtype = U / s.clamp_min(torch.finfo(s.dtype).tiny), s.dtype
+            tall, dtype = self._tall.double(), self.matrix.dtype
+            V = torch.linalg.eigh(gram_matrix(tall)).eigenvectors.flip(-1)[:, :count]
+            # The outputs of faint directions have rounding errors along those of strong ones.
+            # Gram-Schmidt, from the strongest one on, takes them out.
+            U, triangle = torch.linalg.qr(tall @ V)
+            lengths = triangle.diagonal()
+            U, s = U * lengths.sign(), lengths.abs()
             if self._is_wide:
                 U, V = V, U
         return self._of_rank(U, s, V, dtype)

@@ -234,3 +234,14 @@ def test_the_released_first_task_drops_the_first_input_coordinates():
     filtered = null_space_filter(tau, first_coordinates(tau, 2))
     assert torch.equal(filtered, torch.tensor([0.0, 0, 1, 1, 1]).expand(6, 5))
     assert first_coordinates(torch.ones(3, 5), 9).shape == (5, 3)
+
+
+@pytest.mark.parametrize("power", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(512, 512), (768, 256), (256, 768)], ids=str)
+def test_the_basis_is_orthonormal_however_steeply_the_spectrum_falls(shape, power):
+    spectrum = torch.arange(1, min(shape) + 1, dtype=torch.float64) ** -power
+    tau = matrix_with_spectrum(*shape, spectrum, seed=1)
+    for X, rank, tolerance in ((tau.float(), 8, 1e-5), (tau, 8, 1e-13), (tau, 128, 1e-12)):
+        V = top_right_singular_vectors(X, rank).double()
+        identity = torch.eye(rank, dtype=torch.float64)
+        assert torch.linalg.matrix_norm(V.mT @ V - identity, 2) < tolerance

@@ -53,8 +53,8 @@ def top_right_singular_vectors(
             "the singular vectors are too inaccurate in float32"
         )
     V = block[..., :rank]
-    if wide:  # QR keeps the span of the leading columns
-        V = torch.linalg.qr(tau.mT @ V).Q
+    # The corrected vectors are not orthogonal; QR keeps the span of the leading columns
+    V = torch.linalg.qr(tau.mT @ V if wide else V).Q
     return (V * (sigma > 0)).to(like)
 
 
