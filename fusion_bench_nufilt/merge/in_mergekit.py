@@ -24,6 +24,7 @@ from .settings import Settings
 from .sources.checkpoint import Checkpoint
 from .sources.models import FullModel
 from .strength import strength_of
+from .ties import tie_weights
 
 
 @cache
@@ -143,6 +144,8 @@ def _folder(model: Any) -> Path:
 def _base(folder: Path, targets: TargetConfig) -> _Base:
     checkpoint = Checkpoint.from_folder(str(folder), folder)
     architecture = Architecture.of_checkpoint(checkpoint)
+    whole = FullModel(Checkpoint.from_folder(str(folder), folder), architecture)
+    tie_weights(architecture, [whole], [], targets)
     layers: dict[str, list[Layer]] = {param: [] for param in architecture.by_param(checkpoint)}
     architecture.split(checkpoint)
     for layer in architecture.layers(checkpoint, targets, Heads("none", {}, {})):
@@ -167,6 +170,7 @@ def _strength(base_folder: Path, targets: TargetConfig, folder: Path) -> float:
     base = _base(base_folder, targets)
     layers = [layer for held in base.layers.values() for layer in held]
     task = FullModel(Checkpoint.from_folder(str(folder), folder), base.architecture)
+    task.tie(base.architecture)
     return strength_of(base.checkpoint, layers, task)
 
 

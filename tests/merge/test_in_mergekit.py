@@ -10,7 +10,7 @@ from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.methods import METHODS
 from tests.commands.helpers import nufilt
 from tests.families import FAMILIES
-from tests.merge.helpers import RANKS, STATE, change, same, save_stream, tensors
+from tests.merge.helpers import RANKS, STATE, change, change_json, same, save_stream, tensors
 from tests.merge.test_adapters import save_adapter
 from tests.models import llama
 
@@ -75,6 +75,20 @@ def test_every_tensor_has_the_bits_of_nufilt_merge(folder, method):
     assert {value.dtype for value in theirs.values()} == {torch.bfloat16}
     assert same(theirs, ours)
     assert not same(theirs, tensors(folder / "base"))
+
+
+def test_a_head_that_is_stored_apart_is_a_layer_and_the_embedding_that_its_config_ties_is_none(
+    folder,
+):
+    for name in ("base", "task1", "task2", "task3"):
+        change_json(folder / name / "config.json", tie_word_embeddings=True)
+    write(folder, "sum", target_modules="lm_head", other_params="mean")
+    theirs, ours = both(folder)
+    assert same(theirs, ours)
+    key = "model.embed_tokens.weight"
+    tasks = [tensors(folder / f"task{number}")[key].float() for number in (2, 1, 3)]
+    mean = sum(tasks) / 3
+    torch.testing.assert_close(theirs[key].float(), mean, rtol=0, atol=1e-3)
 
 
 def test_best_gives_a_task_that_was_an_adapter_the_strength_that_nufilt_merge_gives_it(folder):

@@ -44,7 +44,7 @@ def save_apart(folder, model, key, seed):
 
 def save_untied(folder, source):
     """Copy the embedding of a saved Llama into its head, and save it untied, as messages say."""
-    model = hf.AutoModelForCausalLM.from_pretrained(source)
+    model = hf.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     model.config.tie_word_embeddings = False
     model.lm_head.weight = nn.Parameter(model.get_input_embeddings().weight.detach().clone())
     model.save_pretrained(folder)
