@@ -26,7 +26,7 @@ from .beside import mean_key, means_to_keep, state_tensors
 from .layout import is_rounded
 from .plan import Plan, Selection
 from .settings import Settings
-from .sources.adapters import LoraAdapter
+from .sources.adapters import COPY_HEAD, LoraAdapter, with_peft
 from .sources.models import FullModel
 from .sources.module import module_source
 from .sources.source import Source, some
@@ -34,9 +34,6 @@ from .ties import differing
 
 log = logging.getLogger(__name__)
 
-COPY_HEAD = (
-    "copy its embedding into its head, save it with tie_word_embeddings=False, and name that folder"
-)
 CHANGED = "merge or fetch it again; --no-verify goes on from it all the same"
 
 
@@ -133,8 +130,8 @@ def check_module(
     task = FullModel(module_source(name, model, drawn), architecture)
     if names := differing(architecture, task):
         raise ValueError(
-            f"model '{name}' has {some(names)} as weights of their own, which are one in the "
-            f"pretrained model: {COPY_HEAD}"
+            f"model '{name}' has {some(names)} as weights of their own, which are one in its base: "
+            f"{COPY_HEAD}, and name that folder"
         )
     for each in (base, task):
         each.tie(architecture)
@@ -243,11 +240,12 @@ def check_task(
     outside = [param for param in task.pairs if param not in chosen]
     dora = [param for param in outside if param in task.magnitudes]
     if dora and selection.targets.other_params != "pretrained":
-        remedy = (
-            "name them in target_modules, or merge it into its base with peft, and give that folder"
-        )
+        could_be_layers = "name them in target_modules, or "
+        if any(param not in architecture.views for param in dora):
+            could_be_layers = ""
         raise ValueError(
-            f"adapter '{name}' changes {some(dora)} by DoRA outside the merged layers: {remedy}"
+            f"adapter '{name}' changes {some(dora)} by DoRA outside the merged layers: "
+            f"{could_be_layers}{with_peft(task.checkpoint, architecture)}"
         )
     if isinstance(task, LoraAdapter) and selection.targets.other_params == "pretrained":
         outside = [param for param in task.params if param in base and param not in chosen]

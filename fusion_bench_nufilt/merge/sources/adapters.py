@@ -20,6 +20,9 @@ _REFUSED = {
     "lora_bias": "lora_bias",
     "use_qalora": "QALoRA",
     "kasa_config": "KaSA, which truncates the base",
+}
+# Options with which an adapter is no change of the base's weights, so that peft can't merge it.
+_NO_CHANGE_OF_WEIGHTS = {
     "arrow_config": "Arrow, which mixes several adapters by the input",
     "layer_replication": "layer_replication, which adds layers",
     "alora_invocation_tokens": "activated LoRA, which acts on some tokens only",
@@ -37,7 +40,11 @@ _WITHOUT_WEIGHTS = (
     "POLY",
     "XLORA",
 )
-WITH_PEFT = "merge it into its base with peft (merge_and_unload), and give that folder"
+_WITH_PEFT = "with peft (merge_and_unload), and give that folder"
+_SAVE_AGAIN = "save it again from the model that was trained"
+COPY_HEAD = (
+    "copy the embedding of its base into the head, and save that with tie_word_embeddings=False"
+)
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 _REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -61,11 +68,24 @@ class LoraAdapter(FullModel):
             )
         if kind != "LORA":
             raise ValueError(
-                f"adapter '{name}' is of type {kind}: only LORA can be merged; {WITH_PEFT}"
+                f"adapter '{name}' is of type {kind}: only LORA can be merged; "
+                f"{with_peft(checkpoint, architecture)}"
             )
-        for key, what in _REFUSED.items():
-            if self.config.get(key):
-                raise ValueError(f"adapter '{name}' uses {what}: {WITH_PEFT}")
+        for option, what in _NO_CHANGE_OF_WEIGHTS.items():
+            if self.config.get(option):
+                raise ValueError(f"adapter '{name}' uses {what}: it can't be merged")
+        for key in checkpoint.tensors if self.config.get("lora_bias") else ():
+            module, of_b, _ = key.removeprefix(PREFIX).partition(".lora_B.bias")
+            if of_b and not architecture.rows(architecture.param(f"{module}.bias")):
+                raise ValueError(
+                    f"adapter '{name}' uses lora_bias, and '{module}' of the base has no bias: it "
+                    "can't be merged"
+                )
+        for option, what in _REFUSED.items():
+            if self.config.get(option):
+                raise ValueError(
+                    f"adapter '{name}' uses {what}: {with_peft(checkpoint, architecture)}"
+                )
         if (start := str(self.config.get("init_lora_weights", True))).startswith(_REFUSED_INITS):
             remedy = "save it with peft's path_initial_model_for_weight_conversion"
             raise ValueError(
@@ -80,10 +100,7 @@ class LoraAdapter(FullModel):
     def _find_tensors(self, architecture: Architecture) -> None:
         unknown, tensors, wrapped = [], self.source.tensors, {}
         if not tensors:
-            raise ValueError(
-                f"adapter '{self.source.name}' has no tensors: save it again from the model that "
-                "was trained"
-            )
+            raise ValueError(f"adapter '{self.source.name}' has no tensors: {_SAVE_AGAIN}")
         self.source.check_not_empty(tensors)
         for key, info in tensors.items():
             name = key.removeprefix(PREFIX).replace(".base_layer.bias", ".bias")  # trained biases
@@ -131,13 +148,11 @@ class LoraAdapter(FullModel):
             option for option, there in promised.items() if self.config.get(option) and not there
         ]:
             what = f"uses {some(lost)} and lacks tensors of it"
-            raise ValueError(
-                f"adapter '{self.source.name}' {what}: merge it into its base with peft"
-            )
+            raise ValueError(f"adapter '{self.source.name}' {what}: {_SAVE_AGAIN}")
         if unknown:
             raise ValueError(
                 f"adapter '{self.source.name}': {some(unknown)}: no LoRA of a linear layer; "
-                f"{WITH_PEFT}"
+                f"{with_peft(self.checkpoint, architecture)}"
             )
 
     def _share(self, architecture: Architecture) -> None:
@@ -184,16 +199,16 @@ class LoraAdapter(FullModel):
                 (numbers[name] for name in numbers if f".{module}".endswith(f".{name}")), None
             )
         count, rows = self.source.tensors[key].shape[0], architecture.rows(param)
-        if (
-            not numbers
-            or len(numbers) != count
-            or max(numbers) >= rows
-            or param in {*self.keys, *self.pairs}
-        ):
-            what = f"{count} rows for the tokens {numbers} of '{param}' with {rows} rows"
+        what = f"{count} rows for the tokens {numbers} of '{param}' with {rows} rows"
+        if not numbers or len(numbers) != count:
+            raise ValueError(f"adapter '{self.source.name}' has {what}: {_SAVE_AGAIN}")
+        if max(numbers) >= rows:
             raise ValueError(
-                f"adapter '{self.source.name}' has {what}: merge it into its base with peft"
+                f"adapter '{self.source.name}' has {what}: load its base, resize its embeddings "
+                f"as for the training (resize_token_embeddings), merge the adapter into that "
+                f"{_WITH_PEFT}"
             )
+        self._check_new(param, f"{module}{_TOKENS}")
         self._trained[param] = {number: place for place, number in enumerate(numbers)}
         self.keys[param], self.params[param] = key, self.source.tensors[key].shape
         self.show_rows(param, range(rows))
@@ -256,7 +271,7 @@ class LoraAdapter(FullModel):
 
     def _check_new(self, param: str, name: str) -> None:
         if param in {*self.pairs, *self.keys}:
-            twice = f"changes '{param}' twice, as '{name}' too: merge it into its base with peft"
+            twice = f"changes '{param}' twice, as '{name}' too: {_SAVE_AGAIN}"
             raise ValueError(f"adapter '{self.source.name}' {twice}")
 
     def _pattern(self, field: str, module: str, default: Any) -> Any:
@@ -268,6 +283,18 @@ class LoraAdapter(FullModel):
         return next(
             (values[key] for key in values if matches(rf"(.*\.)?({key})", module, of=of)), default
         )
+
+
+def with_peft(adapter: Checkpoint, architecture: Architecture) -> str:
+    """Return the end of a message about an adapter that only peft can merge.
+
+    Into a weight that several modules share, peft adds the updates of all of them.
+    """
+    for names in architecture.shared:
+        for module in [name.rpartition(".")[0] for name in names]:
+            if any(f".{module}." in f".{key}" for key in adapter.tensors):
+                return f"{COPY_HEAD}, merge it into that {_WITH_PEFT}"
+    return f"merge it into its base {_WITH_PEFT}"
 
 
 def open_task(name: str, architecture: Architecture, strength: float) -> FullModel:

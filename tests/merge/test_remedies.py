@@ -1,0 +1,181 @@
+"""Every remedy that a message about an adapter gives is followed here, and its result compared."""
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from fusion_bench_nufilt.merge import merge_folders
+from tests.families import FAMILIES
+from tests.merge.helpers import merge, plan, tensors
+from tests.merge.test_experts import fused, square
+from tests.models import llama
+
+WORDS = torch.arange(12).reshape(1, 12)
+ALONE = {"method": "sum", "scale": 1.0, "other_params": "mean", "target_modules": "all-linear"}
+WITH_PEFT = "with peft (merge_and_unload), and give that folder"
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@torch.no_grad()
+def train(folder, model, config, name="adapter"):
+    """Save a base, and an adapter on it; return the logits of peft's model."""
+    model.save_pretrained(folder / "base")
+    return train_on(folder, load(folder / "base"), config, name)
+
+
+@torch.no_grad()
+def train_on(folder, base, config, name="adapter", words=WORDS, **options):
+    adapted = get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    adapted.save_pretrained(folder / name, **options)
+    return adapted.eval()(words).logits
+
+
+def refusal(folder, base="base"):
+    with pytest.raises(ValueError, match="adapter") as refused:
+        merge_folders(plan(folder, ["adapter"], base=base, **ALONE), folder / "refused")
+    return str(refused.value)
+
+
+def merge_with_peft(folder, base):
+    PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload().save_pretrained(
+        folder / "merged"
+    )
+
+
+@torch.no_grad()
+def logits(folder, words=WORDS):
+    return load(folder).eval()(words).logits
+
+
+def copy_head(folder):
+    """Do what messages say about a base with a tied head."""
+    model = load(folder / "base")
+    model.lm_head.weight = nn.Parameter(model.get_input_embeddings().weight.detach().clone())
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(folder / "untied")
+    return load(folder / "untied")
+
+
+MERGED_BY_PEFT = {
+    "QALoRA": LoraConfig(**LORA, use_qalora=True, qalora_group_size=8),
+    "KaSA": LoraConfig(**LORA, kasa_config=peft.tuners.lora.config.KasaConfig()),
+    "DoRA": LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], use_dora=True),
+    "VERA": peft.VeraConfig(target_modules=["q_proj"], r=4),
+}
+
+
+@pytest.mark.parametrize("what", MERGED_BY_PEFT)
+def test_what_peft_merges_is_given_as_a_folder(tmp_path, what):
+    expected = train(tmp_path, llama(tie_word_embeddings=False), MERGED_BY_PEFT[what])
+    message = refusal(tmp_path)
+    assert what in message
+    assert message.endswith(f"merge it into its base {WITH_PEFT}")
+    merge_with_peft(tmp_path, load(tmp_path / "base"))
+    torch.testing.assert_close(logits(merge(tmp_path, ["merged"], **ALONE)), expected)
+
+
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_what_peft_merges_is_merged_into_a_base_with_two_weights_where_it_ties_them(
+    tmp_path, module
+):
+    config = LoraConfig(r=4, target_modules=["q_proj", module], use_dora=True)
+    expected = train(tmp_path, llama(), config)
+    message = refusal(tmp_path)
+    assert "copy the embedding of its base into the head, and save that with tie_word" in message
+    assert message.endswith(f"merge it into that {WITH_PEFT}")
+    merge_with_peft(tmp_path, copy_head(tmp_path))
+    torch.testing.assert_close(logits(merge(tmp_path, ["merged"], **ALONE)), expected)
+
+
+def test_dora_of_a_layer_is_merged_where_target_modules_name_it(tmp_path):
+    config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], use_dora=True)
+    expected = train(tmp_path, llama(tie_word_embeddings=False), config)
+    assert "'lm_head.weight' by DoRA outside the merged layers: name them in" in refusal(tmp_path)
+    options = {**ALONE, "target_modules": ["q_proj", "lm_head"]}
+    torch.testing.assert_close(logits(merge(tmp_path, ["adapter"], **options)), expected)
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_an_initialisation_that_changes_the_base_is_converted_by_peft(tmp_path, start):
+    expected = train(tmp_path, llama(), LoraConfig(**LORA, init_lora_weights=start))
+    assert refusal(tmp_path).endswith("peft's path_initial_model_for_weight_conversion")
+    initial = get_peft_model(load(tmp_path / "base"), LoraConfig(**LORA, init_lora_weights=start))
+    initial.peft_config["default"].init_lora_weights = True  # as peft's page says
+    initial.save_pretrained(tmp_path / "initial")
+    options = {"path_initial_model_for_weight_conversion": str(tmp_path / "initial")}
+    config = LoraConfig(**LORA, init_lora_weights=start)
+    train_on(tmp_path, load(tmp_path / "base"), config, "converted", **options)
+    torch.testing.assert_close(logits(merge(tmp_path, ["converted"], **ALONE)), expected)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_tokens_that_the_base_lacks_come_with_a_base_that_was_resized(tmp_path, tied):
+    llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
+
+    def resized(seed):
+        torch.manual_seed(seed)
+        model = load(tmp_path / "base")
+        model.resize_token_embeddings(52, mean_resizing=False)
+        return model
+
+    config = LoraConfig(**LORA, trainable_token_indices=[50, 51])
+    words = torch.arange(40, 52).reshape(1, 12)
+    expected = train_on(tmp_path, resized(0), config, words=words)
+    message = refusal(tmp_path)
+    assert "load its base, resize its embeddings as for the training (resize_token_embe" in message
+    merge_with_peft(tmp_path, resized(0))
+    out = merge(tmp_path, ["merged"], **ALONE)
+    torch.testing.assert_close(logits(out, words), expected)
+    assert len(tensors(out)["model.embed_tokens.weight"]) == 52
+
+
+NOT_MERGED = {
+    "Arrow": LoraConfig(**LORA, arrow_config=peft.ArrowConfig()),
+    "layer_replication": LoraConfig(**LORA, layer_replication=[[0, 2], [1, 2]]),
+    "activated LoRA": LoraConfig(**LORA, alora_invocation_tokens=[3, 4]),
+    "lora_bias": LoraConfig(**LORA, lora_bias=True),
+}
+
+
+@pytest.mark.parametrize("what", NOT_MERGED)
+def test_what_peft_cannot_merge_is_not_sent_to_it(tmp_path, what):
+    if what == "Arrow":
+        train(tmp_path, llama(), LoraConfig(**LORA))
+        config = NOT_MERGED[what]
+        config.save_pretrained(tmp_path / "adapter")
+    else:
+        train(tmp_path, llama(), NOT_MERGED[what])
+    message = refusal(tmp_path)
+    assert what in message
+    assert message.endswith("it can't be merged")
+
+
+def test_a_bias_of_b_goes_into_the_bias_of_the_layer(tmp_path):
+    base = FAMILIES["gpt_oss"]()
+    config = LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True)
+    expected = train(tmp_path, base, config)
+    assert "uses lora_bias: merge it into its base with peft" in refusal(tmp_path)
+    merge_with_peft(tmp_path, load(tmp_path / "base"))
+    torch.testing.assert_close(logits(merge(tmp_path, ["merged"], **ALONE)), expected)
+
+
+@fused
+def test_experts_that_can_be_read_in_two_ways_are_merged_by_the_peft_that_trained_them(tmp_path):
+    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["down_proj"])
+    expected = train(tmp_path, square(), config)
+    assert refusal(tmp_path).endswith(
+        "merge it into its base with the peft that trained it, and give that folder"
+    )
+    merge_with_peft(tmp_path, load(tmp_path / "base"))
+    torch.testing.assert_close(logits(merge(tmp_path, ["merged"], **ALONE)), expected)
