@@ -86,12 +86,13 @@ def _ranked(
     shown: Sequence[str],
 ) -> Table:
     """Rank the methods that finished every seed and need no data; numbers shown as equal rank
-    equally.
+    equally, and where all are equal, none is the best.
     """
     compared = [method.data == "none" and method.complete for method in results.methods.values()]
     numbers = pd.DataFrame({name: [mean.mean for mean in column] for name, column in means.items()})
     numbers.index += len(results.references)
     ranks = numbers[compared].round(3).rank(method="dense", ascending=False)
+    ranks = ranks.loc[:, ranks.max() > 1]
     return Table(title, _filled(texts), ranks, len(results.references), _notes(results, shown))
 
 
@@ -214,14 +215,24 @@ def _mean_and_std(means: Mapping[str, Mean]) -> Json:
 
 def _notes(results: ComparisonContent, shown: Sequence[str]) -> list[str]:
     """Return notes on the numbers of a table that shows these metrics or tasks."""
-    curves = filter(None, results.curves.values()) if results.preset == "ranks" else ()
-    best = [max(curve, key=lambda label: curve[label].mean("ACC").mean) for curve in curves]
+    best = _best_values(results) if results.preset == "ranks" else []
     matrices = [
         matrix for method in results.methods.values() for matrix in method.matrices.values()
     ]
     missing = sorted({task for matrix in matrices for task in matrix.missing})
     notes = sentences("notes.txt", results=results, shown=shown, best=best, missing=missing)
     return list(dict.fromkeys(notes))
+
+
+def _best_values(results: ComparisonContent) -> list[str]:
+    """Return the value with the highest ACC of each panel, such as ``null_rank=21``."""
+    best = []
+    for panel in results.panels or ():
+        curve = results.curves[panel["symbol"]].values()
+        if curve:
+            highest = max(curve, key=lambda method: method.mean("ACC").mean)
+            best.append(f"{panel['key']}={highest.config[panel['key']]}")
+    return best
 
 
 def _printed(row: Published, name: str) -> str:

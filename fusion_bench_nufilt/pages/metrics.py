@@ -190,14 +190,27 @@ class Metric(NamedTuple):
     """A number computed from an accuracy matrix, as a fraction."""
 
     of: Callable[[AccuracyMatrix], float]
+    meaning: str
     signed: bool = False  # whether it is shown with its sign, as a difference is
     headline: bool = True  # whether tables and the line below a matrix show it; files have all
 
 
 #: What files, tables and loggers report of every run.
 METRICS = {
-    "ACC": Metric(lambda matrix: matrix.acc),
-    "BWT": Metric(lambda matrix: matrix.bwt, signed=True),
-    "FWT": Metric(lambda matrix: matrix.fwt),
-    "plasticity": Metric(lambda matrix: matrix.plasticity, headline=False),
+    "ACC": Metric(lambda matrix: matrix.acc, "the mean score over all tasks after the last step"),
+    "BWT": Metric(
+        lambda matrix: matrix.bwt,
+        "backward transfer, the mean change of a task's score from its own step to the last one; "
+        "below zero, tasks are forgotten",
+        signed=True,
+    ),
+    "FWT": Metric(
+        lambda matrix: matrix.fwt,
+        "forward transfer, the mean score over the steps of the tasks that are still to come",
+    ),
+    "plasticity": Metric(
+        lambda matrix: matrix.plasticity,
+        "the mean score of each task right after its own step",
+        headline=False,
+    ),
 }

@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fusion_bench_nufilt.storage.files import printable
 
+from .metrics import METRICS
 from .theme import chart_definition
 
 PAGE = "index.html"
@@ -57,6 +58,7 @@ def templates() -> Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.globals["escape"] = escape
+    environment.globals["metrics"] = METRICS
     environment.filters["definition"] = chart_definition
     environment.filters["number"] = _number
     environment.filters["table"] = _table

@@ -12,6 +12,7 @@ from typing import Any
 import altair as alt
 import vl_convert
 from altair.typing import ChartType
+from altair.utils.schemapi import debug_mode
 
 from fusion_bench_nufilt.storage.files import atomic_file
 
@@ -70,13 +71,17 @@ def clean(value: float | None) -> float | None:
 
 def data(rows: Rows) -> alt.Data:
     """Return rows as a chart's data, with numbers rounded and missing ones left out."""
-    cleaned = [
-        {key: clean(value) if isinstance(value, float) else value for key, value in row.items()}
-        for row in rows
-    ]
-    return alt.Data(
-        values=[{key: value for key, value in row.items() if value is not None} for row in cleaned]
-    )
+    values = []
+    for row in rows:
+        kept = {}
+        for key, value in row.items():
+            if isinstance(value, float):
+                value = clean(value)
+            if value is not None:
+                kept[key] = value
+        values.append(kept)
+    with debug_mode(False):  # Altair would check every row against the schema of Vega-Lite
+        return alt.Data(values=values)
 
 
 def cells(

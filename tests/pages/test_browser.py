@@ -68,6 +68,8 @@ def test_every_chart_is_drawn_without_an_error_and_fits(browser, pages, kind, wi
     for chart in charts:
         assert chart.find_elements("css selector", "svg.marks [role='graphics-symbol']")
         assert chart.find_element("css selector", "svg").size["width"] <= width - 32  # the margins
+    words = "return [...document.querySelectorAll('svg text')].map((text) => text.textContent)"
+    assert "\u2212" not in "".join(browser.execute_script(words))  # tables have the other minus
     assert browser.get_log("browser") == []
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
 

@@ -135,6 +135,20 @@ def test_a_score_below_zero_has_a_colour_and_a_bar_of_its_length():
     assert encodings(bars, "x")[0]["scale"]["domain"] == [-5, 100]
 
 
+def test_numbers_below_zero_have_the_minus_of_tables():
+    rows = curves({"one": [-1.0, -2.0, -0.25]})
+    svg = vl_convert.vegalite_to_svg(chart_definition(charts.lines(rows, "step", "BWT (%)")))
+    assert ">-2</text>" in svg
+    assert "\u2212" not in svg
+
+
+def test_a_constant_is_labelled_with_its_value():
+    svg = vl_convert.vegalite_to_svg(
+        chart_definition(charts.lines(curves({"one": [0.2, 0.2]}), "step", "share"))
+    )
+    assert ">0.2</text>" in svg
+
+
 def test_sets_of_rows_are_panels_in_their_order_and_only_those_that_have_rows():
     maps = [row for name in ("b", "a", "c") for row in cells([[1.0]], ["r"], ["t"], name)]
     chart = charts.heat_maps(maps, ["r"], ["t"], TITLES, "value", across=2).to_dict()

@@ -1,14 +1,17 @@
 """What the tables say, and how they mark it."""
 
 import io
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.pages.comparison_tables import main_table, task_table
 from tests.compare.helpers import comparison, failed, finished
+from tests.pages.sizes import sensitivity_of
 
 SEEDS = (42, 43, 44)
 B32 = "clip-vit-base-patch32_TA8"
@@ -66,11 +69,35 @@ def test_what_is_shown_as_equal_is_marked_as_equal():
     ]
 
 
+@pytest.mark.parametrize("methods", [1, 7])
+def test_where_all_are_equal_none_is_the_best(methods):
+    table = main_table(comparison({f"m{number}": runs(-0.1) for number in range(methods)}))
+    assert {cell["ACC %"].mark for cell in cells(table).values()} == {""}
+    assert "**" not in table.as_markdown().partition("\n")[2]
+
+
+def test_the_values_that_the_ranks_preset_ends_with_can_be_typed_and_are_no_joint_optimum():
+    note = next(
+        note
+        for note in main_table(sensitivity_of(3, preset="ranks")).notes
+        if note.startswith("highest ACC of each panel: null_rank=768, lora_rank=128, task_rank=128")
+    )
+    assert "each was varied alone" in note
+    assert "they are no joint optimum" in note
+    typed = re.search(r"score (nufilt:\S+)", note)[1]
+    assert parse_methods(typed)[0].settings[:2] == ("null_rank=768", "lora_rank=128")
+
+
 def test_a_failed_method_says_so_with_its_reason_and_is_never_the_best():
     partly = [finished(42), failed(43, "ValueError: no"), failed(44, "ValueError: no")]
     table = main_table(
         comparison(
-            {"good": runs(-0.1), "partly": partly, "never": [failed(s, "gone") for s in SEEDS]}
+            {
+                "good": runs(-0.1),
+                "other": runs(-0.2),
+                "partly": partly,
+                "never": [failed(s, "gone") for s in SEEDS],
+            }
         )
     )
     row = cells(table)
@@ -91,15 +118,15 @@ def test_every_row_says_which_data_and_which_extra_parameters_a_method_needs():
     measured = {
         "sequential_finetuning": runs(-0.1, extra_parameters=0),
         "lora_wemoe": runs(-0.1, extra_parameters=47_259_648),
-        "nufilt": runs(-0.1, extra_parameters=0),
-        "of an earlier version": runs(-0.1),
+        "nufilt": runs(-0.2, extra_parameters=0),
+        "of an earlier version": runs(-0.3),
     }
     table = cells(main_table(comparison(measured)))
     assert [table[name]["ACC %"].mark for name in measured] == [
         "",
         "",
         "best",
-        "best",
+        "second",
     ]  # references are none of these
     needs = [(row["extra params"].text, row["data"].text) for row in table.values()]
     assert needs == [

@@ -56,6 +56,7 @@ def body(page):
                 "encoder.layers.1.mlp.fc1",
                 "2.13.0",
                 "null_rank",
+                "backward transfer, the mean change",
             ],
         ),
         (
@@ -70,12 +71,14 @@ def body(page):
                 "sum",
                 "pretrained",
                 "What is learned, and what is kept of it",
+                "backward transfer, the mean change",
             ],
         ),
         (
             "analysis",
             [
-                "some_pool: why it merges",
+                "some_pool: 3 task vectors and 2 methods",
+                "the mean score over all tasks after the last step",
                 "matched pairs have a mean affinity",
                 "rho stability",
             ],

@@ -1,0 +1,111 @@
+"""Every kind of picture, for few and for many methods and tasks: what is drawn can be told apart,
+has a name, and lies within its scale.
+"""
+
+from functools import cache
+
+import pandas as pd
+import pytest
+
+from fusion_bench_nufilt.analysis.summary import summarise
+from fusion_bench_nufilt.pages import analysis, comparison
+from fusion_bench_nufilt.pages.charts import score_maps
+from fusion_bench_nufilt.pages.layers import layer_charts
+from fusion_bench_nufilt.pages.theme import cells, chart_definition
+from tests.pages.charts import rows_of
+from tests.pages.sizes import analysis_of, comparison_of, layers_of, sensitivity_of
+
+SIZES = [(methods, tasks) for methods in (3, 12) for tasks in (2, 20)]
+
+
+@cache
+def pictures(methods, tasks):
+    """The definition of each picture, by name."""
+    whole = analysis_of(methods, tasks)
+    tables = {"losses": pd.DataFrame(whole.losses), "affinity": pd.DataFrame(whole.affinity)}
+    charts = {
+        **comparison.charts_of(comparison_of(methods, tasks, preset="ablation")),
+        **layer_charts(layers_of(tasks)),
+        **analysis.charts_of(summarise(whole), tables),
+    }
+    matrix = comparison_of(1, tasks).first_seed["method 1"]
+    scores = cells(matrix.percents, matrix.steps, matrix.tasks, "NUFILT")
+    charts["accuracy_matrix"] = score_maps(scores, matrix.steps, matrix.tasks)
+    charts["sensitivity"] = comparison.charts_of(sensitivity_of(2))["sensitivity"]
+    return {name: chart_definition(chart) for name, chart in charts.items()}
+
+
+NAMES = sorted(pictures(3, 2))
+
+
+def charts_in(definition):
+    """The charts of a picture, which may stand below each other, each with its layers."""
+    for part in definition.get("vconcat", [definition]):
+        inner = part.get("spec", part)
+        yield part, inner.get("layer", [inner])
+
+
+def scales(layers, channel):
+    for layer in layers:
+        encoding = layer["encoding"].get(channel, {})
+        if "scale" in encoding:
+            yield encoding
+
+
+@pytest.mark.parametrize(("methods", "tasks"), SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_is_drawn_can_be_told_apart(name, methods, tasks):
+    for part, layers in charts_in(pictures(methods, tasks)[name]):
+        drawn = {row["name"] for row in rows_of(part) if "name" in row}
+        looks = {}
+        for channel in ("color", "strokeDash", "shape"):
+            for encoding in scales(layers, channel):
+                scale = encoding["scale"]
+                if encoding.get("field") == "name":
+                    looks[channel] = dict(zip(scale["domain"], scale["range"], strict=True))
+        if "color" not in looks:  # names stand on an axis
+            continue
+        of_each = {label: tuple(str(look[label]) for look in looks.values()) for label in drawn}
+        assert len(set(of_each.values())) == len(drawn)
+        for channel in ("strokeDash", "shape"):  # of the curve, and of its dots
+            if channel in looks:
+                pair = {(looks["color"][label], str(looks[channel][label])) for label in drawn}
+                assert len(pair) == len(drawn)
+
+
+@pytest.mark.parametrize(("methods", "tasks"), SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_panel_has_numbers_and_every_axis_of_numbers_has_a_name(name, methods, tasks):
+    for part, layers in charts_in(pictures(methods, tasks)[name]):
+        panels = part.get("facet", {}).get("sort", [])
+        for panel in panels:
+            rows = rows_of(part, panel=panel)
+            assert any("y" in row or "value" in row for row in rows)
+        titles = {}
+        for axis in "xy":
+            found = [layer["encoding"][axis] for layer in layers if axis in layer["encoding"]]
+            titles[axis] = {one["title"] for one in found if one.get("title")}
+            if any(one.get("type") == "quantitative" for one in found):
+                # A panel's name may say what is drawn along an axis.
+                assert titles[axis] or panels or part.get("title")
+        assert titles["x"].isdisjoint(titles["y"])
+
+
+@pytest.mark.parametrize(("methods", "tasks"), SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_number_lies_within_its_scale(name, methods, tasks):
+    for part, layers in charts_in(pictures(methods, tasks)[name]):
+        for channel in ("x", "y", "color"):
+            for encoding in scales(layers, channel):
+                domain = encoding["scale"].get("domain")
+                if domain is None or encoding.get("type") != "quantitative":
+                    continue
+                field = encoding["field"]
+                values = [row[field] for row in rows_of(part) if field in row]
+                assert domain[0] <= min(values)
+                assert max(values) <= domain[1]
+
+
+def test_a_chart_of_curves_has_no_more_methods_than_there_are_colours():
+    chart = pictures(12, 20)["accuracy_per_step"]
+    assert len({row["name"] for row in rows_of(chart) if "name" in row}) == 7
