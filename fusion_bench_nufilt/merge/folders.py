@@ -124,6 +124,14 @@ def check_output(plan: Plan, out: Path) -> bool:
             raise ValueError(f"'{out}' exists: {in_one_line(others)}; {remedy}")
         advice = "remove it, and the same command makes it again"
         verify_files(out, manifest, advice, digests=plan.settings.verify)
+        if differing:
+            log.warning(
+                "'%s' is finished, and an input was written to or copied since: %s. If its content "
+                "is another, %s",
+                out,
+                in_one_line(differing),
+                advice,
+            )
         return True
     folder = _nearest(out)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):

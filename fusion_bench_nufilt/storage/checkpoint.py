@@ -131,10 +131,8 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
     """Write a folder's manifest, with digests of all other files."""
-    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    files = _fingerprints(
-        folder, sorted(names - {MANIFEST})
-    )  # it is there if an earlier process was killed
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    files = _fingerprints(folder, sorted(names))
     write_json(folder / MANIFEST, {**about, "files": files})
 
 

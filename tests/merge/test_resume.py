@@ -108,7 +108,9 @@ def touch(folder):
         os.utime(path, ns=(0, 10**18))
 
 
-def test_a_touched_input_loses_no_work_and_a_finished_result_stays_finished(stream, monkeypatch):
+def test_a_touched_input_loses_no_work_and_a_finished_result_stays_finished(
+    stream, monkeypatch, caplog
+):
     expected = tensors(merge(stream, out="expected"))
     done = interrupt(stream)
     layers = min(done, 14)  # which come first
@@ -117,10 +119,15 @@ def test_a_touched_input_loses_no_work_and_a_finished_result_stays_finished(stre
     computed = count_layers(monkeypatch)
     assert same(tensors(merge(stream)), expected)
     assert len(set(computed)) == 14 - layers
-    touch(stream / "task2")
     computed.clear()
-    assert merge(stream) == stream / "out"
+    merge(stream)
+    assert "was written to or copied since" not in caplog.text
+    touch(stream / "task2")
+    merge(stream)
     assert computed == []
+    assert "out' is finished, and an input was written to or copied since: inputs.task 1.files" in (
+        caplog.text
+    )
 
 
 def test_of_an_input_that_was_changed_only_what_was_made_from_its_other_tensors_is_kept(
