@@ -161,8 +161,13 @@ def merge(
                 for name, W in theta_t.items()
             }
             states = {
-                n: {"votes": votes[n], "mean": strengths[n], "count": torch.tensor(3)}
-                for n in votes
+                name: {
+                    "votes": A,
+                    "vote_energy": A.double().square().sum(),
+                    "mean": strengths[name],
+                    "count": torch.tensor(3),
+                }
+                for name, A in votes.items()
             }
             added = spectral.add_each(states, theta_0, theta_t, step=4)
             yield from (spectral.weight(name, state, theta_0[name]) for name, state, *_ in added)
