@@ -17,10 +17,10 @@ def test_the_state_counts_in_memory_and_on_the_disk(stream):
         layer.view.shape, 4
     )
     assert (
-        layer_memory(sums, layer) - layer_memory(weights, layer) == working + 16
-    )  # two numbers beside the votes
+        layer_memory(sums, layer) - layer_memory(weights, layer) == working + 24
+    )  # three numbers beside the votes
     more = forecast.disk_bytes(sums) - forecast.disk_bytes(weights)
-    assert more == sum(4 * math.prod(each.view.shape) + 16 for each in sums.layers)
+    assert more == sum(4 * math.prod(each.view.shape) + 24 for each in sums.layers)
     assert layer_memory(weights, layer) == 3 * 4 * elements + weights.method.working_bytes(
         layer.view.shape, 4
     )
@@ -28,7 +28,7 @@ def test_the_state_counts_in_memory_and_on_the_disk(stream):
 
 def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeypatch):
     monkeypatch.setattr(
-        "fusion_bench_nufilt.merge.plan.check_devices", torch.device
+        "fusion_bench_nufilt.core.workers.check_devices", torch.device
     )  # as if there was one
     # What this process takes by itself grows while tests run.
     monkeypatch.setattr(forecast, "process_memory", lambda workers: 10**9)
@@ -57,5 +57,4 @@ def test_a_manifest_records_what_the_result_depends_on_and_not_how_the_run_went(
         "state",
         "dtype",
         "max_shard_size",
-        "device",
     }
