@@ -17,7 +17,7 @@ from fusion_bench_nufilt.layers.coverage import coverage
 from fusion_bench_nufilt.layers.targets import leave_out
 from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, verify_files
 from fusion_bench_nufilt.storage.files import CARD, MANIFEST, printable
-from fusion_bench_nufilt.storage.resumable import differences, in_one_line
+from fusion_bench_nufilt.storage.resumable import differences, in_one_line, without_times
 from fusion_bench_nufilt.storage.schemas import Input
 from fusion_bench_nufilt.storage.tensors import FLOATS, describe
 
@@ -81,7 +81,7 @@ def check_inputs(plan: Plan, inputs: Mapping[str, Input], of: str) -> Iterator[s
         if not differing:
             continue
         line = in_one_line(differing)
-        if all(difference.is_time for difference in differing):
+        if not without_times(differing):
             yield f"{name} may have changed since it was the {role} of {of}: {line}"
         elif known_by[0] not in now:
             yield f"{name} may not be the {role} of {of}, which is known by its {known_by[0]}"

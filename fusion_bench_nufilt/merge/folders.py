@@ -22,7 +22,7 @@ from fusion_bench_nufilt.storage.checkpoint import (
     write_manifest,
 )
 from fusion_bench_nufilt.storage.files import CARD, naming_full_disk
-from fusion_bench_nufilt.storage.resumable import differences, in_one_line
+from fusion_bench_nufilt.storage.resumable import differences, in_one_line, without_times
 from fusion_bench_nufilt.storage.tensors import TensorInfo, end_of_file
 
 from .architecture import Layer
@@ -95,13 +95,13 @@ def check_disk(plan: Plan, out: Path) -> None:
     """Raise a ValueError if the disk has no room for the result, besides what an interrupted run
     wrote of it.
     """
-    folder, needed = _nearest(out), disk_bytes(plan)
-    written = sum(
-        512 * path.stat().st_blocks
-        for path in work_folder(out).rglob("*.safetensors")
-        if path.is_file()
-    )
-    if needed > (free := shutil.disk_usage(folder).free + written):
+    folder = _nearest(out)
+    needed = disk_bytes(plan)
+    free = shutil.disk_usage(folder).free
+    for path in work_folder(out).rglob("*.safetensors"):
+        if path.is_file():
+            free += 512 * path.stat().st_blocks
+    if needed > free:
         raise ValueError(
             f"the result takes {needed / 1e9:.1f} GB and '{folder}' has {free / 1e9:.1f} GB left"
         )
@@ -119,7 +119,7 @@ def check_output(plan: Plan, out: Path) -> bool:
             raise ValueError(f"'{out}' exists: {remedy}")
         saved = {key: manifest.get(key) for key in plan.description}
         differing = differences(saved, plan.description)
-        others = [difference for difference in differing if not difference.is_time]
+        others = without_times(differing)
         if others:
             raise ValueError(f"'{out}' exists: {in_one_line(others)}; {remedy}")
         advice = "remove it, and the same command makes it again"
@@ -143,19 +143,17 @@ def refuse_inside(plan: Plan, out: Path) -> None:
     """Refuse a folder for results that is or lies in a model that is read, or whose work folder
     holds such a model.
     """
-    place, work = out.resolve(), work_folder(out.resolve())
+    place = out.resolve()
+    work = work_folder(place)
     for checkpoint in plan.checkpoints:
-        # Weight files may be links to elsewhere.
-        for path in {
-            checkpoint.folder.resolve(),
-            *(file.path.resolve() for file in checkpoint.opened.values()),
-        }:
-            if path in (place, *place.parents):
+        paths = [file.path.resolve() for file in checkpoint.opened.values()]  # may be links
+        for path in [checkpoint.folder.resolve(), *paths]:
+            if path == place or path in place.parents:
                 raise ValueError(
                     f"'{out}' is inside '{checkpoint.name}', which is not written to: name another "
                     "folder"
                 )
-            if work in (path, *path.parents):
+            if work == path or work in path.parents:
                 raise ValueError(
                     f"'{checkpoint.name}' is inside '{work}', where '{out}' is to grow: move it "
                     "elsewhere"
@@ -170,12 +168,13 @@ def _fetch(plan: Plan) -> None:
     """Download the weights that are still on the hub, and give the warnings that only they can
     tell.
     """
-    for checkpoint in (
-        remote := [checkpoint for checkpoint in plan.checkpoints if checkpoint.remote]
-    ):
+    remote = [checkpoint for checkpoint in plan.checkpoints if checkpoint.remote]
+    for checkpoint in remote:
         checkpoint.fetch()
     plan.vocabulary.check()
-    for text in chain(verify_merged(plan), check_relation(plan)) if remote else ():
+    if not remote:
+        return
+    for text in [*verify_merged(plan), *check_relation(plan)]:
         if text not in plan.warnings:
             plan.warnings.append(text)
             log.warning("%s", text)
@@ -187,7 +186,8 @@ def _merge(
     output: Output,
     progress: Callable[[int, int], object],
 ) -> None:
-    done, total = output.done, len(plan.layers) + len(plan.others)
+    done = output.done
+    total = len(plan.layers) + len(plan.others)
     if done:
         log.info("going on: %d of %d tensors are done", len(done), total)
     layers = [layer for layer in plan.layers if layer.param not in done]
@@ -232,19 +232,19 @@ def _unchanged(plan: Plan, records: Sequence[Record]) -> list[Record]:
 
 def _about(plan: Plan, done: Mapping[str, Record]) -> dict[str, Any]:
     """Return the manifest's content: what the result depends on, and what became of it."""
-    records = [done[param] for param in chain((layer.param for layer in plan.layers), plan.others)]
-    names = {layer.param: layer.name for layer in plan.layers}
-    counts = {record["param"]: record["mean_count"] for record in records if "mean_count" in record}
-    averaged = len(plan.averaged)
-    warnings = plan.warnings
+    warnings = list(plan.warnings)
     for checkpoint in plan.checkpoints:  # without the user's directories
-        warnings = [
-            text.replace(f"'{checkpoint.name}'", f"'{checkpoint.label}'") for text in warnings
-        ]
-    not_finite = [NOT_FINITE % record["not_finite"] for record in records if "not_finite" in record]
-    reports = {
-        names[record["param"]]: record["reports"] for record in records if record["param"] in names
-    }
+        name = f"'{checkpoint.name}'"
+        warnings = [text.replace(name, f"'{checkpoint.label}'") for text in warnings]
+    reports = {layer.name: done[layer.param]["reports"] for layer in plan.layers}
+    mean_counts = {}
+    for param in plan.others:
+        record = done[param]
+        if "not_finite" in record:
+            warnings.append(NOT_FINITE % record["not_finite"])
+        if record.get("mean_count", plan.last_step) != plan.last_step:
+            mean_counts[param] = record["mean_count"]
+    averaged = len(plan.averaged)
     return {
         "method": plan.method.label,
         **plan.description,
@@ -255,7 +255,7 @@ def _about(plan: Plan, done: Mapping[str, Record]) -> dict[str, Any]:
             "averaged": averaged,
             "copied": len(plan.others) - averaged,
         },
-        "warnings": warnings + not_finite,
-        "mean_counts": {param: count for param, count in counts.items() if count != plan.last_step},
+        "warnings": warnings,
+        "mean_counts": mean_counts,
         "layers": reports,
     }

@@ -18,7 +18,7 @@ from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.storage.files import LOCK, lock_folder, sync, write_text
-from fusion_bench_nufilt.storage.resumable import differences, in_one_line
+from fusion_bench_nufilt.storage.resumable import differences, in_one_line, without_times
 from fusion_bench_nufilt.storage.schemas import Count
 from fusion_bench_nufilt.storage.tensors import file_digest, write_at
 
@@ -47,7 +47,8 @@ class _Head(TypedDict):
 
 
 #: Made once, since this takes a thousand times as long as reading a line.
-_HEAD, _RECORD = TypeAdapter(_Head), TypeAdapter(Record)
+_HEAD = TypeAdapter(_Head)
+_RECORD = TypeAdapter(Record)
 
 
 class Output:
@@ -132,7 +133,8 @@ class Output:
                 stream.truncate(size)
             self.write(file, memoryview(header), 0)
         done = {record["param"]: record for record in records if self._holds(record)}
-        if damaged := len(records) - len(done):
+        damaged = len(records) - len(done)
+        if damaged:
             log.warning(
                 "%d tensors of '%s' were damaged since they were written: made again",
                 damaged,
@@ -146,16 +148,15 @@ class Output:
         """Return the records of an interrupted run that this one can use; the log says why not."""
         if not self._journal.is_file():
             return []
-        head = _read_head(self._journal)
+        head, records = _read_journal(self._journal)
         if head is None:
             log.info("starting anew: the journal of '%s' is damaged", self.out)
             return []
         differing = differences(head["run"], run)
-        others = [difference for difference in differing if not difference.is_time]
+        others = without_times(differing)
         if others:
             log.info("starting anew: '%s' was begun otherwise: %s", self.out, in_one_line(others))
             return []
-        records = _read_records(self._journal)
         if differing:
             log.info("comparing the inputs with what was made: %s", in_one_line(differing))
             return unchanged(records)
@@ -173,10 +174,13 @@ class Output:
                 path.unlink()
 
     def _holds(self, record: Record) -> bool:
-        return all(
-            stop <= self._sizes.get(file, -1) and file_digest(self.model / file, start, stop) == sha
-            for file, start, stop, sha in record["written"]
-        )
+        """Tell whether the files have what a record says was written."""
+        for file, start, stop, sha in record["written"]:
+            if stop > self._sizes.get(file, -1):
+                return False
+            if file_digest(self.model / file, start, stop) != sha:
+                return False
+        return True
 
     def add(self, record: Record, pieces: Sequence[memoryview]) -> None:
         """Write a tensor, given the bytes for each range in its record's ``written``, and note that
@@ -234,20 +238,14 @@ def _line(text: str) -> str:
     return f"{hashlib.sha256(text.encode()).hexdigest()[:16]} {text}"
 
 
-def _read_head(journal: Path) -> _Head | None:
-    """Return the first line of a journal, or None if there is none or it is damaged."""
-    if journal.is_symlink() or not journal.is_file():
-        return None
+def _read_journal(journal: Path) -> tuple[_Head | None, list[Record]]:
+    """Return the first line of a journal, or None if it is damaged, and its records, without lines
+    that are incomplete or damaged.
+    """
     with journal.open(encoding="utf-8", errors="replace") as lines:
-        return _parse(lines.readline(), _HEAD)
-
-
-def _read_records(journal: Path) -> list[Record]:
-    """Return the records of a journal, without lines that are incomplete or damaged."""
-    with journal.open(encoding="utf-8", errors="replace") as lines:
-        next(lines)  # the head
-        found = [_parse(line, _RECORD) for line in lines]
-    return [record for record in found if record is not None]
+        head = _parse(next(lines, ""), _HEAD)
+        records = [_parse(line, _RECORD) for line in lines]
+    return head, [record for record in records if record is not None]
 
 
 def _parse(line: str, kind: TypeAdapter[_T]) -> _T | None:

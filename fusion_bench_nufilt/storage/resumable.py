@@ -15,13 +15,6 @@ class Difference(NamedTuple):
     stored: Any
     wanted: Any
 
-    @property
-    def is_time(self) -> bool:
-        """Whether it is the time at which a file was last written, whose content may be the
-        same.
-        """
-        return self.name.endswith(".time")
-
     def __str__(self) -> str:
         if all(re.fullmatch(r"[0-9a-f]{64}", str(value)) for value in (self.stored, self.wanted)):
             return f"{self.name} is not the same"  # digests tell a reader nothing
@@ -42,6 +35,11 @@ def differences(
         elif old != new:
             found.append(Difference(name, old, new))
     return found
+
+
+def without_times(found: list[Difference]) -> list[Difference]:
+    """Return the differences but those of the time of a file, whose content may be the same."""
+    return [difference for difference in found if not difference.name.endswith(".time")]
 
 
 def in_one_line(found: list[Difference]) -> str:
