@@ -301,7 +301,7 @@ def weights() -> Iterator[Row]:
         for name, shape in shapes.items():
             says = {
                 "base": "base'|the base",
-                "task2": rf"task2' lacks layer '{UP}'|"
+                "task2": rf"task2' lacks layer '{UP}'|task2' has 1 empty tensors: '{UP}'|"
                 rf"'{UP}': shape .* differs from \(64, 32\) of the base",
                 "one": "merged model '.*one' was not made from the base|files lack",
             }[model]
@@ -410,15 +410,18 @@ def adapters() -> Iterator[Row]:
             "_pattern: .* is no regular expression",
             **{field: {"q_proj(": 4}},
         )
-    for field in ("use_dora", "lora_bias", "use_qalora"):
+    for field in ("lora_bias", "use_qalora"):
         yield said(field, "merge it into its base with peft", **{field: True})
-    yield said("layer_replication", "merge it into its base with peft", layer_replication=[[0, 1]])
+    yield said("use_dora", "lacks tensors of it: save it again", use_dora=True)
+    yield said(
+        "layer_replication", "which adds layers: it can't be merged", layer_replication=[[0, 1]]
+    )
     yield said(
         "target_parameters that are no names", "target_parameters", target_parameters=[[0, 1]]
     )
     yield said(
         "trainable_token_indices",
-        "lacks tensors of it: merge it into",
+        "lacks tensors of it: save it again",
         trainable_token_indices=[0, 1],
     )
     for kind in ("pissa", "olora", "corda", "loftq", "lora_ga"):
