@@ -195,6 +195,19 @@ def test_the_bits_are_the_plugins(method, name):
     assert not all(torch.equal(value, ours[key]) for key, value in base.state_dict().items())
 
 
+def test_means_in_bfloat16_have_the_plugins_bits(method):
+    base = clip().bfloat16()
+    pool = {"_pretrained_": base, **{f"task {i}": finetuned(base, i) for i in range(5)}}
+    options = {**SMALL, "shuffle_order": False, "other_params": "mean"}
+    expected = NufiltContinualMergingAlgorithm(**options).run(pool).state_dict()
+    theirs = method("nufilt").NUFILTMerging(**options).run(pool).state_dict()
+    assert all(torch.equal(theirs[key], value) for key, value in expected.items())
+    sums = method("order_free").WUDISumsMerging().run(pool).state_dict()
+    others = [key for key in expected if "norm" in key or "embed" in key]
+    assert others
+    assert all(torch.equal(sums[key], expected[key]) for key in others)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"null_space": False}, {"null_space": "zero"}, {"first_task": "release"}]
 )

@@ -246,9 +246,9 @@ def merged_shares(model: nn.Module, layers: Dict[str, Layer]) -> Tuple[float, fl
 
 @torch.no_grad()
 def average_others(
-    merged: nn.Module, task: nn.Module, layers: Dict[str, Layer], count: int
+    merged: nn.Module, task: nn.Module, layers: Dict, count: int, means: Dict
 ):
-    """Take a task into the running mean of ``count`` tasks of all but the layers."""
+    """Take a task into the ``means``, in float32, of ``count`` tasks of all but layers."""
     ours, theirs = merged.state_dict(keep_vars=True), task.state_dict()
     in_layers = defaultdict(list)
     for layer in layers.values():
@@ -261,7 +261,8 @@ def average_others(
             continue
         done.add(id(value))
         wide = torch.promote_types(value.dtype, torch.float32)
-        mean = torch.lerp(value.to(wide), theirs[key].to(value.device, wide), 1 / count)
+        mean = means.get(key, value).to(wide)
+        means[key] = torch.lerp(mean, theirs[key].to(value.device, wide), 1 / count)
         for layer in parts:  # this parameter also holds layers, which stay
-            mean[layer.rows] = value[layer.rows].to(wide)
-        value.copy_(mean)
+            means[key][layer.rows] = value[layer.rows].to(wide)
+        value.copy_(means[key])

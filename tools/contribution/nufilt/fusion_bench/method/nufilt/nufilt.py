@@ -116,7 +116,7 @@ class NUFILTMerging(
             pretrained_model = modelpool.load_pretrained_model()
         self._select_layers(pretrained_model)
 
-        merged_model = deepcopy(pretrained_model)
+        merged_model, self._means = deepcopy(pretrained_model), {}
         for step, model_name in enumerate(tqdm(model_names, desc="Merging models")):
             with self.profile("loading models"):
                 task_model = modelpool.load_model(model_name)
@@ -190,7 +190,8 @@ class NUFILTMerging(
         ):
             self._layers[name].write(merged_model, weight)
         if self.other_params == "mean" or (self.other_params == "first" and step == 0):
-            average_others(merged_model, task_model, self._layers, step + 1)
+            models = merged_model, task_model
+            average_others(*models, self._layers, step + 1, self._means)
         self._save_json(reports, f"layers_{step}.json")
         for key in MEASURES:
             mean = sum(report[key] for report in reports.values()) / len(reports)

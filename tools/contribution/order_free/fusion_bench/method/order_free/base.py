@@ -47,7 +47,7 @@ class OrderFreeMerging(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm)
             modelpool = BaseModelPool(modelpool)
         pretrained = modelpool.load_pretrained_model()
         merged, names = deepcopy(pretrained), self._linear_layers(pretrained)
-        counts, states = dict.fromkeys(names, 0), {}
+        counts, states, means = dict.fromkeys(names, 0), {}, {}
         for number, model_name in enumerate(tqdm(modelpool.model_names), 1):
             with self.profile("loading models"):
                 model = modelpool.load_model(model_name)
@@ -58,7 +58,7 @@ class OrderFreeMerging(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm)
                     if tau.any():  # a task that left the layer alone has no vote
                         counts[name] += 1
                         states[name] = self._add(states.get(name), tau, counts[name])
-            average_others(merged, model, names, number)
+            average_others(merged, model, names, number, means)
         for name, state in tqdm(states.items(), desc="Merging layers"):
             with self.profile("merging layers"):
                 weight = merged.get_parameter(name)
@@ -115,8 +115,10 @@ class OrderFreeMerging(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm)
 
 
 @torch.no_grad()
-def average_others(merged: nn.Module, model: nn.Module, names: Dict, number: int):
-    """Take a model into the running mean of all but the layers."""
+def average_others(
+    merged: nn.Module, model: nn.Module, names: Dict, number: int, means: Dict
+):
+    """Take a model into the running means, in float32, of all but the layers."""
     ours, theirs, done = merged.state_dict(keep_vars=True), model.state_dict(), set()
     done.update(id(ours[name]) for name in names)
     for key, value in ours.items():
@@ -124,7 +126,8 @@ def average_others(merged: nn.Module, model: nn.Module, names: Dict, number: int
             done.add(id(value))
             wide = torch.promote_types(value.dtype, torch.float32)
             new = theirs[key].to(value.device, wide)
-            value.copy_(torch.lerp(value.to(wide), new, 1 / number))
+            means[key] = torch.lerp(means.get(key, value).to(wide), new, 1 / number)
+            value.copy_(means[key])
 
 
 def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
