@@ -147,7 +147,7 @@ def test_the_adam_loop_moves_nothing_and_waits_for_nothing(gpus, monkeypatch):
 
 @pytest.mark.parametrize("solver", ["adam", "closed_form"])
 @pytest.mark.parametrize("ranks", [(128, 64, 8), (16, 8, 4)])
-@pytest.mark.parametrize("shape", [(192, 192), (768, 192), (192, 768), (320, 256)])
+@pytest.mark.parametrize("shape", [(192, 192), (768, 192), (192, 768)])
 def test_the_peak_is_at_most_the_forecast_and_at_least_half_of_it(gpus, shape, ranks, solver):
     config = replace(
         CONFIG,
@@ -234,7 +234,7 @@ def assert_as_on_the_cpu(method, found, expected):
             assert torch.equal(found[key], value), key
 
 
-@pytest.mark.parametrize("method", ["nufilt", *OWN])
+@pytest.mark.parametrize("method", ["nufilt", "best"])
 def test_models_in_memory_are_merged_on_gpus_as_on_the_cpu(gpus, method):
     given = pool(2, SMALL_CLIP)
     expected, on_gpu = (

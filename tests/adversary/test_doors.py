@@ -46,6 +46,7 @@ def faults(some: list[Case], folder) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_sample_of_bad_input_is_refused_by_name_or_does_nothing(doors_only, inputs):
     every = [case for case in cases(inputs) if case.quick]
     assert faults(sample(every, FAST // len({case.door for case in every}), seed=0), inputs) == []

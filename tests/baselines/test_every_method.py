@@ -42,14 +42,13 @@ REFUSED = {
     },
 }
 """What does not run, and the reason that is given; everything else does."""
-#: FusionBench merges CLIPs and T5s in two ways; our own methods, and what is refused, are tried on
-#: every family.
-CASES = [
-    (family, name)
-    for family in FAMILIES
-    for name in NAMES
-    if family in ("clip", "t5") or name in METHODS or (name, family) in REFUSED
-]
+#: FusionBench merges CLIPs and T5s in two ways; our own methods do not know the family, and NUFILT
+#: stands for them.
+CASES = [("clip", name) for name in NAMES]
+CASES += [("t5", name) for name in NAMES if name not in METHODS]
+CASES += [(family, "nufilt") for family in ("t5", "llama")]
+CASES += [(family, name) for name, family in REFUSED]
+CASES = list(dict.fromkeys(CASES))
 LINEAR = (
     "knots_ties",
     "spectral",

@@ -289,7 +289,7 @@ def test_a_weight_with_two_names_is_shifted_once():
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [("opcm", 1), ("opcm", 4), ("opcm", 3), ("weight_average", 3), ("dop", 3)]
+    ("name", "step"), [("opcm", 1), ("opcm", 3), ("weight_average", 3), ("dop", 3)]
 )
 def test_a_continual_method_of_fusionbench_goes_on_with_the_same_bits(tmp_path, name, step):
     models = pool(4)

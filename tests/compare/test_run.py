@@ -266,7 +266,7 @@ def test_what_can_not_work_for_any_method_is_refused_before_any_work(
 
 
 def test_nothing_is_printed_meanwhile(tmp_path, capfd):
-    run(tmp_path, "nufilt:max_steps=1, weight_average", overrides=[], **CHEAP)
+    run(tmp_path, "nufilt:max_steps=1, weight_average", overrides=THREE, **CHEAP)
     assert capfd.readouterr() == ("", "")
 
 
@@ -314,13 +314,13 @@ def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(t
     assert held_out.isdisjoint(rest)
     assert held_out | rest == set(range(len(held_out) + len(rest)))
     assert len(held_out) == (len(held_out) + len(rest)) // 5
-    found = run(tmp_path, "weight_average", overrides=[], validation=True, **CHEAP)
+    found = run(tmp_path, "weight_average", overrides=THREE, validation=True, **CHEAP)
     found.save(tmp_path)
     assert "scored on a fifth of the test data" in (tmp_path / "table.md").read_text()
     with pytest.raises(
         ValueError, match=r"holds results of other settings: resolved\.validation is true there"
     ):
-        run(tmp_path, "weight_average", overrides=[], **CHEAP)
+        run(tmp_path, "weight_average", overrides=THREE, **CHEAP)
     with pytest.raises(
         ValueError, match="a part of the test data needs a CLIP or Flan-T5 pool, got DummyTaskPool"
     ):

@@ -48,22 +48,36 @@ def plan_adapter(folder):
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("make", "config"),
     [
-        {},
-        {"use_rslora": True},
-        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.self_attn.v_proj": 32}},
-        {
-            "rank_pattern": {r"^model\..*layers\.0\.self_attn\.q_proj": 2, r".*\.v_proj": 8},
-            "alpha_pattern": {r".*layers\.\d\.self_attn\.q_proj": 16, "down_proj": 4},
-            "layers_to_transform": [0],
-        },
-        {"modules_to_save": ["lm_head"]},
-        {"use_dora": True, "rank_pattern": {"q_proj": 2}},
+        (llava, {}),
+        (llama, {}),
+        (llama, {"use_rslora": True}),
+        (
+            llama,
+            {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.self_attn.v_proj": 32}},
+        ),
+        (
+            llama,
+            {
+                "rank_pattern": {r"^model\..*layers\.0\.self_attn\.q_proj": 2, r".*\.v_proj": 8},
+                "alpha_pattern": {r".*layers\.\d\.self_attn\.q_proj": 16, "down_proj": 4},
+                "layers_to_transform": [0],
+            },
+        ),
+        (llama, {"modules_to_save": ["lm_head"]}),
+        (llama, {"use_dora": True, "rank_pattern": {"q_proj": 2}}),
     ],
-    ids=["plain", "rslora", "patterns", "regular-expressions", "modules_to_save", "dora"],
+    ids=[
+        "llava",
+        "plain",
+        "rslora",
+        "patterns",
+        "regular-expressions",
+        "modules_to_save",
+        "dora",
+    ],
 )
-@pytest.mark.parametrize("make", [llama, llava])
 def test_an_adapter_is_the_model_that_peft_merges_it_into(tmp_path, make, config):
     """To the bit as the first task, which is taken whole; to rounding later, where its factors are
     worked on.

@@ -68,7 +68,7 @@ def both(folder):
     return tensors(folder / "theirs"), tensors(folder / "ours")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["nufilt", "best", "sum"])
 def test_every_tensor_has_the_bits_of_nufilt_merge(folder, method):
     write(folder, method)
     theirs, ours = both(folder)
