@@ -12,6 +12,7 @@ from fusion_bench_nufilt.storage.tensors import TensorInfo, describe, make_heade
 
 from .architecture import Layer
 from .plan import Plan
+from .vocabulary import new_rows_key
 
 
 def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]]:
@@ -44,6 +45,20 @@ def means_to_keep(plan: Plan) -> dict[str, Tensor]:
     return {param: _wide_like(plan, key) for param, key in keys.items() if plan.rounds(key)}
 
 
+def new_rows_to_keep(plan: Plan) -> dict[str, Tensor]:
+    """Return a meta tensor for the rows of new tokens that the model alone would round, by param
+    of the tensor that has them.
+    """
+    if plan.targets.other_params == "first" or not plan.vocabulary.tokens:
+        return {}
+    kept = {}
+    for param in plan.vocabulary.params:
+        if plan.rounds(plan.pretrained.keys[param]):
+            shape = (len(plan.vocabulary.tokens), *plan.pretrained.params[param][1:])
+            kept[param] = torch.empty(shape, dtype=torch.float32, device="meta")
+    return kept
+
+
 def _wide_like(plan: Plan, key: str) -> Tensor:
     dtype = torch.promote_types(plan.dtype(key), torch.float32)
     return torch.empty(plan.base.tensors[key].shape, dtype=dtype, device="meta")
@@ -73,6 +88,8 @@ def state_layout(plan: Plan) -> tuple[bytes, dict[str, TensorInfo]]:
                     kept[key] = describe(like)
         for param, like in means_to_keep(plan).items():
             kept[mean_key(param)] = describe(like)
+        for param, like in new_rows_to_keep(plan).items():
+            kept[new_rows_key(param)] = describe(like)
     if not kept:
         return b"", {}
     header = make_header(kept)

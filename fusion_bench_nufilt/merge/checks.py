@@ -31,6 +31,7 @@ from .sources.models import FullModel
 from .sources.module import module_source
 from .sources.source import Source, some
 from .ties import differing
+from .vocabulary import new_rows_key
 
 log = logging.getLogger(__name__)
 
@@ -368,6 +369,7 @@ def check_state(plan: Plan, name: str) -> Iterator[str]:
         )
     missing = []
     known = {mean_key(param) for param in plan.others}
+    known |= {new_rows_key(param) for param in plan.pretrained.params}
     for layer in plan.layers:
         for key, param, like in state_tensors(plan, layer).values():
             known.add(param)

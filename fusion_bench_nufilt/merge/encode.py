@@ -12,6 +12,7 @@ from .architecture import Layer
 from .beside import state_layout, state_tensors
 from .engine import MergedLayer
 from .plan import Plan
+from .vocabulary import new_rows_key
 
 
 class LayerBytes:
@@ -32,6 +33,9 @@ class LayerBytes:
             for key, value in state_to_keep(plan, layer, merged.state).items():
                 if key in self._kept:
                     stored.append((self._kept[key], value.cpu()))
+        rows_place = self._kept.get(new_rows_key(layer.param))
+        if rows_place is not None:
+            stored.append((rows_place, plan.vocabulary.new_rows(layer.param)))
         for key in layer.keys:
             place = plan.places[key]
             value = weight.to(FLOATS[place.dtype])

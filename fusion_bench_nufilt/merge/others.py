@@ -18,6 +18,7 @@ from .output import Output, Record
 from .plan import Plan
 from .sources.fp8 import Quantised
 from .sources.mxfp4 import Packed
+from .vocabulary import new_rows_key
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,11 @@ def write_other(
         if not finite:
             record["not_finite"] = key
             log.warning(NOT_FINITE, key)
+    rows_place = state_places.get(new_rows_key(param))
+    if rows_place is not None:
+        rows_writer = _Writer(output, rows_place)
+        rows_writer.write(plan.vocabulary.new_rows(param))
+        record["written"].append(rows_writer.entry())
     record["read"] = {source: sha.hexdigest() for source, sha in read.items()}
     if param in plan.averaged:
         record["mean_count"] = plan.models_in_mean(param) + len(plan.joining(param))

@@ -23,7 +23,7 @@ from .sources.adapters import open_task
 from .sources.checkpoint import Checkpoint, is_adapter
 from .sources.models import FullModel
 from .ties import carry_over, complete_base, earlier_params, is_untied, tie_weights
-from .vocabulary import join_vocabularies
+from .vocabulary import join_vocabularies, new_rows_key
 
 
 def plan_merge(
@@ -81,6 +81,7 @@ def plan_merge(
     if state is not None:
         state.tie(architecture)
         carry_over(architecture, state.keys, earlier, mean_key)
+        carry_over(architecture, state.keys, earlier, new_rows_key)
     heads = take_heads(targets.heads, pretrained, opened, architecture, before)
     selection = select(pretrained, architecture, targets, heads)
     plan = Plan(
@@ -156,7 +157,15 @@ def _join_vocabularies(plan: Plan, architecture: Architecture) -> Iterator[str]:
         architecture.embeddings(plan.pretrained.params),
         plan.settings.tokenizer or "union",
     )
-    joined = join_vocabularies(models, params, choice, plan.small_files)
+    joined = join_vocabularies(
+        models,
+        params,
+        choice,
+        plan.small_files,
+        plan.before.get("vocabulary", {}).get("token_weights", {}),
+        first_alone=plan.targets.other_params == "first",
+        kept=plan.state,
+    )
     plan.vocabulary, plan.small_files = joined, joined.files or plan.small_files
     # One that changes nothing is not recorded as chosen.
     chosen = joined.tokenizer if joined.params and plan.settings.tokenizer else None

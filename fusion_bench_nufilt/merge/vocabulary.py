@@ -2,7 +2,7 @@
 tokens.
 
 Rows are matched by token. The rows of the base's tokens are merged or averaged like any weight; the
-row of a new token is copied from the model that has it.
+row of a new token is the mean over the models that have it.
 """
 
 import hashlib
@@ -10,17 +10,17 @@ import json
 import math
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.weights import is_finite
+from fusion_bench_nufilt.core.weights import is_finite, wide_dtype
 from fusion_bench_nufilt.storage.files import parse_json
 from fusion_bench_nufilt.storage.tensors import CHUNK_BYTES, raw
 
@@ -32,8 +32,18 @@ _TOKENIZER = (
     r"|(vocab|merges)\.txt|.*\.(model|tiktoken|jinja)"
 )
 
+_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+
 Models = Mapping[str, FullModel]
 """Models by their role in the merge: base, merged, task 0, ..."""
+
+
+class Holder(NamedTuple):
+    """A model that has a new token."""
+
+    source: str  # its role in the merge
+    row: int  # the token's row in it
+    weight: float  # of this row in the mean; of the model merged so far, that of all its tasks
 
 
 @dataclass
@@ -45,29 +55,30 @@ class Vocabulary:
     tokenizer: str = "base"  # base, union, or the name of the model whose tokenizer the result has
     rows: int = 0
     tokens: dict[int, str] = field(default_factory=dict)  # new ones, by their rows in the result
-    holders: dict[int, list[tuple[str, int]]] = field(
-        default_factory=dict
-    )  # the models that have them; their rows
+    holders: dict[int, list[Holder]] = field(default_factory=dict)  # the models that have them
+    unnamed: set[int] = field(default_factory=set)  # those that no tokenizer names
+    kept: FullModel | None = None  # the state beside the model merged so far
     files: dict[str, bytes] = field(default_factory=dict)  # all small files of the result
     warnings: list[str] = field(default_factory=list)
     identity: str = ""  # a digest of how rows are matched
 
     def as_dict(self) -> dict[str, Any]:
         """Return the manifest's entry."""
-        sources = {
-            token: self.models[self.holders[row][0][0]].source.label
-            for row, token in self.tokens.items()
+        if not self.params:
+            return {}
+        labels: dict[str, str] = {}
+        weights: dict[str, float] = {}
+        for row, token in self.tokens.items():
+            holders = self.holders[row]
+            labels[token] = ", ".join(self.models[each.source].source.label for each in holders)
+            weights[token] = sum(each.weight for each in holders)
+        return {
+            "tokenizer": self.tokenizer,
+            "rows": self.rows,
+            "new_tokens": labels,
+            "token_weights": {token: weight for token, weight in weights.items() if weight != 1},
+            "matching": self.identity,
         }
-        return (
-            {
-                "tokenizer": self.tokenizer,
-                "rows": self.rows,
-                "new_tokens": sources,
-                "matching": self.identity,
-            }
-            if self.params
-            else {}
-        )
 
     def __str__(self) -> str:
         new = f"{len(self.tokens)} new tokens" + (
@@ -76,15 +87,18 @@ class Vocabulary:
         return f"{self.tokenizer}, {self.rows} rows, {new}"
 
     def check(self) -> None:
-        """Refuse a new token whose rows differ between models; models still on the hub are not
-        compared.
+        """Refuse rows that no tokenizer names and that differ between models: they may be those of
+        different tokens. Models still on the hub are not compared.
         """
-        for row, held in self.holders.items():
-            near = [(source, own) for source, own in held if not self.models[source].source.remote]
+        for row in self.unnamed:
+            models = [self.models[each.source].source for each in self.holders[row]]
+            near = [
+                each for each in self.holders[row] if not self.models[each.source].source.remote
+            ]
             for param in self.params if len(near) > 1 else ():
-                first, *others = (self._row(param, source, own).double() for source, own in near)
+                first, *others = (self._row(param, each).double() for each in near)
                 if not all(torch.equal(first, other) for other in others):
-                    names = [self.models[source].source.label for source, _ in held]
+                    names = [model.label for model in models]
                     what = (
                         f"token '{self.tokens[row]}' is new in {some(names)} with different rows "
                         f"of '{param}'"
@@ -95,8 +109,53 @@ class Vocabulary:
                     )
                     raise ValueError(f"{what}: {takes}")
 
-    def _row(self, param: str, source: str, own: int) -> Tensor:
-        return self.models[source].row(param, own, self.models["base"])
+    def _row(self, param: str, holder: Holder) -> Tensor:
+        """Read a row of a tensor, that of the model merged so far in float32 if that is kept."""
+        row = self.models[holder.source].row(param, holder.row, self.models["base"])
+        if holder.source != "merged" or self.kept is None:
+            return row
+        key = self.kept.keys.get(new_rows_key(param))
+        if key is None:
+            return row
+        of_merged = [
+            each.row for held in self.holders.values() for each in held if each.source == "merged"
+        ]
+        place = sorted(of_merged).index(holder.row)
+        kept = self.kept.source.elements(key, place * len(row), (place + 1) * len(row))
+        if not torch.equal(kept.to(row.dtype), row):
+            raise ValueError(
+                f"'{self.kept.source.name}' does not belong to the weights beside it: '{key}' "
+                "differs; remove it if the weights are right"
+            )
+        return kept
+
+    def mean_row(self, param: str, row: int, read: Mapping[str, Any] | None = None) -> Tensor:
+        """Return the row of a new token, in float32 at least if several models have it; update the
+        digests in ``read``, by model.
+        """
+        mean, weight = None, 0.0
+        for holder in self.holders[row]:
+            value = self._row(param, holder)
+            if read is not None:
+                read[holder.source].update(raw(value))
+            if not is_finite(value):
+                name = self.models[holder.source].source.name
+                raise ValueError(
+                    f"model '{name}', tensor '{param}' has NaN or infinite values for token "
+                    f"'{self.tokens[row]}'"
+                )
+            weight += holder.weight
+            if mean is None:
+                mean = value
+            elif weight > 0:
+                wide = wide_dtype(mean)
+                mean = torch.lerp(mean.to(wide), value.to(wide), holder.weight / weight)
+        assert mean is not None
+        return mean
+
+    def new_rows(self, param: str) -> Tensor:
+        """Return the rows of all new tokens, in the order of their numbers in the result."""
+        return torch.stack([self.mean_row(param, row).float() for row in sorted(self.holders)])
 
     def grown(
         self, param: str, pieces: Iterable[Tensor], dtype: torch.dtype, read: Mapping[str, Any]
@@ -118,15 +177,12 @@ class Vocabulary:
             for row in range(offset // width, -(-end // width)):
                 if row not in self.holders:
                     continue
-                source, own = self.holders[row][0]
-                value = self._row(param, source, own)
-                read[source].update(raw(value))
+                value = self.mean_row(param, row, read)
                 if not is_finite(value.to(dtype)):
-                    what = (
+                    raise ValueError(
                         f"tensor '{param}' has values for token '{self.tokens[row]}' that {dtype} "
                         "can't hold"
                     )
-                    raise ValueError(f"model '{self.models[source].source.name}', {what}")
                 first, last = max(row * width, offset), min((row + 1) * width, end)
                 piece[first - offset : last - offset] = value[
                     first - row * width : last - row * width
@@ -146,6 +202,11 @@ class Vocabulary:
         return torch.cat(pieces).reshape(-1, *weight.shape[1:])
 
 
+def new_rows_key(param: str) -> str:
+    """Return the key in the state of the rows of new tokens."""
+    return f"{param}.new_rows"
+
+
 class _Tokens:
     """The tokens of a model and their rows. Rows whose tokens are unknown are named by their
     numbers.
@@ -160,6 +221,8 @@ class _Tokens:
             for each in params
         )
         self.files = model.checkpoint.small_files(_TOKENIZER)
+        self.words = _words(self.files)
+        self.template = _template(self.files)
 
     @property
     def tokenizer(self) -> Any:
@@ -177,9 +240,9 @@ class _Tokens:
         import transformers
 
         base, folder = self._base, self.model.checkpoint.folder
-        if base and (base.tokenizer is None or self.files == base.files):
+        if base and (base.tokenizer is None or self.words == base.words):
             return base._read
-        if not self.files:
+        if not self.words:
             return None, f"'{self.label}' has no tokenizer"
         try:
             load = transformers.AutoTokenizer.from_pretrained
@@ -210,6 +273,10 @@ class _Tokens:
     def ids(self) -> dict[str, int]:
         return {token: row for token, row in self.all.items() if row < self.rows}
 
+    def is_like(self, base: "_Tokens") -> bool:
+        """Tell whether it has the base's tokens, which it also has without a tokenizer."""
+        return self.rows == base.rows and self.words in (base.words, {})
+
     def fits(self, base: "_Tokens", params: Sequence[str]) -> bool:
         """Tell whether its embeddings differ from the base's in rows only, which can be matched if
         it has fewer.
@@ -229,7 +296,14 @@ class _Tokens:
 
 
 def join_vocabularies(
-    models: Models, params: Sequence[str], choice: str, files: Mapping[str, bytes]
+    models: Models,
+    params: Sequence[str],
+    choice: str,
+    files: Mapping[str, bytes],
+    weights: Mapping[str, float],
+    *,
+    first_alone: bool,
+    kept: FullModel | None,
 ) -> Vocabulary:
     """Match the rows of all models by token, and choose the result's; the models then present the
     base's rows.
@@ -241,6 +315,10 @@ def join_vocabularies(
         params: the tensors that have a row for every token.
         choice: whose tokens the result has: base, union, or the name of a model.
         files: the small files of the base.
+        weights: those of new tokens of the model merged so far in the means of their rows, where
+            they are not 1.
+        first_alone: whether the row of a new token is that of the first model that has it.
+        kept: the state beside the model merged so far.
 
     Raises:
         ValueError: ``choice`` names no model, or the tokens do not go together; the message names
@@ -262,16 +340,27 @@ def join_vocabularies(
         "base": base,
         **{source: tokens for source, tokens in known.items() if tokens.fits(base, params)},
     }
-    alike = all(
-        tokens.rows == base.rows and tokens.files in (base.files, {}) for tokens in known.values()
-    )
-    if alike or owner not in known:
+    if owner not in known:
         return Vocabulary(tokenizer=name)
     others = [source for source in known if choice == "union" and source != owner]
-    result = Vocabulary(models, list(params), name, files=dict(files))
-    added = _number_tokens(result, known, [owner, *others])
+    in_order = [known[source] for source in (owner, *others)]
+    if all(tokens.is_like(base) for tokens in known.values()) and (
+        choice in ("base", "union") or known[owner].files in (base.files, {})
+    ):
+        return Vocabulary(tokenizer=name, files=_with_template(files, in_order))
+    result = Vocabulary(models, list(params), name, files=dict(files), kept=kept)
+
+    def weight_of(source: str, token: str, holders: Sequence[Holder]) -> float:
+        if source == "merged":
+            return weights.get(token, 1.0)
+        if first_alone:
+            return 0.0 if holders else 1.0
+        return max(models[source].strength, 0.0)
+
+    added = _number_tokens(result, known, [owner, *others], weight_of)
     result.rows = max([base.rows, *(row + 1 for row in result.tokens)])
     _set_files(result, base, known[owner], added)
+    result.files = _with_template(result.files, in_order)
     matched: dict[str, list[int]] = {}
     for tokens in known.values():
         result.warnings += _warnings(result, base, tokens)
@@ -302,7 +391,12 @@ def _owner(models: Models, choice: str) -> str:
     return named[choice]
 
 
-def _number_tokens(result: Vocabulary, known: Mapping[str, _Tokens], sources: Sequence[str]) -> Any:
+def _number_tokens(
+    result: Vocabulary,
+    known: Mapping[str, _Tokens],
+    sources: Sequence[str],
+    weight_of: Callable[[str, str, Sequence[Holder]], float],
+) -> Any:
     """Give new tokens their rows; return the first source's tokenizer if tokens of others were
     added to it.
     """
@@ -330,17 +424,16 @@ def _number_tokens(result: Vocabulary, known: Mapping[str, _Tokens], sources: Se
             added.setdefault(token, kinds[tokens.ids[token]])
     if added:
         tokenizer.add_tokens(list(added.values()))
-        templates = (
-            known[source].tokenizer.chat_template for source in sources if known[source].tokenizer
-        )
-        tokenizer.chat_template = next(filter(None, templates), None)
     numbers = tokenizer.get_vocab() if tokenizer else {}
     for source in sources:
         ids = known[source].ids
         for token in sorted(ids.keys() - base.ids.keys(), key=ids.__getitem__):
             number, row = numbers.get(token, ids[token]), ids[token]
             result.tokens.setdefault(number, token)
-            result.holders.setdefault(number, []).append((source, row))
+            holders = result.holders.setdefault(number, [])
+            holders.append(Holder(source, row, weight_of(source, token, holders)))
+            if known[source].tokenizer is None:
+                result.unnamed.add(number)
     return tokenizer if added else None
 
 
@@ -375,6 +468,52 @@ def _set_files(result: Vocabulary, base: _Tokens, owner: _Tokens, added: Any) ->
             result.files["config.json"] = json.dumps(after, indent=2).encode()
 
 
+def _words(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the content of a tokenizer's files without chat templates."""
+    words: dict[str, Any] = {}
+    for name, content in files.items():
+        if name.endswith(".jinja") or name == "chat_template.json":
+            continue
+        words[name] = content
+        if name == _CONFIG and b"chat_template" in content:
+            config = _read_config(content)
+            words[name] = {key: config[key] for key in config if key != "chat_template"}
+    return words
+
+
+def _template(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files of a model's chat templates; those in its configuration become files."""
+    template = {name: files[name] for name in files if name.endswith(".jinja")}
+    if "chat_template.json" in files:
+        template["chat_template.json"] = files["chat_template.json"]
+    in_config = _read_config(files.get(_CONFIG, b"{}")).get("chat_template")
+    if template or not in_config:
+        return template
+    if isinstance(in_config, str):
+        return {_TEMPLATE: in_config.encode()}
+    for each in in_config:
+        name = f"additional_chat_templates/{Path(each['name']).name}.jinja"
+        template[_TEMPLATE if each["name"] == "default" else name] = each["template"].encode()
+    return template
+
+
+def _read_config(content: bytes) -> dict[str, Any]:
+    """Return a tokenizer's configuration, empty if it is damaged."""
+    try:
+        return parse_json(content, dict[str, Any])
+    except ValueError:
+        return {}
+
+
+def _with_template(files: Mapping[str, bytes], models: Sequence[_Tokens]) -> dict[str, bytes]:
+    """Return the files of a result with the first chat template of some models."""
+    first: dict[str, bytes] = next((each.template for each in models if each.template), {})
+    if not first or first == _template(files):
+        return dict(files)
+    kept = {name: files[name] for name in files if name not in _template(files)}
+    return kept | first
+
+
 def _config(config: Any, own: Any, before: int, rows: int) -> Any:
     """Return a configuration for this many rows, with the special tokens' numbers of another
     one.
@@ -387,8 +526,7 @@ def _config(config: Any, own: Any, before: int, rows: int) -> Any:
 
 
 def _warnings(result: Vocabulary, base: _Tokens, tokens: _Tokens) -> Iterator[str]:
-    alike = tokens.rows == base.rows and tokens.files in (base.files, {})
-    if not alike and tokens.tokenizer is None:
+    if not tokens.is_like(base) and tokens.tokenizer is None:
         yield (
             f"the rows of '{tokens.label}' and the base are matched by their numbers: "
             f"{tokens.why_unknown}"

@@ -62,6 +62,11 @@ class LayerStep(TypedDict):
     task_norm: float
 
 
+class VocabularyEntry(TypedDict, total=False):
+    #: The sum of the weights of the models in the mean of a new token's rows, where it is not 1.
+    token_weights: dict[str, Annotated[float, Field(ge=0, le=10**9)]]
+
+
 class Manifest(TypedDict, total=False):
     """The file ``nufilt.json`` of a merged model, whether a step of a run or a merge of folders
     made it.
@@ -79,6 +84,7 @@ class Manifest(TypedDict, total=False):
     files: dict[
         str, Fingerprint
     ]  # all files of the folder but the manifest, by their relative paths
+    vocabulary: VocabularyEntry
     heads: dict[str, Head]  # by the names of their tasks
     merge_seconds: list[float]
     coverage: dict[str, Any]

@@ -184,28 +184,85 @@ def test_the_ids_of_special_tokens_follow_the_tokenizer(grown):
     assert union.generation_config == base.generation_config
 
 
-def test_a_token_with_two_rows_is_refused_by_its_name(grown):
-    save(grown / "other", finetuned(llama(tie_word_embeddings=False), seed=5), "<fim>", seed=5)
-    with pytest.raises(
-        ValueError,
-        match=r"token '<fim>' is new in 'code', 'other' with different rows .* --tokenizer code",
-    ):
-        plan(grown, ["code", "chat", "other"])
-    assert loads(
-        merge(grown, ["code", "chat", "other"], settings={"tokenizer": "other"}), rows=50
-    ) == [
-        "w2",
-        "<fim>",
-        "w3",
-    ]
+@pytest.fixture
+def trained(grown):
+    """Two more fine-tunes that each trained the token <fim> of `code`, at other numbers."""
+    base = AutoModelForCausalLM.from_pretrained(grown / "base")
+    save(grown / "other", finetuned(base, seed=5), "<fim>", seed=5)
+    save(grown / "third", finetuned(base, seed=6), "<mask>", "<fim>", seed=6)
+    return grown
+
+
+def rows_of(folder, token, names, key):
+    return [row(folder / name, token, key).float() for name in names]
+
+
+ANY_LAYERS = [{}, MEAN, {"method": "sum", "target_modules": ["lm_head", "up_proj"], **MEAN}]
+
+
+@pytest.mark.parametrize("options", ANY_LAYERS)
+def test_rows_of_a_token_that_several_models_trained_are_averaged(trained, options):
+    out = merge(trained, ["code", "chat", "other", "third"], **options)
+    assert loads(out) == ["w2", "<fim>", "w3"]
     for key in (EMBEDDING, HEAD):
-        value = tensors(grown / "code")[key][48]
-        change(
-            grown / "other",
-            key,
-            lambda rows, value=value: rows.index_copy(0, torch.tensor([48]), value[None]),
+        of_all = rows_of(trained, "<fim>", ("code", "other", "third"), key)
+        torch.testing.assert_close(row(out, "<fim>", key), torch.stack(of_all).mean(0))
+        assert torch.equal(row(out, "<mask>", key), row(trained / "third", "<mask>", key))
+    assert manifest(out)["vocabulary"]["new_tokens"]["<fim>"] == "code, other, third"
+    assert manifest(out)["vocabulary"]["token_weights"] == {"<fim>": 3}
+
+
+def test_rows_of_a_token_have_the_weights_of_their_models(trained):
+    settings = {"weights": [3.0, 1.0, 1.0]}
+    out = merge(trained, ["code", "chat", "other"], settings=settings, **MEAN)
+    code, other = rows_of(trained, "<fim>", ("code", "other"), EMBEDDING)
+    torch.testing.assert_close(row(out, "<fim>"), 0.75 * code + 0.25 * other)
+    assert torch.equal(row(out, "<eot>"), row(trained / "code", "<eot>"))
+
+
+@pytest.mark.parametrize("weights", [[0.0, 1.0], [-1.0, 2.0], [0.0, 0.0]])
+def test_a_model_without_weight_brings_a_token_that_no_other_has(trained, weights):
+    out = merge(trained, ["code", "other"], settings={"weights": weights}, **MEAN)
+    expected = "other" if weights[1] else "code"
+    assert torch.equal(row(out, "<fim>"), row(trained / expected, "<fim>"))
+    assert torch.equal(row(out, "<eot>"), row(trained / "code", "<eot>"))
+
+
+def test_the_first_task_alone_decides_where_the_others_change_no_other_parameters(trained):
+    out = merge(trained, ["code", "other"], other_params="first")
+    assert torch.equal(row(out, "<fim>"), row(trained / "code", "<fim>"))
+    merge(trained, ["code"], "one", other_params="first")
+    two = merge(trained, ["other"], "two", merged="one", other_params="first")
+    assert same(tensors(two), tensors(out))
+
+
+@pytest.mark.parametrize("options", ANY_LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [2.0, 0.5, 1.0]])
+def test_rows_of_a_token_are_the_same_one_model_at_a_time(trained, options, dtype, weights):
+    tasks = ["code", "other", "third"]
+    for name in ("base", *tasks):
+        AutoModelForCausalLM.from_pretrained(trained / name, dtype=dtype).save_pretrained(
+            trained / name
         )
-    assert "<fim>" in loads(merge(grown, ["code", "chat", "other"], "out2"))
+    at_once = merge(trained, tasks, settings={"state": True, "weights": weights}, **options)
+    merged = None
+    for name, weight in zip(tasks, weights, strict=True):
+        settings = {"state": True, "weights": [weight]}
+        out = merge(trained, [name], f"up to {name}", merged, settings=settings, **options)
+        merged = out.name
+    assert loads(out) == ["w2", "<fim>", "w3"]
+    for key in (EMBEDDING, HEAD):
+        assert torch.equal(row(out, "<fim>", key), row(at_once, "<fim>", key))
+        torch.testing.assert_close(tensors(out)[key], tensors(at_once)[key])
+    weights_of_tokens = [manifest(each)["vocabulary"]["token_weights"] for each in (out, at_once)]
+    assert weights_of_tokens[0] == weights_of_tokens[1]
+
+
+def test_one_of_the_models_can_be_chosen_for_its_tokens(trained):
+    out = merge(trained, ["code", "chat", "other"], settings={"tokenizer": "other"})
+    assert loads(out, rows=50) == ["w2", "<fim>", "w3"]
+    assert torch.equal(row(out, "<fim>"), row(trained / "other", "<fim>"))
 
 
 @pytest.mark.parametrize(
@@ -348,3 +405,72 @@ def test_a_tokenizer_that_changes_nothing_is_not_recorded_as_chosen(tmp_path, ch
     out = merge(tmp_path, ["plain"], settings={"tokenizer": choice})
     assert manifest(out)["settings"]["tokenizer"] is None
     assert manifest(out)["vocabulary"] == {}
+
+
+def template_of(folder):
+    return AutoTokenizer.from_pretrained(folder).chat_template
+
+
+def keep_template_in_the_configuration(folder):
+    """As transformers did before it wrote templates to files of their own."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        change_json(folder / "tokenizer_config.json", chat_template=path.read_text())
+        path.unlink()
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+@pytest.mark.parametrize("new", [(), ("<new>",)])
+def test_the_chat_template_is_the_first_whether_a_vocabulary_grew_or_not(tmp_path, new, in_config):
+    base = llama()
+    templates = {"base": None, "plain": None, "code": "code", "chat": "chat"}
+    for name, template in templates.items():
+        tokens = new if name == "chat" else ()
+        save(tmp_path / name, finetuned(base, seed=len(name)), *tokens, template=template)
+        if in_config:
+            keep_template_in_the_configuration(tmp_path / name)
+    assert template_of(merge(tmp_path, ["plain"], "none", **MEAN)) is None
+    assert template_of(merge(tmp_path, ["plain", "code", "chat"], "a", **MEAN)) == "code"
+    assert template_of(merge(tmp_path, ["chat", "code"], "b", **MEAN)) == "chat"
+    merge(tmp_path, ["plain"], "one", **MEAN)
+    merge(tmp_path, ["code"], "two", merged="one", **MEAN)
+    three = merge(tmp_path, ["chat"], "three", merged="two", **MEAN)
+    assert template_of(three) == "code"
+    for choice, template in (("base", None), ("chat", "chat"), ("plain", None)):
+        settings = {"tokenizer": choice}
+        out = merge(tmp_path, ["code", "chat", "plain"], f"of {choice}", settings=settings, **MEAN)
+        assert template_of(out) == template
+
+
+def test_the_bases_own_template_stays_and_its_files_are_not_written_anew(tmp_path):
+    base = llama()
+    for name in ("base", "code"):
+        save(tmp_path / name, finetuned(base, seed=len(name)), template=name)
+    out = merge(tmp_path, ["code"], **MEAN)
+    for path in (tmp_path / "base").iterdir():
+        if "token" in path.name or "template" in path.name:
+            assert (out / path.name).read_bytes() == path.read_bytes()
+    assert template_of(out) == "base"
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+def test_templates_of_several_names_are_kept_together(tmp_path, in_config):
+    base = llama()
+    templates = {"default": "a", "tool_use": "b"}
+    save(tmp_path / "base", base)
+    save(tmp_path / "code", finetuned(base, seed=1), template=templates)
+    if in_config:
+        for path in [*(tmp_path / "code").rglob("*.jinja")]:
+            path.unlink()
+        listed = [{"name": name, "template": text} for name, text in templates.items()]
+        change_json(tmp_path / "code" / "tokenizer_config.json", chat_template=listed)
+    assert template_of(merge(tmp_path, ["code"], **MEAN)) == templates
+
+
+def test_a_folder_with_a_template_alone_has_the_bases_tokens(tmp_path):
+    base = llama()
+    save(tmp_path / "base", base)
+    finetuned(base, seed=1).save_pretrained(tmp_path / "code")
+    (tmp_path / "code" / "chat_template.jinja").write_text("code")
+    assert not [text for text in plan(tmp_path, ["code"]).warnings if "by their numbers" in text]
+    assert template_of(merge(tmp_path, ["code"], **MEAN)) == "code"
