@@ -166,7 +166,7 @@ def merge_and_tell(inputs, start, errors):
 
 
 @pytest.mark.nightly
-def test_two_merges_into_one_folder_make_one_result_and_the_other_says_who_is_writing(inputs):
+def test_two_merges_into_one_folder_make_one_result_and_the_other_is_refused(inputs):
     whole = hashes(merge(inputs, ["task1", "task2"], "whole"))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
