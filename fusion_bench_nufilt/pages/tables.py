@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import pandas as pd
 from rich.console import Console
 from rich.markup import escape
@@ -107,6 +108,8 @@ def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
             shown(task) if len(matrix.tasks) <= 8 else str(number), justify="right", no_wrap=True
         )
     for step, task in enumerate(matrix.tasks, 1):
+        if np.isnan(matrix.values[step - 1]).all():
+            continue
         row = map(percent, matrix.values[step - 1])
         table.add_row(
             f"{step} {shown(task)}", *row, style="bold" if step == len(matrix.tasks) else ""

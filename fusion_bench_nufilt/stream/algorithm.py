@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -71,6 +72,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     merge_seconds: list[float]  # by step, without loading, saving and scoring
     before: Manifest  # of `_merged_`, as far as it is known
     first_step: int  # the number of the first model of the stream: 1 without `_merged_`
+    names: list[str]  # the models of the stream, in merging order
     files: Mapping[str, bytes]  # further files saved with each step, by path
 
     # These are set by auto_register_config.
@@ -198,7 +200,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         self.modelpool, self.files = modelpool, {}
         self.before, self.first_step = merged_before(modelpool, self.num_merged, verify=self.verify)
         names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
-        self.matrix, self.merge_seconds, self.on_step = AccuracyMatrix(names), [], on_step
+        self.names = names
+        self.matrix = AccuracyMatrix(names)
+        self.merge_seconds, self.on_step = [], on_step
         sources = {name: source_of(modelpool, name) for name in modelpool.all_model_names}
         self._inputs: dict[str, Input] = {
             name: {"name": name, "source": source} for name, source in sources.items()
@@ -211,7 +215,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         self.start(pretrained, names)
         self.check_model(pretrained, pretrained, PRETRAINED, self.drawn)
         if self.scores is not None and self.check_taskpool:
-            self.scores.evaluator.check(pretrained, names)
+            self.scores.evaluator.check(pretrained, self.matrix.tasks)
         self._checked_first = (
             self.check_models or self.resume
         )  # a resumed run must know all weights
@@ -237,9 +241,20 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         """Return the scorer of this run, or None without a task pool."""
         if (evaluator := find_evaluator(taskpool, self._program)) is None:
             return None
+        earlier = []
+        for task in self.before.get("tasks", []):
+            if task not in self.names and evaluator.has(task):
+                earlier.append(task)
+        self.matrix = AccuracyMatrix([*earlier, *self.names])
         log_dict = self.log_dict if self.fabric.loggers else None
         return RunScores(
-            evaluator, self.matrix, self.evaluate, self.first_step, self.folder, log_dict
+            evaluator,
+            self.matrix,
+            len(earlier),
+            self.evaluate,
+            self.first_step,
+            self.folder,
+            log_dict,
         )
 
     def merge_stream(
@@ -257,6 +272,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             )
             self.prepare(merged)
             merged.load_state_dict(previous.state_dict())
+            if self.scores is not None:
+                with self.profile("evaluating"):
+                    self.scores.take_earlier(previous)
             del previous
         self.prepare(merged)
         next_step = self._resume(merged) + 1 if self.resume else self.first_step
@@ -274,7 +292,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     @property
     def _last_step(self) -> int:
-        return self.first_step - 1 + len(self.matrix.tasks)
+        return self.first_step - 1 + len(self.names)
 
     @property
     def _kept(self) -> RunFolder | None:
@@ -293,7 +311,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     def finish_step(self, step: int, merged: nn.Module, seconds: float) -> None:
         """Save and score the model that step ``step`` took ``seconds`` to make."""
         self.merge_seconds.append(seconds)
-        done, total = self.matrix.tasks[: step - self.first_step + 1], len(self.matrix.tasks)
+        done, total = self.names[: step - self.first_step + 1], len(self.names)
         log.info(
             "step %d: merged '%s' (%d of %d) in %.1f s", step, done[-1], len(done), total, seconds
         )
@@ -335,9 +353,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         folder, manifest = newest
         step = manifest["step"]
         log.info("going on after step %d", step)
-        if unread := [
-            name for name in self.matrix.tasks if "sha256" not in manifest["inputs"][name]
-        ]:
+        if unread := [name for name in self.names if "sha256" not in manifest["inputs"][name]]:
             what = (
                 "had not read %s yet (check_models=false): whether its weights have changed since "
                 "is not known"
@@ -358,7 +374,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         config: Any = OmegaConf.to_container(self.config, resolve=True)
         return {
             "method": self.name,
-            "order": self.matrix.tasks,
+            "order": self.names,
             "inputs": self._inputs,
             "settings": {
                 str(key): value for key, value in config.items() if key not in _NOT_IN_THE_RESULT
@@ -399,6 +415,12 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             bwt = percent(metrics["BWT"], sign=True)
             lines.append(f"ACC    {acc}, the mean score of the final model in per cent")
             lines.append(f"BWT    {bwt}, the mean change of a task since its own step")
+            before, now = self.scores.means_of_earlier()
+            if not math.isnan(before):
+                lines.append(
+                    f"before {percent(before)}, the mean score of the tasks of {MERGED}; now "
+                    f"{percent(now)}"
+                )
         if self._kept is not None:
             folder = self._kept.checkpoint(self._last_step)
             lines.append(f"model  {folder}")

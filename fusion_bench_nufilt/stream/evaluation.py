@@ -23,7 +23,7 @@ from fusion_bench.utils.parameters import count_parameters
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, or_none
+from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, Mean, or_none
 from fusion_bench_nufilt.pages.page import PAGE
 
 from .data_sets import check_test_sets
@@ -132,6 +132,12 @@ class Evaluator:
             if (values := [result[metric] for result in results.values() if metric in result])
         }
         return {"model_info": info, **cleaned, "average": average}
+
+    def has(self, task: str) -> bool:
+        """Tell whether the task pool is known to have a task; some pools do not say what they
+        have.
+        """
+        return any(task in names_of(name) for name in self._names)
 
     def _scores(self, model: nn.Module, tasks: Sequence[str], part: Part | None) -> Results:
         device = next(model.parameters()).device
@@ -292,6 +298,7 @@ class RunScores:
 
     evaluator: Evaluator
     matrix: AccuracyMatrix
+    earlier: int  # how many tasks of the matrix, its first ones, are in `_merged_` already
     evaluate: Evaluate
     first_step: int  # the number of the first step of the stream
     folder: RunFolder | None  # where reports are saved, if anywhere
@@ -300,10 +307,31 @@ class RunScores:
 
     def tasks(self, step: int) -> list[str]:
         """Return the tasks that are scored after a step."""
-        return tasks_to_score(self.matrix.tasks, step - self.first_step + 1, self.evaluate)
+        return tasks_to_score(self.matrix.tasks, self.row(step), self.evaluate)
+
+    def row(self, step: int) -> int:
+        """Return the row of the matrix, from 1, that is for a step."""
+        return self.earlier + step - self.first_step + 1
 
     def is_last(self, step: int) -> bool:
-        return step - self.first_step + 1 == len(self.matrix.tasks)
+        return self.row(step) == len(self.matrix.tasks)
+
+    def take_earlier(self, merged_before: nn.Module) -> None:
+        """Score the model that the run goes on from on its own tasks, to see what they lose."""
+        if self.earlier == 0 or self.evaluate == "last":
+            return
+        tasks = self.matrix.tasks[: self.earlier]
+        report = self.evaluator.report(merged_before, tasks)
+        if self.folder is not None:
+            self.folder.save_report(self.first_step - 1, report)
+        scores = {task: score(report[task]) for task in tasks if task in report}
+        self.matrix.record(self.earlier, scores)
+
+    def means_of_earlier(self) -> tuple[float, float]:
+        """Return the mean score of the earlier tasks before and after the run; NaN if unknown."""
+        before = self.matrix.values[self.earlier - 1, : self.earlier]
+        now = self.matrix.values[-1, : self.earlier]
+        return Mean.of(before).mean, Mean.of(now).mean
 
     def take(self, step: int, merged: nn.Module) -> None:
         """Score the model after a step."""
@@ -318,7 +346,7 @@ class RunScores:
         """Enter the scores of a report into the matrix."""
         self.last_report = report
         scores = {task: score(report[task]) for task in self.tasks(step) if task in report}
-        self.matrix.record(step - self.first_step + 1, scores)
+        self.matrix.record(self.row(step), scores)
         if self.log_dict is not None:
             self.log_dict({f"score/{task}": value for task, value in scores.items()}, step=step)
             if self.is_last(step):

@@ -147,7 +147,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             self._earlier = earlier_params(self._architecture, opened)
             tie_weights(self._architecture, [opened], [], self.targets)
         else:
-            step = self.first_step + self.matrix.tasks.index(name)
+            step = self.first_step + self.names.index(name)
             tie_weights(self._architecture, [], [opened], self.targets, step)
         if self._architecture.weights != before:
             self._base = self._model(PRETRAINED, pretrained, ())
@@ -216,7 +216,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         if lost := self._heads.of(map(self._architecture.param, drawn)):
             why = f"its checkpoint has no head ('{lost[0]}' was drawn at random)"
             log.warning("model '%s': %s: none is kept", name, why)
-        plan = self._plan([task], self.first_step + self.matrix.tasks.index(name))
+        plan = self._plan([task], self.first_step + self.names.index(name))
         for warning in chain(
             check_task(plan, task, self._architecture, plan.averaged), check_relation(plan)
         ):

@@ -2,21 +2,24 @@
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
-from fusion_bench import RuntimeConstants
+from fusion_bench import BaseModelPool, RuntimeConstants
 from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
 from fusion_bench.taskpool import BaseTaskPool
 from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_nufilt.pages.tables import print_matrix
+from fusion_bench_nufilt.storage.checkpoint import load_checkpoint
 from fusion_bench_nufilt.stream import ContinualMergingAlgorithm, Evaluator
 from fusion_bench_nufilt.stream.evaluation import score
 from tests.pages.test_metrics import matrix
+from tests.stream.helpers import logging_to
 
 TASKS = ["a", "b", "c", "d"]
 
@@ -225,3 +228,52 @@ def test_a_pool_that_returns_no_scores_is_named():
         ValueError, match="the task pool WholePool returned None in place of scores by task"
     ):
         Evaluator(pool).report(Counter(), TASKS)
+
+
+# --- models that are merged onto an earlier merge ---
+
+
+def load_counter(pretrained_model_name_or_path):
+    model = Counter()
+    load_checkpoint(model, Path(pretrained_model_name_or_path))
+    return model
+
+
+def go_on(tmp_path, pool, evaluate):
+    """Merge c and d onto a saved merge of a and b."""
+    first = logging_to(tmp_path / "first", Counting(shuffle_order=False))
+    first.run({name: Counter() for name in ("_pretrained_", "a", "b")})
+    merged = tmp_path / "first" / "checkpoints" / "merged_model_1"
+    new = {"_target_": "tests.stream.test_evaluation.Counter"}
+    models = dict.fromkeys(("_pretrained_", "c", "d"), new)
+    load = {"_target_": "tests.stream.test_evaluation.load_counter"}
+    models["_merged_"] = {**load, "pretrained_model_name_or_path": str(merged)}
+    algorithm = Counting(shuffle_order=False, evaluate=evaluate)
+    logging_to(tmp_path / "second", algorithm).run(BaseModelPool(OmegaConf.create(models)), pool)
+    return algorithm
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "evaluated"),
+    [
+        ("last", [(4, task) for task in TASKS]),
+        ("diagonal", [(2, "a"), (2, "b"), (3, "c"), *((4, task) for task in TASKS)]),
+    ],
+)
+def test_the_tasks_of_the_earlier_merge_are_scored_before_and_after(tmp_path, evaluate, evaluated):
+    pool = V01Pool(TASKS)
+    algorithm = go_on(tmp_path, pool, evaluate)
+    assert pool.evaluated == evaluated
+    assert algorithm.matrix.tasks == TASKS
+    assert algorithm.matrix.missing == []
+    before = 0.5 if evaluate == "diagonal" else math.nan
+    assert algorithm.scores.means_of_earlier() == pytest.approx((before, 0.25), nan_ok=True)
+    saved = json.loads((tmp_path / "second" / "accuracy_matrix.json").read_text())
+    assert saved["tasks"] == TASKS
+
+
+def test_an_earlier_task_that_the_task_pool_lacks_is_not_missed(tmp_path, caplog):
+    algorithm = go_on(tmp_path, V01Pool(["b", "c", "d"]), "diagonal")
+    assert algorithm.matrix.tasks == ["b", "c", "d"]
+    assert algorithm.matrix.missing == []
+    assert "the task pool has no task" not in caplog.text
