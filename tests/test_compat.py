@@ -1,6 +1,8 @@
 """Names of data sets without an owner, which today's client of the hub refuses."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import datasets
@@ -92,3 +94,9 @@ def test_a_folder_of_that_name_comes_first(asked, tmp_path, monkeypatch):
     datasets.Dataset.from_dict({"label": [3, 1]}).to_parquet(tmp_path / "mnist" / "test.parquet")
     assert datasets.load_dataset("mnist", split="test")["label"] == [3, 1]
     assert asked == []
+
+
+@pytest.mark.slow
+def test_after_it_fusionbenchs_own_classes_for_clip_can_be_imported():
+    code = "import fusion_bench_nufilt.compat; from fusion_bench.method import OPCMForCLIP"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
