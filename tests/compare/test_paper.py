@@ -13,10 +13,15 @@ from fusion_bench_nufilt.compare.paper import (
 from fusion_bench_nufilt.compare.paper import published as published_and_why
 from fusion_bench_nufilt.compare.specs import RunSpec
 from tests.conftest import shared_or_skip
-from tests.test_command_line import POOLS
 
 B32, T5 = "clip-vit-base-patch32_TA8", "flan-t5-base_glue"
 ORDERS = range(42, 52)
+#: The columns of the main tables.
+POOLS = [
+    f"clip-vit-{size}_{tasks}"
+    for size in ("base-patch32", "base-patch16", "large-patch14")
+    for tasks in ("TA8", "TALL14", "TALL20")
+]
 
 
 def published(*setting):

@@ -336,7 +336,8 @@ def test_other_methods_refuse_two_tensors_until_the_base_has_two_as_the_message_
     task = finetuned(base, 1)
     task.lm_head.weight = nn.Parameter(base.lm_head.weight.detach() + 0.01)
     message = (
-        r"'math' has 'model\.embed.*', 'lm_head.*' as weights of their own.*copy its embedding"
+        r"'math' has 'model\.embed.*', 'lm_head.*' as weights of their own.*"
+        "copy the embedding of its base into the head"
     )
     with pytest.raises(ValueError, match=message):
         check_module(base, task, "math")

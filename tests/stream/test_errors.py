@@ -19,6 +19,7 @@ from fusion_bench_nufilt.baselines import SequentialFineTuning
 from fusion_bench_nufilt.compare.configs import PROGRAM, compose_run, config_loader
 from fusion_bench_nufilt.compare.experiment import Experiment
 from fusion_bench_nufilt.stream.errors import OneLineErrors, what_is_wrong
+from fusion_bench_nufilt.stream.program import QuietTerminal
 
 BAD = ValueError("model 'task2'\nlacks layer '\x1b[31mfc1'")
 LINE = r"model 'task2' lacks layer '\x1b[31mfc1'"
@@ -36,11 +37,11 @@ def end_run(error, mode=RunMode.RUN):
 
 
 @pytest.mark.parametrize("method", ["nufilt", "best", "continual/stream", "continual/adamerging"])
-def test_every_method_brings_the_callback_along(method):
+def test_every_method_brings_the_callbacks_along(method):
     with config_loader():
         config = compose(PROGRAM, [f"method={method}"], return_hydra_config=True)
-    (callback,) = config.hydra.callbacks.values()
-    assert isinstance(instantiate(callback), OneLineErrors)
+    callbacks = [instantiate(callback) for callback in config.hydra.callbacks.values()]
+    assert [type(callback) for callback in callbacks] == [OneLineErrors, QuietTerminal]
 
 
 def test_a_run_ends_with_the_line():
