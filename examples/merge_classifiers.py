@@ -1,8 +1,8 @@
 """Merge classifiers of one backbone that each have their own labels, and classify a picture for
 each task.
 
-    python examples/merge_classifiers.py --base BASE --task birds --task cars --out MERGED --image
-    photo.jpg
+    python examples/merge_classifiers.py --base BASE --task birds --task cars --out MERGED \\
+        --image photo.jpg
 
 The backbone is merged; each task's head is kept in ``MERGED/heads``. Tasks are named after their
 folders.

@@ -1,8 +1,7 @@
-"""Merge your own Hugging Face models, in the order given, and save one that `from_pretrained`
-loads.
+"""Merge your own Hugging Face models in the order given; `from_pretrained` loads the result.
 
-    python examples/merge_own_models.py --base BASE --task birds=FOLDER --task cars=FOLDER --out
-    MERGED null_rank=43
+    python examples/merge_own_models.py --base BASE --task birds=FOLDER --task cars=FOLDER \\
+        --out MERGED null_rank=43
 
 Classifiers keep their heads: give ``--auto-class AutoModelForImageClassification``, and load them
 with ``fusion_bench_nufilt.load_task("MERGED", "birds")``.
@@ -11,15 +10,14 @@ The same from the command line, with your own pool in ``my_configs/modelpool/min
 
     _target_: fusion_bench.modelpool.BaseModelPool
     models:
-      _pretrained_: {_target_: transformers.AutoModel.from_pretrained,
-          pretrained_model_name_or_path: BASE}
-      birds: {_target_: transformers.AutoModel.from_pretrained, pretrained_model_name_or_path:
-          FOLDER}
-      cars: {_target_: transformers.AutoModel.from_pretrained, pretrained_model_name_or_path:
-          FOLDER}
+      _pretrained_:
+        _target_: transformers.AutoModel.from_pretrained
+        pretrained_model_name_or_path: BASE
+      birds:
+        _target_: transformers.AutoModel.from_pretrained
+        pretrained_model_name_or_path: FOLDER
 
-    fusion_bench 'hydra.searchpath=[file://my_configs]' method=nufilt modelpool=mine
-    method.shuffle_order=false
+    fusion_bench --config-dir my_configs method=nufilt modelpool=mine method.shuffle_order=false
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Merge the weights in plain safetensors files, one model after another, without the models' code.
 
-    python examples/merge_state_dicts.py base/model.safetensors math/model.safetensors
-        code/model.safetensors \\ --out merged.safetensors
+    python examples/merge_state_dicts.py base/model.safetensors math/model.safetensors \\
+        code/model.safetensors --out merged.safetensors
 
 The layers are those of ``target_modules=auto``, found by the names of the tensors; everything else
 stays as it is.

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Add a contribution to a FusionBench checkout, for its maintainers to review.
 
-    python tools/upstream.py CHECKOUT [--what nufilt|order_free|fixes] [--format-patch OUT]
-    [--author 'NAME <MAIL>']
+    python tools/upstream.py CHECKOUT [--what nufilt|order_free|fixes] [--format-patch OUT] \\
+        [--author 'NAME <MAIL>']
 
 ``docs/upstream.md`` says more.
 """

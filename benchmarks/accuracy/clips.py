@@ -7,7 +7,7 @@ stream of both.
 ``common.py``). Neither they nor their pictures, nor anything made of them, is part of this project.
 Each benchmark becomes a folder of towers and one of images, with a model pool of its name:
 
-    nufilt compare --modelpool clips_long "hydra.searchpath=[file://CLIPS/config]" ...
+    nufilt compare --modelpool clips_long --config-dir CLIPS/config ...
 """
 
 import argparse

