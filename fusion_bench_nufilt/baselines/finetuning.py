@@ -44,7 +44,7 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
 
     Args:
         **kwargs: options of :class:`FineTuningConfig` and
-        :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
+            :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
     """
 
     def __init__(self, **kwargs: Any) -> None:

@@ -146,7 +146,7 @@ class BatchMethodBaseline(_Baseline):
     Args:
         base_method: config of the method, with ``_target_``.
         **kwargs: options of :class:`RuleConfig` and
-        :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
+            :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
     """
 
     def __init__(self, base_method: DictConfig, **kwargs: Any) -> None:

@@ -233,7 +233,7 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
 
     Args:
         **kwargs: options of :class:`WEMoEConfig` and
-        :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
+            :class:`fusion_bench_nufilt.stream.ProtocolConfig`.
     """
 
     def __init__(self, **kwargs: Any) -> None:

@@ -54,7 +54,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     Args:
         layer_method: the name of a method in :data:`fusion_bench_nufilt.methods.METHODS`.
         **kwargs: the options of that method and of ``TargetConfig``, ``DeviceConfig`` and
-        ``ProtocolConfig``.
+            ``ProtocolConfig``.
 
     Raises:
         ValueError: a value is out of its range, or there is no such method or option; the message
@@ -337,7 +337,7 @@ class NufiltContinualMergingAlgorithm(LayerwiseMergingAlgorithm):
 
     Args:
         **kwargs: the options of ``FusionConfig``, ``TargetConfig``, ``DeviceConfig`` and
-        ``ProtocolConfig``.
+            ``ProtocolConfig``.
 
     Raises:
         ValueError: a value is out of its range, or there is no such option; the message names it.
