@@ -1,10 +1,13 @@
 """A peft adapter folder is the model that peft makes of it."""
 
+import shlex
+
 import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from tests.merge.helpers import change, change_json, merge, plan, same, save_stream, tensors
@@ -331,6 +334,24 @@ def test_a_b_without_its_a_is_named(tmp_path):
     change(tmp_path / "adapter", QUERY_A, lambda value: None)
     with pytest.raises(ValueError, match=r"q_proj\.lora_B\.weight' and no '.*q_proj\.lora_A"):
         plan_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("adapter", ["default", "sft"])
+def test_names_with_that_of_the_adapter_are_refused_with_what_takes_it_out(tmp_path, adapter):
+    config = {"use_dora": True, "modules_to_save": ["lm_head"]}
+    save_all(tmp_path, llama(tie_word_embeddings=False), **config)
+    expected = tensors(merge(tmp_path, ["adapter"], "expected", other_params="mean"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", adapter_name=adapter)
+    state = {key: value for key, value in model.state_dict().items() if f".{adapter}." in key}
+    save_file(state, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(
+        ValueError, match=f"saved from a model that calls it '{adapter}': "
+    ) as error:
+        plan_adapter(tmp_path)
+    _, _, code = shlex.split(str(error.value).rpartition("in place with: ")[2])
+    exec(code, {})
+    assert same(tensors(merge(tmp_path, ["adapter"], other_params="mean")), expected)
 
 
 QUERIES = {"target_modules": ["q_proj"]}

@@ -3,6 +3,7 @@
 import peft
 import pytest
 import torch
+import transformers as hf
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -11,7 +12,7 @@ from fusion_bench_nufilt.merge import merge_folders
 from tests.families import FAMILIES
 from tests.merge.helpers import merge, plan, tensors
 from tests.merge.test_experts import fused, square
-from tests.models import llama
+from tests.models import SMALL, llama
 
 WORDS = torch.arange(12).reshape(1, 12)
 ALONE = {"method": "sum", "scale": 1.0, "other_params": "mean", "target_modules": "all-linear"}
@@ -175,6 +176,34 @@ def test_experts_that_can_be_read_in_two_ways_are_merged_by_the_peft_that_traine
     config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["down_proj"])
     expected = train(tmp_path, square(), config)
     assert refusal(tmp_path).endswith(
+        "merge it into its base with the peft that trained it, and give that folder"
+    )
+    merge_with_peft(tmp_path, load(tmp_path / "base"))
+    torch.testing.assert_close(logits(merge(tmp_path, ["merged"], **ALONE)), expected)
+
+
+def without_gates():
+    torch.manual_seed(0)
+    size = {**SMALL, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 50}
+    experts = {
+        "layers_block_type": ["attention", "moe"],
+        "n_routed_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 24,
+    }
+    size.pop("num_hidden_layers")
+    return hf.NemotronHForCausalLM(hf.NemotronHConfig(**size, **experts)).eval()
+
+
+@fused
+def test_experts_whose_up_and_down_projections_have_the_same_sides_are_merged_by_peft(tmp_path):
+    parameters = ["experts.up_proj", "experts.down_proj"]
+    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters)
+    expected = train(tmp_path, without_gates(), config)
+    message = refusal(tmp_path)
+    assert "experts.up_proj', 'model.layers.1.mixer.experts.down_proj': which of them" in message
+    assert message.endswith(
         "merge it into its base with the peft that trained it, and give that folder"
     )
     merge_with_peft(tmp_path, load(tmp_path / "base"))

@@ -46,6 +46,9 @@ COPY_HEAD = (
     "copy the embedding of its base into the head, and save that with tie_word_embeddings=False"
 )
 _TOKENS = ".token_adapter.trainable_tokens_delta"
+# In a model, names have that of the adapter, without which peft saves it; in a file with another
+# name than 'default', peft passes over them and merges nothing.
+_NAMED = re.compile(r"\.lora_[AB]\.(\w+)\.weight$")
 _REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -138,6 +141,17 @@ class LoraAdapter(FullModel):
                 unknown.append(key)
             elif partner not in tensors:
                 raise ValueError(f"adapter '{self.source.name}' has '{key}' and no '{partner}'")
+        for key in unknown:
+            named = _NAMED.search(key)
+            if named:
+                adapter = named[1]
+                of_dora = rf"(?<=magnitude_vector)\.{adapter}\.weight$"
+                remedy = self.checkpoint.stripping(rf"{of_dora}|\.{adapter}(?=\.|$)")
+                raise ValueError(
+                    f"adapter '{self.source.name}' was saved from a model that calls it "
+                    f"'{adapter}': the name of '{key}' has '{adapter}.', without which peft saves "
+                    f"it. {remedy}"
+                )
         self._add_experts(architecture, wrapped)
         self._share(architecture)
         promised = {

@@ -269,13 +269,17 @@ class Checkpoint(Source):
         return module_files(self.folder_with(*weights)) if weights else {}
 
     def _unwrapping(self, wrapper: str) -> str:
+        pattern = r'(^|(?<="))module\.' if wrapper == "module" else rf"{wrapper}\."
+        return self.stripping(pattern)
+
+    def stripping(self, pattern: str) -> str:
+        """Return how what matches an expression is taken out of the names of the tensors."""
         folder = self.folder
         first = ""
         if not Path(self.name).expanduser().is_dir():
             repository = self.name.partition("@")[0]
             first = f"`hf download {repository} --local-dir FOLDER`, and "
             folder = Path("FOLDER")
-        pattern = r'(^|(?<="))module\.' if wrapper == "module" else rf"{wrapper}\."
         code = (
             "import re; from pathlib import Path; from safetensors.torch import load_file, "
             f"save_file; folder = Path({json.dumps(str(folder))}); "

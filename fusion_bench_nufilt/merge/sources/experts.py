@@ -6,7 +6,7 @@ expert by expert, and B is ``(b, experts * rank)``. Three things differ between 
 
 - peft wraps a module once for each of its parameters and calls what is inside ``base_layer``, so
   that no name tells the parameter. The sides do: no expert's gate_up_proj, n x 2m, has the sides of
-  its down_proj, m x n.
+  its down_proj, m x n. Those of an up_proj without a gate, n x m, have them, and are refused.
 - An expert's update is B A or its transpose, by the versions of peft (0.17 and 0.18, 0.19.0, later
   ones) and of transformers. The sides tell which, unless they are equal. All experts of a model are
   alike in this.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..architecture import Architecture
 from .checkpoint import Checkpoint
-from .source import Source
+from .source import Source, some
 
 _LAYOUTS = ("rank_major", "grouped_by_expert")
 
@@ -125,8 +125,13 @@ def find_experts(
             for name, (count, *sides) in stacks.items()
             if {a, b} == {*sides} and total % count == 0
         ]
-        if len(fitting) != 1:
-            shapes = f"A is {adapter.tensors[key_a].shape}, B {adapter.tensors[key_b].shape}"
+        shapes = f"A is {adapter.tensors[key_a].shape}, B {adapter.tensors[key_b].shape}"
+        if len(fitting) > 1:
+            raise ValueError(
+                f"adapter '{adapter.name}', '{module}': {shapes}, for {some(fitting)}: which of "
+                f"them is meant depends on peft's version: {_WITH_PEFT}"
+            )
+        if not fitting:
             raise ValueError(
                 f"adapter '{adapter.name}', '{module}': {shapes}, for one of {stacks}: "
                 f"{_OTHER_BASE}"
