@@ -541,7 +541,9 @@ class TestRun(unittest.TestCase):
         algorithm._program = SimpleNamespace(taskpool=taskpool)
         logger = TensorBoardLogger(folder, name="", version="")
         algorithm.fabric = Fabric(accelerator="cpu", devices=1, loggers=logger)
-        return algorithm.run({"_pretrained_": base, **models})
+        merged = algorithm.run({"_pretrained_": base, **models})
+        logger.finalize("success")  # its thread writes into the folder until then
+        return merged
 
     def test_what_a_run_leaves_behind(self):
         with tempfile.TemporaryDirectory() as folder:
